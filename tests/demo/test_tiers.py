@@ -85,14 +85,19 @@ def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: 
         engine.close()
 
 
-def test_a_prefill_engine_hands_over_what_it_finds_on_the_host_and_in_storage() -> None:
-    """Two ranks, which agree on what both have; no token and no acceptance is other than where nothing is evicted."""
-    ended = Command(main, ["--tiers", "--json", "--page-size", "4", "--max-new", "5"]).wait()
+@pytest.mark.parametrize("sizes", [[], ["--prefill-tp", "2", "--decode-tp", "2", "--dcp", "2"]])
+def test_two_engines_find_what_they_and_each_other_have_kept(sizes: list[str]) -> None:
+    """Ranks agree on what all have; no token and no acceptance is other than where nothing is evicted."""
+    ended = Command(main, ["--tiers", "--json", "--page-size", "4", "--max-new", "5", *sizes]).wait()
     assert ended.status == 0, ended.said
-    served = json.loads(ended.out)["served"]
-    assert len(served) == tiers.CONVERSATIONS * tiers.TURNS
+    said = json.loads(ended.out)
+    assert said["verdicts"].get("served_generated", bool(sizes))  # of 8 tokens a page none is of what decode generated
+    served = said["served"]
+    assert len(served) == 2 * tiers.CONVERSATIONS * tiers.TURNS
     for place in ("host", "storage"):
-        assert any(turn["found"][place] and turn["handed_over"] for turn in served)
+        assert any(turn["found"].get("prefill", {}).get(place) and turn["handed_over"] for turn in served)
+        assert any(turn["found"].get("decode", {}).get(place) for turn in served) or sizes
     for turn in served:
         assert turn["same_tokens"]
-        assert sum(turn["found"].values()) % 4 == 0
+        for found in turn["found"].values():
+            assert sum(found.values()) % 4 == 0

@@ -57,7 +57,8 @@ class Job:
     claim: Claim | None = None
     """Where its pages are claimed when they are of use."""
     cached: int = 0
-    """Tokens of the prompt that the pages held already."""
+    found: dict[str, int] = attrs.Factory(dict)
+    """Tokens of the prompt that this engine had already, and by where they were with --host-pages."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
     """What each rank said of its fetch: "arrived" or "lost"."""
     pages_free: set[int] = attrs.Factory(set)
@@ -213,16 +214,24 @@ class DecodeProcess(EngineProcess):
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
         """What waits for pages is refused."""
         super().on_drain(rank, word)
-        while self._queue:
-            self._refuse(self._queue.popleft().id)
+        for job in self._queue:
+            self._drop(job)
+            self._refuse(job.id)
+        self._queue.clear()
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
         """The router asks elsewhere."""
         for job in [job for job in self._queue if job.id == word["id"]]:
             self._queue.remove(job)
+            self._drop(job)
         if (fetching := self._fetching.get(word["id"])) is not None:
             for fetch in fetching.fetches.values():
                 fetch.abort("dropped by the router")
+
+    def _drop(self, job: Job) -> None:
+        """One that waits for pages waits no more."""
+        if self.kept is not None:
+            self.kept.drop(job.id)
 
     def _refuse(self, id: str) -> None:
         self.tell("failed", id=id, error="this engine drains: ask another", code="DRAINING")
@@ -241,13 +250,15 @@ class DecodeProcess(EngineProcess):
             self.tell("failed", id=word["id"], error=str(error), code=code_of(error))
             return
         self._queue.append(job)
+        if self.kept is not None:
+            self.kept.begin(job.id, sequence, len(sequence.prompt))
 
     def _fetch(self) -> None:
         """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
         while self._queue:
             job = self._queue[0]
             later = self.options.intent or self.options.spans
-            cached = self._prefixes.take(job.sequence, (0, 0) if later else self.need(job.rows))
+            cached = self._take(job, later)
             if later and cached == len(job.prompt):  # nothing is left to fetch by itself
                 self._prefixes.leave(job.sequence, 0)
                 later, cached = False, self._prefixes.take(job.sequence, self.need(job.rows))
@@ -263,6 +274,19 @@ class DecodeProcess(EngineProcess):
                 except KvprotoError as error:
                     said = {"error": str(error), "code": code_of(error)}
                     self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
+
+    def _take(self, job: Job, later: bool) -> int | None:
+        """Give a request its pages; how many tokens of its prompt they hold, None while too few are free."""
+        if self.kept is None:
+            return self._prefixes.take(job.sequence, (0, 0) if later else self.need(job.rows))
+        if (taken := self.kept.take(job.id, job.rows)) is None:
+            return None
+        cached, job.found = taken
+        return cached
+
+    def _leave(self, sequence: Sequence, valid: int) -> None:
+        """Take a request's pages back, and keep those of its first tokens."""
+        (self.kept or self._prefixes).leave(sequence, valid)
 
     def on_wanted(self, rank: int, word: dict[str, Any]) -> None:
         """The sources of one rank have a use for pages; all ranks claim the same, once all say so."""
@@ -315,7 +339,7 @@ class DecodeProcess(EngineProcess):
         first = next(w["first"] for w in words if w["first"] is not None)
         job.sequence.append([first])
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
-        self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached)
+        self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached, found=job.found)
         self._running[job.sequence] = job
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
@@ -328,7 +352,7 @@ class DecodeProcess(EngineProcess):
     def _free_lost(self, job: Job) -> None:
         if len(job.pages_free) == self.ranks:
             self._forget(job)
-            self._prefixes.leave(job.sequence, 0)
+            self._leave(job.sequence, 0)
 
     def _forget(self, job: Job) -> None:
         """No word of its fetch comes any more."""
@@ -347,11 +371,11 @@ class DecodeProcess(EngineProcess):
             if job.sequence.finished:
                 del self._running[job.sequence]
                 self.rest()
-                self._prefixes.leave(job.sequence, job.sequence.valid)
+                self._leave(job.sequence, job.sequence.valid)
                 stats = job.sequence.stats
                 self.tell(
                     "finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
-                    accepted=stats.accepted, proposed=stats.proposed, available=self._prefixes.available,
+                    accepted=stats.accepted, proposed=stats.proposed, available=(self.kept or self._prefixes).available,
                 )  # fmt: skip
 
 

@@ -159,6 +159,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--pages", type=int, default=160, help="pages of each pool (default 160)")
     add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
+    add("--host-pages", type=int, default=0, metavar="N", help="keep so many pages on the host, to be found again")
+    add("--storage", metavar="PLACE", help="and store them: a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
     part = "send computed rows while others compute once they are so many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
     add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
@@ -175,9 +177,6 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--feed", action="store_true", help="let `kvproto top DIR/feed-*` and `kvproto tail` look on")
     add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
     add("--name", default=role, help=f"name of this engine (default {role})")
-    if role == "prefill":
-        add("--host-pages", type=int, default=0, metavar="N", help="keep so many pages on the host, to be found again")
-        add("--storage", metavar="PLACE", help="and store them: a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
         add("--intent", action="store_true", help="claim pages when prefill is over, not when a request comes (INTENT)")
@@ -215,7 +214,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
         costs=args.costs and load(args.costs), feed=args.feed, quiet=vars(args).get("quiet", False),
         intent=vars(args).get("intent", False), spans=vars(args).get("spans", False),
-        drain_for=args.drain_for, host_pages=vars(args).get("host_pages", 0), storage=vars(args).get("storage"),
+        drain_for=args.drain_for, host_pages=args.host_pages, storage=args.storage,
         verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
         seeds=_seeds(args) if role == "decode" else {}, seed={"prefill": 1, "decode": 2}[role],
     )  # fmt: skip
@@ -270,7 +269,7 @@ def _check(role: str, args: argparse.Namespace) -> None:
     gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
-    kept = vars(args).get("host_pages", 0)
+    kept = args.host_pages
     ranks, devices = args.tp * args.cp, args.devices or (0,)
     for wrong, says in (
         (args.pools == "jax" and args.transport != "cuda",
@@ -296,10 +295,12 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (flashinfer and args.cp > 1, "--cp attends by back end torch alone, not by flashinfer"),
         (flashinfer and "flashinfer" in missing,
          "--back-end flashinfer needs FlashInfer: pip install 'kvproto[flashinfer]'"),
-        (vars(args).get("storage") and not kept, "--storage needs --host-pages: pages go there from the host"),
+        (args.storage and not kept, "--storage needs --host-pages: pages go there from the host"),
         (kept < 0, f"--host-pages must be at least 0, not {kept}"),
         (kept and (gpus or jax),
          "--host-pages is of torch on the host: pools of a GPU, and ranks of JAX, are not kept yet"),
+        (kept and (vars(args).get("intent") or vars(args).get("spans")),
+         "--host-pages takes all pages of a request at once: leave --intent and --spans out"),
         (captured and not flashinfer, "--captured needs --back-end flashinfer: only its steps are CUDA graphs"),
         (captured and (args.tp > 1 or args.pp > 1),
          "--captured needs --tp 1 and --pp 1: ranks add up over gloo, which no CUDA graph holds"),

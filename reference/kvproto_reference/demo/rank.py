@@ -251,7 +251,7 @@ class EngineProcess:
 
     def on_settled(self, rank: int, word: dict[str, Any]) -> None:
         """A rank has copied and stored what requests have left."""
-        self.tell("settled", rank=rank, left=word["left"])
+        self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
 
     def need(self, tokens: int) -> tuple[int, int]:
         """Pages of the target's and of the draft's pool that so many tokens take on every rank."""

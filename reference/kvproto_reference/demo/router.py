@@ -54,8 +54,8 @@ class Request:
     """Whether prefill needs its pages no more."""
     orphan: bool = False
     """Whether prefill went away before it said so, and may not have said what it sent."""
-    found: dict[str, int] = attrs.Factory(dict)
-    """Tokens of the prompt by where prefill found them, if it keeps pages."""
+    found: dict[str, dict[str, int]] = attrs.Factory(dict)
+    """Tokens of the prompt by where prefill and decode found them, where they keep pages."""
     cached: int = 0
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
@@ -103,8 +103,8 @@ class Router:
         self._prefill_name, self._processes, self._note = prefill_name, engines, note
         self.requests: list[Request] = []
         self.plan: dict[str, Any] = {}
-        self.settled: dict[tuple[str, int], int] = {}
-        """Of how many requests each rank of each engine that keeps pages has stored what they left."""
+        self.settled: dict[tuple[str, int], dict[str, Any]] = {}
+        """What each rank of each engine that keeps pages has said last: it has stored what so many requests left."""
         self._told = time.monotonic()
         """When an engine last said something of a request."""
 
@@ -194,7 +194,7 @@ class Router:
             case "ready":
                 self._ready(name, engine, word)
             case "settled":
-                self.settled[name, word["rank"]] = word["left"]
+                self.settled[name, word["rank"]] = word
             case "draining":
                 engine.takes = False
                 self._note(f"{name} drains: it finishes what it serves and takes nothing new")
@@ -232,7 +232,8 @@ class Router:
     def _of(self, request: Request, word: dict[str, Any]) -> bool:
         """A word about a request; whether there is something to show."""
         self._told = request.at[word["op"]] = time.monotonic()
-        request.found = word.get("found", request.found)
+        if word.get("found"):
+            request.found["prefill" if word["op"] == "prefilled" else "decode"] = word["found"]
         match word["op"]:
             case "sent":
                 request.sent.append(word)

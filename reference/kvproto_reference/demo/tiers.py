@@ -138,9 +138,19 @@ def run(
 
 def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
     """The same turns, served by a prefill and a decode engine whose pools hold a conversation and a half."""
-    asked = [two.Asked(f"{turn.conversation + 1}.{turn.number}", turn.prompt, turn.never) for turn in turns]
-    rows = max(len(turn.prompt) + len(turn.never.tokens) for turn in turns)
-    pages = [-(-rows // options.page_size_of(role)) + 1 for role in ("prefill", "decode")]
+    asked, last = [], dict[int, Turn]()
+    units = options.page_size_of("decode") * options.dcp, options.page_size_of("prefill") * options.prefill_cp
+    for turn in turns:
+        before = last.get(turn.conversation)
+        prompt = len(before.prompt) if before else 0
+        rows = prompt + len(before.never.tokens) - 1 if before else 0  # of the last token there is none
+        for unit in units:
+            rows -= rows % unit
+        name = f"{turn.conversation + 1}.{turn.number}"
+        asked.append(two.Asked(name, turn.prompt, turn.never, prompt, rows))
+        last[turn.conversation] = turn
+    most = max(len(turn.prompt) + len(turn.never.tokens) for turn in turns)
+    pages = [-(-most // options.page_size_of(role)) + 1 for role in ("prefill", "decode")]
     return two.serve(options, asked, max(pages) * 3 // 2, 2 * min(pages))
 
 

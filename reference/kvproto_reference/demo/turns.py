@@ -1,14 +1,18 @@
-"""The turns of `make demo ARGS="--tiers"` again, by a prefill engine that keeps pages and a decode engine."""
+"""The turns of `make demo ARGS="--tiers"` again, by a prefill and a decode engine that keep pages.
+
+First prefill alone keeps them, then both do, over one storage: decode writes what it generated, and prefill finds it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+from rich.console import Group
 from rich.table import Table
 
 from ..engine.kept import Answer
@@ -19,10 +23,10 @@ from .prompts import Prompt
 from .router import LOAD, Request, Router
 from .start import start
 
-HEADS = (
-    "turn", "prompt", "on the\ndevice", "on the\nhost", "stored", "computed", "decode\nhad", "a step\ngives", "tokens"
-)  # fmt: skip
-"""Tokens of a prompt by where prefill found them; tokens a step."""
+KEEPERS = (("prefill",), ("prefill", "decode"))
+"""Which engines keep pages, one run after the other."""
+HEADS = ("turn", "prompt", "prefill\nfound", "computed", "decode\nhad", "a step\ngives", "tokens")
+"""What was found on the device, on the host and in storage, in tokens of the prompt; tokens a step."""
 PLACES = "device", "host", "storage"
 
 
@@ -33,6 +37,10 @@ class Asked:
     name: str
     prompt: list[int]
     right: Answer
+    before: int
+    """Tokens of the prompt of the turn before."""
+    kept: int
+    """Tokens that prefill can find: whole pages of both engines, of that prompt and what decode generated."""
 
 
 @attrs.frozen
@@ -40,6 +48,7 @@ class Served:
     """The same turn, as both engines have served it."""
 
     asked: Asked
+    keepers: tuple[str, ...]
     request: Request
 
     @property
@@ -54,18 +63,30 @@ class Served:
         names = {"steps": "steps", "tokens": "decoded", "proposed": "proposed", "accepted": "accepted"}
         return SpeculationStats(**{name: said.get(theirs, 0) for name, theirs in names.items()})
 
-    def found(self, *places: str) -> int:
-        """Tokens of the prompt that prefill found there."""
-        return sum(self.request.found.get(place, 0) for place in places)
+    def found(self, role: str, *places: str) -> int:
+        """Tokens of the prompt that an engine found there."""
+        said = self.request.found.get(role, {})
+        return sum(said.get(place, 0) for place in places or PLACES)
+
+    def split(self, role: str) -> str:
+        """The same by place."""
+        return "+".join(str(self.found(role, place)) for place in PLACES)
 
     @property
     def handed_over(self) -> int:
         """Tokens that decode had not, and that prefill took from the host or from storage to send them."""
-        return max(min(self.found(*PLACES) - self.request.cached, self.found("host", "storage")), 0)
+        there = self.found("prefill")
+        return min(there - self.request.cached, self.found("prefill", "host", "storage"))
 
 
 def serve(options: DemoOptions, asked: Sequence[Asked], pages: int, host: int) -> list[Served]:
-    """Each turn, by engines with pools of `pages` pages; prefill has `host` pages on the host, and a folder."""
+    """Each turn with each set of keepers, by engines with pools of `pages` pages, and `host` pages there."""
+    return [served for keepers in KEEPERS for served in _serve(options, asked, pages, host, keepers)]
+
+
+def _serve(
+    options: DemoOptions, asked: Sequence[Asked], pages: int, host: int, keepers: tuple[str, ...]
+) -> Iterable[Served]:
     with contextlib.ExitStack() as stack:
         folder, storage = (
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvproto-", ignore_cleanup_errors=True)))
@@ -73,63 +94,74 @@ def serve(options: DemoOptions, asked: Sequence[Asked], pages: int, host: int) -
         )
         outside = stack.enter_context(contextlib.ExitStack())  # ends after the engines
         engines = stack.enter_context(Engines())
-        kept = {"prefill": ["--host-pages", str(host), "--storage", str(storage)]}
-        start(engines, attrs.evolve(options, pages=pages), folder, outside, kept)
+        kept = ["--host-pages", str(host), "--storage", str(storage)]
+        start(engines, attrs.evolve(options, pages=pages), folder, outside, dict.fromkeys(keepers, kept))
         router = Router(folder, "prefill", engines, options.prefill_dp, options.decode_dp)
         stack.callback(router.close)
         router.wait_ready(LOAD, LOAD)
-        ranks = options.prefill_tp * options.prefill_cp * options.prefill_pp
+        sizes = {"prefill": options.prefill_tp * options.prefill_cp * options.prefill_pp,
+                 "decode": options.decode_tp * options.decode_pp}  # fmt: skip
+        ranks = [(role, rank) for role in keepers for rank in range(sizes[role])]
         for turn in asked:
             router.submit([Prompt(name=turn.name, tokens=turn.prompt)], len(turn.right.tokens))
             router.collect(lambda request: None, lambda: _settled(router, ranks))
         router.stop()
-    return [Served(turn, request) for turn, request in zip(asked, router.requests, strict=True)]
+    return [Served(turn, keepers, request) for turn, request in zip(asked, router.requests, strict=True)]
 
 
-def _settled(router: Router, ranks: int) -> bool:
+def _settled(router: Router, ranks: Sequence[tuple[str, int]]) -> bool:
     """Whether all that requests have left is stored, as each rank of all replicas says."""
-    done = [0] * ranks
-    for (_, rank), left in router.settled.items():
-        done[rank] += left
-    return min(done) >= len(router.requests)
+    done = dict.fromkeys(ranks, 0)
+    for (name, rank), word in router.settled.items():
+        done[name.partition("-")[0], rank] += word["left"]
+    return all(count >= sum(r.tries for r in router.requests) for count in done.values())
 
 
 def verdict(served: Sequence[Served]) -> dict[str, bool]:
     """What was proved, by name."""
-    return {
+    found = {
         "served_tokens": all(one.same_tokens for one in served),
         "served_acceptance": all(one.stats == one.asked.right.stats for one in served),
         "served_from_tiers": any(one.handed_over > 0 for one in served),
     }
+    # prefill never had what decode generated, but from storage
+    grown = [one for one in served if "decode" in one.keepers and one.asked.kept > one.asked.before]
+    return found | ({"served_generated": all(one.found("prefill") >= one.asked.kept for one in grown)} if grown else {})
 
 
 SAYS = {
-    "served_tokens": "a decode engine, served by a prefill engine that keeps pages, wrote the same tokens",
+    "served_tokens": "a prefill and a decode engine that keep pages wrote the same tokens",
     "served_acceptance": "and the draft's proposals were accepted as often",
+    "served_generated": "prefill found in storage what decode had generated",
     "served_from_tiers": "prefill handed over pages from the host and from storage, without computing them",
 }
 """What is said of each."""
 
 
-def table(served: Sequence[Served]) -> Table:
-    """A row a turn, for people."""
-    made = Table(title="served by two engines", title_justify="left")
-    for head in HEADS:
-        made.add_column(head, justify="right")
-    for one in served:
-        prompt, places = len(one.asked.prompt), [one.found(place) for place in PLACES]
-        figures = prompt, *places, prompt - sum(places), one.request.cached
-        same = "[green]same" if one.same_tokens else "[red]others"
-        made.add_row(one.asked.name, *map(str, figures), f"{one.stats.mean_acceptance:.2f}", same)
-    return made
+def table(served: Sequence[Served]) -> Group:
+    """A row a turn, for people, and a table for each set of keepers."""
+    tables = []
+    for keepers in KEEPERS:
+        who = " and ".join(keepers) + (" keeps" if len(keepers) == 1 else " keep")
+        made = Table(title=f"served by two engines: {who} pages (device + host + storage)", title_justify="left")
+        for head in HEADS:
+            made.add_column(head, justify="right", no_wrap=True)
+        for one in (each for each in served if each.keepers == keepers):
+            prompt, found = len(one.asked.prompt), one.split("prefill")
+            had = one.split("decode") if "decode" in keepers else str(one.request.cached)
+            same = "[green]same" if one.same_tokens else "[red]others"
+            computed, gives = prompt - one.found("prefill"), f"{one.stats.mean_acceptance:.2f}"
+            made.add_row(one.asked.name, str(prompt), found, str(computed), had, gives, same)
+        tables.append(made)
+    return Group(*tables)
 
 
 def as_json(served: Sequence[Served]) -> list[dict[str, Any]]:
     """The same for programs."""
     return [
         {
-            "turn": one.asked.name, "prompt_tokens": len(one.asked.prompt),
-            "found": one.request.found, "cached": one.request.cached, "handed_over": one.handed_over,
+            "turn": one.asked.name, "keepers": [*one.keepers], "prompt_tokens": len(one.asked.prompt),
+            "found": one.request.found, "cached": one.request.cached, "handed_over": max(one.handed_over, 0),
             "tokens": one.request.tokens, "error": one.request.error,
             "acceptance": one.stats.mean_acceptance, "same_tokens": one.same_tokens,
         }

@@ -119,7 +119,7 @@ class KeptPages:
                 said.append({"op": "fetched", "rank": self._rank, "id": id})
         if self._left > self._told and not self.tiers.busy:
             self._told = self._left
-            said.append({"op": "settled", "rank": self._rank, "left": self._left})
+            said.append({"op": "settled", "rank": self._rank, "left": self._left, "pages": dict(self.tiers.counts)})
         return said
 
     def next_timer(self) -> float | None:
