@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy.typing as npt
 
 from kvproto.pool import Pool
+from kvproto.seeing.counts import Sample, sample
 from kvproto.tiers.cache import Cache, Fetch, Keep, patience
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
@@ -45,6 +46,7 @@ class Tiers(Cache):
         copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
         others = None if store is None else Others(store, pool.geometry, pool.rank, layout)
         super().__init__(copies, shelf, keep, others=others)
+        self._geometry, self._rank = pool.geometry, pool.rank
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
@@ -52,3 +54,28 @@ class Tiers(Cache):
         made = Chain(self.space, self.device.layout.page)
         made.extend(tokens)
         return made
+
+    def metrics(self, engine: str) -> list[Sample]:
+        """What `Collector(lambda: tiers.metrics("prefill"))` shows of them (spec/v1/metrics.md); from any thread."""
+        base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
+        names = {group.id: group.name for group in self._geometry.groups}
+        pages, shelf = dict(self.counts), dict(self.shelf.counts) if self.shelf else {}
+        told = pages | {what: shelf.get(what, 0) for what in _OF_STORAGE}
+        found = [
+            sample(base, "kvproto_tier_pages_total", (what,), told.get(what.replace("_", " "), 0)) for what in _WHAT
+        ]
+        for of, count in (("copy", pages.get("failed", 0)), ("storage", shelf.get("failed", 0))):
+            found.append(sample(base, "kvproto_tier_failures_total", (of,), count))
+        for (way, group), bytes_ in dict(self.moved).items():
+            found.append(sample(base, "kvproto_tier_bytes_total", (way, names[group]), bytes_))
+        for tier, index in (("device", self.device), ("host", self.host)):
+            for state, count in index.slots.counts().items():
+                found.append(sample(base, "kvproto_tier_slots", (tier, state.name.lower()), count))
+            for group, count in index.held().items():
+                found.append(sample(base, "kvproto_tier_held_pages", (tier, names[group]), count))
+        return found
+
+
+_OF_STORAGE = "missed", "damaged", "evicted"
+_WHAT = "device", "host", "new", "fetched", "stored", "not_kept", "not_stored", *_OF_STORAGE
+"""Words of `kvproto_tier_pages_total`."""

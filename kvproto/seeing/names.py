@@ -16,6 +16,11 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kvproto_suspicions_total": ("counter", (), "Times that a peer became suspect."),
     "kvproto_resends_total": ("counter", (), "Requests of the session that were sent again, as no answer had come (KVP-SES-RESEND)."),
     "kvproto_refusals_total": ("counter", ("by", "code",), "Hello, Describe and Register messages that were refused, and frames that broke the protocol."),
+    "kvproto_tier_pages_total": ("counter", ("what",), "Pages that a rank keeps, or would keep, by what became of them. Why hits are shorter than they could be is among it. [item]"),
+    "kvproto_tier_failures_total": ("counter", ("of",), "Copies of pages, and calls of storage, that failed; each made hits shorter and nothing wrong."),
+    "kvproto_tier_bytes_total": ("counter", ("way", "group",), "Bytes of pages that went from one tier to another; `group` is the component, by its name in the rank's own Description. [byte]"),
+    "kvproto_tier_slots": ("gauge", ("tier", "state",), "Slots of pages by state. [item]"),
+    "kvproto_tier_held_pages": ("gauge", ("tier", "group",), "Pages that can be found and have this component; `group` as for bytes. [item]"),
 }
 """Name to type, labels beside those of every metric, and what it says."""
 

@@ -9,7 +9,7 @@ threads, which touch no slot but those of the host that are pinned for them. One
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import takewhile
 
@@ -75,6 +75,8 @@ class Cache:
         self.counts: Counter[str] = Counter()
         """Pages that requests found on the `device`, on the `host`, and not at all (`new`); that were `fetched` from
         storage, and `stored`; that were `not kept` for want of room; and copies that `failed`."""
+        self.moved: Counter[tuple[str, int]] = Counter()
+        """Bytes that were copied `to_host`, `from_host`, `to_storage` and `from_storage`, by that and component."""
         self._of: dict[bytes, tuple[Chain, int]] = {}
         """Of which prompt the pages of the device are."""
         self._moving: list[tuple[Paging, Callable[[bool], None]]] = []
@@ -198,6 +200,7 @@ class Cache:
                 seal(claim, [[*data] for data in some])
                 done = claim.publish()
         self.counts["fetched"] += done
+        self._move("from_storage", some[:done])
         return done
 
     def _room_for_io(self) -> int:
@@ -249,6 +252,7 @@ class Cache:
             for job, hit, pages, claim in claims:
                 with hit, claim:
                     if done:
+                        self._move("to_host", job.groups[pages.start : pages.stop])
                         seal(claim, job.groups[pages.start : pages.stop])
                         claim.publish()
                         self._store(job.chain, pages)
@@ -262,8 +266,11 @@ class Cache:
         """Copy to the pool what leases wait for, of all of them at once."""
         loads, self._loads = self._loads, []
         theirs = [page.slot for lease in loads for page in lease.coming]
+        groups = [self.host.groups(slot) for slot in theirs]
 
         def loaded(done: bool) -> None:
+            if done:
+                self._move("from_host", groups)
             for lease in loads:
                 lease.loaded(done)
 
@@ -308,12 +315,19 @@ class Cache:
         hit.cut(pages.stop)
         some = range(pages.start, min(len(hit.pages), pages.start + self._room_for_io()))
         self.counts["not stored"] += len(pages) - len(some)
-        self.storing.store(hit, chain, [(i, self._bytes(hit.pages[i].slot)) for i in some])
+        given = [(i, self._bytes(hit.pages[i].slot)) for i in some]
+        self._move("to_storage", [views for _, views in given])
+        self.storing.store(hit, chain, given)
 
     def _bytes(self, slot: int) -> dict[int, memoryview]:
         """Those of a page of the host, of the components that it has."""
         held = self.host.groups(slot)
         return {group: view for group, view in self.copies.page(slot).items() if group in held}
+
+    def _move(self, way: str, pages: Iterable[Iterable[int]]) -> None:
+        """Count the components of pages that were copied."""
+        for group in (group for page in pages for group in page):
+            self.moved[way, group] += self.host.layout.part(group).length
 
     def _reap(self) -> None:
         """Let go of pages that storage has done with."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from kvproto.errors import LocalError
 from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
@@ -99,6 +101,11 @@ class Index:
     def groups(self, slot: int) -> list[int]:
         """Components that the page has which can be found there."""
         return [group for group, bit in self._bit.items() if self._held[slot] & bit]
+
+    def held(self) -> dict[int, int]:
+        """How many pages that can be found have each component; from any thread."""
+        held = np.frombuffer(self._held, np.uint64)
+        return {group: int(np.count_nonzero(held & np.uint64(bit))) for group, bit in self._bit.items()}
 
     def slot(self, id: bytes) -> int | None:
         """Where a page is that can be found."""

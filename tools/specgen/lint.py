@@ -83,7 +83,7 @@ def _metrics(facts: Facts) -> None:
             f"metric {name}: counters, and no others, end in _total",
         )
         _need(row["unit"] in {*_UNITS, "second"} and set(row["labels"]) <= known, f"metric {name}: unit, labels")
-        _need({*row["roles"]} <= {"source", "sink"}, f"metric {name}: roles")
+        _need({*row["roles"]} <= facts["metric_label"]["role"].keys(), f"metric {name}: roles")
     _need(buckets == sorted(set(buckets)), "buckets ascend")
 
 
