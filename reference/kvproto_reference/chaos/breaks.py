@@ -16,6 +16,8 @@ class Break:
     transport: str = "shm"
     weather: Weather | None = None
     """In place of the seed's own."""
+    patience: float | None = None
+    """Seconds after the faults in which all must have ended, in place of the usual ones."""
 
 
 _LATE = Weather(delay=0.5)
@@ -27,6 +29,12 @@ BREAKS = {
                       frozenset({"stray write", "wrong byte"}), "slow", _LATE),
     "counted twice": Break("a decode engine takes an arrival twice", frozenset({"counted twice"})),
     "wrong byte": Break("a prefill engine has a wrong byte in a page", frozenset({"wrong byte"})),
+    "write after arrival": Break("a source that is done writes a layer again", frozenset({"write after arrival"}),
+                                 "slow"),
+    "another's page": Break("a source takes one decode engine's memory for the other's", frozenset({"another's page"}),
+                            "slow"),
+    "shorter": Break("an engine does not seal its memory, and shortens it", frozenset({"shorter"})),
+    "hang": Break("a decode engine overhears that requests have arrived", frozenset({"hang"}), patience=1.0),
     "freed too early": Break("a prefill engine uses pages again while they are read", frozenset({"freed too early"}),
                              "slow"),
     "leak": Break("a decode engine loses a descriptor with each request", frozenset({"leak"})),

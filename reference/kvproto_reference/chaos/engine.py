@@ -66,7 +66,7 @@ class Setup:
         pause = 0.04 if self.broken in ("late write", "no proof") else 0.006
         transports: list[Any] = [self.transport if self.transport in ("inline", "nixl") else "shm"]
         if self.transport.startswith("slow") and writes:
-            transports = [SlowShm(LAYERS, pause, self.broken == "late write")]
+            transports = [SlowShm(LAYERS, pause, self.broken)]
         return Options(
             keys=f"{self.folder}/{self.name}", transports=transports, pull=self.pull, thread=self.thread,
             verify=self.verify, lease=LEASE, cold_draft=True,  # type: ignore[arg-type]
@@ -98,11 +98,15 @@ class Engine:
     def __init__(self, conn: Connection, setup: Setup) -> None:
         self.conn, self.setup = conn, setup
         self.clock = Clock(setup.rate, setup.behind)
+        if setup.broken == "shorter":
+            limits.seal_nothing()
         self.pool = Pool.allocate(GEOMETRY, PAGES)
         self._said: list[tuple[Any, ...]] = []
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._old: list[Old] = []
         self.ending = False
+        if setup.broken == "shorter":
+            self.after(0.2, self.on_shorten)
 
     # the harness
 
@@ -187,6 +191,7 @@ class Engine:
     def on_shorten(self) -> None:
         """Make the memory shorter that peers have mapped."""
         self.say("shortened", limits.shorten())
+        self._flush()  # whoever has lost its memory does not get far
 
     # pools that come and go
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import time
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvproto import KvprotoError
+from kvproto.transport.shm import memory as memory_of_kvproto
 
-__all__ = ["descriptors", "fill_shm", "fork", "lift", "memory", "opened", "shorten"]
+__all__ = ["descriptors", "fill_shm", "fork", "lift", "memory", "opened", "seal_nothing", "shorten"]
 
 _NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 16384, 1 << 18
 _UNLIMITED = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)}
@@ -82,6 +85,12 @@ def shorten() -> str:
         except OSError:
             continue
     return "shorter" if "shorter" in done else "refused" if done else "nothing"
+
+
+def seal_nothing() -> None:
+    """Have this process neither seal its memory nor ask peers for seals: a fault, which the checker has to find."""
+    changed = vars(fcntl) | {"fcntl": lambda *_: fcntl.F_SEAL_SHRINK}
+    vars(memory_of_kvproto)["fcntl"] = types.SimpleNamespace(**changed)
 
 
 def fork(door: Any, seconds: float) -> Callable[[], None]:

@@ -95,7 +95,10 @@ class Prefill(Engine):
                     self.say("violation", "counted twice", f"{type(event).__name__} of a request that is over")
                     return
                 job.over = True
-                job.shelf.free(job.pages)
+                late = (
+                    1.0 if self.setup.broken == "write after arrival" else 0.0
+                )  # what is written twice is still there
+                self.after(late, lambda: job.shelf.free(job.pages)) if late else job.shelf.free(job.pages)
                 self.say("over", job.name, type(event).__name__)
 
     def on_status(self) -> None:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvproto.transport.base import Move
+from kvproto.transport.base import Mapped, Memory, Move
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import Proof
 
 __all__ = ["SlowShm"]
+
+_AGAIN = 40
 
 
 class SlowCopy:
@@ -23,23 +25,29 @@ class SlowCopy:
 
     stream = None
 
-    def __init__(self, moves: Sequence[Move], layers: int, lies: bool) -> None:
+    def __init__(self, moves: Sequence[Move], layers: int, broken: str) -> None:
         self.bytes = 0
-        self._moves, self._left, self._lies = moves, list(range(layers)), lies
+        self._moves, self._left, self._broken = moves, list(range(layers)), broken
+        self._again = _AGAIN if broken == "write after arrival" else 0
+        """Turns of the thread until the first layer is written once more, though all are done."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def step(self, plain: ShmTransport) -> bool:
         """Write the next layer; whether there is another."""
         with self._lock:
-            if not self._left:
+            if not self._left and not self._again:
                 return False
-            layer = self._left.pop(0)
+            if not self._left:
+                self._again -= 1
+            layer = self._left.pop(0) if self._left else 0
+            if self._again in range(1, _AGAIN):
+                return True
             try:
                 self.bytes += sum(plain.start([_of(move, layer)]).bytes for move in self._moves)
             except Exception as error:
                 self._error, self._left = error, []
-            return bool(self._left)
+            return bool(self._left or self._again)
 
     @property
     def done(self) -> bool:
@@ -50,7 +58,7 @@ class SlowCopy:
 
     def stop(self) -> Proof | None:
         """None while a layer is being written."""
-        if self._lies:
+        if self._broken == "late write":
             return Proof.PROVEN
         self._left = []
         return None if self._lock.locked() else Proof.PROVEN
@@ -67,9 +75,10 @@ class SlowShm(ShmTransport):
 
     capabilities = attrs.evolve(ShmTransport.capabilities, batches=False, poll_interval=0.002)
 
-    def __init__(self, layers: int, pause: float, lies: bool = False) -> None:
-        """`pause`: seconds before each layer; `lies`: say PROVEN while writes go on, which the checker has to find."""
-        self._layers, self._pause, self._lies = layers, pause, lies
+    def __init__(self, layers: int, pause: float, broken: str = "") -> None:
+        """`pause`: seconds before each layer; `broken`: a fault that the checker has to find (breaks.py)."""
+        self._layers, self._pause, self._broken = layers, pause, broken
+        self._peers: list[Mapping[int, Memory | Mapped]] = []
         self._copies: list[SlowCopy] = []
         self._plain, self._closed = ShmTransport(), False
         self._thread = threading.Thread(target=self._run, name="chaos copies", daemon=True)
@@ -84,9 +93,17 @@ class SlowShm(ShmTransport):
 
     def start(self, moves: Sequence[Move]) -> SlowCopy:  # type: ignore[override]
         """Begin; the thread writes a layer of every copy, and pauses."""
-        copy = SlowCopy(moves, self._layers, self._lies)
+        if self._broken == "another's page":
+            moves = [attrs.evolve(move, sinks=self._other(move.sinks)) for move in moves]
+        copy = SlowCopy(moves, self._layers, self._broken)
         self._copies.append(copy)
         return copy
+
+    def _other(self, sinks: Mapping[int, Memory | Mapped]) -> Mapping[int, Memory | Mapped]:
+        """The memory of another peer, once there is one."""
+        if all(sinks is not each for each in self._peers):
+            self._peers.append(sinks)
+        return next((each for each in self._peers if each is not sinks), sinks)
 
     def close(self) -> None:
         """End the thread."""

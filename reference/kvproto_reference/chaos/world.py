@@ -96,6 +96,8 @@ class World:
 
     def _ends(self, done: Callable[[], bool], seconds: float) -> bool:
         """Turns until it is true: whether it comes to be within a time that is longer where many share the machine."""
+        if self._break is not None and self._break.patience is not None and self.calm:
+            seconds = self._break.patience
         return self._until(done, seconds * max(1.0, _crowd()))
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
@@ -165,6 +167,8 @@ class World:
         if not self._ends(lambda: all(self._idle.get(name) == ([], 0, []) for name in ENGINES), _SETTLE):
             busy = {name: self._idle.get(name) for name in ENGINES if self._idle.get(name) != ([], 0, [])}
             self.judge.violation("hang", f"requests under way, and pages in quarantine, that come to no end: {busy}")
+            if self._is_found():
+                return
         self._fresh()
         self._closing = True
         for engine in everybody:
