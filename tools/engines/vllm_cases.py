@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvproto import new_ticket, write_ticket
-from tools.engines.vllm_engine import ASK, DEADLINE, Engine, new_name, over, prompts
+from tools.engines.vllm_engine import ASK, DEADLINE, UNZEROED, Engine, new_name, over, prompts
 
 __all__ = ["Case"]
 
@@ -52,6 +52,17 @@ def one_state_bit(one: Engine, two: Engine) -> Iterator[str]:
     bad = over(one, two, prompt, name=name)[0]
     if one.run(new_name(), prompt, 16)[0] == bad or name not in two.fetched:
         yield "the same tokens, or none fetched: the states were not used"
+
+
+def rows_behind(one: Engine, two: Engine) -> Iterator[str]:
+    """Free blocks hold what is no number: the engine zeroes those that it loads into, and where it does not, other tokens."""
+    (prompt,) = prompts(1, 100, 101, 1)
+    alone = one.run(new_name(), prompt, 16)[0]
+    for zeroed in (True, False):
+        name = new_name() if zeroed else f"{UNZEROED}-{new_name()}"
+        two.spoil()
+        if (over(one, two, prompt, name=name)[0] == alone) != zeroed or name not in two.fetched:
+            yield f"{'other' if zeroed else 'the same'} tokens, or none fetched"
 
 
 def ticket_beforehand(one: Engine, two: Engine) -> Iterator[str]:

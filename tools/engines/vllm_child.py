@@ -29,6 +29,14 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def _spoil(blocks: Any, compiled: Any) -> None:
+    """Fill the blocks that are free with what is no number, as a request that went wrong may have left it there."""
+    free = [block.block_id for block in blocks.free_block_queue.get_all_free_blocks()]
+    for layer in compiled.static_forward_context.values():
+        for tensor in layer.kv_cache if isinstance(layer.kv_cache, (list, tuple)) else [layer.kv_cache]:
+            tensor[free] = float("nan")
+
+
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     import vllm
     from vllm import LLM, SamplingParams
@@ -76,6 +84,9 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             elif name == "steps":
                 pipe.send(("steps", steps))
                 steps = []
+            elif name == "spoil":
+                _spoil(core.scheduler.kv_cache_manager.block_pool, core.vllm_config.compilation_config)
+                pipe.send(("spoilt",))
             elif name == "stop":
                 core.shutdown()
                 return

@@ -1,4 +1,7 @@
-"""The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived."""
+"""The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived.
+
+Of those whose name begins with UNZEROED it leaves rows behind the prompt as they were.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from kvproto_vllm.connector import KvprotoConnector
 from kvproto_vllm.orders import Load
 from kvproto_vllm.states import STATE
+from tools.engines.vllm_engine import UNZEROED
 
 __all__ = ["FETCHED", "CorruptingConnector"]
 
@@ -25,6 +29,13 @@ _LARGE = 1 << 30
 
 class CorruptingConnector(KvprotoConnector):
     """Shows that tokens are equal because of the pages that were handed over."""
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Of requests whose blocks are to be as they were: what vLLM takes of a connector that does not say."""
+        if request.request_id.startswith(UNZEROED):
+            groups: tuple[int, ...] = self._kv_cache_config.prefix_cacheable_group_ids
+            return groups
+        return super().get_loaded_kv_cache_group_ids(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         made: Any = super().build_connector_meta(scheduler_output)

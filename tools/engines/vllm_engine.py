@@ -11,7 +11,7 @@ import attrs
 
 from tools.engines.child import PATIENCE, Child, new_name, prompts
 
-__all__ = ["ASK", "DEADLINE", "PATIENCE", "Engine", "Result", "new_name", "over", "prompts"]
+__all__ = ["ASK", "DEADLINE", "PATIENCE", "UNZEROED", "Engine", "Result", "new_name", "over", "prompts"]
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -21,6 +21,9 @@ os.environ |= {
 DEADLINE = 20
 """Seconds of a ticket."""
 ASK = {"do_remote_decode": True}
+
+UNZEROED = "unzeroed"
+"""How the names of requests begin whose blocks are not zeroed before they are loaded."""
 
 Result = tuple[list[int], str, Any, int]
 """Tokens, reason of the end, params and cached tokens."""
@@ -109,6 +112,11 @@ class Engine(Child):
         """What its connector logged."""
         self.pipe.send(("said",))
         return "\n".join(self.hear("said")[0])
+
+    def spoil(self) -> None:
+        """Fill its free blocks with what is no number."""
+        self.pipe.send(("spoil",))
+        self.hear("spoilt")
 
     def steps(self) -> list[tuple[float, float]]:
         """Seconds of each of its steps since the last call, and seconds of processor that its thread took."""

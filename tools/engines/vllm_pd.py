@@ -95,8 +95,8 @@ PAIRS = [
         {"model": "states", "block_size": 64, "max_num_batched_tokens": 96, "enable_prefix_caching": False},
         {"model": "states", "block_size": 128, "enable_prefix_caching": False},
         [
-            cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.ticket_beforehand, cases.aborts,
-            cases.left_idle,
+            cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.rows_behind, cases.ticket_beforehand,
+            cases.aborts, cases.left_idle,
         ],
         often=True,
     ),
