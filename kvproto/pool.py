@@ -18,6 +18,7 @@ from kvproto.node.pages import PagesInUse
 from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
 from kvproto.planning.kinds import kind_of
+from kvproto.session import limits
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
 from kvproto.wire.enums import ErrorCode
@@ -63,6 +64,11 @@ class Pool:
             found[name] = columns_of(group, share, tensors[name], said, f'tensors["{name}"]')
         views = {id(c.view): c.view for _, columns in found.values() for c in columns}
         self.memories, region_of = shareable.adopt_all(views)
+        if len(self.memories) > limits.MAX_REGIONS:
+            mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
+            raise LocalError(
+                ErrorCode.TOO_LARGE, "tensors", mine, yours, "allocate layers together: peers map each of them"
+            )
         made = {}
         for name, (items, columns) in found.items():
             homes = [region_of[id(c.view)] for c in columns]

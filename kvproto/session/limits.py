@@ -22,3 +22,5 @@ MAX_CREDIT = 4194304
 """Bytes of Data that a Credit may allow beyond those that were sent."""
 MAX_EPOCHS = 8
 """Epochs of one side's memory that a session holds at once."""
+MAX_REGIONS = 1024
+"""Regions of one Register: each is a mapping, and may be a descriptor, of whoever maps it."""

@@ -336,7 +336,7 @@ class Holder(Part):
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
     """Raise what speaks against a Register; returns which of its columns overlap.
 
-    Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-COLUMNS.
+    Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-MANY, KVP-REG-COLUMNS.
     """
     digests = described.of_source.digest, described.of_sink.digest
     for field, ours, theirs in zip(("source", "sink"), digests, (message.source, message.sink), strict=True):
@@ -347,6 +347,10 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
             ErrorCode.NO_TRANSPORT, "access", access.name, Access(message.access).name, "register the other access"
         )
     _check_routes(message, described)
+    if len(message.regions) > limits.MAX_REGIONS:
+        advice = "allocate layers together: each region is a mapping of ours"
+        mine, yours = f"at most {limits.MAX_REGIONS} regions", str(len(message.regions))
+        raise RemoteError(ErrorCode.TOO_LARGE, "regions", mine, yours, advice)
     regions = {r.id: r for r in message.regions}
     if len(regions) != len(message.regions):
         raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))

@@ -10,6 +10,7 @@ import pytest
 
 from kvproto import Cache, DType, LocalError, Options, Pool, Prompt, Sink, Source, allocate, lay_out, new_ticket
 from kvproto.errors import RemoteError
+from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
 
 from .doors import Two, address_in
@@ -207,6 +208,19 @@ def test_layers_that_overlap_in_part(tmp_path: Path) -> None:
     crossed = np.lib.stride_tricks.as_strided(whole, padded.shape, (100, 48, 10, 3, 2, 1))
     with pytest.raises(LocalError, match="some of the same bytes"):
         Pool(heads, {"kv": crossed}, axes="page layer token part head dim")
+
+
+def test_more_allocations_than_a_register_may_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-REG-MANY: the engine hears of it when it makes its pool, and not from each of its peers."""
+    monkeypatch.setattr(limits, "MAX_REGIONS", 3)
+    geometry = lay_out([Cache.gqa("kv", 2, kv_heads=1, head_dim=4, page=4, dtype=DType.U8)])
+    shape = PAGES, 4, 1, 4
+    parts = {name: [np.from_dlpack(allocate(16 * PAGES)).reshape(shape) for _ in range(2)] for name in ("k", "v")}
+    with pytest.raises(LocalError) as refused:
+        Pool(geometry, {"kv": parts})
+    assert (refused.value.code, refused.value.path) == (ErrorCode.TOO_LARGE, "tensors")
+    monkeypatch.setattr(limits, "MAX_REGIONS", 4)
+    Pool(geometry, {"kv": parts})
 
 
 @pytest.mark.parametrize(

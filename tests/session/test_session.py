@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from kvproto.errors import LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
+from kvproto.session import limits
 from kvproto.session.phases import Stated
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
-from kvproto.wire.messages import Abort, Describe, DoneAck, Drained, Error, Failed, Register, Transfer
+from kvproto.wire.messages import Abort, Describe, DoneAck, Drained, Error, Failed, Handle, Region, Register, Transfer
 from tests.session.driver import World, geometry, ticket
 from tests.steps import least_steps
 
@@ -191,6 +192,11 @@ def swap(cls: type, **changes: object) -> World:
     return world
 
 
+MANY = [
+    Region(id=i, base=0, length=1, kind=0, boot=bytes(16), handles=(Handle(transport=2, data=b""),))
+    for i in range(limits.MAX_REGIONS + 1)
+]
+"""One more than a Register may list (KVP-REG-MANY)."""
 LIES = {
     "digest": (Describe, {"digest": bytes(32)}, ErrorCode.BAD_DIGEST, "digest"),
     "geometry": (Describe, {"geometry": b"\x80", "digest": __import__("hashlib").sha256(b"\x80").digest()}, ErrorCode.MISSING_FIELD, "geometry.replica"),
@@ -199,6 +205,7 @@ LIES = {
     "plan": (Register, {"plan": bytes(32)}, ErrorCode.ROUTE_MISMATCH, "plan"),
     "columns": (Register, {"columns": ()}, ErrorCode.BAD_COLUMNS, "columns"),
     "regions": (Register, {"regions": ()}, ErrorCode.BAD_COLUMNS, "columns[0].region[0]"),
+    "too many regions": (Register, {"regions": MANY}, ErrorCode.TOO_LARGE, "regions"),
 }  # fmt: skip
 
 
