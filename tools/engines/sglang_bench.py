@@ -1,5 +1,5 @@
-"""A plug-in of SGLang for the tests of the back end: one bit that is flipped, what its allocator counts, and what MLA needs
-to run on a CPU.
+"""A plug-in of SGLang for the tests of the back end: one bit that is flipped, what its allocator counts, and what MLA and
+data-parallel attention need to run on a CPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ CORRUPT = 1 << 62
 
 def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook, kind in _HOOKS:
         HookRegistry.register(target, hook, getattr(HookType, kind))
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _one_token
+
+
+def _one_token(backend: Any) -> int:
+    """Length of requests that fill up a batch, where ranks of data-parallel attention have fewer than others: the CPU's
+    attention is asked for it and has none.
+    """
+    return 1
 
 
 def _fetched(original: Callable[..., Any], receiver: Any, pages: Any, *args: Any, **named: Any) -> Any:

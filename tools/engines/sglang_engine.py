@@ -25,6 +25,7 @@ __all__ = [
     "new_name",
     "plug_in",
     "prompts",
+    "replicas",
     "room",
     "run",
     "settings_of",
@@ -61,7 +62,7 @@ class Engine(Child):
     @classmethod
     def prefill(cls, name: str, folder: str, about: dict[str, Any] | None = None, **settings: Any) -> Engine:
         """One that prefills, called NAME:1; `about` are more settings of the back end."""
-        replica = "-{replica}" * (settings.get("dp_size", 1) > 1)
+        replica = "-{replica}" * (replicas(settings) > 1)
         listen = f"ipc://{folder}/{name}{replica}-{{rank}}"
         own = {"name": f"{name}:1", "listen": listen, "deadline": DEADLINE, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
@@ -86,6 +87,11 @@ class Engine(Child):
 
     def alive(self) -> bool:
         return bool(self.process.is_alive())
+
+
+def replicas(settings: dict[str, Any]) -> int:
+    """Of an engine of these settings."""
+    return int(settings.get("dp_size", 1) * settings.get("attn_dp_size", 1))
 
 
 class Alone:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.engines.sglang_bench import CORRUPT
-from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, room, run, settings_of, told, where
+from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, replicas, room, run, settings_of, told, where
 from tools.engines.sglang_random import at_random
 
 __all__ = ["main"]
@@ -189,6 +189,12 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
     ],
     "mla": [
         ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
+        (
+            "MLA, two ranks of data-parallel attention, page 64, to two others, page 16",
+            {"page_size": 64, "tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True},
+            {"page_size": 16, "tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True, "port": 31000},
+            [same_tokens, one_bit, aborts, still_there],
+        ),
     ],
 }
 """By model: what two engines differ in, and what is tried with them. Engines of equal settings are one."""
@@ -196,14 +202,14 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
 
 def _title(settings: dict[str, Any]) -> str:
     """Engines with the same one are the same engine."""
-    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size"))
+    return "x".join(str(settings.get(size, 1)) for size in ("page_size", "tp_size", "dp_size", "attn_dp_size"))
 
 
 def _replicas(settings: dict[str, Any]) -> Iterator[str]:
     """What decode engines call a prefill engine of these settings."""
-    replicas = settings.get("dp_size", 1)
-    for n in range(replicas):
-        yield f"p{_title(settings)}:1" + f"/{n}" * (replicas > 1)
+    number = replicas(settings)
+    for n in range(number):
+        yield f"p{_title(settings)}:1" + f"/{n}" * (number > 1)
 
 
 def tried(models: Path, chosen: str, folder: str) -> int:
