@@ -23,15 +23,15 @@ from tools.engines.vllm_unlike import unlike
 
 __all__ = ["CROWDED", "main"]
 
-_MLA = {"model": "mla", "block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+MLA = {"model": "mla", "block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 _SPECULATING = {"num_speculative_tokens": 3}
-_DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
+DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
-_EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
-_MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-_N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
+EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
 _COLD = {"extra": {"options": {"cold_draft": True}}}
-_WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 """Of stages: the back end makes what they pass on in the forward by which it warms up, and that where it compiles."""
 _NAMED = {"weights": "llama"}
 """Engines of two makers name the weights alike."""
@@ -71,7 +71,7 @@ PAIRS = [
         often=True,
     ),
     CROWDED,
-    Pair("MLA, block 16", _MLA, _MLA, [cases.same_tokens, cases.one_bit, cases.left_idle], often=True),
+    Pair("MLA, block 16", MLA, MLA, [cases.same_tokens, cases.one_bit, cases.left_idle], often=True),
     Pair(
         "Llama, block 32, and the torch reference engine, page 16",
         {"model": "llama", "extra": _NAMED},
@@ -102,32 +102,32 @@ PAIRS = [
     ),
     Pair(
         "MLA that predicts a token more (MTP), block 16",
-        {**_MLA, "model": "mtp", "enable_prefix_caching": False, **_MTP},
-        {**_MLA, "model": "mtp", **_MTP},
+        {**MLA, "model": "mtp", "enable_prefix_caching": False, **MTP},
+        {**MLA, "model": "mtp", **MTP},
         [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
     ),
     Pair(
         "Llama with a draft model, block 32 in chunks of 96 tokens, and block 64",
-        {"model": "llama", "max_num_batched_tokens": 96, "enable_prefix_caching": False, **_DRAFT},
-        {"model": "llama", "block_size": 64, "enable_prefix_caching": True, **_DRAFT},
+        {"model": "llama", "max_num_batched_tokens": 96, "enable_prefix_caching": False, **DRAFT},
+        {"model": "llama", "block_size": 64, "enable_prefix_caching": True, **DRAFT},
         [cases.same_tokens, cases.one_bit, cases.speculates, cases.aborts, cases.left_idle],
     ),
     Pair(
         "Llama that speculates by n-grams, and by a draft model of its own",
-        {"model": "llama", "enable_prefix_caching": True, **_N_GRAMS, **_COLD},
-        {"model": "llama", "block_size": 64, "enable_prefix_caching": False, **_DRAFT, **_COLD},
+        {"model": "llama", "enable_prefix_caching": True, **N_GRAMS, **_COLD},
+        {"model": "llama", "block_size": 64, "enable_prefix_caching": False, **DRAFT, **_COLD},
         [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.left_idle],
     ),
     Pair(
         "Llama with EAGLE, block 32 and 64",
-        {"model": "llama", **_EAGLE},
-        {"model": "llama", "block_size": 64, **_EAGLE},
+        {"model": "llama", **EAGLE},
+        {"model": "llama", "block_size": 64, **EAGLE},
         [cases.same_tokens, cases.one_bit, cases.left_idle],
         asked=True,
     ),
     Pair(
         "Llama, PP 2 and 1",
-        {"model": "llama", "block_size": 64, "pipeline_parallel_size": 2, **_WARM},
+        {"model": "llama", "block_size": 64, "pipeline_parallel_size": 2, **WARM},
         {"model": "llama"},
         [cases.same_tokens, cases.one_bit, cases.ticket_beforehand, cases.aborts, cases.left_idle],
         asked=True,
