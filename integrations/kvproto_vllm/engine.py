@@ -17,7 +17,7 @@ from kvproto_vllm.caches import WINDOW, Layers, Stated, check_sizes, state
 from kvproto_vllm.orders import Table
 from kvproto_vllm.releases import conv_rows_first
 from kvproto_vllm.settings import Settings
-from kvproto_vllm.states import STATE, states
+from kvproto_vllm.states import STATE, order_of, states
 
 __all__ = ["Opened", "open_pool"]
 
@@ -138,6 +138,8 @@ def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[s
         own = [each for each in layers if each.model == number]
         if scales := [each.scales for each in own if getattr(each.spec, "kv_quant_mode", 0)]:
             facts[number][f"kv_scales.{of}"] = digest_of(scales)
+        if order := next(filter(None, map(order_of, own)), ""):
+            facts[number][f"state_order.{of}"] = order
     return facts
 
 

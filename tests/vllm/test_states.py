@@ -13,11 +13,11 @@ from kvproto_vllm.caches import Layers
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.orders import Computed, Load, Orders, Table
 from kvproto_vllm.sending import Sending
-from kvproto_vllm.states import states
+from kvproto_vllm.states import order_of, states
 from tests.door.doors import PROMPT, STEPPED
 
 LAYERS, BLOCKS, KERNEL = 2, 5, 4
-HEADS, DIM, GROUPS, WIDTH = 4, 8, 2, 6
+HEADS, DIM, GROUPS, WIDTH, CHANNELS = 4, 8, 2, 6, 16
 LAST = len(PROMPT) - 1
 
 SHAPES: dict[str, list[tuple[tuple[str, int], ...]]] = {
@@ -25,6 +25,11 @@ SHAPES: dict[str, list[tuple[tuple[str, int], ...]]] = {
         (("conv", HEADS * DIM), ("conv", GROUPS * WIDTH), ("conv", GROUPS * WIDTH)),
         (("lanes", HEADS), ("whole", DIM), ("whole", WIDTH)),
     ],
+    "GDN_ATTN": [
+        (("conv", GROUPS * WIDTH), ("conv", GROUPS * WIDTH), ("conv", HEADS * DIM)),
+        (("lanes", HEADS), ("whole", DIM), ("whole", WIDTH)),
+    ],
+    "SHORT_CONV": [(("conv", CHANNELS),)],
 }
 """What a model's states are, over all ranks; the blocks of a convolution are divided each on its own."""
 
@@ -126,13 +131,18 @@ def test_a_state_moves_between_any_two_sizes_and_orders(
     [
         ("mamba_cache_mode", "align", "--no-enable-prefix-caching"),
         ("num_speculative_blocks", 3, "3 blocks for drafts"),
-        ("mamba_type", SimpleNamespace(name="GDN_ATTN"), "gdn_attn"),
+        ("mamba_type", SimpleNamespace(name="RWKV"), "rwkv"),
     ],
 )
 def test_states_that_are_not_known_are_refused_by_name(field: str, value: Any, says: str) -> None:
     engine = Engine("MAMBA2", 1, True, False)
     with pytest.raises(LocalError, match=says):
         states(engine.layers(0, **{field: value}), 1, True)
+
+
+def test_an_order_that_shapes_do_not_tell_is_a_fact() -> None:
+    assert order_of(Engine("GDN_ATTN", 1, True, False).layers(0)) == "key, value"
+    assert order_of(Engine("MAMBA2", 1, True, False).layers(0)) == ""
 
 
 def test_the_table_of_a_state_is_its_first_block() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from kvproto import new_ticket, write_ticket
 from tools.engines.vllm_engine import ASK, DEADLINE, UNZEROED, Engine, new_name, over, prompts
 
-__all__ = ["Case"]
+__all__ = ["PIECE", "Case"]
 
 Case = Callable[[Engine, Engine], Iterator[str]]
+PIECE = 128
+"""Tokens of a chunk, where two engines are to compute a prompt in the same pieces."""
 _SOON = 8.0
 """Seconds in which a request whose prefill engine died is over."""
 
@@ -33,6 +35,18 @@ def same_tokens(one: Engine, two: Engine) -> Iterator[str]:
             tokens, reason, _, _ = decode.result(request)
             if (tokens, reason, request in decode.fetched) != (alone[i], "length", True):
                 yield f"{prefill.name} to {decode.name}, prompt {i}: {tokens}, {reason}, not {alone[i]}, or not fetched"
+
+
+def same_pieces(one: Engine, two: Engine) -> Iterator[str]:
+    """Of chunks of PIECE tokens the last is the prompt's last token, which is what decode computes: a prompt at a time, so
+    that both compute the same pieces, and all tokens are equal though they are rounded to 8 bits.
+    """
+    for prefill, decode in ((one, two), (two, one)):
+        for i, tokens in enumerate((PIECE, 2 * PIECE, 3 * PIECE)):
+            (prompt,), name = prompts(1, tokens + 1, tokens + 2, i), new_name()
+            alone, found = prefill.run(new_name(), prompt, 32)[0], over(prefill, decode, prompt, 32, name)[0]
+            if found != alone or name not in decode.fetched:
+                yield f"{prefill.name} to {decode.name}, prompt {i}: {found}, not {alone}, or not fetched"
 
 
 def one_bit(one: Engine, two: Engine) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def make(folder: Path, name: str) -> Path:
     if name == "eagle":
         _eagle(path, shared)
         return path
-    if name == "states":
-        _states(path, shared)
+    if name in _HYBRIDS:
+        _HYBRIDS[name](path, shared)
         return path
     if name in _HEADS:
         heads, kv_heads = _HEADS[name]
@@ -112,6 +113,39 @@ def _states(path: Path, shared: dict[str, Any]) -> None:
         position_embedding_type="rope", attention_multiplier=32**-0.5, initializer_range=0.15, **shared,
     )  # fmt: skip
     GraniteMoeHybridForCausalLM(config).save_pretrained(path)
+
+
+def _deltas(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of a gated delta net and two of attention, as Qwen3-Next has them."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
+        layer_types=["linear_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64, initializer_range=0.15, **shared,
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).save_pretrained(path)
+
+
+def _convolutions(path: Path, shared: dict[str, Any]) -> None:
+    """Two layers of short convolutions and two of attention, as LFM2 has them."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    of: Any = Lfm2Config  # vLLM reads names that transformers renames
+    config = of(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2, initializer_range=0.15, conv_bias=False, conv_dim=128, conv_dim_out=128,
+        block_dim=128, block_ff_dim=384, block_multiple_of=64, block_ffn_dim_multiplier=1,
+        block_auto_adjust_ff_dim=False, block_norm_eps=1e-5, **shared,
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(path)
+
+
+_HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "states": _states, "deltas": _deltas, "convolutions": _convolutions,
+}  # fmt: skip
+"""Models with layers of states beside those of attention."""
 
 
 def _tokenizer() -> Any:

@@ -23,7 +23,12 @@ from tools.engines.vllm_unlike import unlike
 
 __all__ = ["CROWDED", "main"]
 
-MLA = {"model": "mla", "block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Rotary embedding in torch: vLLM's kernel for CPUs is not for keys whose heads are an axis of their own."""
+MLA = {"model": "mla", "block_size": 16, **_IN_TORCH}
+_ALONE = {"enable_prefix_caching": False}
+_DELTAS = {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": cases.PIECE, **_IN_TORCH, **_ALONE}
+"""vLLM's kernels of gated delta nets on a CPU know no other type of element."""
 _SPECULATING = {"num_speculative_tokens": 3}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
@@ -99,6 +104,35 @@ PAIRS = [
             cases.aborts, cases.left_idle,
         ],
         often=True,
+    ),
+    Pair(
+        "Layers of gated delta nets beside attention, bfloat16, blocks of any size and of 1024",
+        _DELTAS,
+        {**_DELTAS, "block_size": 1024},
+        [cases.same_pieces, cases.one_bit, cases.one_state_bit, cases.left_idle],
+    ),
+    Pair(
+        "Layers of short convolutions beside attention, block 32 in chunks of 96 tokens, and block 64",
+        {"model": "convolutions", "max_num_batched_tokens": 96, **_IN_TORCH, **_ALONE},
+        {"model": "convolutions", "block_size": 64, **_IN_TORCH, **_ALONE},
+        [
+            cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.ticket_beforehand, cases.aborts,
+            cases.left_idle,
+        ],
+    ),
+    Pair(
+        "Layers of short convolutions, TP 2 and 1",
+        {"model": "convolutions", "tensor_parallel_size": 2, **_IN_TORCH, **_ALONE},
+        {"model": "convolutions", **_IN_TORCH, **_ALONE},
+        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
+        asked=True,
+    ),
+    Pair(
+        "Layers of Mamba 2 beside attention, TP 2 and 1",
+        {"model": "states", "tensor_parallel_size": 2, **_ALONE},
+        {"model": "states", **_ALONE},
+        [cases.same_tokens, cases.one_bit, cases.one_state_bit, cases.left_idle],
+        asked=True,
     ),
     Pair(
         "MLA that predicts a token more (MTP), block 16",
