@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.session import limits
 from kvproto.transport import memory as shareable
 from kvproto.transport.base import Memory
+from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
@@ -127,6 +129,11 @@ class Pool:
     def geometry(self) -> Geometry:
         """What all ranks of this engine's replica own."""
         return self.layout.geometry
+
+    @property
+    def description(self) -> str:
+        """The geometry as JSON: what `kvproto check` and `kvproto plan` read from a file."""
+        return json.dumps(to_json(self.geometry))
 
     @property
     def rank(self) -> int:

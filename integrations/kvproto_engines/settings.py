@@ -14,7 +14,7 @@ __all__ = ["checked", "refuse"]
 
 
 def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool) -> dict[str, Any]:
-    """The arguments of a class of settings, of which `deadline`, `listen`, `options` and `sources` are looked at.
+    """The arguments of a class of settings; those that every adapter has are looked at, but for names.
 
     Raises LocalError naming the setting that is unknown, missing or wrong; `where` is what the user calls all of them.
     """
@@ -32,6 +32,8 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool)
     deadline = made.get("deadline", fields["deadline"])
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or deadline <= 0:
         raise refuse(where, "deadline", "seconds above 0", repr(deadline), f"leave it out for {fields['deadline']:g}")
+    if not isinstance(description := made.get("description", ""), str):
+        raise refuse(where, "description", "the path of a file", repr(description), "leave it out to have none")
     try:
         made["options"] = Options(**made.get("options", {}))
     except TypeError as error:

@@ -19,11 +19,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvproto import KvprotoError, Sink, Source
 from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
+from kvproto_engines import described
 from kvproto_sglang import metadata
 from kvproto_sglang.engine import Layout, Opened, open_pool
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending, stop_unwanted
-from kvproto_sglang.settings import Settings
+from kvproto_sglang.settings import VARIABLE, Settings
 from kvproto_sglang.state import State
 from kvproto_sglang.tickets import Asked, asked_of, ticket_of
 
@@ -95,6 +96,7 @@ class Manager(BaseKVManager):
             queue.token_to_kv_pool, queue.scheduler.model_config, self._server, self.buffers, args.state_types,
             args.num_draft_entries, self.layout, settings, names,
         )  # fmt: skip
+        described.write(VARIABLE, settings.description, self.opened.pool, self.layout.replica)
         if self.prefills:
             listen = settings.listen_of(self.layout.replica, self.layout.replicas)
             self.source = Source(settings.name, self.opened.pool, listen, settings.options)

@@ -35,6 +35,7 @@ class Settings:
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
+        description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         facts: What is compared before any page moves, in place of what the engine says of itself.
     """
@@ -45,6 +46,7 @@ class Settings:
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
     metadata: str = "all"
+    description: str | None = None
     weights: str | None = None
     facts: Mapping[str, str] | None = None
 

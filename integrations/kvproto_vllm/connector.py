@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
 from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
+from kvproto_engines import described
 from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
@@ -22,7 +23,7 @@ from kvproto_vllm.orders import Orders
 from kvproto_vllm.releases import BlockTables, LostBlocks, TransferResults, check_release, layers_of
 from kvproto_vllm.scheduling import Scheduling
 from kvproto_vllm.sending import Sending
-from kvproto_vllm.settings import Settings
+from kvproto_vllm.settings import WHERE, Settings
 from kvproto_vllm.states import STATE
 
 __all__ = ["KvprotoConnector"]
@@ -124,6 +125,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         device = (first if isinstance(first, torch.Tensor) else first[0]).device  # states are several tensors
         rank = get_pp_group().rank_in_group * tp + get_tensor_model_parallel_rank()
         self._opened = open_pool(self._vllm_config, self._kv_cache_config, kv_caches, rank, self._settings)
+        described.write(WHERE, self._settings.description, self._opened.pool, self._replica)
         self._gpu = device if device.type == "cuda" else None
 
     def get_handshake_metadata(self) -> None:

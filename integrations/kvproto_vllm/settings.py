@@ -25,6 +25,7 @@ class Settings:
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
+        description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
     """
@@ -34,6 +35,7 @@ class Settings:
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0
+    description: str | None = None
     weights: str | None = None
     pages: str = "auto"
 

@@ -10,7 +10,9 @@ import pytest
 
 import kvproto_sglang
 import kvproto_vllm
-from kvproto import LocalError, Seed
+from kvproto import Cache, DType, LocalError, Parallel, Pool, Seed, lay_out
+from kvproto.cli.main import main
+from kvproto_engines import described
 from kvproto_vllm.releases import check_release
 from kvproto_vllm.settings import Settings
 
@@ -45,6 +47,7 @@ def test_options_are_those_of_kvproto() -> None:
         (LISTEN | {"pages": "some"}, (True, False), "pages"),
         (LISTEN | {"deadline": 0}, (True, False), "deadline"),
         (LISTEN | {"deadline": True}, (True, False), "deadline"),
+        (LISTEN | {"description": 7}, (True, False), "description"),
         (LISTEN | {"options": []}, (True, False), "options"),
         (LISTEN | {"options": {"verfy": 1}}, (True, False), "verfy"),
         (LISTEN | {"options": {"spread": "most"}}, (True, False), "spread"),
@@ -56,6 +59,21 @@ def test_options_are_those_of_kvproto() -> None:
 def test_a_mistake_is_named(given: Any, roles: tuple[bool, bool], says: str) -> None:
     with pytest.raises(LocalError, match=says):
         Settings.read(given, "me", *roles)
+
+
+def test_engines_write_descriptions_that_check_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, heads, tp, replica in (("one", 4, 2, 1), ("two", 4, 1, 0), ("other", 8, 1, 0)):
+        cache = Cache.gqa("kv", range(2), kv_heads=heads, head_dim=8, page=16, dtype=DType.F32)
+        for rank in reversed(range(tp)):
+            pool = Pool.allocate(lay_out([cache], Parallel(tp=tp), replica), 4, rank=rank)
+            described.write("settings", f"{tmp_path}/{name}-{{replica}}.json", pool, replica)
+            assert bool(list(tmp_path.glob(f"{name}*"))) == (rank == 0)
+    one, two, other = (str(tmp_path / each) for each in ("one-1.json", "two-0.json", "other-0.json"))
+    assert main(["check", one, two]) == 0
+    assert main(["check", one, other]) == 3
+    assert "kv" in capsys.readouterr().out
+    with pytest.raises(LocalError, match=r"settings\.description"):
+        described.write("settings", str(tmp_path / "none" / "d.json"), pool, 0)
 
 
 def test_a_release_that_is_not_known_is_refused() -> None:

@@ -58,9 +58,16 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
 
     running = []
     try:
-        running += [started(command) for command in servers]
+        for command, name in zip(servers, ("prefill", "decode"), strict=True):
+            running.append(started(command.replace("{", f'{{"description": "/run/kv/{name}.json", ', 1)))
         for port in ("30100", "30200"):
             wait(known[port], running)
+        check = re.findall(r"`(kvproto check .*?)`", page)[0].replace(
+            "kvproto", f"{Path(sys.executable).parent}/kvproto", 1
+        )
+        fit = subprocess.run(["bash", "-ec", filled(check)], capture_output=True, text=True)
+        if fit.returncode:
+            yield f"kvproto check: {fit.stdout}{fit.stderr}"
         running.append(started(router))
         wait(known["30000"], running)
         alone = Alone(model)

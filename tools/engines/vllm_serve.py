@@ -50,7 +50,7 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
     folder.chmod(0o700)
     blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     commands = [block for block in blocks if block.startswith("vllm serve")]
-    (curl,) = (block for block in blocks if block.startswith("curl"))
+    curl, both, check = (next(b for b in blocks if b.startswith(word)) for word in ("curl", "TICKET=", "kvproto check"))
     ports = {"8100": free_port(), "8200": free_port()}
     _install_command(folder)
     env = os.environ | {
@@ -71,17 +71,21 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
         mla = model.name == "mla"  # its back end on the CPU has blocks of 16, and needs this
         more = """ --compilation-config '{"custom_ops": ["-rotary_embedding"]}'""" if mla else ""
         for command, block in zip(commands, ("16", "16") if mla else ("64", "32"), strict=True):
-            small = filled(command).replace(" --port", f" {_SMALL} {block}{more} --port", 1)
+            small = re.sub(r'"name": "(\w+)"', rf'\g<0>, "description": "{folder}/\1.json"', filled(command))
+            small = small.replace(" --port", f" {_SMALL} {block}{more} --port", 1)
             server = ["bash", "-c", f"exec {small}"]
             running.append(subprocess.Popen(server, env=env, cwd=folder, stdout=sys.stderr, start_new_session=True))
         for port in ports.values():
             wait(port, running)
         prompt, decode = "The sea", f"http://localhost:{ports['8200']}"
         alone = _text(decode, model, prompt)
-        answer = subprocess.run(["bash", "-ec", filled(curl)], env=env, cwd=folder, capture_output=True, text=True)
-        by_hand = json.loads(answer.stdout)
-        if by_hand["choices"][0]["text"] != alone:
-            yield f"by curl {by_hand['choices'][0]['text']!r}, not {alone!r}"
+        for typed in (curl, *(() if replicas else (both,))):  # a ticket of that command is of replica 0
+            answer = subprocess.run(["bash", "-ec", filled(typed)], env=env, cwd=folder, capture_output=True, text=True)
+            if (by_hand := json.loads(answer.stdout)["choices"][0]["text"]) != alone:
+                yield f"by curl {by_hand!r}, not {alone!r}"
+        fit = subprocess.run(["bash", "-ec", filled(check)], env=env, cwd=folder, capture_output=True, text=True)
+        if fit.returncode:
+            yield f"kvproto check: {fit.stdout}{fit.stderr}"
         port = free_port()
         proxy = [sys.executable, "-m", "tools.engines.proxy", str(port), f"http://localhost:{ports['8100']}", decode]
         running.append(subprocess.Popen(proxy, env=env, cwd=_PAGE.parents[1]))
