@@ -51,6 +51,7 @@ Seconds on {cores} cores, of cases alone:
 | codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
 | plan.c, lower.c | a planner, and what else engines agree on, in C from the prose alone: a third opinion |
+| planner.rs | all of that in Rust on std alone, from the prose alone: a fourth |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.
 In GitHub's actions [conformance/action.yml](../conformance/action.yml) runs the suite on `testee: ./my-testee`, keeps
@@ -92,9 +93,11 @@ def runs(live: bool) -> Iterator[Run]:
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
     if shutil.which("rustc"):
-        program = PAGES / "codec-rs"
-        subprocess.run(["rustc", "-O", "-o", program, TESTEES / "rust/codec.rs"], check=True)
-        yield "codec-rs", [], [str(program)]
+        for name in ("codec", "planner"):
+            program = PAGES / f"{name}-rs"
+            flags = ["--edition", "2021", "-O"]
+            subprocess.run(["rustc", *flags, "-o", program, TESTEES / f"rust/{name}.rs"], check=True)
+            yield f"{name}-rs", [], [str(program)]
 
 
 def main() -> int:

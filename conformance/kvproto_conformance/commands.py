@@ -41,13 +41,19 @@ __all__ = [
 
 Json = dict[str, Any]
 _FORMS = {"junit": report.junit, "html": html.page, "badge": report.badge, "summary": report.summary}
-STARTS = {"python": "minimal.py", "node": "node/codec.mjs", "c": "c/codec.c", "rust": "rust/codec.rs"}
-"""The testee that a language begins with."""
+_RUST = ("planner", "agree", "codec", "deal", "description", "elect", "late", "lower", "plan", "sha256")
+STARTS = {
+    "python": ("minimal.py",),
+    "node": ("node/codec.mjs",),
+    "c": ("c/codec.c",),
+    "rust": tuple(f"rust/{name}.rs" for name in _RUST),
+}
+"""The files that a language begins with: the first becomes `testee`, the others keep their names."""
 _NEXT = {
     "python": "kvproto-conformance smoke -- python {}",
     "node": "kvproto-conformance smoke -- node {}",
     "c": "gcc -std=c11 -O2 -o testee {} && kvproto-conformance smoke -- ./testee",
-    "rust": "rustc -O -o testee {} && kvproto-conformance smoke -- ./testee",
+    "rust": "rustc --edition 2021 -O -o testee {} && kvproto-conformance smoke -- ./testee",
 }
 
 
@@ -328,17 +334,20 @@ def copied(args: Namespace) -> int:
 
 def started(args: Namespace) -> int:
     """`init-testee`: a testee to begin with."""
-    source = TEMPLATES / STARTS[args.lang]
-    target = args.folder / f"testee{source.suffix}"
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-        target.chmod(0o755)
-    except FileExistsError:
-        raise Wrong(f"{target} is there already") from None
-    except OSError as error:
-        raise Wrong(f"{target}: {error.strerror}") from None
-    print(f"{target}\n{_NEXT[args.lang].format(target)}")
+    sources = [TEMPLATES / name for name in STARTS[args.lang]]
+    targets = [args.folder / source.name for source in sources]
+    targets[0] = args.folder / f"testee{sources[0].suffix}"
+    for target in targets:
+        if target.exists():
+            raise Wrong(f"{target} is there already")
+    for source, target in zip(sources, targets, strict=True):
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(source.read_text(encoding="utf-8"))
+            target.chmod(0o755)
+        except OSError as error:
+            raise Wrong(f"{target}: {error.strerror}") from None
+    print(*targets, _NEXT[args.lang].format(targets[0]), sep="\n")
     return 0
 
 

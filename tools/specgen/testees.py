@@ -137,6 +137,18 @@ def _c_parts(facts: Facts) -> str:
     return "\n".join([*lines, "};"]) + "\n"
 
 
+def _rust_parts(facts: Facts) -> str:
+    """The same in Rust."""
+    limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "plan"}
+    lines = [f"pub const {name.upper()}: u64 = {value};" for name, value in limits.items()]
+    lines.append("/// Name, what it scales, what else it is called.")
+    lines.append("pub static REGISTERED: &[(&str, &str, &[&str])] = &[")
+    for name, row in facts["part"].items():
+        aliases = ", ".join(map(json.dumps, row.get("aliases", ())))
+        lines.append(f'    ("{name}", "{row.get("scales", "")}", &[{aliases}]),')
+    return "".join(f"    {line}\n" for line in [*lines, "];"])
+
+
 _RUST_KINDS = {"bool": "Kind::Bool", "str": "Kind::Text", "bytes": "Kind::Bytes"}
 
 
@@ -178,7 +190,7 @@ def _rust(facts: Facts) -> str:
         lines += ["    ],", *(["    rules: &[", *rules, "    ],"] if rules else ["    rules: &[],"]), "};"]
     for table, kind in (("MESSAGES", "message"), ("STRUCTS", "struct")):
         named = ", ".join(f"&L_{_upper(name)}" for name in facts[kind])
-        lines.append(f"pub(super) static {table}: &[&Layout] = &[{named}];")
+        lines.append(f"pub static {table}: &[&Layout] = &[{named}];")
     return "".join(f"    {line}\n" for line in lines)
 
 
@@ -211,6 +223,7 @@ def _rust_predicate(rule: dict[str, Any]) -> str:
 _MADE = {
     TESTEES / "node/codec.mjs": _node,
     TESTEES / "rust/codec.rs": _rust,
+    TESTEES / "rust/description.rs": _rust_parts,
     TESTEES / "node/codec.mjs": _node,
     TESTEES / "c/codec.c": _c,
     TESTEES / "c/description.c": _c_parts,

@@ -7,6 +7,7 @@
 //!
 //! The tables at the end are generated; the code above them is yours to take.
 
+pub use facts::{MESSAGES, STRUCTS};
 use facts::*;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -17,22 +18,22 @@ use std::ops::RangeInclusive;
 
 /// What is refused: the name of the error, and where, as far as it is known; callers put what is above in front.
 #[derive(Debug)]
-struct Refusal {
-    code: &'static str,
-    path: String,
+pub struct Refusal {
+    pub code: &'static str,
+    pub path: String,
 }
 
-type Result<T> = std::result::Result<T, Refusal>;
+pub type Result<T> = std::result::Result<T, Refusal>;
 
-fn refuse<T>(code: &'static str) -> Result<T> {
+pub fn refuse<T>(code: &'static str) -> Result<T> {
     refuse_at(code, "")
 }
 
-fn refuse_at<T>(code: &'static str, path: &str) -> Result<T> {
+pub fn refuse_at<T>(code: &'static str, path: &str) -> Result<T> {
     Err(Refusal { code, path: path.to_string() })
 }
 
-fn refuse_if<T>(bad: bool, code: &'static str, fine: T) -> Result<T> {
+pub fn refuse_if<T>(bad: bool, code: &'static str, fine: T) -> Result<T> {
     if bad {
         refuse(code)
     } else {
@@ -41,12 +42,12 @@ fn refuse_if<T>(bad: bool, code: &'static str, fine: T) -> Result<T> {
 }
 
 impl Refusal {
-    fn under(self, step: &str) -> Refusal {
+    pub fn under(self, step: &str) -> Refusal {
         let dot = if self.path.is_empty() || self.path.starts_with('[') { "" } else { "." };
         Refusal { code: self.code, path: format!("{}{}{}", step, dot, self.path) }
     }
 
-    fn index(self, index: usize) -> Refusal {
+    pub fn index(self, index: usize) -> Refusal {
         self.under(&format!("[{}]", index))
     }
 }
@@ -54,30 +55,30 @@ impl Refusal {
 // ---- tables and values ----
 
 /// A message, or a struct, of which the id is 0.
-struct Layout {
-    name: &'static str,
-    id: u16,
-    major: u8,
-    fields: &'static [Field],
-    rules: &'static [Rule],
+pub struct Layout {
+    pub name: &'static str,
+    pub id: u16,
+    pub major: u8,
+    pub fields: &'static [Field],
+    pub rules: &'static [Rule],
 }
 
 impl Layout {
-    fn place(&self, name: &str) -> Option<usize> {
+    pub fn place(&self, name: &str) -> Option<usize> {
         self.fields.iter().position(|field| field.name == name)
     }
 }
 
-struct Field {
-    id: u16,
-    name: &'static str,
-    required: bool,
-    kind: Kind,
+pub struct Field {
+    pub id: u16,
+    pub name: &'static str,
+    pub required: bool,
+    pub kind: Kind,
     /// Least and greatest number, length in bytes, or count of elements.
-    range: RangeInclusive<u64>,
+    pub range: RangeInclusive<u64>,
 }
 
-enum Kind {
+pub enum Kind {
     Uint,
     Bool,
     Text,
@@ -89,28 +90,28 @@ enum Kind {
     Struct(&'static Layout),
 }
 
-struct Enum {
-    open: bool,
-    values: &'static [(u64, &'static str)],
+pub struct Enum {
+    pub open: bool,
+    pub values: &'static [(u64, &'static str)],
 }
 
 impl Enum {
-    fn name(&self, value: u64) -> Option<&'static str> {
+    pub fn name(&self, value: u64) -> Option<&'static str> {
         self.values.iter().find(|row| row.0 == value).map(|row| row.1)
     }
 
-    fn value(&self, name: &str) -> Option<u64> {
+    pub fn value(&self, name: &str) -> Option<u64> {
         self.values.iter().find(|row| row.1 == name).map(|row| row.0)
     }
 }
 
-struct Rule {
-    holds: Predicate,
-    error: &'static str,
+pub struct Rule {
+    pub holds: Predicate,
+    pub error: &'static str,
 }
 
 /// A predicate of framing.md, with the fields that it is about.
-enum Predicate {
+pub enum Predicate {
     Ascend(&'static str, Option<&'static str>),
     Rise(&'static str, Option<&'static str>),
     Unique(&'static str, Option<&'static str>),
@@ -125,7 +126,7 @@ enum Predicate {
 }
 
 #[derive(Clone)]
-enum Value {
+pub enum Value {
     /// An integer, or the value of an enum.
     Uint(u64),
     Bool(bool),
@@ -137,10 +138,10 @@ enum Value {
 }
 
 /// The fields of a map in the order of its layout.
-type Record = Vec<Option<Value>>;
+pub type Record = Vec<Option<Value>>;
 
 /// What is most of one kind, in bytes or elements; beyond it is TOO_LARGE.
-fn limit(kind: &Kind) -> u64 {
+pub fn limit(kind: &Kind) -> u64 {
     match kind {
         Kind::Text => MAX_STRING,
         Kind::Bytes => MAX_BYTES,
@@ -150,7 +151,7 @@ fn limit(kind: &Kind) -> u64 {
     }
 }
 
-fn in_range(value: u64, range: &RangeInclusive<u64>) -> Result<()> {
+pub fn in_range(value: u64, range: &RangeInclusive<u64>) -> Result<()> {
     refuse_if(!range.contains(&value), "OUT_OF_RANGE", ())
 }
 
@@ -158,7 +159,7 @@ const ALL: RangeInclusive<u64> = 0..=u64::MAX;
 
 // ---- rules of a map ----
 
-fn check(layout: &Layout, record: &Record) -> Result<()> {
+pub fn check(layout: &Layout, record: &Record) -> Result<()> {
     for (field, value) in layout.fields.iter().zip(record) {
         if field.required && value.is_none() {
             return refuse_at("MISSING_FIELD", field.name);
@@ -173,20 +174,20 @@ fn check(layout: &Layout, record: &Record) -> Result<()> {
     Ok(())
 }
 
-struct Map<'a> {
-    layout: &'a Layout,
-    record: &'a Record,
+pub struct Map<'a> {
+    pub layout: &'a Layout,
+    pub record: &'a Record,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Key<'a> {
+pub enum Key<'a> {
     Number(u64),
     Text(&'a str),
 }
 
 impl<'a> Map<'a> {
     /// Where a predicate does not hold, if so.
-    fn broken(&self, predicate: &Predicate) -> Option<String> {
+    pub fn broken(&self, predicate: &Predicate) -> Option<String> {
         let at = |field: &str, broken: bool| if broken { Some(field.to_string()) } else { None };
         match *predicate {
             Predicate::Ascend(list, key) => self.first(list, key, |before, it| before >= it),
@@ -221,23 +222,23 @@ impl<'a> Map<'a> {
         }
     }
 
-    fn value(&self, name: &str) -> Option<&'a Value> {
+    pub fn value(&self, name: &str) -> Option<&'a Value> {
         self.record[self.layout.place(name)?].as_ref()
     }
 
-    fn number(&self, name: &str) -> Option<u64> {
+    pub fn number(&self, name: &str) -> Option<u64> {
         match self.value(name)? {
             Value::Uint(number) => Some(*number),
             _ => None,
         }
     }
 
-    fn sum(&self, a: &str, b: &str) -> Option<u128> {
+    pub fn sum(&self, a: &str, b: &str) -> Option<u128> {
         Some(self.number(a)? as u128 + self.number(b)? as u128)
     }
 
     /// Whether an enum has the value of this name; nothing where its value is unknown, and so says nothing.
-    fn is(&self, field: &str, name: &str) -> Option<bool> {
+    pub fn is(&self, field: &str, name: &str) -> Option<bool> {
         match (&self.layout.fields[self.layout.place(field)?].kind, self.number(field)) {
             (Kind::Enum(it), Some(number)) => Some(it.name(number)? == name),
             _ => Some(false),
@@ -245,7 +246,7 @@ impl<'a> Map<'a> {
     }
 
     /// The elements of a list or array, or the named field of each.
-    fn keys(&self, list: &str, key: Option<&str>) -> Vec<Key<'a>> {
+    pub fn keys(&self, list: &str, key: Option<&str>) -> Vec<Key<'a>> {
         let kind = self.layout.place(list).map(|place| &self.layout.fields[place].kind);
         let inner = match (kind, key) {
             (Some(Kind::List(Kind::Struct(inner))), Some(key)) => inner.place(key),
@@ -270,14 +271,14 @@ impl<'a> Map<'a> {
     }
 
     /// The first element that stands wrong after the one before it.
-    fn first(&self, list: &str, key: Option<&str>, wrong: fn(&Key, &Key) -> bool) -> Option<String> {
+    pub fn first(&self, list: &str, key: Option<&str>, wrong: fn(&Key, &Key) -> bool) -> Option<String> {
         let keys = self.keys(list, key);
         let place = keys.windows(2).position(|pair| wrong(&pair[0], &pair[1]))?;
         Some(element(list, key, place + 1))
     }
 }
 
-fn element(list: &str, key: Option<&str>, place: usize) -> String {
+pub fn element(list: &str, key: Option<&str>, place: usize) -> String {
     let dot = if key.is_some() { "." } else { "" };
     format!("{}[{}]{}{}", list, place, dot, key.unwrap_or(""))
 }
@@ -285,7 +286,7 @@ fn element(list: &str, key: Option<&str>, place: usize) -> String {
 // ---- reader ----
 
 #[derive(Clone, Copy, PartialEq)]
-enum Family {
+pub enum Family {
     Uint,
     Signed,
     Bool,
@@ -297,7 +298,7 @@ enum Family {
 }
 
 /// Of a first byte: its family, how many bytes of number or length follow, and what the byte itself says where none do.
-fn form(first: u8) -> Option<(Family, usize, u64)> {
+pub fn form(first: u8) -> Option<(Family, usize, u64)> {
     Some(match first {
         0x00..=0x7f => (Family::Uint, 0, first as u64),
         0x80..=0x8f => (Family::Map, 0, (first - 0x80) as u64),
@@ -318,7 +319,7 @@ fn form(first: u8) -> Option<(Family, usize, u64)> {
 }
 
 /// Whether a number or length needs the bytes that it has.
-fn shortest(family: Family, width: usize, value: u64) -> bool {
+pub fn shortest(family: Family, width: usize, value: u64) -> bool {
     let least = if width == 1 { 0 } else { 1 << (4 * width) };
     match family {
         _ if width == 0 => true,
@@ -334,14 +335,14 @@ fn shortest(family: Family, width: usize, value: u64) -> bool {
     }
 }
 
-struct Reader<'a> {
-    data: &'a [u8],
+pub struct Reader<'a> {
+    pub data: &'a [u8],
     /// Entries and elements that the body may still have.
-    values: u64,
+    pub values: u64,
 }
 
 impl<'a> Reader<'a> {
-    fn take(&mut self, count: usize) -> Result<&'a [u8]> {
+    pub fn take(&mut self, count: usize) -> Result<&'a [u8]> {
         if count > self.data.len() {
             return refuse("TRUNCATED");
         }
@@ -350,12 +351,12 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    fn room(&self, count: u64) -> Result<()> {
+    pub fn room(&self, count: u64) -> Result<()> {
         refuse_if(count > self.data.len() as u64, "TRUNCATED", ())
     }
 
     /// The family of a value, with its number, or its length in bytes or elements.
-    fn head(&mut self, wanted: impl Fn(Family) -> bool) -> Result<(Family, u64)> {
+    pub fn head(&mut self, wanted: impl Fn(Family) -> bool) -> Result<(Family, u64)> {
         let first = self.take(1)?[0];
         let (family, width, small) = match form(first) {
             Some(form) if wanted(form.0) => form,
@@ -365,17 +366,17 @@ impl<'a> Reader<'a> {
         refuse_if(!shortest(family, width, number), "NOT_CANONICAL", (family, number))
     }
 
-    fn length(&mut self, family: Family) -> Result<u64> {
+    pub fn length(&mut self, family: Family) -> Result<u64> {
         Ok(self.head(|found| found == family)?.1)
     }
 
-    fn uint(&mut self) -> Result<u64> {
+    pub fn uint(&mut self) -> Result<u64> {
         let (family, number) = self.head(|found| found == Family::Uint || found == Family::Signed)?;
         refuse_if(family == Family::Signed, "BAD_TYPE", number)
     }
 
     /// The entries of a map or elements of a list at a depth, all of which the buffer may have.
-    fn open(&mut self, family: Family, depth: u64) -> Result<u64> {
+    pub fn open(&mut self, family: Family, depth: u64) -> Result<u64> {
         refuse_if(depth > MAX_DEPTH, "TOO_DEEP", ())?;
         let count = self.length(family)?;
         refuse_if(count > MAX_LIST || count > self.values, "TOO_LARGE", ())?;
@@ -384,7 +385,7 @@ impl<'a> Reader<'a> {
         Ok(count)
     }
 
-    fn record(&mut self, layout: &Layout, depth: u64) -> Result<Record> {
+    pub fn record(&mut self, layout: &Layout, depth: u64) -> Result<Record> {
         let mut record = vec![None; layout.fields.len()];
         let mut last = 0;
         for _ in 0..self.open(Family::Map, depth)? {
@@ -409,7 +410,7 @@ impl<'a> Reader<'a> {
         Ok(record)
     }
 
-    fn value(&mut self, kind: &Kind, range: &RangeInclusive<u64>, depth: u64) -> Result<Value> {
+    pub fn value(&mut self, kind: &Kind, range: &RangeInclusive<u64>, depth: u64) -> Result<Value> {
         Ok(match kind {
             Kind::Uint => {
                 let number = self.uint()?;
@@ -453,7 +454,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    fn string(&mut self, family: Family, limit: u64) -> Result<&'a [u8]> {
+    pub fn string(&mut self, family: Family, limit: u64) -> Result<&'a [u8]> {
         let length = self.length(family)?;
         refuse_if(length > limit, "TOO_LARGE", ())?;
         self.room(length)?;
@@ -461,7 +462,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The code of a number array, one of those, and its bytes.
-    fn array(&mut self, codes: RangeInclusive<u8>) -> Result<(u8, &'a [u8])> {
+    pub fn array(&mut self, codes: RangeInclusive<u8>) -> Result<(u8, &'a [u8])> {
         let length = self.length(Family::Array)?;
         let code = self.take(1)?[0];
         refuse_if(!codes.contains(&code), "BAD_TYPE", ())?;
@@ -475,7 +476,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Passes over a value inside a map or list of a depth, which keeps all rules that need no table.
-    fn skip(&mut self, depth: u64) -> Result<()> {
+    pub fn skip(&mut self, depth: u64) -> Result<()> {
         let first = *self.data.first().map_or_else(|| refuse("TRUNCATED"), Ok)?;
         match form(first).map(|form| form.0) {
             None => return refuse("BAD_TYPE"),
@@ -504,18 +505,18 @@ impl<'a> Reader<'a> {
 }
 
 /// Whether an id of a field may come after the last one.
-fn ascends(id: u64, last: &mut u64) -> Result<()> {
+pub fn ascends(id: u64, last: &mut u64) -> Result<()> {
     refuse_if(id <= *last, "FIELD_ORDER", ())?;
     *last = id;
     refuse_if(id > 0xffff, "OUT_OF_RANGE", ())
 }
 
 /// Bytes of an element of a number array, by its code.
-fn width(code: u8) -> usize {
+pub fn width(code: u8) -> usize {
     1 << ((code - 1) % 4)
 }
 
-fn element_of(code: u8, bytes: &[u8]) -> i128 {
+pub fn element_of(code: u8, bytes: &[u8]) -> i128 {
     let bits = 8 * bytes.len();
     let number = bytes.iter().rev().fold(0, |number: i128, byte| number << 8 | *byte as i128);
     if code > 4 && number >> (bits - 1) == 1 {
@@ -526,7 +527,7 @@ fn element_of(code: u8, bytes: &[u8]) -> i128 {
 }
 
 /// Whether half the width of a code would hold a number.
-fn narrower(code: u8, number: i128) -> bool {
+pub fn narrower(code: u8, number: i128) -> bool {
     let bits = 4 * width(code);
     if code > 4 {
         (-(1 << (bits - 1))..1 << (bits - 1)).contains(&number)
@@ -536,7 +537,7 @@ fn narrower(code: u8, number: i128) -> bool {
 }
 
 /// Entries and elements of a body in all; a bare struct may have any number.
-fn most_values(layout: &Layout) -> u64 {
+pub fn most_values(layout: &Layout) -> u64 {
     if layout.id == 0 {
         u64::MAX
     } else {
@@ -545,19 +546,19 @@ fn most_values(layout: &Layout) -> u64 {
 }
 
 /// The body of a message, or a bare struct.
-fn read_body(layout: &Layout, body: &[u8]) -> Result<Record> {
+pub fn read_body(layout: &Layout, body: &[u8]) -> Result<Record> {
     refuse_if(body.len() as u64 > MAX_BODY, "TOO_LARGE", ())?;
     let mut reader = Reader { data: body, values: most_values(layout) };
     let record = reader.record(layout, 1)?;
     refuse_if(!reader.data.is_empty(), "TRAILING_BYTES", record)
 }
 
-fn little(bytes: &[u8]) -> u64 {
+pub fn little(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | *byte as u64)
 }
 
 /// The layout that an envelope names, of what may be less than a frame or more.
-fn read_envelope(frame: &[u8]) -> Result<&'static Layout> {
+pub fn read_envelope(frame: &[u8]) -> Result<&'static Layout> {
     if frame.iter().zip(MAGIC).any(|(a, b)| *a != b) {
         return refuse_at("BAD_MAGIC", "@magic");
     }
@@ -585,7 +586,7 @@ fn read_envelope(frame: &[u8]) -> Result<&'static Layout> {
     Ok(layout)
 }
 
-fn read_frame(frame: &[u8]) -> Result<(&'static Layout, Record)> {
+pub fn read_frame(frame: &[u8]) -> Result<(&'static Layout, Record)> {
     let layout = read_envelope(frame)?;
     let body = &frame[HEADER..];
     match (body.len() as u64).cmp(&little(&frame[12..16])) {
@@ -597,15 +598,15 @@ fn read_frame(frame: &[u8]) -> Result<(&'static Layout, Record)> {
 
 /// A byte stream: takes pieces, and gives what each frame is.
 #[derive(Default)]
-struct Stream {
-    held: Vec<u8>,
+pub struct Stream {
+    pub held: Vec<u8>,
     /// Bytes still to come of a frame that was too long to hold.
-    passing: u64,
-    ended: bool,
+    pub passing: u64,
+    pub ended: bool,
 }
 
 impl Stream {
-    fn feed(&mut self, piece: &[u8]) -> Vec<Result<(&'static Layout, Record)>> {
+    pub fn feed(&mut self, piece: &[u8]) -> Vec<Result<(&'static Layout, Record)>> {
         let passed = self.passing.min(piece.len() as u64);
         self.passing -= passed;
         self.held.extend_from_slice(&piece[passed as usize..]);
@@ -634,15 +635,15 @@ impl Stream {
 
 // ---- writer ----
 
-struct Writer {
-    out: Vec<u8>,
+pub struct Writer {
+    pub out: Vec<u8>,
     /// Entries and elements so far.
-    values: u64,
+    pub values: u64,
 }
 
 impl Writer {
     /// The shortest form of a number or length: what the first byte holds, else that byte and what follows it.
-    fn head(&mut self, family: Family, number: u64) {
+    pub fn head(&mut self, family: Family, number: u64) {
         let (small, low, wide) = match family {
             Family::Uint => (0x7f, 0x00, 0xcc),
             Family::Text => (0x1f, 0xa0, 0xd9),
@@ -664,12 +665,12 @@ impl Writer {
         }
     }
 
-    fn count(&mut self, family: Family, count: usize) {
+    pub fn count(&mut self, family: Family, count: usize) {
         self.values += count as u64;
         self.head(family, count as u64);
     }
 
-    fn record(&mut self, layout: &Layout, record: &Record) {
+    pub fn record(&mut self, layout: &Layout, record: &Record) {
         self.count(Family::Map, record.iter().flatten().count());
         for (field, value) in layout.fields.iter().zip(record) {
             if let Some(value) = value {
@@ -679,7 +680,7 @@ impl Writer {
         }
     }
 
-    fn value(&mut self, kind: &Kind, value: &Value) {
+    pub fn value(&mut self, kind: &Kind, value: &Value) {
         match (value, kind) {
             (Value::Uint(number), _) => self.head(Family::Uint, *number),
             (Value::Bool(it), _) => self.head(Family::Bool, *it as u64),
@@ -711,14 +712,14 @@ impl Writer {
 }
 
 /// The body of a message, or a bare struct.
-fn write_body(layout: &Layout, record: &Record) -> Result<Vec<u8>> {
+pub fn write_body(layout: &Layout, record: &Record) -> Result<Vec<u8>> {
     let mut writer = Writer { out: Vec::new(), values: 0 };
     writer.record(layout, record);
     let many = writer.values > most_values(layout);
     refuse_if(many || writer.out.len() as u64 > MAX_BODY, "TOO_LARGE", writer.out)
 }
 
-fn write_frame(layout: &Layout, record: &Record) -> Result<Vec<u8>> {
+pub fn write_frame(layout: &Layout, record: &Record) -> Result<Vec<u8>> {
     let body = write_body(layout, record)?;
     let minor = if layout.major == MAJOR { MINOR } else { 0 };
     let id = layout.id.to_le_bytes();
@@ -730,7 +731,7 @@ fn write_frame(layout: &Layout, record: &Record) -> Result<Vec<u8>> {
 
 // ---- json ----
 
-enum Json {
+pub enum Json {
     Null,
     Bool(bool),
     /// As it was written: doubles have no part in it.
@@ -743,14 +744,14 @@ enum Json {
 }
 
 impl Json {
-    fn get(&self, key: &str) -> Option<&Json> {
+    pub fn get(&self, key: &str) -> Option<&Json> {
         match self {
             Json::Map(entries) => entries.iter().find(|entry| entry.0 == key).map(|entry| &entry.1),
             _ => None,
         }
     }
 
-    fn text(&self) -> Option<&str> {
+    pub fn text(&self) -> Option<&str> {
         match self {
             Json::Text(text) => Some(text),
             _ => None,
@@ -758,15 +759,15 @@ impl Json {
     }
 }
 
-struct Parser<'a> {
-    data: &'a [u8],
-    at: usize,
+pub struct Parser<'a> {
+    pub data: &'a [u8],
+    pub at: usize,
 }
 
 impl<'a> Parser<'a> {
-    const DEEPEST: usize = 512;
+    pub const DEEPEST: usize = 512;
 
-    fn parse(line: &'a str) -> Option<Json> {
+    pub fn parse(line: &'a str) -> Option<Json> {
         let mut parser = Parser { data: line.as_bytes(), at: 0 };
         let value = parser.value(0)?;
         parser.blank();
@@ -777,13 +778,13 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn blank(&mut self) {
+    pub fn blank(&mut self) {
         while matches!(self.data.get(self.at), Some(b' ' | b'\t' | b'\n' | b'\r')) {
             self.at += 1;
         }
     }
 
-    fn eat(&mut self, text: &str) -> Option<()> {
+    pub fn eat(&mut self, text: &str) -> Option<()> {
         if self.data[self.at..].starts_with(text.as_bytes()) {
             self.at += text.len();
             Some(())
@@ -792,7 +793,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn value(&mut self, depth: usize) -> Option<Json> {
+    pub fn value(&mut self, depth: usize) -> Option<Json> {
         self.blank();
         match self.data.get(self.at)? {
             b'n' => self.eat("null").map(|_| Json::Null),
@@ -828,7 +829,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn items(&mut self, close: u8, mut item: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
+    pub fn items(&mut self, close: u8, mut item: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
         self.at += 1;
         self.blank();
         if self.data.get(self.at) == Some(&close) {
@@ -849,14 +850,14 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn unit(&mut self) -> Option<u32> {
+    pub fn unit(&mut self) -> Option<u32> {
         let digits = std::str::from_utf8(self.data.get(self.at..self.at + 4)?).ok()?;
         self.at += 4;
         u32::from_str_radix(digits, 16).ok()
     }
 
     /// A string, and whether there is no half of a surrogate pair in it, for which it has U+FFFD.
-    fn string(&mut self) -> Option<(String, bool)> {
+    pub fn string(&mut self) -> Option<(String, bool)> {
         self.eat("\"")?;
         let mut out = Vec::new();
         let mut whole = true;
@@ -905,7 +906,7 @@ impl<'a> Parser<'a> {
 }
 
 /// A map by its JSON form.
-fn from_json(layout: &Layout, json: &Json) -> Result<Record> {
+pub fn from_json(layout: &Layout, json: &Json) -> Result<Record> {
     let entries = match json {
         Json::Map(entries) => entries,
         _ => return refuse("BAD_TYPE"),
@@ -927,7 +928,7 @@ fn from_json(layout: &Layout, json: &Json) -> Result<Record> {
     Ok(record)
 }
 
-fn value_from_json(kind: &Kind, range: &RangeInclusive<u64>, json: &Json) -> Result<Value> {
+pub fn value_from_json(kind: &Kind, range: &RangeInclusive<u64>, json: &Json) -> Result<Value> {
     let sized = |length: usize| {
         refuse_if(length as u64 > limit(kind), "TOO_LARGE", ())?;
         in_range(length as u64, range)
@@ -979,7 +980,7 @@ fn value_from_json(kind: &Kind, range: &RangeInclusive<u64>, json: &Json) -> Res
     })
 }
 
-fn uint_from_json(json: &Json) -> Result<u64> {
+pub fn uint_from_json(json: &Json) -> Result<u64> {
     let (digits, most) = match json {
         Json::Text(digits) => (digits, u64::MAX),
         Json::Number(digits) => (digits, (1 << 53) - 1),
@@ -994,7 +995,7 @@ fn uint_from_json(json: &Json) -> Result<u64> {
     }
 }
 
-fn from_hex(text: &str) -> Option<Vec<u8>> {
+pub fn from_hex(text: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| match byte {
         b'0'..=b'9' => Some(byte - b'0'),
         b'a'..=b'f' => Some(byte - b'a' + 10),
@@ -1006,12 +1007,12 @@ fn from_hex(text: &str) -> Option<Vec<u8>> {
     text.as_bytes().chunks(2).map(|pair| Some(digit(pair[0])? << 4 | digit(pair[1])?)).collect()
 }
 
-fn to_hex(bytes: &[u8]) -> String {
+pub fn to_hex(bytes: &[u8]) -> String {
     let digit = |value: u8| b"0123456789abcdef"[value as usize] as char;
     bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
-fn quote(text: &str, out: &mut String) {
+pub fn quote(text: &str, out: &mut String) {
     out.push('"');
     for it in text.chars() {
         match it {
@@ -1024,7 +1025,7 @@ fn quote(text: &str, out: &mut String) {
 }
 
 /// Writes elements between commas.
-fn commas<T>(out: &mut String, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut String, T)) {
+pub fn commas<T>(out: &mut String, items: impl Iterator<Item = T>, mut item: impl FnMut(&mut String, T)) {
     for (i, it) in items.enumerate() {
         if i > 0 {
             out.push_str(", ");
@@ -1033,7 +1034,7 @@ fn commas<T>(out: &mut String, items: impl Iterator<Item = T>, mut item: impl Fn
     }
 }
 
-fn to_json(layout: &Layout, record: &Record, out: &mut String) {
+pub fn to_json(layout: &Layout, record: &Record, out: &mut String) {
     out.push('{');
     let present = layout.fields.iter().zip(record).filter_map(|(field, value)| Some((field, value.as_ref()?)));
     commas(out, present, |out, (field, value)| {
@@ -1044,7 +1045,7 @@ fn to_json(layout: &Layout, record: &Record, out: &mut String) {
     out.push('}');
 }
 
-fn value_to_json(kind: &Kind, value: &Value, out: &mut String) {
+pub fn value_to_json(kind: &Kind, value: &Value, out: &mut String) {
     match (value, kind) {
         (Value::Uint(number), Kind::Enum(it)) => match it.name(*number) {
             Some(name) => quote(name, out),
@@ -1072,7 +1073,7 @@ fn value_to_json(kind: &Kind, value: &Value, out: &mut String) {
 // ---- testee ----
 
 /// The entries of an answer; nothing where the question is not one that is known.
-fn answer(question: &Json) -> Option<String> {
+pub fn answer(question: &Json) -> Option<String> {
     let text = |key: &str| question.get(key).and_then(Json::text);
     let named = |layouts: &[&'static Layout], key: &str| {
         let name = text(key)?;
@@ -1121,14 +1122,14 @@ const HELLO: &str = concat!(
     r#""role": "codec", "level": "L1", "extensions": ["json", "streams"]"#,
 );
 
-fn told(frame: Result<(&'static Layout, Record)>) -> String {
+pub fn told(frame: Result<(&'static Layout, Record)>) -> String {
     result(frame, |(layout, record), out| {
         out.push_str(&format!("\"message\": \"{}\", \"fields\": ", layout.name));
         to_json(layout, &record, out);
     })
 }
 
-fn result<T>(result: Result<T>, write: impl FnOnce(T, &mut String)) -> String {
+pub fn result<T>(result: Result<T>, write: impl FnOnce(T, &mut String)) -> String {
     let mut out = String::new();
     match result {
         Ok(value) => write(value, &mut out),
@@ -1141,6 +1142,11 @@ fn result<T>(result: Result<T>, write: impl FnOnce(T, &mut String)) -> String {
 }
 
 fn main() -> std::io::Result<()> {
+    serve(answer)
+}
+
+/// Answers each line, until it is told to stop.
+pub fn serve(answer: impl Fn(&Json) -> Option<String>) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     for line in std::io::stdin().lock().lines() {
         let question = Parser::parse(&line?).unwrap_or(Json::Null);
@@ -1884,7 +1890,7 @@ mod facts {
         ],
         rules: &[],
     };
-    pub(super) static MESSAGES: &[&Layout] = &[&L_HELLO, &L_WELCOME, &L_REFUSED, &L_ERROR, &L_GOODBYE, &L_PING, &L_PONG, &L_DESCRIBE, &L_DESCRIPTION, &L_REGISTER, &L_REGISTERED, &L_UNREGISTER, &L_UNREGISTERED, &L_TRANSFER, &L_ACCEPTED, &L_GRANT, &L_PROGRESS, &L_DONE, &L_DONE_ACK, &L_FAILED, &L_ABORT, &L_DRAINED, &L_CHUNK, &L_CREDIT, &L_DATA, &L_OFFER, &L_PULLED, &L_RELEASED, &L_RENEW, &L_RENEWED];
-    pub(super) static STRUCTS: &[&Layout] = &[&L_VERSION, &L_VERSION_RANGE, &L_LIMITS, &L_ENDPOINT, &L_GEOMETRY, &L_FACT, &L_GROUP, &L_PART, &L_RANK, &L_OWNS, &L_LANE_SPAN, &L_REGION, &L_HANDLE, &L_PROCESS, &L_COLUMNS, &L_ROUTE_REF, &L_GRANTS, &L_BEGIN, &L_HAND_OFF, &L_CHECKSUM, &L_TICKET, &L_CONTENT, &L_AXIS, &L_MANIFEST, &L_COMPONENT];
+    pub static MESSAGES: &[&Layout] = &[&L_HELLO, &L_WELCOME, &L_REFUSED, &L_ERROR, &L_GOODBYE, &L_PING, &L_PONG, &L_DESCRIBE, &L_DESCRIPTION, &L_REGISTER, &L_REGISTERED, &L_UNREGISTER, &L_UNREGISTERED, &L_TRANSFER, &L_ACCEPTED, &L_GRANT, &L_PROGRESS, &L_DONE, &L_DONE_ACK, &L_FAILED, &L_ABORT, &L_DRAINED, &L_CHUNK, &L_CREDIT, &L_DATA, &L_OFFER, &L_PULLED, &L_RELEASED, &L_RENEW, &L_RENEWED];
+    pub static STRUCTS: &[&Layout] = &[&L_VERSION, &L_VERSION_RANGE, &L_LIMITS, &L_ENDPOINT, &L_GEOMETRY, &L_FACT, &L_GROUP, &L_PART, &L_RANK, &L_OWNS, &L_LANE_SPAN, &L_REGION, &L_HANDLE, &L_PROCESS, &L_COLUMNS, &L_ROUTE_REF, &L_GRANTS, &L_BEGIN, &L_HAND_OFF, &L_CHECKSUM, &L_TICKET, &L_CONTENT, &L_AXIS, &L_MANIFEST, &L_COMPONENT];
     // end facts
 }
