@@ -181,7 +181,7 @@ def main() -> None:
     found: dict[str, Any] = {"vllm": vllm.__version__, "cores": os.cpu_count(), "when": time.strftime("%Y-%m-%d")}
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = MEASURES[name](Path(folder))
+            found[name] = MEASURES[name](Path(folder)) | {"load_of_a_minute": round(os.getloadavg()[0], 1)}
     if args.write:
         before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         RESULT.write_text(json.dumps(before | found) + "\n")
