@@ -26,9 +26,15 @@ __all__ = ["Endpoint"]
 class Endpoint:
     """All sessions of one rank: what they send and tell, and when they next have something to do."""
 
-    def __init__(self, me: Party, geometry: Geometry) -> None:
-        validate(geometry)
-        self.me, self.geometry, self.stated = me, geometry, Stated.of(geometry)
+    geometry: Geometry
+    stated: Stated
+
+    def __init__(self, me: Party, geometry: Geometry | None = None) -> None:
+        """`geometry`: what it describes to its peers; None: nothing, as it moves no bytes."""
+        self.me = me
+        if geometry is not None:
+            validate(geometry)
+            self.geometry, self.stated = geometry, Stated.of(geometry)
         self.timers = Timers()
         self.sessions: dict[Any, Any] = {}
         self._events: list[Event] = []

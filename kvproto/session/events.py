@@ -194,6 +194,14 @@ class Recovered(Event):
 
 
 @attrs.frozen
+class Listed(Event):
+    """Sink: the list of a source rank's cached pages has come to its end; from now on it is kept up to date."""
+
+    session: int
+    peer: str
+
+
+@attrs.frozen
 class ProtocolError(Event):
     """A malformed or unexpected frame; it was answered where it needs an answer, and had no other effect."""
 

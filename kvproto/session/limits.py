@@ -24,3 +24,7 @@ MAX_EPOCHS = 8
 """Epochs of one side's memory that a session holds at once."""
 MAX_REGIONS = 1024
 """Regions of one Register: each is a mapping, and may be a descriptor, of whoever maps it."""
+MAX_TOLD = 1024
+"""Cached pages of one Watched or Kept."""
+MAX_CATALOGUE = 4194304
+"""Cached pages of one source rank that a sink keeps in mind; it forgets others."""

@@ -131,6 +131,10 @@ class SinkSession(Session):
         self.features, self.limits, self.minor = tuple(message.features), message.limits, message.version.minor
         self.endpoints = {e.rank: e.address for e in message.endpoints}
         self.install(PingPart(self, now))
+        self.begin(now)
+
+    def begin(self, now: float) -> None:
+        """Go on from Welcome: describe this side, to register its memory and ask for transfers."""
         self.install(SinkTransfers(self))
         self.install(self.owner)
         if Feature.PULL in self.features:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvproto.errors import KvprotoError
+from kvproto.session.catalogue import Catalogue, SourceCatalogue
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
 from kvproto.session.endpoint import Endpoint
@@ -39,9 +40,12 @@ class SourceSession(Session):
     def __init__(
         self, host: Endpoint, conn: Hashable, number: int, hello: m.Hello, chosen: Chosen, now: float,
         seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[bytes], bool],
-        granted: Callable[[SourceAttempt], None],
+        granted: Callable[[SourceAttempt], None], catalogue: Catalogue | None = None,
     ) -> None:  # fmt: skip
-        """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers; `granted`: SourceIntent."""
+        """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers; `granted`: SourceIntent.
+
+        `catalogue`: what is told to a sink that has chosen CATALOGUE.
+        """
         super().__init__(host, conn)
         self.session, self.greeting, self.limits = number, hello.request, hello.limits
         self.features, self.minor = chosen.features, chosen.minor
@@ -61,6 +65,8 @@ class SourceSession(Session):
         self.install(SourcePull(self) if self.pulls else SourcePush(self))
         if Feature.INTENT in features and not self.pulls:
             self.install(SourceIntent(self, granted))
+        if Feature.CATALOGUE in features and catalogue is not None:
+            self.install(SourceCatalogue(self, catalogue))
 
     def resumes(self, peer: Party, chosen: Chosen) -> bool:
         """Whether the session goes on by a Hello that names it (KVP-SES-RESUME)."""

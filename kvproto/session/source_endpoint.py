@@ -8,6 +8,7 @@ from functools import partial
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
+from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
 from kvproto.session.claims import Claims
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
@@ -53,6 +54,7 @@ class SourceEndpoint(Claims):
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         self._features, self._mint = features, mint
         self.sessions: dict[int, SourceSession] = {}
+        self._catalogue: Catalogue | None = None
         self.draining = False
         """Whether new sessions and transfers are refused."""
         self._greetings: dict[Hashable, int] = {}
@@ -136,7 +138,9 @@ class SourceEndpoint(Claims):
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
             number = self._fresh()
-            session = SourceSession(self, conn, number, hello, chosen, now, self._seek, self._refuses, self._granted)
+            session = SourceSession(
+                self, conn, number, hello, chosen, now, self._seek, self._refuses, self._granted, self._catalogue
+            )
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
             session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
@@ -217,6 +221,18 @@ class SourceEndpoint(Claims):
                 session.goodbye("its Description changes")
         self._restated(now)
         self._after(now)
+
+    def keep_catalogue(self, catalogue: Catalogue) -> None:
+        """Offer CATALOGUE from now on: sinks that open a session may watch which cached pages this rank has."""
+        self._catalogue = catalogue
+        self._features = tuple(sorted({*self._features, Feature.CATALOGUE}))
+
+    def kept(self, pages: Changes) -> None:
+        """Cached pages have come, gone or moved: tell all who watch (KVP-CAT-NUMBER)."""
+        news = self._catalogue.change(pages) if self._catalogue is not None else []
+        for session in self.sessions.values() if news else ():
+            if session.open and session.has(SourceCatalogue):
+                session.part(SourceCatalogue).tell(news)
 
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""

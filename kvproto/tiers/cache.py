@@ -25,6 +25,7 @@ from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.storing import Fetch, Storing
 from kvproto.transport.paging import Paging
+from kvproto.wire.enums import Tier
 
 __all__ = ["Asked", "Cache", "Fetch", "Keep", "Lease", "patience"]
 
@@ -83,11 +84,34 @@ class Cache:
         """Copies under way, and what is told whether their bytes are there."""
         self._jobs: list[_Job] = []
         self._loads: list[Lease] = []
+        self._listeners: list[Callable[[dict[bytes, Tier | None]], object]] = []
 
     @property
     def busy(self) -> bool:
         """Whether something waits for a step, for a copy, or for storage."""
         return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
+
+    def tell(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
+        """Tell of all pages after which a request can go on, now and with each step that changes some (KVP-CAT-TELL).
+
+        By id, the nearest tier, None: none any more.
+        """
+        for index in (self.device, self.host):
+            index.news = {}
+        self._listeners.append(listener)
+        listener(self._nearest({*self.device.ids(), *self.host.ids()}))
+
+    def _nearest(self, ids: Iterable[bytes]) -> dict[bytes, Tier | None]:
+        """The nearest tier in which a request can go on after each of these pages."""
+        return {id: Tier.DEVICE if self.device.ends(id) else Tier.HOST if self.host.ends(id) else None for id in ids}
+
+    def _tell(self) -> None:
+        ids = {*(self.device.news or ()), *(self.host.news or ())}
+        if ids:
+            self.device.news, self.host.news = {}, {}
+            news = self._nearest(ids)
+            for listener in self._listeners:
+                listener(news)
 
     def ask(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Asked:
         """What this rank could go on with of these prompts, each with its room, for all ranks to agree."""
@@ -132,6 +156,7 @@ class Cache:
         self._back_up()
         self._load()
         self._reap()
+        self._tell()
 
     def settle(self) -> None:
         """See which copies are over: what they brought can be found from now on."""

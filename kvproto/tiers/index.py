@@ -42,8 +42,15 @@ class Index:
         self.layout, self.slots = layout, Slots(count)
         self.on_gone: Callable[[Sequence[tuple[bytes, int]]], None] = lambda pages: None
         """Told of pages, each with its slot, just before they can be found no more; each after the page before it."""
+        self.news: dict[bytes, None] | None = None
+        """Ids of pages that have come or gone since somebody emptied it; None: nobody wants to know."""
         self._bit = {part.group: 1 << i for i, part in enumerate(layout.parts)}
         self._must = sum(self._bit[group] for group in layout.must)
+        self._needs = [
+            (self._bit[p.group], 1 if p.reach is None else -(-p.reach // layout.page))
+            for p in layout.parts
+            if p.rule is not LengthRule.PREFIX
+        ]
         self._some = [p.group for p in layout.parts if p.rule is not LengthRule.PREFIX]
         self._by_id: dict[bytes, int] = {}
         self._ids: list[bytes | None] = [None] * count
@@ -107,6 +114,23 @@ class Index:
         held = np.frombuffer(self._held, np.uint64)
         return {group: int(np.count_nonzero(held & np.uint64(bit))) for group, bit in self._bit.items()}
 
+    def ends(self, id: bytes) -> bool:
+        """Whether a request can go on after this page: it is there, and so is what components need before it."""
+        slot = self._by_id.get(id)
+        return slot is not None and all(self._reaches(slot, *each) for each in self._needs)
+
+    def _reaches(self, slot: int, bit: int, pages: int) -> bool:
+        """Whether a page and those before it, so many in all, have a component, back to the first of the prompt."""
+        while pages and slot != _NONE:
+            if not self._held[slot] & bit:
+                return False
+            slot, pages = self._parent[slot], pages - 1
+        return True
+
+    def ids(self) -> list[bytes]:
+        """Pages that can be found."""
+        return [*self._by_id]
+
     def slot(self, id: bytes) -> int | None:
         """Where a page is that can be found."""
         return self._by_id.get(id)
@@ -135,6 +159,8 @@ class Index:
             id = self._ids[each]
             assert id is not None
             del self._by_id[id]
+            if self.news is not None:
+                self.news[id] = None
             self._ids[each], self._held[each] = None, 0
             self._parent[each] = self._child[each] = self._next[each] = self._before[each] = _NONE
             self.slots.move(each, State.RETIRING if self.slots.pins(each) else State.FREE)
@@ -179,6 +205,8 @@ class Index:
                 self.slots.move(slot, State.READABLE)
                 self._by_id[id], self._ids[slot], self._held[slot], known = slot, id, bits, slot
                 self._link(slot, parent)
+                if self.news is not None:
+                    self.news[id] = None
             parent, done = known, done + 1
         while parent is not None and parent != _NONE:  # the leaf first, so that no page is older than what follows it
             self.slots.touch(parent)

@@ -154,6 +154,15 @@ class LengthRule(IntEnum):
     """The last."""
 
 
+class Tier(IntEnum):
+    """Where a cached page lies."""
+
+    DEVICE = 1
+    """In the pool, where it is computed with."""
+    HOST = 2
+    """In memory of the host, behind the pool."""
+
+
 class Feature(IntEnum):
     """Optional behaviour, offered in Hello and chosen in Welcome."""
 
@@ -179,6 +188,8 @@ class Feature(IntEnum):
     """Each sink rank reads from as few sources as leave the busiest at most twice what it sends by dealing."""
     SPANS = 11
     """Beside INTENT: items are granted piece by piece while prefill runs."""
+    CATALOGUE = 12
+    """Sinks are told which cached pages a source rank has: Watch, Watched, Kept."""
 
 
 class ErrorCode(IntEnum):

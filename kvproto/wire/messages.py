@@ -377,6 +377,16 @@ class Component:
 
 
 @attrs.frozen(kw_only=True)
+class KeptPage:
+    """Where a rank has a cached page (draft)."""
+
+    id: bytes
+    """Id of the page. Since 1.0."""
+    tier: int | None = attrs.field(default=None)
+    """The nearest tier from which a request can go on after it; absent: none. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
 class Hello:
     """Open or resume a session."""
 
@@ -992,6 +1002,58 @@ class Renewed:
     """Time from now, never more than asked for. [ms] Since 1.0."""
 
 
+@attrs.frozen(kw_only=True)
+class Watch:
+    """Ask which cached pages the source's rank has, and to be told of changes."""
+
+    TYPE: ClassVar[int] = 0x0501
+
+    session: int
+    """Session id that Welcome minted. Since 1.0."""
+    request: int
+    """Request id; a reply echoes it. Since 1.0."""
+    after: bytes | None = attrs.field(default=None)
+    """Id after which the list goes on; absent: from its beginning. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
+class Watched:
+    """A piece of the list of cached pages."""
+
+    TYPE: ClassVar[int] = 0x0502
+
+    session: int
+    """Session id that Welcome minted. Since 1.0."""
+    request: int
+    """Request id; a reply echoes it. Since 1.0."""
+    number: int
+    """Number of the last Kept that the piece knows of. Since 1.0."""
+    namespace: bytes
+    """Namespace of prompts of which nothing else is known. Since 1.0."""
+    page: int
+    """Tokens of a page. [token] Since 1.0."""
+    form: enums.KeyForm
+    """Form of the ids. Since 1.0."""
+    pages: tuple["KeptPage", ...]
+    """Pages that the rank has, by ascending id. Since 1.0."""
+    more: bool
+    """Whether there are others after the last of them. Since 1.0."""
+
+
+@attrs.frozen(kw_only=True)
+class Kept:
+    """Where cached pages are now that were elsewhere, or nowhere."""
+
+    TYPE: ClassVar[int] = 0x0503
+
+    session: int
+    """Session id that Welcome minted. Since 1.0."""
+    number: int
+    """Rises by one with each Kept of the rank. Since 1.0."""
+    pages: tuple["KeptPage", ...]
+    """Pages that have come, gone or moved, by ascending id. Since 1.0."""
+
+
 Message = (
     Hello
     | Welcome
@@ -1023,4 +1085,7 @@ Message = (
     | Released
     | Renew
     | Renewed
+    | Watch
+    | Watched
+    | Kept
 )

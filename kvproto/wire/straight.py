@@ -24,6 +24,7 @@ _Proof = {int(v): v for v in enums.Proof}
 _CreditKind = {int(v): v for v in enums.CreditKind}
 _KeyForm = {int(v): v for v in enums.KeyForm}
 _LengthRule = {int(v): v for v in enums.LengthRule}
+_Tier = {int(v): v for v in enums.Tier}
 _Feature = {int(v): v for v in enums.Feature}
 _ErrorCode = {int(v): v for v in enums.ErrorCode}
 
@@ -1903,6 +1904,56 @@ def _e_Component(o: Any, out: list[Any]) -> None:
     if f6.__class__ is not bytes or len(f6) != 32:
         raise Doubt
     out += (b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', b'\xc4 ', f6,)
+
+
+KeptPage = messages.KeptPage
+_KeptPage_id = setter(KeptPage, "id")
+_KeptPage_tier = setter(KeptPage, "tier")
+
+
+def _d_KeptPage(b: Any, p: int) -> tuple[KeptPage, int]:
+    left = b[p]
+    if not 129 <= left <= 130:
+        raise Doubt
+    left -= 129
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f1 = bytes(b[p - 32 : p])
+    if left and b[p] == 2:
+        left -= 1
+        f2 = b[p + 1]
+        p += 2
+        if f2 > 127:
+            f2, p = read_uint(b, f2, p)
+        if f2 > 65535:
+            raise Doubt
+        f2 = _Tier.get(f2, f2)
+    else:
+        f2 = None
+    if left:
+        raise Doubt
+    o = new(KeptPage)
+    _KeptPage_id(o, f1); _KeptPage_tier(o, f2)
+    return o, p
+
+
+def _e_KeptPage(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not KeptPage:
+        raise Doubt
+    f1 = o.id
+    f2 = o.tier
+    out.append(BYTE_OF[130 - (f2 is None)])
+    if f1.__class__ is not bytes or len(f1) != 32:
+        raise Doubt
+    out += (b'\x01', b'\xc4 ', f1,)
+    if f2 is not None:
+        if f2.__class__ is not enums.Tier and f2.__class__ is not int or not 0 <= f2 <= 65535:
+            raise Doubt
+        out += (b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2))
 
 
 Hello = messages.Hello
@@ -5449,6 +5500,296 @@ def _e_Renewed(o: Any, out: list[Any]) -> None:
     out += (b'\x85\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x03', BYTE[f3] if f3 < 256 else write_uint(f3), b'\x04', BYTE[f4] if f4 < 256 else write_uint(f4), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5),)
 
 
+Watch = messages.Watch
+_Watch_session = setter(Watch, "session")
+_Watch_request = setter(Watch, "request")
+_Watch_after = setter(Watch, "after")
+
+
+def _d_Watch(b: Any, p: int) -> tuple[Watch, int]:
+    left = b[p]
+    if not 130 <= left <= 131:
+        raise Doubt
+    left -= 130
+    p += 1
+    if b[p] != 1:
+        raise Doubt
+    f1 = b[p + 1]
+    p += 2
+    if f1 > 127:
+        if f1 == 207:
+            (f1,) = u64(b, p)
+            if f1 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f1, p = read_uint(b, f1, p)
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        if f2 == 207:
+            (f2,) = u64(b, p)
+            if f2 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f2, p = read_uint(b, f2, p)
+    if left and b[p] == 5:
+        left -= 1
+        if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+            raise Doubt
+        p = p + 1 + 34
+        f5 = bytes(b[p - 32 : p])
+    else:
+        f5 = None
+    if left:
+        raise Doubt
+    o = new(Watch)
+    _Watch_session(o, f1); _Watch_request(o, f2); _Watch_after(o, f5)
+    return o, p
+
+
+def _e_Watch(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Watch:
+        raise Doubt
+    f1 = o.session
+    f2 = o.request
+    f5 = o.after
+    out.append(BYTE_OF[131 - (f5 is None)])
+    if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
+        raise Doubt
+    if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
+        raise Doubt
+    out += (b'\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2),)
+    if f5 is not None:
+        if f5.__class__ is not bytes or len(f5) != 32:
+            raise Doubt
+        out += (b'\x05', b'\xc4 ', f5)
+
+
+Watched = messages.Watched
+_Watched_session = setter(Watched, "session")
+_Watched_request = setter(Watched, "request")
+_Watched_number = setter(Watched, "number")
+_Watched_namespace = setter(Watched, "namespace")
+_Watched_page = setter(Watched, "page")
+_Watched_form = setter(Watched, "form")
+_Watched_pages = setter(Watched, "pages")
+_Watched_more = setter(Watched, "more")
+
+
+def _d_Watched(b: Any, p: int) -> tuple[Watched, int]:
+    if b[p] != 136:
+        raise Doubt
+    p += 1
+    room = 16376
+    if b[p] != 1:
+        raise Doubt
+    f1 = b[p + 1]
+    p += 2
+    if f1 > 127:
+        if f1 == 207:
+            (f1,) = u64(b, p)
+            if f1 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f1, p = read_uint(b, f1, p)
+    if b[p] != 2:
+        raise Doubt
+    f2 = b[p + 1]
+    p += 2
+    if f2 > 127:
+        if f2 == 207:
+            (f2,) = u64(b, p)
+            if f2 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f2, p = read_uint(b, f2, p)
+    if b[p] != 5:
+        raise Doubt
+    f5 = b[p + 1]
+    p += 2
+    if f5 > 127:
+        if f5 == 207:
+            (f5,) = u64(b, p)
+            if f5 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f5, p = read_uint(b, f5, p)
+    if b[p] != 6:
+        raise Doubt
+    if b[p + 1] != 196 or b[p + 1 + 1] != 32:
+        raise Doubt
+    p = p + 1 + 34
+    f6 = bytes(b[p - 32 : p])
+    if b[p] != 7:
+        raise Doubt
+    f7 = b[p + 1]
+    p += 2
+    if f7 > 127:
+        f7, p = read_uint(b, f7, p)
+    if f7 < 1:
+        raise Doubt
+    if f7 > 4294967295:
+        raise Doubt
+    if b[p] != 8:
+        raise Doubt
+    f8 = b[p + 1]
+    p += 2
+    if f8 > 127:
+        f8, p = read_uint(b, f8, p)
+    f8 = _KeyForm.get(f8)
+    if f8 is None:
+        raise Doubt
+    if b[p] != 9:
+        raise Doubt
+    n, p = read_count(b, p + 1, 0, 1024)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
+    v9 = []
+    for _ in range(n):
+        x9, p = _d_KeptPage(b, p)
+        v9.append(x9)
+    f9 = tuple(v9)
+    if b[p] != 10:
+        raise Doubt
+    f10 = b[p + 1]
+    if f10 != 194 and f10 != 195:
+        raise Doubt
+    f10 = f10 == 195
+    p = p + 1 + 1
+    if len(f9) > 1 and not ascends([x.id for x in f9]):
+        raise Doubt
+    o = new(Watched)
+    _Watched_session(o, f1); _Watched_request(o, f2); _Watched_number(o, f5); _Watched_namespace(o, f6); _Watched_page(o, f7); _Watched_form(o, f8); _Watched_pages(o, f9); _Watched_more(o, f10)
+    return o, p
+
+
+def _e_Watched(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Watched:
+        raise Doubt
+    f1 = o.session
+    f2 = o.request
+    f5 = o.number
+    f6 = o.namespace
+    f7 = o.page
+    f8 = o.form
+    f9 = o.pages
+    f10 = o.more
+    room = 16376
+    if len(f9) > 1 and not ascends([x.id for x in f9]):
+        raise Doubt
+    if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
+        raise Doubt
+    if f2.__class__ is not int or not 0 <= f2 <= 18446744073709551615:
+        raise Doubt
+    if f5.__class__ is not int or not 0 <= f5 <= 18446744073709551615:
+        raise Doubt
+    if f6.__class__ is not bytes or len(f6) != 32:
+        raise Doubt
+    if f7.__class__ is not int or not 1 <= f7 <= 4294967295:
+        raise Doubt
+    if f8.__class__ is not enums.KeyForm and f8.__class__ is not int or f8 not in _KeyForm:
+        raise Doubt
+    out += (b'\x88\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x02', BYTE[f2] if f2 < 256 else write_uint(f2), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06', b'\xc4 ', f6, b'\x07', BYTE[f7] if f7 < 256 else write_uint(f7), b'\x08', BYTE[f8] if f8 < 256 else write_uint(f8), b'\t',)
+    if f9.__class__ is not tuple:
+        raise Doubt
+    room -= 3 * len(f9)
+    if room < 0:
+        raise Doubt
+    out.append(write_count(len(f9), 0, 1024))
+    for x9 in f9:
+        _e_KeptPage(x9, out)
+    if f10.__class__ is not bool:
+        raise Doubt
+    out += (b'\n', b'\xc3' if f10 else b'\xc2',)
+
+
+Kept = messages.Kept
+_Kept_session = setter(Kept, "session")
+_Kept_number = setter(Kept, "number")
+_Kept_pages = setter(Kept, "pages")
+
+
+def _d_Kept(b: Any, p: int) -> tuple[Kept, int]:
+    if b[p] != 131:
+        raise Doubt
+    p += 1
+    room = 16381
+    if b[p] != 1:
+        raise Doubt
+    f1 = b[p + 1]
+    p += 2
+    if f1 > 127:
+        if f1 == 207:
+            (f1,) = u64(b, p)
+            if f1 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f1, p = read_uint(b, f1, p)
+    if b[p] != 5:
+        raise Doubt
+    f5 = b[p + 1]
+    p += 2
+    if f5 > 127:
+        if f5 == 207:
+            (f5,) = u64(b, p)
+            if f5 < 4294967296:
+                raise Doubt
+            p += 8
+        else:
+            f5, p = read_uint(b, f5, p)
+    if f5 < 1:
+        raise Doubt
+    if b[p] != 6:
+        raise Doubt
+    n, p = read_count(b, p + 1, 1, 1024)
+    room -= 3 * n
+    if room < 0:
+        raise Doubt
+    v6 = []
+    for _ in range(n):
+        x6, p = _d_KeptPage(b, p)
+        v6.append(x6)
+    f6 = tuple(v6)
+    if len(f6) > 1 and not ascends([x.id for x in f6]):
+        raise Doubt
+    o = new(Kept)
+    _Kept_session(o, f1); _Kept_number(o, f5); _Kept_pages(o, f6)
+    return o, p
+
+
+def _e_Kept(o: Any, out: list[Any]) -> None:
+    if o.__class__ is not Kept:
+        raise Doubt
+    f1 = o.session
+    f5 = o.number
+    f6 = o.pages
+    room = 16381
+    if len(f6) > 1 and not ascends([x.id for x in f6]):
+        raise Doubt
+    if f1.__class__ is not int or not 0 <= f1 <= 18446744073709551615:
+        raise Doubt
+    if f5.__class__ is not int or not 1 <= f5 <= 18446744073709551615:
+        raise Doubt
+    out += (b'\x83\x01', BYTE[f1] if f1 < 256 else write_uint(f1), b'\x05', BYTE[f5] if f5 < 256 else write_uint(f5), b'\x06',)
+    if f6.__class__ is not tuple:
+        raise Doubt
+    room -= 3 * len(f6)
+    if room < 0:
+        raise Doubt
+    out.append(write_count(len(f6), 1, 1024))
+    for x6 in f6:
+        _e_KeptPage(x6, out)
+
+
 DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Version": _d_Version,
     "VersionRange": _d_VersionRange,
@@ -5475,6 +5816,7 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Axis": _d_Axis,
     "Manifest": _d_Manifest,
     "Component": _d_Component,
+    "KeptPage": _d_KeptPage,
     "Hello": _d_Hello,
     "Welcome": _d_Welcome,
     "Refused": _d_Refused,
@@ -5505,6 +5847,9 @@ DECODE: dict[str, Callable[[Any, int], tuple[Any, int]]] = {
     "Released": _d_Released,
     "Renew": _d_Renew,
     "Renewed": _d_Renewed,
+    "Watch": _d_Watch,
+    "Watched": _d_Watched,
+    "Kept": _d_Kept,
 }
 ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Version: _e_Version,
@@ -5532,6 +5877,7 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Axis: _e_Axis,
     Manifest: _e_Manifest,
     Component: _e_Component,
+    KeptPage: _e_KeptPage,
     Hello: _e_Hello,
     Welcome: _e_Welcome,
     Refused: _e_Refused,
@@ -5562,4 +5908,7 @@ ENCODE: dict[type[Any], Callable[[Any, list[Any]], None]] = {
     Released: _e_Released,
     Renew: _e_Renew,
     Renewed: _e_Renewed,
+    Watch: _e_Watch,
+    Watched: _e_Watched,
+    Kept: _e_Kept,
 }

@@ -24,7 +24,7 @@ ARRAY_CODES = {1: 1, 2: 2, 4: 3, 8: 4}
 ARRAY_KINDS = {1: ("u", 1), 2: ("u", 2), 3: ("u", 4), 4: ("u", 8), 5: ("i", 1), 6: ("i", 2), 7: ("i", 4), 8: ("i", 8)}
 """Ext code to kind and width in bytes."""
 
-OPEN_ENUMS = {"ErrorCode", "Role", "DType", "MemoryKind", "Transport", "Feature"}
+OPEN_ENUMS = {"ErrorCode", "Role", "DType", "MemoryKind", "Transport", "Tier", "Feature"}
 
 Field = tuple[int, str, str, bool, int | None, int | None, int | None]
 """id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""
@@ -190,6 +190,10 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (4, "reach", "u32", False, 1, None, None),
         (5, "length", "u64", True, 1, None, None),
         (6, "digest", "bytes", True, None, None, 32),
+    ),
+    "KeptPage": (
+        (1, "id", "bytes", True, None, None, 32),
+        (2, "tier", "enum:Tier", False, None, None, None),
     ),
     "Hello": (
         (1, "resume", "u64", False, None, None, None),
@@ -439,6 +443,26 @@ FIELDS: dict[str, tuple[Field, ...]] = {
         (4, "attempt", "u32", True, 1, None, None),
         (5, "lease", "u64", True, 1, None, None),
     ),
+    "Watch": (
+        (1, "session", "u64", True, None, None, None),
+        (2, "request", "u64", True, None, None, None),
+        (5, "after", "bytes", False, None, None, 32),
+    ),
+    "Watched": (
+        (1, "session", "u64", True, None, None, None),
+        (2, "request", "u64", True, None, None, None),
+        (5, "number", "u64", True, None, None, None),
+        (6, "namespace", "bytes", True, None, None, 32),
+        (7, "page", "u32", True, 1, None, None),
+        (8, "form", "enum:KeyForm", True, None, None, None),
+        (9, "pages", "list<struct:KeptPage>", True, None, 1024, None),
+        (10, "more", "bool", True, None, None, None),
+    ),
+    "Kept": (
+        (1, "session", "u64", True, None, None, None),
+        (5, "number", "u64", True, 1, None, None),
+        (6, "pages", "list<struct:KeptPage>", True, 1, 1024, None),
+    ),
 }
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -535,6 +559,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ("ascend", ("checksums", "group"), "NOT_ASCENDING"),
         ("ascend", ("begins", "group"), "NOT_ASCENDING"),
     ),
+    "Watched": (
+        ("ascend", ("pages", "id"), "NOT_ASCENDING"),
+    ),
+    "Kept": (
+        ("ascend", ("pages", "id"), "NOT_ASCENDING"),
+    ),
 }
 
 DELIVERY: dict[str, str] = {
@@ -568,6 +598,9 @@ DELIVERY: dict[str, str] = {
     "Released": "notice",
     "Renew": "request",
     "Renewed": "reply",
+    "Watch": "request",
+    "Watched": "reply",
+    "Kept": "notice",
 }
 
 UNITS: dict[str, dict[str, str]] = {
@@ -603,6 +636,7 @@ UNITS: dict[str, dict[str, str]] = {
     "Pulled": {"bytes": "byte"},
     "Renew": {"lease": "ms"},
     "Renewed": {"lease": "ms"},
+    "Watched": {"page": "token"},
 }
 
 SECRET: dict[str, set[str]] = {

@@ -1194,7 +1194,8 @@ mod facts {
     static E_CREDIT_KIND: Enum = Enum { open: false, values: &[(1, "STAGING"), (2, "INLINE")] };
     static E_KEY_FORM: Enum = Enum { open: false, values: &[(1, "OWN"), (2, "AHEAD")] };
     static E_LENGTH_RULE: Enum = Enum { open: false, values: &[(1, "PREFIX"), (2, "WINDOW"), (3, "STATE")] };
-    static E_FEATURE: Enum = Enum { open: true, values: &[(1, "VERIFY"), (2, "SPREAD_ONE"), (3, "COLD_DRAFT"), (4, "INTENT"), (5, "PULL"), (6, "STAGED"), (7, "INLINE"), (8, "EPOCHS"), (9, "VERIFY_PAGES"), (10, "FEW_SOURCES"), (11, "SPANS")] };
+    static E_TIER: Enum = Enum { open: true, values: &[(1, "DEVICE"), (2, "HOST")] };
+    static E_FEATURE: Enum = Enum { open: true, values: &[(1, "VERIFY"), (2, "SPREAD_ONE"), (3, "COLD_DRAFT"), (4, "INTENT"), (5, "PULL"), (6, "STAGED"), (7, "INLINE"), (8, "EPOCHS"), (9, "VERIFY_PAGES"), (10, "FEW_SOURCES"), (11, "SPANS"), (12, "CATALOGUE")] };
     static E_ERROR_CODE: Enum = Enum { open: true, values: &[(257, "BAD_MAGIC"), (258, "BAD_LENGTH"), (259, "UNKNOWN_FLAG"), (260, "UNSUPPORTED_VERSION"), (261, "UNKNOWN_MESSAGE"), (262, "TRUNCATED"), (263, "TRAILING_BYTES"), (264, "NOT_CANONICAL"), (265, "BAD_TYPE"), (266, "FIELD_ORDER"), (267, "UNKNOWN_FIELD"), (268, "BAD_TEXT"), (513, "MISSING_FIELD"), (514, "OUT_OF_RANGE"), (515, "UNKNOWN_ENUM_VALUE"), (516, "BAD_GEOMETRY"), (517, "BAD_DIGEST"), (518, "BAD_COLUMNS"), (519, "OUT_OF_REGION"), (520, "BAD_GRANT"), (521, "ITEM_ALIAS"), (522, "NOT_ASCENDING"), (523, "REPEATED"), (524, "FIELD_CONFLICT"), (769, "IDENTITY_MISMATCH"), (770, "DTYPE_MISMATCH"), (771, "LANE_MISMATCH"), (772, "LAYER_MISSING"), (773, "PART_MISSING"), (774, "KIND_MISMATCH"), (775, "ROW_MISMATCH"), (776, "LAYOUT_OPAQUE"), (777, "ROUTE_MISMATCH"), (778, "DESCRIPTION_MISMATCH"), (779, "NO_TRANSPORT"), (780, "CONTENT_MISMATCH"), (781, "COVERAGE"), (782, "NO_VERSION"), (783, "FEATURE_MISSING"), (784, "AXIS_MISMATCH"), (1025, "UNKNOWN_SESSION"), (1026, "UNEXPECTED_MESSAGE"), (1027, "WRONG_PEER"), (1028, "UNKNOWN_TICKET"), (1029, "TICKET_BOUND"), (1030, "STALE_TRANSFER"), (1031, "ABORTED"), (1032, "SUPERSEDED"), (1033, "DRAINING"), (1034, "PEER_LOST"), (1035, "VERIFY_FAILED"), (1036, "DEADLINE"), (1037, "STATE_POSITION"), (1038, "CREDIT"), (1039, "TICKET_USED"), (1040, "NOT_HELD"), (1041, "NOT_ALLOWED"), (1281, "TOO_LARGE"), (1282, "TOO_DEEP"), (1283, "BUSY"), (1284, "PROMPT_TOO_LONG"), (1537, "INTERNAL"), (1538, "TRANSPORT_FAILED"), (1539, "POOL_MOVED")] };
     static L_VERSION: Layout = Layout {
         name: "Version", id: 0, major: 1,
@@ -1482,6 +1483,14 @@ mod facts {
         rules: &[
             Rule { error: "FIELD_CONFLICT", holds: Predicate::PresentIff("reach", "rule", "WINDOW") },
         ],
+    };
+    static L_KEPT_PAGE: Layout = Layout {
+        name: "KeptPage", id: 0, major: 1,
+        fields: &[
+            Field { id: 1, name: "id", required: true, kind: Kind::Bytes, range: 32..=32 },
+            Field { id: 2, name: "tier", required: false, kind: Kind::Enum(&E_TIER), range: 0..=65535 },
+        ],
+        rules: &[],
     };
     static L_HELLO: Layout = Layout {
         name: "Hello", id: 1, major: 0,
@@ -1890,7 +1899,43 @@ mod facts {
         ],
         rules: &[],
     };
-    pub static MESSAGES: &[&Layout] = &[&L_HELLO, &L_WELCOME, &L_REFUSED, &L_ERROR, &L_GOODBYE, &L_PING, &L_PONG, &L_DESCRIBE, &L_DESCRIPTION, &L_REGISTER, &L_REGISTERED, &L_UNREGISTER, &L_UNREGISTERED, &L_TRANSFER, &L_ACCEPTED, &L_GRANT, &L_PROGRESS, &L_DONE, &L_DONE_ACK, &L_FAILED, &L_ABORT, &L_DRAINED, &L_CHUNK, &L_CREDIT, &L_DATA, &L_OFFER, &L_PULLED, &L_RELEASED, &L_RENEW, &L_RENEWED];
-    pub static STRUCTS: &[&Layout] = &[&L_VERSION, &L_VERSION_RANGE, &L_LIMITS, &L_ENDPOINT, &L_GEOMETRY, &L_FACT, &L_GROUP, &L_PART, &L_RANK, &L_OWNS, &L_LANE_SPAN, &L_REGION, &L_HANDLE, &L_PROCESS, &L_COLUMNS, &L_ROUTE_REF, &L_GRANTS, &L_BEGIN, &L_HAND_OFF, &L_CHECKSUM, &L_TICKET, &L_CONTENT, &L_AXIS, &L_MANIFEST, &L_COMPONENT];
+    static L_WATCH: Layout = Layout {
+        name: "Watch", id: 1281, major: 1,
+        fields: &[
+            Field { id: 1, name: "session", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 2, name: "request", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 5, name: "after", required: false, kind: Kind::Bytes, range: 32..=32 },
+        ],
+        rules: &[],
+    };
+    static L_WATCHED: Layout = Layout {
+        name: "Watched", id: 1282, major: 1,
+        fields: &[
+            Field { id: 1, name: "session", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 2, name: "request", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 5, name: "number", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 6, name: "namespace", required: true, kind: Kind::Bytes, range: 32..=32 },
+            Field { id: 7, name: "page", required: true, kind: Kind::Uint, range: 1..=4294967295 },
+            Field { id: 8, name: "form", required: true, kind: Kind::Enum(&E_KEY_FORM), range: 0..=65535 },
+            Field { id: 9, name: "pages", required: true, kind: Kind::List(&Kind::Struct(&L_KEPT_PAGE)), range: 0..=1024 },
+            Field { id: 10, name: "more", required: true, kind: Kind::Bool, range: 0..=0 },
+        ],
+        rules: &[
+            Rule { error: "NOT_ASCENDING", holds: Predicate::Ascend("pages", Some("id")) },
+        ],
+    };
+    static L_KEPT: Layout = Layout {
+        name: "Kept", id: 1283, major: 1,
+        fields: &[
+            Field { id: 1, name: "session", required: true, kind: Kind::Uint, range: 0..=18446744073709551615 },
+            Field { id: 5, name: "number", required: true, kind: Kind::Uint, range: 1..=18446744073709551615 },
+            Field { id: 6, name: "pages", required: true, kind: Kind::List(&Kind::Struct(&L_KEPT_PAGE)), range: 1..=1024 },
+        ],
+        rules: &[
+            Rule { error: "NOT_ASCENDING", holds: Predicate::Ascend("pages", Some("id")) },
+        ],
+    };
+    pub static MESSAGES: &[&Layout] = &[&L_HELLO, &L_WELCOME, &L_REFUSED, &L_ERROR, &L_GOODBYE, &L_PING, &L_PONG, &L_DESCRIBE, &L_DESCRIPTION, &L_REGISTER, &L_REGISTERED, &L_UNREGISTER, &L_UNREGISTERED, &L_TRANSFER, &L_ACCEPTED, &L_GRANT, &L_PROGRESS, &L_DONE, &L_DONE_ACK, &L_FAILED, &L_ABORT, &L_DRAINED, &L_CHUNK, &L_CREDIT, &L_DATA, &L_OFFER, &L_PULLED, &L_RELEASED, &L_RENEW, &L_RENEWED, &L_WATCH, &L_WATCHED, &L_KEPT];
+    pub static STRUCTS: &[&Layout] = &[&L_VERSION, &L_VERSION_RANGE, &L_LIMITS, &L_ENDPOINT, &L_GEOMETRY, &L_FACT, &L_GROUP, &L_PART, &L_RANK, &L_OWNS, &L_LANE_SPAN, &L_REGION, &L_HANDLE, &L_PROCESS, &L_COLUMNS, &L_ROUTE_REF, &L_GRANTS, &L_BEGIN, &L_HAND_OFF, &L_CHECKSUM, &L_TICKET, &L_CONTENT, &L_AXIS, &L_MANIFEST, &L_COMPONENT, &L_KEPT_PAGE];
     // end facts
 }

@@ -1,0 +1,171 @@
+"""Which cached pages a source rank has, as it tells those who watch it (feature CATALOGUE, spec/v1/tiers.md).
+
+The list is sent in pieces by ascending id while changes go on. Both carry the number of the last change, so that a
+reader notices what it has missed, and asks from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from kvproto.errors import RemoteError
+from kvproto.session import limits
+from kvproto.session.core import Part, Session
+from kvproto.session.events import Listed
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode, KeyForm, Tier
+
+__all__ = ["Catalogue", "SinkCatalogue", "SourceCatalogue"]
+
+Changes = Mapping[bytes, Tier | None]
+"""Where pages are now, by id; None: nowhere."""
+_BUCKETS = 4096
+"""Parts of the ids, which are digests and so spread evenly: a piece of the list sorts few of them."""
+
+
+class Catalogue:
+    """Pages of one rank, and how many Kept have told of them."""
+
+    def __init__(self, namespace: bytes, page: int, form: KeyForm) -> None:
+        """As Watched says: `page` tokens of a page, ids of a `form`."""
+        self.namespace, self.page, self.form = namespace, page, form
+        self.number = 0
+        """Of the last Kept (KVP-CAT-NUMBER)."""
+        self._buckets: list[dict[bytes, Tier]] = [{} for _ in range(_BUCKETS)]
+
+    def change(self, pages: Changes) -> list[tuple[int, tuple[m.KeptPage, ...]]]:
+        """Take changes; the Kept that tell what is new in them, each a number and its pages (KVP-CAT-ONCE)."""
+        news = []
+        for id, tier in sorted(pages.items()):
+            bucket = self._buckets[_bucket(id)]
+            if bucket.get(id) is tier:
+                continue
+            if tier is None:
+                del bucket[id]
+            else:
+                bucket[id] = tier
+            news.append(m.KeptPage(id=id, tier=tier))
+        made = []
+        for first in range(0, len(news), limits.MAX_TOLD):
+            self.number += 1
+            made.append((self.number, tuple(news[first : first + limits.MAX_TOLD])))
+        return made
+
+    def after(self, id: bytes | None) -> tuple[tuple[m.KeptPage, ...], bool]:
+        """The pages above an id, None: all, as many as one Watched takes; and whether there are more (KVP-CAT-LIST)."""
+        first = 0 if id is None else _bucket(id)
+        above = (
+            m.KeptPage(id=each, tier=bucket[each])
+            for bucket in self._buckets[first:]
+            for each in sorted(bucket)
+            if id is None or each > id
+        )
+        found = [*islice(above, limits.MAX_TOLD + 1)]
+        return tuple(found[: limits.MAX_TOLD]), len(found) > limits.MAX_TOLD
+
+
+def _bucket(id: bytes) -> int:
+    return int.from_bytes(id[:2], "big") * _BUCKETS >> 16
+
+
+class SourceCatalogue(Part):
+    """Tells a sink that watches which pages this rank has."""
+
+    def __init__(self, session: Session, catalogue: Catalogue) -> None:
+        super().__init__(session)
+        self._catalogue, self._watched = catalogue, False
+
+    def tell(self, kept: Iterable[tuple[int, tuple[m.KeptPage, ...]]]) -> None:
+        """Send changes, if the sink has asked for them."""
+        for number, pages in kept if self._watched else ():
+            self._session.step("Kept")
+            self._session.notice(m.Kept(session=self._session.session, number=number, pages=pages))
+
+    def _watch(self, message: m.Watch, now: float) -> None:
+        self._session.step("Watch")
+        self._session.step("Watched")
+        self._watched, known = True, self._catalogue
+        pages, more = known.after(None if message.after is None else bytes(message.after))
+        self._session.reply(
+            m.Watched, message, number=known.number, namespace=known.namespace, page=known.page, form=known.form,
+            pages=pages, more=more,
+        )  # fmt: skip
+
+    hears = ((m.Watch, _watch),)
+
+
+class SinkCatalogue(Part):
+    """What a sink that watches knows of a source rank's pages."""
+
+    def __init__(self, session: Session, now: float) -> None:
+        super().__init__(session)
+        self.pages: dict[bytes, int] = {}
+        """By id, the nearest Tier, which may be one of a later version: so it was a moment ago."""
+        self.head: m.Watched | None = None
+        """The latest piece of the list, which says what the ids are; None: nothing is known yet."""
+        self._number = 0
+        self._after: bytes | None = None
+        self._asked = 0
+        self._ask(now)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the list has come to its end."""
+        return self.head is not None and not self.head.more
+
+    def reconnected(self) -> None:
+        self.head = None
+        self._session.host.timers.at(0.0, self._again)
+
+    def _again(self, now: float) -> None:
+        """Forget what was told, and ask from the beginning (KVP-CAT-GAP)."""
+        self.pages, self.head, self._after = {}, None, None
+        self._session.answered(self._asked)
+        if self._session.open:
+            self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        self._session.step("Watch")
+        self._asked = self._session.request(m.Watch, now, after=self._after)
+
+    def _watched(self, message: m.Watched, now: float) -> None:
+        self._session.step("Watched")
+        if message.request != self._asked or not self._session.answered(message.request, m.Watch):
+            return
+        if self._after is not None and message.number != self._number:
+            self._again(now)
+            return
+        ids = [bytes(page.id) for page in message.pages]
+        if (message.more and not ids) or (ids and self._after is not None and ids[0] <= self._after):
+            mine = "ids above those before, and some if there are more"
+            error = RemoteError(ErrorCode.FIELD_CONFLICT, "pages", mine, "others", "this is a bug of the source")
+            self._session.give_up(error)
+            return
+        self.head, self._number = message, message.number
+        self._take(message.pages)
+        if message.more:
+            self._after = ids[-1]
+            self._ask(now)
+        else:
+            self._after = None
+            self._session.tell(Listed(self._session.session, self._session.name))
+
+    def _kept(self, message: m.Kept, now: float) -> None:
+        self._session.step("Kept")
+        if self.head is None:
+            return  # the list will have it
+        if message.number != self._number + 1:
+            self._again(now)
+            return
+        self._number = message.number
+        self._take(message.pages)
+
+    def _take(self, pages: Iterable[m.KeptPage]) -> None:
+        for page in pages:
+            if page.tier is None:
+                self.pages.pop(bytes(page.id), None)
+            elif len(self.pages) < limits.MAX_CATALOGUE:
+                self.pages[bytes(page.id)] = page.tier
+
+    hears = ((m.Watched, _watched), (m.Kept, _kept))

@@ -1,0 +1,120 @@
+"""The sessions of one who watches which cached pages a source replica has, and moves no bytes (spec/v1/tiers.md).
+
+It greets the ranks that Welcome lists, describes nothing, and greets again what it has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session import events as e
+from kvproto.session import limits
+from kvproto.session.catalogue import SinkCatalogue
+from kvproto.session.core import Session
+from kvproto.session.endpoint import Endpoint
+from kvproto.session.negotiation import Terms
+from kvproto.session.phases import Party
+from kvproto.session.ping import PingPart
+from kvproto.session.sink import SinkSession
+from kvproto.wire import decode
+from kvproto.wire.enums import Feature
+
+__all__ = ["WatchEndpoint"]
+
+
+class WatchSession(SinkSession):
+    """Sink side of a rank pair that has the feature CATALOGUE alone."""
+
+    def __init__(self, host: WatchEndpoint, address: str, replica: tuple[str, int] | None) -> None:
+        super().__init__(host, address, (Feature.CATALOGUE,), (), replica)
+        self._terms, self._watcher = Terms((Feature.CATALOGUE,), (Feature.CATALOGUE,)), host
+
+    def begin(self, now: float) -> None:
+        self.install(SinkCatalogue(self, now))
+        self._watcher.welcomed(self, now)
+
+
+class WatchEndpoint(Endpoint):
+    """All sessions of one watcher with one source replica; connections are the source's addresses."""
+
+    def __init__(self, me: Party, seed: str, replica: tuple[str, int] | None = None) -> None:
+        """`seed`: address of any source rank; `replica`: the engine and replica that must answer, None: any."""
+        super().__init__(me)
+        self.sessions: dict[str, WatchSession] = {}
+        self.refused: KvprotoError | None = None
+        """Why the last session was refused that was; None since one was opened."""
+        self._seed, self._replica = seed, replica
+        self._ranks: set[str] = {seed}
+        """Where the ranks listen, as the last Welcome has said."""
+        self._lost: list[str] = []
+
+    def dial(self, now: float) -> None:
+        """Greet the seed; the other ranks follow from its Welcome."""
+        self._greet(self._seed, now)
+
+    def _greet(self, address: str, now: float) -> None:
+        if address not in self.sessions and address in self._ranks:
+            self.sessions[address] = WatchSession(self, address, self._replica)
+            self.sessions[address].hello(now)
+
+    def welcomed(self, session: WatchSession, now: float) -> None:
+        """A rank has answered: greet those that it lists, and no others any more."""
+        self.refused = None
+        self._ranks = {*session.endpoints.values(), self._seed}
+        for address in self._ranks:
+            self._greet(address, now)
+
+    def known(self) -> dict[int, SinkCatalogue] | None:
+        """What each rank has, by rank; None while something of it is not known."""
+        found = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
+        listed = {rank for s in self.sessions.values() if s.known for rank in s.endpoints}
+        whole = bool(found) and listed <= found.keys() and all(each.whole for each in found.values())
+        return found if whole else None
+
+    def party(self) -> Party | None:
+        """Who answers there; None: nobody yet."""
+        return next((session.peer for session in self.sessions.values() if session.known), None)
+
+    def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
+        """Take one frame from the source rank at this address."""
+        session = self.sessions.get(str(conn))
+        message = None
+        try:
+            message = decode(frame)
+            if session is not None and session.open and session.concerned(message):
+                session.receive(message, now)
+        except RemoteError as error:
+            self._report(conn, session, frame, message, error)
+        self._after(now)
+
+    def returned(self, conn: Hashable, now: float) -> None:
+        """The connection to this address has broken and come back, perhaps to another run (KVP-SES-BACK)."""
+        session = self.sessions.get(str(conn))
+        if session is not None and session.open and session.has(PingPart):
+            session.part(PingPart).ask(now)
+
+    def tell(self, session: Any, event: e.Event) -> None:
+        """Queue an event; a refusal is kept for whoever asks why nothing is known."""
+        super().tell(session, event)
+        if isinstance(event, e.SessionRefused):
+            self.refused = event.error
+            self._lost.append(str(session.conn))
+
+    def closed(self, session: Session) -> None:
+        """A session is over: it is opened again after a while."""
+        self._lost.append(str(session.conn))
+
+    def ended(self, session: Any, attempt: Any) -> None:
+        """There are no transfers."""
+
+    def _after(self, now: float) -> None:
+        lost, self._lost = {*self._lost}, []
+        for address in lost:
+            self.sessions.pop(address, None)
+        if lost and not self.sessions:  # the engine may be started again with other ranks
+            self._ranks = lost = {self._seed}
+        for address in lost:
+            self.timers.at(now + limits.PING_SILENCE, partial(self._greet, address))
