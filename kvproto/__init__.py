@@ -14,6 +14,7 @@ _CATALOGUE = {
     "Block": "planning.cache",
     "Cache": "planning.cache",
     "DType": "wire.enums",
+    "Finder": "finder",
     "Geometry": "planning.geometry",
     "Group": "planning.geometry",
     "ItemKind": "wire.enums",
@@ -48,6 +49,7 @@ _CATALOGUE = {
 
 if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
+    from kvproto.finder import Finder
     from kvproto.net.addresses import Seed, read_sources
     from kvproto.options import Options
     from kvproto.planning.cache import Block, Cache
@@ -69,6 +71,7 @@ __all__ = [
     "Cache",
     "DType",
     "Fetch",
+    "Finder",
     "Geometry",
     "Group",
     "ItemKind",

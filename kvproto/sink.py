@@ -22,7 +22,7 @@ from kvproto.prompt import Prompt, Ticket
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.withdrawal import Sleeper, Withdrawal
 
-__all__ = ["Fetch", "Sink"]
+__all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
 
 
 class Fetch(OfTicket[Arrived]):
@@ -117,9 +117,9 @@ class Sink(Sleeper):
         given = {key: seed if isinstance(seed, Seed) else Seed(seed) for key, seed in (sources or {}).items()}
         named = [(_replica(key), key, seed) for key, seed in given.items()]
         for _, key, seed in named:
-            _check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
+            check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
         self._node = SinkNode(
-            party, pool, _dialer(chosen), verify=chosen.verify,
+            party, pool, dialer_of(chosen), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
             spread=chosen.spread, cold_draft=chosen.cold_draft, eager=chosen.eager,
         )  # fmt: skip
@@ -134,7 +134,7 @@ class Sink(Sleeper):
         be called before. Raises LocalError for an address or a key that may not be used.
         """
         source = _replica((engine, replica))
-        server = _check_seed("address", Seed(address, key), self.options)
+        server = check_seed("address", Seed(address, key), self.options)
         self._sources.add(source)
         self._driver.post(lambda: self._node.connect(source, address, server))
 
@@ -321,11 +321,12 @@ def _replica(given: Any) -> tuple[str, int]:
     return engine, check_whole("replica", replica, 0)
 
 
-def _dialer(options: Options) -> Dialer:
+def dialer_of(options: Options) -> Dialer:
+    """What connects to sources, with the keys of the options."""
     return Dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
 
 
-def _check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
+def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
     """The source's key; raises LocalError, with the argument's own path, for a seed that may not be used."""
     address = seed.address
     check_type(path, address, str, "an address, a str")

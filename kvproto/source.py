@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +27,12 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
+from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.withdrawal import Sleeper
+
+if TYPE_CHECKING:
+    from kvproto.tiered import Tiers
 
 __all__ = ["Request", "Source"]
 
@@ -238,6 +243,22 @@ class Source(Sleeper):
             made.add_done_callback(on_free)
         made._post(lambda: self._node.expect(ticket, digest, tokens, axes))
         return made
+
+    def tell(self, tiers: Tiers) -> None:
+        """Let routers watch which pages `tiers` keeps, by a `kvproto.Finder` (feature CATALOGUE).
+
+        They hear of changes with each step of the tiers.
+        """
+        layout = tiers.device.layout
+        catalogue = Catalogue(tiers.space, layout.page, layout.form)
+        self._driver.post(lambda: self._node.endpoint.keep_catalogue(catalogue))
+        tiers.tell(self._kept)
+
+    def _kept(self, pages: Changes) -> None:
+        """Leave to the I/O thread to tell of pages; a Source that is closed tells nobody."""
+        if not self._driver.closed:
+            with suppress(LocalError):
+                self._driver.leave(lambda: self._node.endpoint.kept(pages), lambda error: None)
 
     def _take(self, made: Request, ticket: Ticket) -> None:
         """Keep a request; raises TICKET_USED, until the deadline of its first use."""

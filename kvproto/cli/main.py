@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import following, foreign, kept, keygen, plans, probe
+from kvproto.cli import finding, following, foreign, kept, keygen, plans, probe
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     probe.add(commands)
     keygen.add(commands)
     kept.add(commands)
+    finding.add(commands)
     following.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
     return parser
@@ -76,6 +77,8 @@ def _main(argv: list[str] | None) -> int:
         return following.run(args)
     if args.command == "keygen":
         return keygen.run(args)
+    if args.command == "find":
+        return finding.run(args)
     if args.command == "tiers":
         return kept.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:

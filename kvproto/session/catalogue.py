@@ -13,6 +13,7 @@ from kvproto.errors import RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Part, Session
 from kvproto.session.events import Listed
+from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
@@ -78,7 +79,8 @@ class SourceCatalogue(Part):
 
     def tell(self, kept: Iterable[tuple[int, tuple[m.KeptPage, ...]]]) -> None:
         """Send changes, if the sink has asked for them."""
-        for number, pages in kept if self._watched else ():
+        watched = self._watched and self._session.state == SessionState.OPEN  # who describes itself hears no more
+        for number, pages in kept if watched else ():
             self._session.step("Kept")
             self._session.notice(m.Kept(session=self._session.session, number=number, pages=pages))
 

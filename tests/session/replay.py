@@ -10,15 +10,16 @@ from typing import Any
 import attrs
 
 from kvproto.errors import RemoteError
-from kvproto.session import Exposed
+from kvproto.session import Exposed, limits
 from kvproto.session.events import Lost, RegisterAsked, UnmapAsked
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.table import SessionState, TransferState
 from kvproto.transport.inline.sender import DataPiece
 from kvproto.transport.staging.staged import Piece
 from kvproto.wire import decode, encode
-from kvproto.wire.enums import ErrorCode, Proof, Transport
+from kvproto.wire.enums import ErrorCode, Proof, Tier, Transport
 from tests.session.driver import EpochWorld, World, geometry, grants, ticket, without_draft
+from tests.session.test_catalogue import Watching
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld
 from tests.session.test_pull import PullWorld
@@ -423,6 +424,37 @@ class Opening(Replay):
         self.queues[TO_SINK].clear()
 
 
+class Catalogues(Replay):
+    """A watcher whose session is open, and whose first Watch is on its way; a piece of the list is one page."""
+
+    def __init__(self) -> None:
+        super().__init__(Watching())
+        self.there: set[str] = set()
+        self.sink.dial(0.0)
+        for to in (TO_SOURCE, TO_SINK):
+            self.collect()
+            self.deliver(str(to), "0", ("Hello", "Welcome")[to])
+        self.collect()
+
+    def replay(self, lines: Sequence[str]) -> None:
+        most, limits.MAX_TOLD = limits.MAX_TOLD, 1
+        try:
+            super().replay(lines)
+        finally:
+            limits.MAX_TOLD = most
+
+    def states(self, part: int) -> tuple[Any, Any]:
+        (sink,), (source,) = self.sink.sessions.values(), self.source.sessions.values()
+        return sink.state, source.state
+
+    def sequence(self, first: str) -> int:
+        return 0
+
+    def change(self, page: str) -> None:
+        self.there ^= {page}
+        self.source.kept({bytes((int(page),)) * 32: Tier.HOST if page in self.there else None})
+
+
 def replay(trace: dict[str, Any]) -> None:
     """Do what a trace says."""
     model, define = trace["model"], trace["define"]
@@ -435,6 +467,8 @@ def replay(trace: dict[str, Any]) -> None:
         made = Intents()
     elif model == "epochs":
         made = Epochs()
+    elif model == "catalogue":
+        made = Catalogues()
     elif "STAGED" in define or "INLINE" in define:
         made = Streams(Staged() if "STAGED" in define else Inline())
     else:

@@ -23,7 +23,7 @@ def made(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _of(model: str, define: Mapping[str, int], walked: set[str]) -> Iterator[dict[str, Any]]:
-    machine = "session" if model in ("opening", "epochs") else "transfer"
+    machine = "session" if model in ("opening", "epochs", "catalogue") else "transfer"
     program = Program(model, {**define, "TOLD": 1}, shortest=True, rows=True)
     for number, (of, before, message, after, features) in enumerate(rows(load())):
         row = f"row {of}_{before} {message} {of}_{after}"
@@ -37,5 +37,5 @@ def _of(model: str, define: Mapping[str, int], walked: set[str]) -> Iterator[dic
 
 def _features(model: str, define: Mapping[str, int]) -> list[str]:
     """Features that the sessions of a model have."""
-    always = {"pull": ["PULL"], "epochs": ["EPOCHS"], "intent": ["INTENT"]}.get(model, [])
+    always = {"pull": ["PULL"], "epochs": ["EPOCHS"], "intent": ["INTENT"], "catalogue": ["CATALOGUE"]}.get(model, [])
     return always + [name for name in ("PULL", "STAGED", "INLINE") if name in define]

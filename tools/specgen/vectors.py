@@ -257,6 +257,8 @@ class Body:
         if type_ == "bytes":
             size = f["length"] if "length" in f else 40 if full else f.get("min", 0)
             data = bytes((index + 1 + i) & 0xFF for i in range(size)) if full else bytes(size)
+            if not full and self._ruled(owner, f["name"]):
+                data = index.to_bytes(size, "big")
             return _Value(binary(data), data.hex())
         if type_.startswith("array<"):
             values = list(range(f.get("min", 0)))

@@ -3,7 +3,7 @@
    A step is one `d_step`. Scratch variables are 0 between steps (DONE), so that they make no states of their own. What is
    not in a budget happens any number of times. */
 
-mtype = { LEGAL, OWNED, WHOLE, REPEATED, ENDED, RELEASED, SUPERSEDED, UNCHANGED }
+mtype = { LEGAL, OWNED, WHOLE, REPEATED, ENDED, RELEASED, SUPERSEDED, UNCHANGED, CURRENT }
 
 #define BROKEN(property) printf("broken %e\n", property); assert(false)
 #define CHECK(condition, property) if :: (condition) :: else -> BROKEN(property) fi

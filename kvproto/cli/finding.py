@@ -1,0 +1,60 @@
+"""`kvproto find ADDRESS ...`: which engines have most of a prompt's cache (draft)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto.errors import KvprotoError
+from kvproto.finder import Finder
+from kvproto.options import Options
+
+__all__ = ["add", "run"]
+
+
+def add(commands: Any) -> None:
+    """The command and its options."""
+    made = commands.add_parser("find", help="which source engines have most of a prompt's cache")
+    made.add_argument("sources", metavar="ADDRESS[=KEY]", nargs="+", help="of one rank of each, and its public key")
+    made.add_argument(
+        "--tokens", metavar="FILE", help="token ids of the prompt, apart by blanks or commas; - for stdin"
+    )
+    made.add_argument("--name", help="what allow-lists know this router by (default: one that nobody has)")
+    made.add_argument("--keys", metavar="DIR", help="CURVE keys of this router, as `kvproto keygen` makes them")
+    made.add_argument("--insecure", action="store_true", help="TCP without keys")
+    made.add_argument(
+        "--wait", type=float, default=5.0, metavar="SECONDS", help="for all of them (default %(default).0f)"
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask and print, the longest first; 1 if something is wrong, 3 if an engine is not known in time."""
+    try:
+        tokens = [] if args.tokens is None else _tokens(args.tokens)
+        sources = {address: key or None for address, _, key in (each.partition("=") for each in args.sources)}
+        with Finder(sources, args.name, Options(keys=args.keys, insecure=args.insecure)) as finder:
+            finder.wait(args.wait)
+            found, unknown = finder.find(tokens), finder.why()
+    except (KvprotoError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps({"found": [attrs.asdict(held) for held in found], "unknown": unknown}))
+    else:
+        for held in found:
+            of = f"{held.tokens:,} of {len(tokens):,} tokens, {held.device:,} on the device; " if tokens else ""
+            print(f"{held.engine} replica {held.replica} at {held.address}: {of}{held.pages:,} pages in all")
+        for address, why in unknown.items():
+            print(f"{address}: {why}")
+    return 3 if unknown else 0
+
+
+def _tokens(file: str) -> list[int]:
+    text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    return [int(each) for each in text.replace(",", " ").split()]
