@@ -35,7 +35,12 @@ def _keys(value: Any, field: str, key: str | None) -> tuple[list[Any], str]:
     if key is None:
         return (elements.tolist() if isinstance(elements, np.ndarray) else [int(e) for e in elements]), ""
     found = [getattr(e, key) for e in elements]
-    return [k.encode() if isinstance(k, str) else k for k in found], f".{key}"
+    return [_comparable(k) for k in found], f".{key}"
+
+
+def _comparable(key: Any) -> Any:
+    """Numbers as they are, and bytes for the rest: of text as they are, of ids as digits, which people can read."""
+    return key.hex().encode() if isinstance(key, bytes) else key.encode() if isinstance(key, str) else key
 
 
 def _order(wrong: Callable[[Any, Any], bool], mine: str) -> Callable[..., _Find]:

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from kvproto.errors import WireError
 from kvproto.session import Party
 from kvproto.session.catalogue import Catalogue, SinkCatalogue
 from kvproto.session.events import Listed, SessionRefused
@@ -265,3 +266,11 @@ def test_a_source_with_two_ranks_keeps_two_catalogues() -> None:
     world.kept(*ids(1), address="s0")
     assert [kept.number for kept in world.of(Kept)] == [1, 1]
     assert geometry(2).ranks[1].rank == 1
+
+
+def test_ids_that_do_not_ascend_are_refused_in_words_that_people_can_read() -> None:
+    """KVP-RULE-ASCEND: ids are no text."""
+    above, below = KeptPage(id=b"\xff" * 32), KeptPage(id=b"\x80" * 32)
+    with pytest.raises(WireError, match="80" * 32) as caught:
+        encode(Kept(session=1, number=1, pages=(above, below)))
+    assert (caught.value.code, caught.value.path) == (ErrorCode.NOT_ASCENDING, "pages[1].id")
