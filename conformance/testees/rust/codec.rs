@@ -183,6 +183,7 @@ pub struct Map<'a> {
 pub enum Key<'a> {
     Number(u64),
     Text(&'a str),
+    Bytes(&'a [u8]),
 }
 
 impl<'a> Map<'a> {
@@ -255,6 +256,7 @@ impl<'a> Map<'a> {
         let of = |value: &'a Value| match value {
             Value::Uint(number) => Some(Key::Number(*number)),
             Value::Text(text) => Some(Key::Text(text)),
+            Value::Bytes(bytes) => Some(Key::Bytes(bytes)),
             _ => None,
         };
         match self.value(list) {
