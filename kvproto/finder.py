@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import attrs
-import numpy as np
 import numpy.typing as npt
 
 from kvproto.door import options_of
@@ -78,7 +77,7 @@ class Finder:
         `names` are those of KVP-TIER-NAMESPACE, None: the engine's own. An engine may have given a page up since it
         told of it: then it computes it.
         """
-        given = np.asarray(tokens, np.uint64).reshape(-1)
+        self._driver.check()
         space = None if names is None else namespace(names)
         chains: dict[tuple[bytes, int], Chain] = {}
 
@@ -88,7 +87,7 @@ class Finder:
             key = space or bytes(head.namespace), head.page
             if key not in chains:
                 chains[key] = Chain(*key)
-                chains[key].extend(given)
+                chains[key].extend(tokens)
             return head.page, chains[key].ids(KeyForm(head.form))
 
         def ask() -> list[Held]:

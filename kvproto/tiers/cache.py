@@ -96,6 +96,7 @@ class Cache:
 
         By id, the nearest tier, None: none any more.
         """
+        self._tell()  # the others hear of what has changed since the last step
         for index in (self.device, self.host):
             index.news = {}
         self._listeners.append(listener)

@@ -97,7 +97,9 @@ def test_two_engines_find_what_they_and_each_other_have_kept(sizes: list[str]) -
     for place in ("host", "storage"):
         assert any(turn["found"].get("prefill", {}).get(place) and turn["handed_over"] for turn in served)
         assert any(turn["found"].get("decode", {}).get(place) for turn in served) or sizes
+    assert said["verdicts"]["served_told"]
     for turn in served:
         assert turn["same_tokens"]
+        assert turn["told"] <= sum(turn["found"]["prefill"].values())
         for found in turn["found"].values():
             assert sum(found.values()) % 4 == 0

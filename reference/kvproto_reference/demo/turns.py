@@ -15,17 +15,20 @@ import attrs
 from rich.console import Group
 from rich.table import Table
 
+from kvproto import Finder
+
 from ..engine.kept import Answer
 from ..engine.sequence import SpeculationStats
 from .arguments import DemoOptions
 from .engines import Engines
+from .options import rank_address
 from .prompts import Prompt
 from .router import LOAD, Request, Router
 from .start import start
 
 KEEPERS = (("prefill",), ("prefill", "decode"))
 """Which engines keep pages, one run after the other."""
-HEADS = ("turn", "prompt", "prefill\nfound", "computed", "decode\nhad", "a step\ngives", "tokens")
+HEADS = ("turn", "prompt", "a router\nwas told", "prefill\nfound", "computed", "decode\nhad", "a step\ngives", "tokens")
 """What was found on the device, on the host and in storage, in tokens of the prompt; tokens a step."""
 PLACES = "device", "host", "storage"
 
@@ -50,6 +53,8 @@ class Served:
     asked: Asked
     keepers: tuple[str, ...]
     request: Request
+    told: int
+    """Tokens of the prompt that prefill had, as a Finder was told before."""
 
     @property
     def same_tokens(self) -> bool:
@@ -102,11 +107,18 @@ def _serve(
         sizes = {"prefill": options.prefill_tp * options.prefill_cp * options.prefill_pp,
                  "decode": options.decode_tp * options.decode_pp}  # fmt: skip
         ranks = [(role, rank) for role in keepers for rank in range(sizes[role])]
+        seeds = [rank_address(f"ipc://{folder / 'kv'}", replica, 0) for replica in range(options.prefill_dp)]
+        finder = stack.enter_context(Finder([] if options.tcp or options.namespaces else seeds))
+        finder.wait(LOAD)
+        told: list[int] = []
         for turn in asked:
+            told.append(max((held.tokens for held in finder.find(turn.prompt[:-1])), default=0))
             router.submit([Prompt(name=turn.name, tokens=turn.prompt)], len(turn.right.tokens))
             router.collect(lambda request: None, lambda: _settled(router, ranks))
         router.stop()
-    return [Served(turn, keepers, request) for turn, request in zip(asked, router.requests, strict=True)]
+    return [
+        Served(turn, keepers, request, had) for turn, request, had in zip(asked, router.requests, told, strict=True)
+    ]
 
 
 def _settled(router: Router, ranks: Sequence[tuple[str, int]]) -> bool:
@@ -124,6 +136,8 @@ def verdict(served: Sequence[Served]) -> dict[str, bool]:
         "served_acceptance": all(one.stats == one.asked.right.stats for one in served),
         "served_from_tiers": any(one.handed_over > 0 for one in served),
     }
+    if any(one.told for one in served):  # over ipc
+        found["served_told"] = all(one.told <= one.found("prefill") for one in served)
     # prefill never had what decode generated, but from storage
     grown = [one for one in served if "decode" in one.keepers and one.asked.kept > one.asked.before]
     return found | ({"served_generated": all(one.found("prefill") >= one.asked.kept for one in grown)} if grown else {})
@@ -133,6 +147,7 @@ SAYS = {
     "served_tokens": "a prefill and a decode engine that keep pages wrote the same tokens",
     "served_acceptance": "and the draft's proposals were accepted as often",
     "served_generated": "prefill found in storage what decode had generated",
+    "served_told": "prefill found all that a router was told it has",
     "served_from_tiers": "prefill handed over pages from the host and from storage, without computing them",
 }
 """What is said of each."""
@@ -151,7 +166,7 @@ def table(served: Sequence[Served]) -> Group:
             had = one.split("decode") if "decode" in keepers else str(one.request.cached)
             same = "[green]same" if one.same_tokens else "[red]others"
             computed, gives = prompt - one.found("prefill"), f"{one.stats.mean_acceptance:.2f}"
-            made.add_row(one.asked.name, str(prompt), found, str(computed), had, gives, same)
+            made.add_row(one.asked.name, str(prompt), str(one.told), found, str(computed), had, gives, same)
         tables.append(made)
     return Group(*tables)
 
@@ -161,7 +176,8 @@ def as_json(served: Sequence[Served]) -> list[dict[str, Any]]:
     return [
         {
             "turn": one.asked.name, "keepers": [*one.keepers], "prompt_tokens": len(one.asked.prompt),
-            "found": one.request.found, "cached": one.request.cached, "handed_over": max(one.handed_over, 0),
+            "told": one.told, "found": one.request.found,
+            "cached": one.request.cached, "handed_over": max(one.handed_over, 0),
             "tokens": one.request.tokens, "error": one.request.error,
             "acceptance": one.stats.mean_acceptance, "same_tokens": one.same_tokens,
         }
