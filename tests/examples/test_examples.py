@@ -106,6 +106,20 @@ def test_pages_are_found_again_wherever_they_went() -> None:
     assert [line.startswith("0 device, 16 host") for line in said] == [False] * 3 + [True] * 3
 
 
+def test_a_storage_node_takes_pages_of_one_engine_and_serves_them_to_another() -> None:
+    """From its folder, then from its pool; what it has not is computed."""
+    assert forked("examples/storage_node.py").splitlines() == [
+        "the node took 192 tokens of prefill",
+        "the node took 64 tokens of prefill",  # those before are here
+        "the node served 0 pages of the device, 16 of the host",
+        "decode has 256 tokens, True",
+        "the node served 16 pages of the device, 0 of the host",
+        "decode has 256 tokens, True",
+        "the node served not all here",
+        "decode computes: ABORTED",
+    ]
+
+
 def test_asyncio() -> None:
     assert forked("examples/asyncio_engine.py") == "8 requests, all equal\n"
 

@@ -1,0 +1,135 @@
+"""A storage node without an engine takes pages from one engine and serves another: `python examples/storage_node.py`.
+
+It is an ordinary Sink of those who compute, an ordinary Source for those who want, and Tiers between the two. Engines
+need nothing for it: to them it is one more peer. Here it is started again before it serves, so that pages come from
+its folder, and prefill is gone by then.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine import BYTES, PAGE, Engine
+
+from kvproto import Cache, DType, KvprotoError, Pool, Prompt, Sink, Source, Ticket, Tiers, allocate, lay_out, new_ticket
+from kvproto.tiered import Lease
+
+GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
+NAMES = {"weights.target": "example 1", "rope.target": "none", "dtype.target": "F32"}
+"""What its pages are computed by."""
+WAIT = 60.0
+
+
+class StorageNode:
+    """A pool through which pages come and go, and what keeps them."""
+
+    def __init__(self, name: str, storage: Path, listen: str, sources: dict[str, str]) -> None:
+        """`sources`: addresses of the engines that pages are taken from."""
+        pool = Pool.allocate(GEOMETRY, 32)
+        self.tiers = Tiers(pool, NAMES, page=PAGE, host=64, storage=storage)
+        self.source, self.sink = Source(name, pool, listen), Sink(name, pool, sources)
+        self.source.tell(self.tiers)  # routers find what it has, as they do of an engine
+
+    def take(self, ticket: Ticket, prompt: Prompt) -> int:
+        """Fetch what is not here of a prompt and keep its whole pages; how many tokens came. Raises KvprotoError."""
+        lease = self._open(prompt)
+        kept, had = 0, lease.pages * PAGE
+        try:
+            fetch = self.sink.fetch(ticket, prompt, {"kv": lease.slots}, cached=had)
+            try:
+                fetch.wait()  # it ends by itself, with its ticket's deadline or its source
+                kept = len(prompt)
+            finally:
+                while not (kept or fetch.pages_free):
+                    time.sleep(0.001)  # somebody may still write there
+        finally:
+            lease.leave(kept)
+            self.tiers.drain()
+        return len(prompt) - had
+
+    def serve(self, ticket: Ticket, prompt: Prompt) -> str:
+        """Hand a prompt over if all of it is here; where it was."""
+        request = self.source.request(ticket, prompt)
+        lease = self._open(prompt)
+        try:
+            if lease.pages * PAGE < len(prompt):
+                request.fail(f"{lease.pages * PAGE} of {len(prompt)} tokens are here: compute it")
+                return "not all here"
+            request.finish({"kv": lease.slots})
+            request.wait()  # it ends by itself, with its ticket's deadline
+        finally:
+            lease.leave()
+            self.tiers.step()
+        return f"{lease.found['device']} pages of the device, {lease.found['host']} of the host"
+
+    def close(self) -> None:
+        """Once storage has everything."""
+        self.source.close()
+        self.sink.close()
+        self.tiers.drain()
+        self.tiers.close()
+
+    def _open(self, prompt: Prompt) -> Lease:
+        """The prompt's pages, those that are here loaded, and room for the rest."""
+        chain = self.tiers.chain(prompt.tokens)
+        fetch = self.tiers.fetch(chain, deadline=time.monotonic() + WAIT)
+        while not fetch.over(time.monotonic()):
+            time.sleep(0.001)
+        fetch.take()
+        lease = self.tiers.open(chain, room=-(-len(prompt) // PAGE))
+        if lease is None:
+            raise MemoryError("other requests have the pages: let this one wait")
+        self.tiers.drain()
+        return lease
+
+
+def pool_of(engine: Engine) -> Pool:
+    """An engine's own tensors."""
+    return Pool(GEOMETRY, {"kv": engine.layers}, axes="part page token head dim")
+
+
+def prefill(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
+    """An engine computes a prompt, the node takes it, and the engine is gone."""
+    engine = Engine(allocate(BYTES))
+    with Source("prefill", pool_of(engine), listen) as source:
+        ticket, prompt = new_ticket("prefill"), Prompt(tokens)
+        request = source.request(ticket, prompt)
+        request.finish({"kv": engine.prefill(tokens)})
+        print(f"the node took {node.take(ticket, prompt)} tokens of prefill")
+        request.wait(WAIT)
+
+
+def decode(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
+    """An engine fetches a prompt from the node, as from any source."""
+    engine = Engine(allocate(BYTES))
+    with Sink("decode", pool_of(engine), {"store": listen}) as sink:
+        ticket, prompt, pages = new_ticket("store"), Prompt(tokens), engine.take(len(tokens))
+        fetch = sink.fetch(ticket, prompt, {"kv": pages})
+        print(f"the node served {node.serve(ticket, prompt)}")
+        try:
+            fetch.wait(WAIT)
+            print(f"decode has {len(tokens)} tokens, {engine.holds(tokens, pages)}")
+        except KvprotoError as error:
+            print(f"decode computes: {error.code.name}")
+
+
+def main() -> None:
+    """Two turns of a conversation, of which decode wants the second; and a prompt that nobody has computed."""
+    text = [n * 7 % 11 for n in range(16 * PAGE)]
+    with tempfile.TemporaryDirectory() as folder:
+        theirs, ours = f"ipc://{folder}/prefill", f"ipc://{folder}/store"
+        node = StorageNode("store", Path(folder, "pages"), ours, {"prefill": theirs})
+        for tokens in (text[: 12 * PAGE], text):
+            prefill(node, theirs, tokens)
+        node.close()
+        node = StorageNode("store", Path(folder, "pages"), ours, {})
+        for tokens in (text, text, text[PAGE:]):
+            decode(node, ours, tokens)
+        node.close()
+
+
+if __name__ == "__main__":
+    main()
