@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
+import numpy as np
 
 from kvproto.planning.describe import PRESETS, Parallel, describe, draft_of
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
@@ -142,6 +143,29 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         (gqa_engine(2, 1), draft_more),
         ["COLD_DRAFT"],
         "both agreed that the draft starts cold",
+    )
+    alone = gqa_engine(2, 1)
+    yield (
+        "draft-of-no-rank",
+        "KVP-PLAN-PART",
+        (attrs.evolve(alone, groups=draft_more.groups), draft_more),
+        [],
+        "a part that the source states and no rank of it owns is one that it lacks",
+    )
+    yield (
+        "draft-cold-unowned",
+        "KVP-PLAN-COLD",
+        (alone, attrs.evolve(alone, groups=draft_more.groups)),
+        ["COLD_DRAFT"],
+        "a draft that no sink rank owns anything of does not start at all",
+    )
+    ordered = attrs.evolve(alone.groups[0], order=np.array([1, 0, 5], dtype=np.uint32))
+    yield (
+        "order-of-no-deal",
+        "KVP-DCP-ONE",
+        (attrs.evolve(alone, groups=(ordered,)), alone),
+        [],
+        "one cp rank has all tokens, whatever order it states",
     )
     yield "draft-of-prefill-alone", exact, (draft_more, gqa_engine(2, 1)), [], "what the sink does not have is not sent"
     for name, sizes in (

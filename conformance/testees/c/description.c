@@ -199,7 +199,7 @@ static void check_group(const Group *group, size_t i) {
         }
     bool dealt = group->cp_size > 1;
     if (dealt && (group->kind != PAGE || group->interleave % group->tokens || group->origin % group->tokens)) bad_group(i, "interleave");
-    if (group->order.kind) {
+    if (dealt && group->order.kind) {
         uint64_t there = 0;
         bool *seen = get(group->order.count);
         for (size_t j = 0; j < group->order.count; j++) {

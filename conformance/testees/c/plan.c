@@ -259,8 +259,8 @@ static void answer_plan(const Json *question) {
     bool any = false;
     for (size_t i = 0; i < plan.sink->group_count; i++) {
         uint64_t model = plan.sink->groups[i].model;
-        bool again = false;
-        for (size_t j = 0; j < i; j++) again |= plan.sink->groups[j].model == model;
+        bool again = !plan.sink->groups[i].layers;
+        for (size_t j = 0; j < i; j++) again |= plan.sink->groups[j].model == model && plan.sink->groups[j].layers;
         if (again || !is_cold(&plan, model)) continue;
         say(any ? ", " : "");
         say_number(model);

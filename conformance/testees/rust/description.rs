@@ -298,7 +298,7 @@ impl Group {
                 return refuse("interleave");
             }
         }
-        if !self.order.is_empty() {
+        if self.cp_size > 1 && !self.order.is_empty() {
             let stated: BTreeSet<u64> = self.order.iter().copied().collect();
             if stated.len() as u64 != self.cp_size || stated.iter().next_back() != Some(&(self.cp_size - 1)) {
                 return refuse("order");
