@@ -5,19 +5,46 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvproto.wire import to_json
+from kvproto.wire.enums import Feature
+from kvproto.wire.messages import Geometry
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.testee import Testee as Driver
+from tests.conformance.test_planner import (
+    FEATURES,
+    Made,
+    every_class,
+    few_needy,
+    lanes_by_halves,
+    many_pieces,
+    many_tables,
+    ours,
+    sections_of_lanes,
+    spoilt,
+)
+from tests.plan.test_spreading import odd_world
+from tests.plan.wild_worlds import world
+from tests.plan.worlds import caches, side
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 Said = pytest.CaptureFixture[str]
+LARGE: dict[Made, tuple[int, int]] = {
+    many_pieces: (126, 127),
+    many_tables: (2, 3),
+    few_needy: (32, 33),
+    every_class: (32, 33),
+    lanes_by_halves: (65536, 65537),
+    sections_of_lanes: (16, 17),
+}
 
 
 def compiled(flags: list[str], folder: Path, name: str = "codec") -> list[str]:
@@ -34,14 +61,12 @@ def javascript() -> list[str]:
     return ["node", str(TESTEES / "node/codec.mjs")]
 
 
-def rust(folder: Path, name: str = "codec", source: Path | None = None) -> list[str]:
+def rust(folder: Path, source: Path = TESTEES / "rust/codec.rs", *flags: str) -> list[str]:
     """Without a warning; where a number overflows or an index is out of bounds, it panics."""
     if shutil.which("rustc") is None:
         pytest.skip("no rustc")
-    program = folder / f"{name}-rs"
-    flags = ["--edition", "2021", "-D", "warnings", "-C", "overflow-checks"]
-    source = source or TESTEES / f"rust/{name}.rs"
-    subprocess.run(["rustc", *flags, "-o", program, source], check=True, timeout=100)
+    program = folder / f"{source.stem}-rs"
+    subprocess.run(["rustc", "-D", "warnings", *flags, "-o", program, source], check=True, timeout=100)
     return [str(program)]
 
 
@@ -72,12 +97,59 @@ def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: 
     assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
 
 
-def test_what_rust_plans_and_lowers_is_conformant(tmp_path: Path, capsys: Said) -> None:
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """As `init-testee` gives it."""
-    assert main(["init-testee", "--lang", "rust", str(tmp_path)]) == 0
-    assert main(["run", *rust(tmp_path, "planner", tmp_path / "testee.rs")]) == 0
+    folder = tmp_path_factory.mktemp("planner")
+    assert main(["init-testee", "--lang", "rust", str(folder)]) == 0
+    checked = ["-C", "overflow-checks", "-C", "debug-assertions"]
+    return rust(folder, folder / "testee.rs", "--edition", "2021", "-C", "opt-level=1", *checked)
+
+
+def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
+    assert main(["run", *planner]) == 0
     claim = "both · L2 · cold · inline · json · spread · staged · streams · verify"
     assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
+
+
+def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
+    """In wild worlds, in those of virtual stages and odd owners, and where one thing of a side is spoilt."""
+    with Driver(planner) as testee:
+        testee.greet({"op": "hello"})
+        for seed in range(50):
+            same_in_worlds(testee, seed)
+
+
+def same_in_worlds(testee: Driver, seed: int) -> None:
+    rng = random.Random(seed)
+    wild, held, features = world(seed), caches(rng), rng.choice(FEATURES)
+    source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+    for pair in (
+        (wild.source, wild.sink, wild.features),
+        (source, sink, features),
+        (spoilt(rng, source), sink, features),
+        (*odd_world(rng), features),
+    ):
+        assert asked(testee, *pair) == ours(*pair), seed
+
+
+@pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
+def test_rust_knows_when_it_is_too_much(planner: list[str], made: Made) -> None:
+    """KVP-PLAN-SIZE: the greatest world that fits, and the least that does not."""
+    fits, beyond = LARGE[made]
+    with Driver(planner) as testee:
+        testee.greet({"op": "hello"})
+        for many in (fits, beyond):
+            pair = (*made(many), ())
+            found = ours(*pair)
+            assert asked(testee, *pair) == found
+            assert isinstance(found, tuple) == (many == beyond)
+
+
+def asked(testee: Driver, source: Geometry, sink: Geometry, features: Sequence[Feature]) -> object:
+    question = {"op": "plan", "source": to_json(source), "sink": to_json(sink), "features": [f.name for f in features]}
+    said = testee.ask(question)
+    return (said["error"], said["path"]) if "error" in said else {key: said[key] for key in said if key != "seq"}
 
 
 def test_c_compiles_without_a_warning(tmp_path: Path) -> None:
