@@ -1,6 +1,9 @@
 """Pages of one size, deal and page length that a rank of another finds: each byte is held against its place in the prompt."""
 
+import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +215,53 @@ def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
             assert slot is not None
             assert {group: bytes(view) for group, view in copies.page(slot).items()} == right(reader, 1, layout, i)
         cache.close()
+
+
+def test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder(tmp_path: Path) -> None:
+    """Each has room for some of the prompts; all that a reader of either finds meanwhile is right, and some is found."""
+    sizes_, steps, begin = [(engine(), 8), (engine(tp=2), 16)], 60, threading.Barrier(2)
+
+    def of(who: int, layout: Layout, geometry: Geometry, rank: int, i: int) -> dict[int, bytes]:
+        """Bytes of a prompt's page, other ones for each prompt."""
+        table = bytes(byte ^ who for byte in range(256))
+        return {group: data.translate(table) for group, data in right(geometry, rank, layout, i).items()}
+
+    def run(number: int) -> tuple[int, int, int]:
+        (geometry, page), rng = sizes_[number], random.Random(number)
+        layouts = [components(geometry, r.rank, page, draft_of(geometry)) for r in geometry.ranks]
+        most = 3 * 96 // page * sum(part.length for part in layouts[0].parts)  # three prompts of eight
+        ranks = [
+            (
+                rank,
+                layout,
+                Shelf(Files(tmp_path), layout, most // 2, most),
+                Others(Files(tmp_path), geometry, rank, layout),
+            )
+            for rank, layout in enumerate(layouts)
+        ]
+        for *_, others in ranks:
+            others.tell()
+        begin.wait()
+        own = theirs = 0
+        for _ in range(steps):
+            who, pages = rng.randrange(8), rng.randrange(1, 96 // page + 1)
+            for rank, layout, shelf, _ in ranks:
+                for i in range(pages):
+                    shelf.write(chain(page, TOKENS + 1000 * who), i, of(who, layout, geometry, rank, i))
+            who = rng.randrange(8)
+            for rank, layout, shelf, others in ranks:
+                asked = chain(page, TOKENS + 1000 * who)
+                for i in range(96 // page):
+                    if (data := shelf.read(asked, i)) is not None:
+                        assert data == of(who, layout, geometry, rank, i)
+                        own += 1
+                for i, data in enumerate(others.read(asked, 0)):
+                    assert data == of(who, layout, geometry, rank, i)
+                    theirs += 1
+        return own, theirs, sum(shelf.counts["evicted"] for *_, shelf, _ in ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        for own, theirs, evicted in pool.map(run, range(2)):
+            assert own > 0
+            assert theirs > 0
+            assert evicted > 0
