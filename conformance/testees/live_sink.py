@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from toy_engine import Toy, keys_of, serve, ticket_of
+from toy_engine import Toy, options_of, serve, ticket_of
 
-from kvproto import Fetch, KvprotoError, Options, Prompt, Sink
+from kvproto import Fetch, KvprotoError, Prompt, Sink
 from kvproto.events import PagesWanted
 from kvproto.planning.geometry import encode_geometry
 
@@ -24,8 +24,7 @@ class Decode:
         self.world = ask["world"]
         self.toy = Toy(self.world, heads_first=False)
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
-        keys = keys_of(ask, Path(self.folder.name))
-        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True), **keys)
+        options = options_of(ask, Path(self.folder.name))
         self.sink = self.sink_type(ask["name"], self.toy.pool, {}, options)
         self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], Toy]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}

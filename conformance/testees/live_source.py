@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from toy_engine import Toy, keys_of, serve, ticket_of
+from toy_engine import Toy, options_of, serve, ticket_of
 
-from kvproto import Options, Prompt, Request, Source
+from kvproto import Prompt, Request, Source
 from kvproto.events import Freed
 from kvproto.planning.geometry import encode_geometry
 
@@ -23,8 +23,7 @@ class Prefill:
     def on_open(self, ask: Ask) -> Ask:
         self.toy = Toy(ask["world"], heads_first=True)
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
-        keys = keys_of(ask, Path(self.folder.name))
-        options = Options(transports=[ask["transport"].lower()], verify=ask.get("verify", True), **keys)
+        options = options_of(ask, Path(self.folder.name))
         self.source = self.source_type(ask["name"], self.toy.pool, ask["listen"], options)
         self.requests: dict[str, tuple[Request, dict[str, list[int]]]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvproto import Cache, DType, ItemKind, KvprotoError, Pool, Ticket, allocate, lay_out
+from kvproto import Cache, DType, ItemKind, KvprotoError, Options, Pool, Ticket, allocate, lay_out
 
 Bytes = npt.NDArray[np.uint8]
 ITEMS = 64
@@ -116,6 +116,14 @@ def keys_of(ask: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / name).touch(mode)
         (folder / name).write_text(text + "\n")
     return {"keys": folder}
+
+
+def options_of(ask: dict[str, Any], folder: Path) -> Options:
+    """What an engine is opened with: it offers PULL wherever memory is shared."""
+    transport = ask["transport"].lower()
+    return Options(
+        transports=[transport], verify=ask.get("verify", True), pull=transport == "shm", **keys_of(ask, folder)
+    )
 
 
 def serve(adapter: Any) -> None:

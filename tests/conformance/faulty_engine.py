@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance/testees"))
 
-import live_sink
+import toy_engine
 from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
@@ -136,8 +136,8 @@ def free_when_asked(returned: Any) -> Any:
 
 def sink_without_keys(adapter: Any) -> None:
     """The adapter forgets its keys and the source's; its options say that TCP may go without."""
-    open_, connect, plain = adapter.on_open, adapter.on_connect, live_sink.Options
-    live_sink.Options = lambda **more: plain(insecure=True, **more)  # type: ignore[assignment,misc]
+    open_, connect, plain = adapter.on_open, adapter.on_connect, toy_engine.Options
+    toy_engine.Options = lambda **more: plain(insecure=True, **more)  # type: ignore[assignment,misc]
     adapter.on_open = lambda ask: open_({name: value for name, value in ask.items() if name != "keys"})
     adapter.on_connect = lambda ask: connect({name: value for name, value in ask.items() if name != "key"})
 
@@ -220,6 +220,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "pieces are granted and never the last": ("sink", says(m.Grant, grants=shorter), "LIVE-1121", "a Grant of"),
     "a pool is free when it has moved": ("sink", does("on_returned", free_when_asked), "LIVE-1131", "not free yet"),
+    "page off by one in an Offer": ("source", does("on_finish", page_off_by_one), "LIVE-1051", "every byte"),
+    "checksums of before in an Offer": (
+        "source", says(m.Offer, checksums=lambda o: tuple(attrs.evolve(c, value=c.value ^ 1) for c in o.checksums)),
+        "LIVE-1052", "checksums",
+    ),
+    "another writer in an Offer": ("source", says(m.Offer, writer=3), "LIVE-1053", "writer"),
+    "heads exchanged by attention, which pulled": ("sink", does("on_read", other_heads_read), "LIVE-1151", "every byte"),
+    "another number of bytes in Pulled": ("sink", says(m.Pulled, bytes=lambda p: p.bytes + 1), "LIVE-1152", "Pulled of"),
+    "handles of memory that only the sink writes": (
+        "sink", says(m.Register, regions=lambda r: tuple(
+            attrs.evolve(g, handles=tuple(attrs.evolve(h, data=b"1") for h in g.handles)) for g in r.regions)),
+        "LIVE-1153", "handles of memory",
+    ),
     "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 

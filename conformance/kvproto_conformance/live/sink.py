@@ -38,6 +38,9 @@ class Request:
 class Sink(Peer):
     """One rank of the suite as a sink."""
 
+    unpacks = False
+    """Whether it writes its pages itself, whatever the transport."""
+
     def __init__(
         self, address: str, *, name: str, geometry: Json | None = None, rank: int = 0, transport: str = "SHM",
         offered: Iterable[str] = (), needed: Iterable[str] = (), heads_first: bool = False, items: int = 64,
@@ -280,6 +283,10 @@ class Sink(Peer):
             at += piece.hi - piece.lo
         if at != len(made.stream):
             raise Missed(f"a stream of {len(made.stream)} bytes, not {at}", "KVP-STG-ORDER")
+
+    def end(self, done: Frame, size: int) -> None:
+        """Say that Done was heard."""
+        self.reply(done, "DoneAck")
 
     def expected(self, made: Request, moved: list[moving.Piece], seed: str) -> None:
         """Take what a request moves into the image of what this memory must hold from now on."""

@@ -33,6 +33,8 @@ class Asked:
 
     def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any, regions: Regions) -> None:
         self.frame, self.moved, self.side, self.regions = frame, moved, side, regions
+        self.lent: list[Json] = []
+        """Windows and items of the suite, where the engine reads."""
 
     @property
     def key(self) -> str:
@@ -47,6 +49,9 @@ class Asked:
 
 class Source(Peer):
     """One rank of the suite as a source."""
+
+    maps = True
+    """Whether it maps memory that the engine registers for SHM."""
 
     def __init__(
         self, address: str, *, name: str, geometry: Json, rank: int = 0, endpoints: Mapping[int, str] | None = None,
@@ -122,7 +127,7 @@ class Source(Peer):
             raise Missed(f"Register of epoch {fields['epoch']} after {', '.join(self.epochs)}", "KVP-EPO-RISE")
         self.regions = {}
         self.epochs[fields["epoch"]] = fields["columns"], self.regions
-        if self.transport == "SHM":
+        if self.transport == "SHM" and self.maps:
             for region in fields["regions"]:
                 mapped, view, nonce = map_region(region)
                 self.nonces.append(nonce)
@@ -130,7 +135,7 @@ class Source(Peer):
                 self.regions[int(region["id"])] = view
         answer: Json = {"epoch": fields["epoch"], "transport": self.transport, "routes": self.routes(),
                         "plan": self.planned["plan"]}  # fmt: skip
-        if self.transport == "SHM":
+        if self.transport == "SHM" and self.maps:
             answer["process"] = this_process()
         self.reply(found, "Registered", **(answer | changes))
         return found

@@ -11,5 +11,6 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_registers,
     prefill_sessions,
     prefill_transfers,
+    pulls,
     restarts,
 )
