@@ -77,7 +77,7 @@ class Source(Peer):
         self.total = self.sent = 0
 
     def welcome(self, **changes: Any) -> Frame:
-        """Hear Hello and answer Welcome; returns Hello."""
+        """Hear Hello and answer Welcome; returns Hello. A change may be a function of what Hello says."""
         hello = self.expect("Hello", clause="KVP-NEG-VERSION")
         self.session, self.epochs = str(secrets.randbits(63) | 1), {}
         chosen = [f for f in hello.fields["offered"] if isinstance(f, str) and f in self.offered]
@@ -87,7 +87,8 @@ class Source(Peer):
             "limits": {"max_body": str(1 << 24), "max_transfers": "64"},
             "endpoints": [{"rank": str(r), "address": a} for r, a in sorted(self.endpoints.items())],
         }  # fmt: skip
-        self.reply(hello, "Welcome", **(fields | changes))
+        stated = {key: of(hello.fields) if callable(of) else of for key, of in changes.items()}
+        self.reply(hello, "Welcome", **(fields | stated))
         self.sink_rank = int(hello.fields["rank"])
         return hello
 
