@@ -2,7 +2,8 @@
 
 Views are built over the region's own buffer, so numpy refuses whatever would lie outside it. Numpy lets go of the
 interpreter in each index by arrays and in each copy of more than 500 elements, and whoever computes in Python then
-keeps it for 5 ms. So a small program is run by slices of memoryviews, which keep it.
+keeps it for 5 ms. So a small program is run by slices of memoryviews, which keep it, and operations that lie equally
+far apart on both sides, as the sections of a transposed part do, are run as one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -33,16 +35,65 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
             sinks[sink][to : to + size] = sources[source][begin : begin + size]
         return program.bytes
     lengths = [list(_by_length(m)) for m in program.maps]
-    for op in program.ops.tolist():
-        rows = program.maps[op[0]]
-        for length, runs in lengths[op[0]]:
-            src, dst = _view(op, "source", length, sources), _view(op, "sink", length, sinks)
-            dst[rows.sink_item[runs], rows.sink_row[runs]] = src[rows.source_item[runs], rows.source_row[runs]]
+    for some in _batches(program):
+        rows = program.maps[some.first[0]]
+        for length, runs in lengths[some.first[0]]:
+            src, dst = _view(some, "source", length, sources), _view(some, "sink", length, sinks)
+            dst[..., rows.sink_item[runs], rows.sink_row[runs], :, :, :] = src[
+                ..., rows.source_item[runs], rows.source_row[runs], :, :, :
+            ]
     return program.bytes
+
+
+@attrs.frozen(eq=False)
+class _Batch:
+    """Operations that differ in what they are alone, and lie equally far apart on both sides."""
+
+    first: tuple[int, ...]
+    ops: npt.NDArray[np.void]
+    steps: dict[Side, int]
+    """Bytes from each to the next."""
+
+
+def _batches(program: CopyProgram) -> Iterator[_Batch]:
+    """All operations; those of a batch move at most 64 KiB together.
+
+    Layers of one region lie equally far apart, and so do sections of a layer: whichever makes fewer batches is taken.
+    """
+    ops = program.ops
+    by_layer = ops[np.argsort(ops["layer"], kind="stable")]
+    for some, step in min((_alike(ops), _alike(by_layer)), key=len):
+        first = some[0].item()
+        size = program.maps[first[0]].size * first[_LANES][0] * first[_LANES][1]
+        most = max(_MOST_TOGETHER // max(size, 1), 1)
+        for at in range(0, len(some), most):
+            part = some[at : at + most]
+            yield _Batch(part[0].item(), part, step)
+
+
+def _alike(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[Side, int]]]:
+    """Longest pieces whose operations lie equally far apart on both sides, and how far."""
+    fields, begins = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(_FIELDS)), [0]
+    steps = fields[1:] - fields[:-1]
+    apart = (steps[:, _SAME] != 0).any(1)
+    bends = apart.copy()
+    bends[1:] |= (steps[1:, _OFFSETS] != steps[:-1, _OFFSETS]).any(1)
+    for n in np.flatnonzero(bends).tolist():
+        if apart[n] or n > begins[-1]:  # the second of a piece says how far apart they are
+            begins.append(n + 1)
+    ends = [*begins[1:], len(ops)]
+    return [
+        (ops[begin:end], {"source": source, "sink": sink})
+        for begin, end in zip(begins, ends, strict=True)
+        if begin < end
+        for source, sink in [steps[begin, _OFFSETS].tolist() if end - begin > 1 else (0, 0)]
+    ]
 
 
 _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 """Of a program that is small. Copying so many bytes takes 100 us, in which nobody else has the interpreter."""
+_MOST_TOGETHER = 1 << 16
+"""Bytes of a batch: of more, a copy on the way and words of 64 bits for sums leave the caches of a core."""
 
 
 def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
@@ -71,11 +122,14 @@ def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
         yield length, np.flatnonzero(rows.rows == length)
 
 
-def _view(op: tuple[int, ...], side: Side, length: int, regions: Regions) -> Bytes:
-    """A view [item, first row, row of the run, lane, byte] of a region."""
-    region, offset, item_stride, row_stride, lane_stride, items, rows = op[_AT[side]]
-    shape = (items, rows - length + 1, length, *op[_LANES])
-    return np.ndarray(shape, np.uint8, regions[region], offset, (item_stride, row_stride, row_stride, lane_stride, 1))
+def _view(some: _Batch, side: Side, length: int, regions: Regions) -> Bytes:
+    """A view [operation, item, first row, row of the run, lane, byte] of a region; without the first of one alone."""
+    region, offset, item_stride, row_stride, lane_stride, items, rows = some.first[_AT[side]]
+    shape = [items, rows - length + 1, length, *some.first[_LANES]]
+    strides = [item_stride, row_stride, row_stride, lane_stride, 1]
+    if len(some.ops) > 1:
+        shape, strides = [len(some.ops), *shape], [some.steps[side], *strides]
+    return np.ndarray(shape, np.uint8, regions[region], offset, strides)
 
 
 def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, int]:
@@ -88,13 +142,15 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     side: Side = "sink" if sink else "source"
     spans = _spans(program, side)
     blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
-    for group, lo, rows, data in blocks:
-        found[group] = found.get(group, 0) + int((_mix(rows) * (data @ _lane_weights(lo, data.shape[1]))).sum())
+    for group, los, rows, data in blocks:
+        weights = _lane_weights(los, data.shape[2])
+        found[group] = found.get(group, 0) + int((_mix(rows) * (data @ weights)[:, :, 0]).sum())
     return {group: total & (1 << 64) - 1 for group, total in found.items()}
 
 
-Block = tuple[int, int, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-"""Sink group, first byte on the lane axis, the row weights' arguments [rows], and the bytes [rows, width]."""
+Block = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""Sink group, each first byte on the lane axis, the row weights' arguments [first, row], the bytes [first, row, width].
+"""
 
 
 def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[Block]:
@@ -107,19 +163,20 @@ def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, 
         if program.maps[map].size:
             rows = program.maps[map].global_rows.astype(np.uint64) + np.array([[op[-1]] for op in some], np.uint64)
             end = at + rows.size * lanes * lane_bytes
-            yield group, lo, rows.reshape(-1), words[at:end].reshape(rows.size, -1)
+            yield group, (lo,), rows.reshape(1, -1), words[at:end].reshape(1, rows.size, -1)
             at = end
 
 
 def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[Block]:
     runs = [list(_global_rows(rows)) for rows in program.maps]
-    for op in program.ops.tolist():
-        map, group, lo, lanes, lane_bytes = _ALIKE(op)
-        rows = program.maps[map]
+    for batch in _batches(program):
+        map, group, _, lanes, lane_bytes = _ALIKE(batch.first)
+        rows, los = program.maps[map], tuple(batch.ops["lo"].tolist())
         item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
         for length, some, index in runs[map]:
-            data = _view(op, side, length, regions)[item[some], row[some]]
-            yield group, lo, index.reshape(-1) + op[-1], data.reshape(-1, lanes * lane_bytes).astype(np.uint64)
+            data = _view(batch, side, length, regions)[..., item[some], row[some], :, :, :]
+            wide = data.reshape(len(los), index.size, lanes * lane_bytes).astype(np.uint64)
+            yield group, los, index.reshape(-1) + batch.ops["seed"][:, None], wide
 
 
 def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.uint64]]]:
@@ -135,8 +192,15 @@ def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return _mix((model << np.uint64(48)) + (layer << np.uint64(16)) + part)
 
 
+def _lane_weights(los: tuple[int, ...], width: int) -> npt.NDArray[np.uint64]:
+    """[first, width, 1]; [1, width, 1] where all are the same."""
+    if len(set(los)) == 1:
+        return _weights_from(los[0], width)[None, :, None]
+    return _mix(np.array(los)[:, None] + np.arange(width))[:, :, None]
+
+
 @lru_cache(maxsize=16)
-def _lane_weights(lo: int, width: int) -> npt.NDArray[np.uint64]:
+def _weights_from(lo: int, width: int) -> npt.NDArray[np.uint64]:
     return _mix(np.arange(lo, lo + width))
 
 
@@ -165,3 +229,8 @@ _PLACED = {
 """An operation's map and lanes, and where it lies at each side."""
 _AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
 """Where the fields of each side are in an operation."""
+_OFFSETS = [_FIELDS.index(f"{side}_offset") for side in ("source", "sink")]
+_SAME = [
+    n for n, name in enumerate(_FIELDS) if n not in _OFFSETS and name not in ("model", "layer", "part", "lo", "seed")
+]
+"""What operations of a batch have in common."""

@@ -9,6 +9,7 @@ import torch
 
 import kvproto
 from kvproto import DType, LocalError, Pool, Prompt, RemoteError, Sink, Source, lay_out, new_ticket
+from kvproto.copying import execute
 from kvproto_engines.memory import ShareableMemory
 from kvproto_engines.pages import Half, cache_of, half_of, measured, views_of
 
@@ -129,6 +130,28 @@ def test_heads_as_wide_as_those_of_real_models(dim: int, monkeypatch: pytest.Mon
     """Each of their elements is a section."""
     monkeypatch.setattr(sys.modules[__name__], "DIM", dim)
     test_packed_pages_meet_any_order_and_page_size(("transposed", "rows"), ("rows", "rows"), (16, 32), tmp_path)
+
+
+def test_sections_that_lie_equally_far_apart_are_copied_and_summed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A transposed K has an operation for each of its elements: a prompt took a second, a call of numpy for each."""
+    monkeypatch.setattr(sys.modules[__name__], "DIM", 64)
+    views, made = 0, execute._view
+
+    def counted(*of: Any) -> Any:
+        nonlocal views
+        views += 1
+        return made(*of)
+
+    monkeypatch.setattr(execute, "_view", counted)
+    (from_, mine), (to, theirs) = (pool(("transposed", "rows"), 16) for _ in range(2))
+    for tensor in mine:
+        tensor.copy_(torch.rand(tensor.shape))
+    hand_over(from_, to, tmp_path, ([0, 1, 2], [0, 1, 2]))
+    assert all(torch.equal(a[:2], b[:2]) for a, b in zip(mine, theirs, strict=True))
+    passes, lengths = 4, 2  # copies look at both sides and sums at one; whole pages and the last one
+    assert 0 < views <= passes * lengths * LAYERS * 2 * HEADS < LAYERS * HEADS * 64
 
 
 def test_an_order_without_strides_moves_whole_between_equal_pages(tmp_path: Any) -> None:
