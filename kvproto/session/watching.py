@@ -63,7 +63,8 @@ class WatchEndpoint(Endpoint):
     def welcomed(self, session: WatchSession, now: float) -> None:
         """A rank has answered: greet those that it lists, and no others any more."""
         self.refused = None
-        self._ranks = {*session.endpoints.values(), self._seed}
+        known = {s.peer.rank: str(s.conn) for s in self.sessions.values() if s.known}  # perhaps by another address
+        self._ranks = {known.get(rank, address) for rank, address in session.endpoints.items()} | {self._seed}
         for address in self._ranks:
             self._greet(address, now)
 

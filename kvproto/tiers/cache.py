@@ -186,7 +186,7 @@ class Cache:
         self._reap()
 
     def close(self) -> None:
-        """Let copies end what they are at, and storage unless it hangs, and forget what waits."""
+        """Let copies end, and storage unless it hangs; forget what waits, and free the host's memory."""
         for copy, _ in self._moving:
             copy.wait()
         self.settle()
@@ -197,7 +197,7 @@ class Cache:
         self._jobs = []
         self._reap()
         if not (self.storing and self.storing.busy):  # a write that hangs still reads there
-            self.copies.pager.close()
+            self.copies.close()
 
     def _queue(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)

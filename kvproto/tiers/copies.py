@@ -7,6 +7,7 @@ host it is one run of bytes, in the order in which it is stored too (tiers.md, C
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import attrs
 import numpy as np
@@ -63,6 +64,14 @@ class Copies:
         """Start to copy slots of the host into slots of the pool."""
         program = self._in.lower(self._on_host(host), self._in_pool(pool))
         return self._started(self.pager.load(program, self.memory, self._regions))
+
+    def close(self) -> None:
+        """Let go of the memory of the host, once all copies are over; what somebody still views goes with the view."""
+        self.pager.close()
+        self._bytes.clear()
+        while self.memory:
+            with suppress(BufferError):
+                self.memory.popitem()[1].close()
 
     def _started(self, copy: Paging) -> Paging:
         self.programs += 1

@@ -14,7 +14,7 @@ from kvproto.wire import messages as m
 from kvproto_reference.chaos.__main__ import BREAKS, keys_in
 from kvproto_reference.chaos.book import Finding
 from kvproto_reference.chaos.judge import Judge
-from kvproto_reference.chaos.plan import WAYS, Fault, Weather, boundaries, make, rare_boundaries
+from kvproto_reference.chaos.plan import WAYS, Fault, Weather, boundaries, make, rare_boundaries, router_boundaries
 from kvproto_reference.chaos.proxy import Pair, Passing
 from kvproto_reference.chaos.world import World
 from tests.processes import Command
@@ -40,7 +40,7 @@ def test_seeds_kill_at_every_boundary() -> None:
             for plan in plans if plan.way == way for f in plan.faults if f.kind == "kill at"
         }  # fmt: skip
         assert killed >= set(boundaries(way))
-    rare = {(t, *b) for t in WAYS for b in rare_boundaries(t)}
+    rare = {(t, *b) for t in WAYS for b in (*rare_boundaries(t), *router_boundaries())}
     at = {(p.transports["prefill0"], f.message, f.moment, f.whom) for p in plans for f in p.faults}
     assert at >= rare
     assert {message for _, message, _, _ in at} - {""} == {

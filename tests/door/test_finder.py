@@ -220,3 +220,14 @@ def test_the_command_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["find", "tcp://127.0.0.1:7000"]) == 1
     assert "error: " in capsys.readouterr().err
     keeper.close()
+
+
+def test_an_engine_that_is_reached_by_another_address_is_greeted_once(world: World) -> None:
+    """What Welcome says of a rank that is known already may be an address that cannot be reached from here."""
+    world.keepers = [Keeper("tcp://127.0.0.1:*", "a", thread=False, insecure=True)]
+    address = world.keepers[0].sources[0]._node._listener.address.replace("127.0.0.1", "localhost")
+    world.finder = Finder([address], options=Options(thread=False, insecure=True))
+    world.keepers[0].keep(PROMPT)
+    world.says(("a", 16, 16))
+    (endpoint,) = world.finder._node.endpoints.values()
+    assert [*endpoint.sessions] == [address]

@@ -6,6 +6,7 @@ from pathlib import Path
 from subprocess import PIPE, run
 from threading import Event
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -414,3 +415,11 @@ def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) 
 
 def test_patience_grows_with_the_prompt() -> None:
     assert [patience(tokens) for tokens in (0, 1024, 4096)] == [1.0, 1.25, 2.0]
+
+
+def test_a_cache_that_is_closed_holds_no_memory_of_the_host() -> None:
+    """Not until somebody collects it: what an engine keeps may be most of a machine."""
+    engine = Engine(4, 4)
+    weak = [ref(memory) for memory in engine.cache.copies.memory.values()]
+    engine.cache.close()
+    assert [each() for each in weak] == [None, None]

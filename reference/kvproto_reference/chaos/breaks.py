@@ -38,5 +38,6 @@ BREAKS = {
     "freed too early": Break("a prefill engine uses pages again while they are read", frozenset({"freed too early"}),
                              "slow"),
     "leak": Break("a decode engine loses a descriptor with each request", frozenset({"leak"})),
+    "stale": Break("a prefill engine tells nobody of the pages that it keeps", frozenset({"stale"}), patience=1.0),
     "crash": Break("a prefill engine raises", frozenset({"crash"})),
 }  # fmt: skip

@@ -9,14 +9,15 @@ from typing import Any
 
 import attrs
 
-from kvproto import Fetch, Geometry, KvprotoError, Pool, Seed, Sink, read_ticket
+from kvproto import Fetch, Geometry, KvprotoError, Options, Pool, Seed, Sink, read_ticket
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted, PoolFree
 from kvproto.withdrawal import Withdrawal
 
 from .book import Book, Name, Shelf
-from .engine import PAGES, Engine, Setup, prompt_of
+from .engine import PAGES, Engine, Setup, prompt_of, tokens_of
 from .labels import GROUP, PAGE
 from .plan import Order
+from .routing import Router
 
 __all__ = ["Decode"]
 
@@ -46,6 +47,7 @@ class Decode(Engine):
         self.book = self.shelf = Book(self.pool, 0x80 + setup.number)
         self.jobs: dict[Fetch, Job] = {}
         self._kept: list[Job] = []
+        self.router = Router(setup.name, setup.routed, Options(keys=setup.keys, thread=setup.thread), self.after)
 
     def on_fetch(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
         """Have a prompt's cache brought here."""
@@ -131,6 +133,11 @@ class Decode(Engine):
         self.door.disconnect(source)
         seed = self._sources[source]
         self.door.connect(source, address=seed.address, key=seed.key)
+        self.router.reopen()
+
+    def on_find(self, orders: Mapping[str, tuple[int, int]]) -> None:
+        """What the router knows of prompts, by who is to have them: their numbers and tokens."""
+        self.say("found", self.router.find({engine: tokens_of(*order) for engine, order in orders.items()}))
 
     def hear(self, event: Event) -> None:
         match event:
@@ -182,6 +189,7 @@ class Decode(Engine):
     def look(self) -> None:
         """All pages are looked at, and requests that are over give theirs back."""
         super().look()
+        self.router.step()
         for job in self._kept:
             job.hold -= 1
             if job.hold < 0:
@@ -194,6 +202,7 @@ class Decode(Engine):
         self.status(waiting, sum(self.door.quarantined.values()))
 
     def let_go(self) -> None:
+        self.router.close()
         self.look()
         self.jobs.clear()
         self._kept.clear()

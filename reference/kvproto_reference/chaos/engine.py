@@ -27,7 +27,7 @@ from .clock import Clock
 from .labels import GEOMETRY, LAYERS, WITH_DRAFT
 from .slow import SlowShm
 
-__all__ = ["TIMES", "Engine", "Setup"]
+__all__ = ["TIMES", "Engine", "Setup", "prompt_of", "tokens_of"]
 
 TIMES = {"RESEND": 0.12, "PATIENCE": 1.2, "TICKET_WAIT": 0.6, "PING_SILENCE": 0.25}
 """Times of a session, in seconds: short, so that a stop can be longer than all of them (kvproto.session.limits)."""
@@ -48,6 +48,8 @@ class Setup:
     """Where a prefill engine listens."""
     sources: dict[str, tuple[str, str]]
     """Where a decode engine finds the others: addresses and keys."""
+    routed: dict[str, tuple[str, str]]
+    """Where its router does."""
     transport: str
     pull: bool
     thread: bool
@@ -60,6 +62,11 @@ class Setup:
     """A fault that is built in, so that the checker can be tested."""
     log: str
 
+    @property
+    def keys(self) -> str:
+        """The folder of its own."""
+        return f"{self.folder}/{self.name}"
+
     def options(self) -> Options:
         """Of its Source or Sink."""
         writes = (self.name.startswith("prefill")) != self.pull
@@ -68,14 +75,19 @@ class Setup:
         if self.transport.startswith("slow") and writes:
             transports = [SlowShm(LAYERS, pause, self.broken)]
         return Options(
-            keys=f"{self.folder}/{self.name}", transports=transports, pull=self.pull, thread=self.thread,
+            keys=self.keys, transports=transports, pull=self.pull, thread=self.thread,
             verify=self.verify, lease=LEASE, cold_draft=True,  # type: ignore[arg-type]
         )  # fmt: skip
 
 
 def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:
     """What a request computes; `other`: what somebody else takes it for."""
-    return Prompt([request + other, *range(1, tokens)])
+    return Prompt(tokens_of(request + other, tokens))
+
+
+def tokens_of(request: int, tokens: int) -> list[int]:
+    """Its prompt's tokens."""
+    return [request, *range(1, tokens)]
 
 
 @attrs.define

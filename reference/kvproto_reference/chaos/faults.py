@@ -42,7 +42,8 @@ class Faults:
                 engine.signal(signal.SIGSTOP)
                 self._world.at(fault.seconds, lambda: engine.signal(signal.SIGCONT))
             case "cut":
-                self._world.proxy.lanes[Pair(names[0], names[1])].cut()
+                for router in (False, True):
+                    self._world.proxy.lanes[Pair(names[0], names[1], router)].cut()
             case "reconnect":
                 engine.tell("reconnect", PREFILLS[self._world.plan.seed % 2])
             case "unsealed":

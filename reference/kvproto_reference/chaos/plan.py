@@ -20,6 +20,7 @@ __all__ = [
     "Weather",
     "make",
     "rare_boundaries",
+    "router_boundaries",
     "transport_of",
 ]
 
@@ -39,6 +40,8 @@ _OF_A_WAY = {
 _SPANS = "Grant", "Progress"
 _OF_A_TRANSPORT = {"nixl": ("Chunk", "Credit"), "shm": _SPANS, "slow": _SPANS, "inline": _SPANS}
 """Messages that few requests or few transports have, beside the rare ones of all."""
+_OF_ROUTERS = "Watch", "Watched", "Kept"
+"""What routers hear; likewise."""
 MOMENTS = ("before", "after", "later")
 """Just before the proxy passes the message on, just after, or some milliseconds after."""
 
@@ -202,6 +205,11 @@ def rare_boundaries(transport: str) -> list[tuple[str, str, str]]:
     return list(product((*_RARE, *_OF_A_TRANSPORT.get(transport, ())), MOMENTS, ("prefill", "decode")))
 
 
+def router_boundaries() -> list[tuple[str, str, str]]:
+    """Likewise, of what routers hear: every third seed but those."""
+    return list(product(_OF_ROUTERS, MOMENTS, ("prefill", "decode")))
+
+
 def _faults(rng: random.Random, seed: int, seconds: float, transport: str) -> list[Fault]:
     """Every seed kills at one boundary, each in turn; what else happens is drawn."""
     every = boundaries(WAYS[transport])
@@ -238,6 +246,9 @@ def _faults(rng: random.Random, seed: int, seconds: float, transport: str) -> li
     if seed % 3 == 0:
         rare = rare_boundaries(transport)
         found.append(_kill_at(random.Random(f"rare {seed}"), *rare[seed // 30 % len(rare)]))
+    if seed % 3 == 1:
+        told = router_boundaries()
+        found.append(_kill_at(random.Random(f"router {seed}"), *told[seed // 30 % len(told)]))
     return sorted(found, key=lambda fault: fault.at)
 
 

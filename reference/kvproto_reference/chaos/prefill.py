@@ -12,8 +12,9 @@ from kvproto import KvprotoError, Pool, Request, Source, read_ticket
 from kvproto.events import Event, Expired, Freed, PoolFree, Sent, Undelivered
 
 from .book import Name, Shelf
-from .engine import Engine, Setup, prompt_of
+from .engine import Engine, Setup, prompt_of, tokens_of
 from .plan import Order
+from .routing import Kept
 
 __all__ = ["Prefill"]
 
@@ -42,6 +43,7 @@ class Prefill(Engine):
         self.door: Source = Source(setup.name, self.pool, setup.listen, setup.options())
         self.shelf = Shelf(self.pool, 1 + setup.number)
         self.jobs: dict[Request, Job] = {}
+        self.kept = Kept(self.door, setup.broken)
 
     def on_request(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
         """Compute a prompt."""
@@ -77,6 +79,7 @@ class Prefill(Engine):
             self.after(job.order.chunks[job.done][0], lambda: self._compute(job))
             return
         job.request.finish(job.shelf.tables(job.pages))
+        self.kept.keep(tokens_of(job.order.number, job.order.tokens))
         if self.setup.broken == "freed too early":
             job.shelf.free(job.pages)
             job.pages = []
@@ -104,9 +107,15 @@ class Prefill(Engine):
     def on_status(self) -> None:
         """What is under way."""
         self.status([f"{job.name[0]}.{job.name[1]}" for job in self.jobs.values()], 0)
+        self.say("keeps", self.kept.count())
+
+    def look(self) -> None:
+        super().look()
+        self.kept.step()
 
     def use(self, pool: Pool) -> None:
         self.pool, self.shelf = pool, Shelf(pool, 1 + self.setup.number)
 
     def let_go(self) -> None:
+        self.kept.close()
         self.jobs.clear()

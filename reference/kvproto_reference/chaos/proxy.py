@@ -11,6 +11,7 @@ import random
 import struct
 import time
 from collections import Counter
+from itertools import product
 from typing import Any, Protocol
 
 import attrs
@@ -26,7 +27,7 @@ from .plan import Weather
 __all__ = ["Pair", "Passing", "Proxy", "Watcher", "read"]
 
 _NAMES = {cls.TYPE: name for name, cls in vars(m).items() if isinstance(getattr(cls, "TYPE", None), int)}
-_UNREPEATED = {"Data", "Chunk", "Credit"}
+_UNREPEATED = {"Data", "Chunk", "Credit", "Kept"}
 """Messages that a connection loses only with itself: where one is lost here, the connection is, too."""
 Socket = zmq.Socket[bytes]
 
@@ -37,6 +38,8 @@ class Pair:
 
     prefill: str
     decode: str
+    router: bool = attrs.field(default=False, repr=False)
+    """Whether it is decode's router that listens to prefill."""
 
 
 @attrs.frozen
@@ -142,7 +145,8 @@ class Proxy:
         self._seen: Counter[tuple[Pair, bool]] = Counter()
         self._swapped: dict[tuple[Pair, bool], Passing] = {}
         self.lanes = {
-            Pair(p, d): _Lane(self, Pair(p, d), address, key) for p, (address, key) in backends.items() for d in clients
+            pair: _Lane(self, pair, *backends[pair.prefill])
+            for pair in (Pair(*each) for each in product(backends, clients, (False, True)))
         }
 
     def open(self, kind: int) -> Socket:

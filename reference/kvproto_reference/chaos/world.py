@@ -25,9 +25,10 @@ from .breaks import BREAKS
 from .engine import Setup
 from .faults import Faults
 from .judge import Ask, Judge
+from .labels import PAGE
 from .plan import DECODES, ENGINES, PREFILLS, Order, Plan, Weather
 from .processes import Runner
-from .proxy import Pair, Proxy
+from .proxy import Proxy
 from .report import Result
 
 __all__ = ["Keys", "World"]
@@ -65,6 +66,10 @@ class World:
         self._idle: dict[str, tuple[Any, ...]] = {}
         self._errors: dict[int, str] = {}
         """By number of a request, what its latest attempt was lost by."""
+        self._keeps: dict[str, int] = {}
+        """Pages that prefill engines keep for routers to find."""
+        self._found: dict[str, dict[str, tuple[int, int]]] = {}
+        """By decode engine, what its router knows of prefill engines: tokens of the prompt, and pages."""
         self._ended: set[str] = set()
         self.calm = self._closing = False
         self._slow = 1.0
@@ -81,12 +86,17 @@ class World:
         self.engines = {
             name: Runner(Setup(
                 name, i, str(keys.folder), listens.get(name, ""),
-                {p: (self.proxy.lanes[Pair(p, name)].address, front) for p in PREFILLS} if name in DECODES else {},
+                self._ways(name, front, False), self._ways(name, front, True),
                 plan.transports[name], plan.way == "pull", plan.threads[name], plan.verify, plan.rates[name], 0.0,
                 False, broken, str(keys.folder / f"{name}.log"),
             ))
             for i, name in enumerate(ENGINES)
         }  # fmt: skip
+
+    def _ways(self, name: str, key: str, router: bool) -> dict[str, tuple[str, str]]:
+        """Where a decode engine, or its router, finds the others."""
+        lanes = [lane for lane in self.proxy.lanes.values() if lane.pair.decode == name and lane.pair.router == router]
+        return {lane.pair.prefill: (lane.address, key) for lane in lanes}
 
     # time
 
@@ -169,7 +179,7 @@ class World:
             self.judge.violation("hang", f"requests under way, and pages in quarantine, that come to no end: {busy}")
             if self._is_found():
                 return
-        self._fresh()
+        self._find(self._fresh())
         self._closing = True
         for engine in everybody:
             engine.tell("end")
@@ -187,9 +197,9 @@ class World:
         if not self._closing:
             self.at(0.04, self._ask_status)
 
-    def _fresh(self) -> None:
+    def _fresh(self) -> list[Order]:
         """Every pair completes a new request."""
-        pairs = list(self.proxy.lanes)
+        pairs = [pair for pair in self.proxy.lanes if not pair.router]
         orders = [
             Order(1000 + i, 0.0, pair.prefill, pair.decode, 20 + i, 0, 0.0, ((0.0, 20 + i),), 2.0 * self._slow, 1)
             for i, pair in enumerate(pairs)
@@ -201,6 +211,33 @@ class World:
             for order in [o for o in orders if o.number not in arrived]:
                 why = f"{self.judge.lost_by(order.number)}, the latest: {self._errors.get(order.number, '')}"
                 self.judge.violation("hang", f"no fresh request from {order.prefill} to {order.decode}: {why}")
+        return [order for order in orders if order.number in arrived]
+
+    def _find(self, orders: list[Order]) -> None:
+        """Routers find fresh prompts where they were computed, and know of as many pages as are there."""
+        asked = {
+            name: {o.prefill: (o.number, o.tokens) for o in orders if o.decode == name} for name in DECODES
+        }  # fmt: skip
+
+        def told() -> dict[tuple[str, str], tuple[object, object]]:
+            """What routers should say, and say."""
+            return {
+                (o.decode, o.prefill): (
+                    (o.tokens // PAGE * PAGE, self._keeps.get(o.prefill)), self._found.get(o.decode, {}).get(o.prefill)
+                )
+                for o in orders
+            }  # fmt: skip
+
+        def ask() -> None:
+            for name, prompts in asked.items():
+                self.engines[name].tell("find", prompts)
+            if not self._closing:
+                self.at(0.04, ask)
+
+        ask()
+        if not self._ends(lambda: all(wanted == said for wanted, said in told().values()), _FRESH):
+            wrong = {pair: both for pair, both in told().items() if both[0] != both[1]}
+            self.judge.violation("stale", f"what routers should find (tokens, pages), and do: {wrong}")
 
     # engines
 
@@ -275,6 +312,10 @@ class World:
                 self.at(0.02, lambda: self._start(name))
             case "status":
                 self._idle[name] = tuple(a)
+            case "keeps":
+                self._keeps[name] = a[0]
+            case "found":
+                self._found[name] = a[0]
             case "ended":
                 self._ended.add(name)
                 for what, number in a[0].items():

@@ -1,0 +1,99 @@
+"""What routers go by: a prefill engine of chaos keeps prompts and tells of them, a decode engine's router listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvproto import Cache, DType, Finder, KvprotoError, Options, Pool, Source, Tiers, lay_out
+from kvproto.wire.enums import Tier
+
+from .labels import PAGE
+
+__all__ = ["Kept", "Router"]
+
+_ROWS = Cache.gqa("kept", 1, kv_heads=1, head_dim=2, page=PAGE, dtype=DType.U8)
+_NAMES = {"weights.target": "labels", "rope.target": "none", "dtype.target": "U8"}
+_DEVICE, _HOST = 32, 24
+"""Pages: a prompt has up to 24, so that most of them go again soon."""
+
+
+class Kept:
+    """Pages of prompts beside an engine's pool, in memory that is no peer's business."""
+
+    def __init__(self, door: Source, broken: str) -> None:
+        self._pool = Pool.allocate(lay_out([_ROWS]), _DEVICE)
+        self._tiers = Tiers(self._pool, _NAMES, page=PAGE, host=_HOST)
+        self._pages: dict[bytes, Tier | None] = {}
+        door.tell(self._tiers)
+        self._tiers.tell(self._pages.update)
+        if broken == "stale":
+            self._tiers._listeners.pop(0)
+
+    def keep(self, tokens: Any) -> None:
+        """Leave the whole pages of a prompt here, if there is room."""
+        lease = self._tiers.open(self._tiers.chain(tokens), -(-len(tokens) // PAGE))
+        if lease is not None:
+            self._tiers.step()
+            lease.leave(len(tokens))
+
+    def step(self) -> None:
+        """Copies, and news of them."""
+        self._tiers.step()
+
+    def count(self) -> int:
+        """Pages that are anywhere."""
+        return sum(tier is not None for tier in self._pages.values())
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._tiers.close()
+        self._pool.close()
+
+
+class Router:
+    """What a decode engine's process knows of the prefill engines' pages, as a router would."""
+
+    def __init__(self, name: str, sources: Mapping[str, tuple[str, str]], options: Options, again: Callable[..., None]):
+        """`sources`: addresses and keys by engine; `again(seconds, call)` calls later."""
+        self._name, self._options, self._again = name, options, again
+        self._engines = {address: engine for engine, (address, _) in sources.items()}
+        self._keys: dict[str, str | None] = dict(sources.values())
+        self._finder: Finder | None = None
+        self._ended = False
+        self._open()
+
+    def _open(self) -> None:
+        if self._ended or self._finder is not None:
+            return
+        try:
+            self._finder = Finder(self._keys, f"{self._name}-router", self._options)
+        except KvprotoError:  # descriptors are short
+            self._again(0.05, self._open)
+
+    def reopen(self) -> None:
+        """Forget all, and ask again."""
+        if self._finder is not None:
+            self._finder.close()
+            self._finder = None
+        self._open()
+
+    def step(self) -> None:
+        """Turns, where no thread takes them."""
+        if self._finder is not None and not (self._ended or self._options.thread):
+            self._finder.step()
+
+    def find(self, tokens: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+        """Of engines that are known: tokens of a prompt that each has, and pages that it has told of."""
+        finder = self._finder
+        return {
+            engine: (held.tokens, held.pages)
+            for engine, prompt in tokens.items() if finder is not None
+            for held in finder.find(prompt) if self._engines[held.address] == engine
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Say Goodbye."""
+        self._ended = True
+        if self._finder is not None:
+            self._finder.close()
