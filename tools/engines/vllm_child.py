@@ -98,6 +98,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             began, cpu = time.perf_counter(), time.thread_time()
             outs = engine.step()
             steps.append((time.perf_counter() - began, time.thread_time() - cpu))
+            if not outs:  # as vLLM's own loop does where no model was run
+                time.sleep(0.001)
             for out in outs:
                 rounds[out.request_id] += 1
                 if out.finished:
