@@ -1,13 +1,14 @@
 """`python -m tools.conformance`: every testee of this repository by the suite, and a page of who keeps the contract.
 
 The pages are in build/conformance; --write makes docs/results.md of them. --live runs the reference engine too, as a
-source and as a sink, with faults. The exit status is 0 only if all are conformant in what they claim. Testees that need
+source and as a sink, with faults, and L3 with its pools and attention in torch and in JAX. The exit status is 0 only if all are conformant in what they claim. Testees that need
 a compiler or an interpreter that is not here are left out, which is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -35,6 +36,7 @@ LIVE = [
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
 ]  # fmt: skip
+FRAMEWORKS = {"torch": TESTEES / "live_torch.py", "jax": TESTEES / "live_jax.py"}
 PAGE = """# Who keeps the contract
 
 Reports of the [conformance suite](../conformance/README.md), made by `make conformance ARGS="--live --write"`.
@@ -101,6 +103,19 @@ def runs(live: bool) -> Iterator[Run]:
             yield f"{name}-rs", [], [str(program)]
 
 
+def frameworks() -> int:
+    """L3 with the reference engine's pools and attention in each framework that is here; the exit status."""
+    worst = 0
+    for name, adapter in FRAMEWORKS.items():
+        for role in ("source", "sink") if importlib.util.find_spec(name) else ():
+            print(f"\n{name}, {role}", flush=True)
+            asked = ["--role", role, "--level", "L3", "--world", "gqa", "--world", "mla", "--", sys.executable]
+            command = [sys.executable, "-m", "kvproto_conformance.live", *asked, str(adapter)]
+            ran = subprocess.run(command, check=False)
+            worst = max(worst, ran.returncode)
+    return worst
+
+
 def main() -> int:
     """Run all, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,6 +130,8 @@ def main() -> int:
         status = conformance(["run", *pages, *claim, "--", *command])
         worst = max(worst, status)
         reports.append(report.read(made))
+    if args.live:
+        worst = max(worst, frameworks())
     (PAGES / "index.html").write_text(html.matrix(reports), encoding="utf-8")
     print(f"\n{html.matrix_text(reports)}\nopen {PAGES / 'index.html'}")
     if args.write:

@@ -1,11 +1,13 @@
-"""The adapter of a live decode engine, made with `kvproto.Sink`; its cache is that of `toy_engine`."""
+"""The adapter of a live decode engine, made with `kvproto.Sink`, with any `EngineCache`."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_cache import EngineCache
 from toy_engine import Toy, options_of, serve, ticket_of
 
 from kvproto import Fetch, KvprotoError, Prompt, Sink
@@ -20,13 +22,17 @@ class Decode:
 
     sink_type = Sink
 
+    def __init__(self, cache: Callable[..., EngineCache] = Toy) -> None:
+        """`cache` makes the caches of a world."""
+        self.cache = cache
+
     def on_open(self, ask: Ask) -> Ask:
         self.world = ask["world"]
-        self.toy = Toy(self.world, heads_first=False)
+        self.toy = self.cache(self.world, heads_first=False)
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
         options = options_of(ask, Path(self.folder.name))
         self.sink = self.sink_type(ask["name"], self.toy.pool, {}, options)
-        self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], Toy]] = {}
+        self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], EngineCache]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_connect(self, ask: Ask) -> None:
@@ -51,7 +57,7 @@ class Decode:
         self.fetches[ask["id"]] = fetch, table, toy
 
     def on_move(self, ask: Ask) -> None:
-        self.toy = Toy(self.world, heads_first=False)
+        self.toy = self.cache(self.world, heads_first=False)
         self.moved = self.sink.move(self.toy.pool)
 
     def on_returned(self, ask: Ask) -> Ask:

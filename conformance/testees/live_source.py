@@ -1,11 +1,13 @@
-"""The adapter of a live prefill engine, made with `kvproto.Source`; its cache is that of `toy_engine`."""
+"""The adapter of a live prefill engine, made with `kvproto.Source`, with any `EngineCache`."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_cache import EngineCache
 from toy_engine import Toy, options_of, serve, ticket_of
 
 from kvproto import Prompt, Request, Source
@@ -20,8 +22,12 @@ class Prefill:
 
     source_type = Source
 
+    def __init__(self, cache: Callable[..., EngineCache] = Toy) -> None:
+        """`cache` makes the caches of a world."""
+        self.cache = cache
+
     def on_open(self, ask: Ask) -> Ask:
-        self.toy = Toy(ask["world"], heads_first=True)
+        self.toy = self.cache(ask["world"], heads_first=True)
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
         options = options_of(ask, Path(self.folder.name))
         self.source = self.source_type(ask["name"], self.toy.pool, ask["listen"], options)

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from engine_cache import ITEMS, Bytes, EngineCache, Ints, Key
 
 from kvproto import Cache, DType, ItemKind, KvprotoError, Options, Pool, Ticket, allocate, lay_out
 
-Bytes = npt.NDArray[np.uint8]
-ITEMS = 64
 WORLDS: dict[str, list[Cache]] = {
     "gqa": [
         Cache.gqa("kv", 2, kv_heads=2, head_dim=32, page=16, dtype=DType.U8),
@@ -37,66 +35,43 @@ WORLDS: dict[str, list[Cache]] = {
 }
 
 
-class Toy:
-    """Pools of one world, and who has which items."""
+class Toy(EngineCache):
+    """Arrays of numpy, one for each part of a layer."""
 
     def __init__(self, world: str, heads_first: bool) -> None:
         caches = WORLDS[world]
-        self.geometry = lay_out(caches)
-        self.groups = {g.name: g for g in self.geometry.groups if g.kind is not ItemKind.HANDOFF}
+        geometry = lay_out(caches)
+        groups = {g.name: g for g in geometry.groups if g.kind is not ItemKind.HANDOFF}
         layers = {c.group.name: list(c.layers) for c in caches}
         shapes = {
             (g.name, layer, p.name): (ITEMS, p.lanes, g.rows, p.lane_bytes) if heads_first
             else (ITEMS, g.rows, p.lanes, p.lane_bytes)
-            for g in self.groups.values() for layer in layers[g.name] for p in g.parts
+            for g in groups.values() for layer in layers[g.name] for p in g.parts
         }  # fmt: skip
         self.memory = allocate(sum(math.prod(shape) for shape in shapes.values()))
         whole, at = np.from_dlpack(self.memory), 0
-        held: dict[tuple[str, int, str], Bytes] = {}
+        held: dict[Key, Bytes] = {}
         for key, shape in shapes.items():
             held[key] = whole[at : at + math.prod(shape)].reshape(shape)
             at += math.prod(shape)
         axes = "page head token dim" if heads_first else "page token head dim"
         tensors = {
-            name: {p.name: [held[name, n, p.name] for n in layers[name]] for p in g.parts}
-            for name, g in self.groups.items()
+            name: {p.name: [held[name, n, p.name] for n in layers[name]] for p in g.parts} for name, g in groups.items()
         }
-        self.pool = Pool(self.geometry, tensors, axes=axes)
+        super().__init__(geometry, Pool(geometry, tensors, axes=axes))
         self._cells = {key: a.transpose(0, 2, 1, 3) if heads_first else a for key, a in held.items()}
         """By group, layer and part: [item, row, head, byte]."""
-        self._free = {name: list(range(ITEMS)) for name in self.groups}
 
-    def take(self, tokens: int) -> dict[str, list[int]]:
-        """A page table for so many tokens."""
-        need = {n: -(-tokens // g.rows) if g.kind is ItemKind.PAGE else 1 for n, g in self.groups.items()}
-        return {name: [self._free[name].pop(0) for _ in range(count)] for name, count in need.items()}
+    def put(self, key: Key, table: list[int], rows: Ints, data: Bytes) -> None:
+        self._cells[key][self._places(key, table, rows)] = data
 
-    def give_back(self, table: dict[str, list[int]]) -> None:
-        """Nobody needs these items any more."""
-        for name, items in table.items():
-            self._free[name] += items
+    def get(self, key: Key, table: list[int], rows: Ints) -> Bytes:
+        return self._cells[key][self._places(key, table, rows)]
 
-    def rows(self, table: dict[str, list[int]], group: str, layer: int, part: str, first: int, count: int) -> Any:
-        """Cells and the two indices by which attention finds rows [first, first + count)."""
-        cells, rows = self._cells[group, layer, part], np.arange(first, first + count)
-        size, items = self.groups[group].rows, np.array(table[group])
-        return cells, items[rows // size if self.groups[group].kind is ItemKind.PAGE else rows * 0], rows % size
-
-    def write(self, table: dict[str, list[int]], ask: dict[str, Any]) -> None:
-        """Rows from `first` on, as attention writes them."""
-        data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8)
-        shape = self._cells[ask["group"], ask["layer"], ask["part"]].shape[2:]
-        cells, items, rows = self.rows(table, *_place(ask), data.size // math.prod(shape))
-        cells[items, rows] = data.reshape(-1, *shape)
-
-    def read(self, table: dict[str, list[int]], ask: dict[str, Any]) -> str:
-        """Rows [first, first + count) as attention reads them, in hex."""
-        cells, items, rows = self.rows(table, *_place(ask), ask["count"])
-        return bytes(cells[items, rows].tobytes()).hex()
-
-
-def _place(ask: dict[str, Any]) -> tuple[str, int, str, int]:
-    return ask["group"], ask["layer"], ask["part"], ask["first"]
+    def _places(self, key: Key, table: list[int], rows: Ints) -> tuple[Ints, Ints]:
+        """Items and rows in them."""
+        group, items = self.groups[key[0]], np.array(table)
+        return items[rows // group.rows if group.kind is ItemKind.PAGE else rows * 0], rows % group.rows
 
 
 def ticket_of(ask: dict[str, Any]) -> Ticket:
@@ -134,6 +109,8 @@ def serve(adapter: Any) -> None:
         answer: dict[str, Any] = {"seq": ask["seq"]}
         try:
             answer |= {"unsupported": ask["op"]} if call is None else {"ok": call(ask) or {}}
+        except NotImplementedError as error:
+            answer |= {"unsupported": str(error)}
         except KvprotoError as error:
             answer |= {"err": {"code": error.code.name, "path": error.path, "text": str(error)}}
         print(json.dumps(answer), flush=True)

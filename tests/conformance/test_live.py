@@ -31,6 +31,20 @@ def test_the_reference_passes(role: str, ids: list[str]) -> None:
     assert all(len(result.checks) > 5 for result in results)
 
 
+@pytest.mark.parametrize(("role", "id"), [("source", "LIVE-103"), ("sink", "LIVE-303")])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_reference_engines_pass_with_their_own_pools_and_attention(framework: str, role: str, id: str) -> None:
+    """By `make conformance ARGS=--live` they run all of L3 in both worlds of paged caches."""
+    pytest.importorskip(framework)
+    chosen = [s for s in list_scenarios(role) if s.id == id]
+    assert [(r.status, r.text) for r in run(adapter(f"live_{framework}.py"), chosen)] == [("pass", "")]
+
+
+def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
+    chosen = [s for s in list_scenarios("source") if s.id == "LIVE-105"]
+    assert [r.status for r in run(adapter("live_torch.py"), chosen)] == ["unsupported"]
+
+
 @pytest.mark.parametrize(
     "name", ["page off by one", "begun before the last writer", "a pool is free when it has moved"]
 )
