@@ -32,9 +32,8 @@ def find(name: str) -> Provider:
     entry = _entries().get(name)
     if entry is None:
         advice = f"install a package with the entry point {name!r} in the group {GROUP}"
-        if not names():
-            advice = "install kvproto itself (pip install -e . in a checkout): its metadata lists the transports"
-        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"one of {', '.join(names()) or 'none'}", name, advice)
+        wanted = f"one of {', '.join(names()) or 'none'}"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", wanted, name, advice if names() else _INSTALL)
     try:
         provider = entry.load()
     except (ImportError, AttributeError) as error:
@@ -57,8 +56,13 @@ def load(name: str) -> Provider:
 
 
 def usable() -> Iterator[Provider]:
-    """The transports whose libraries are installed."""
+    """The transports whose libraries are installed; raises LocalError(NO_TRANSPORT) where none is known at all."""
+    if not names():
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", "kvproto's own", "no transport at all", _INSTALL)
     return (provider for provider in map(find, names()) if provider.missing() is None)
+
+
+_INSTALL = "install kvproto itself (pip install -e . in a checkout): its metadata lists the transports"
 
 
 def default(memory: Regions) -> Transport:

@@ -11,6 +11,7 @@ from kvproto.calibration.probe import LEAST_MEMORY, probe
 from kvproto.errors import LocalError
 from kvproto.transport import default, find, load, loading, names
 from kvproto.transport.base import Provider
+from kvproto.transport.memory import allocate
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, MemoryKind
@@ -109,3 +110,11 @@ def test_what_is_measured_and_what_is_absent_comes_from_the_provider(entries: di
     found = probe(quick=True, memory=LEAST_MEMORY)
     assert [(a.what, a.reason, a.advice) for a in found.absent] == [("absent", "not installed", ABSENT.install)]
     assert [m.transport for m in found.measured] == ["shm"]
+
+
+def test_a_checkout_that_is_not_installed_says_so(entries: dict[str, EntryPoint]) -> None:
+    """Transports are found by kvproto's metadata, which a checkout that is only on the path lacks."""
+    for ask in (lambda: find("shm"), lambda: allocate(8)):
+        with pytest.raises(LocalError, match="install kvproto itself") as refused:
+            ask()
+        assert refused.value.code is ErrorCode.NO_TRANSPORT
