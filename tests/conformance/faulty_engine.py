@@ -6,6 +6,7 @@ Without a name every fault is planted in turn, and looked for by the scenario th
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,19 @@ from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
+from kvproto.errors import KvprotoError
 from kvproto.net.allowed import Allowed, AllowList
 from kvproto.node.request import Request
-from kvproto.session import core, push
+from kvproto.session import core, endpoint, push
 from kvproto.session.intent import SinkIntent, SourceIntent
+from kvproto.session.leases import Lease
+from kvproto.session.pull import SinkPull, SourcePull
+from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.transfers import SourceTransfers
 from kvproto.transport.shm import memory
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Feature, Proof
+from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto_conformance.live import Result, list_scenarios, run
 
 Ask = dict[str, Any]
@@ -134,6 +139,33 @@ def free_when_asked(returned: Any) -> Any:
     return lambda ask: {"free": True}
 
 
+def lent_again(wait: Any) -> Any:
+    """The next request gets the pages that are offered."""
+
+    def on_wait(ask: Ask) -> Ask:
+        adapter, found = wait.__self__, wait(ask)
+        if found["state"] == "held":
+            for name, items in adapter.requests[ask["id"]][1].items():
+                adapter.toy._free[name][:0] = items
+        return found  # type: ignore[no-any-return]
+
+    return on_wait
+
+
+def any_renewal(self: SourcePull, message: m.Renew, now: float) -> None:
+    self._session.reply(m.Renewed, message, lease=message.lease)
+
+
+def internal(error: KvprotoError) -> Ask:
+    """What a refusal says that does not say why."""
+    return refusal(error) | {"code": ErrorCode.INTERNAL}
+
+
+def from_its_offer(offer: m.Offer, asked: float) -> Lease:
+    """A lease that counts from when its Offer came."""
+    return Lease(offer, time.monotonic() + offer.lease / 1000, offer.lease / 1000)
+
+
 def sink_without_keys(adapter: Any) -> None:
     """The adapter forgets its keys and the source's; its options say that TCP may go without."""
     open_, connect, plain = adapter.on_open, adapter.on_connect, toy_engine.Options
@@ -233,6 +265,31 @@ FAULTS: dict[str, Fault] = {
             attrs.evolve(g, handles=tuple(attrs.evolve(h, data=b"1") for h in g.handles)) for g in r.regions)),
         "LIVE-1153", "handles of memory",
     ),
+    "a lease of more than was asked": ("source", says(m.Renewed, lease=lambda r: r.lease + 1), "LIVE-1061", "a lease of"),
+    "pages are lent twice": ("source", does("on_wait", lent_again), "LIVE-1062", "every byte"),
+    "an Offer cannot be given back": ("source", says(m.Drained, proof=Proof.UNPROVABLE), "LIVE-1063", "proof"),
+    "a lease outlives its ticket": ("source", says(m.Offer, lease=60_000), "LIVE-1064", "no longer than"),
+    **{
+        f"any lease is renewed ({id})": (
+            "source", has(SourcePull, "hears", ((m.Pulled, SourcePull._pulled), (m.Renew, any_renewal))), id, begins,
+        )
+        for id, begins in (("LIVE-1063", "refused"), ("LIVE-1064", "refused"), ("LIVE-1065", "refused"))
+    },
+    **{
+        f"a lease counts from its Offer ({id})": ("sink", has(Lease, "of", from_its_offer), id, "nothing read")
+        for id in ("LIVE-1161", "LIVE-1162", "LIVE-1163")
+    },
+    **{
+        f"an Offer is not checked ({id})": ("sink", has(SinkPull, "_check", lambda self, attempt, message: None), id, begins)
+        for id, begins in (
+            ("LIVE-1171", "Error or Pulled"), ("LIVE-1173", "Error or Pulled"), ("LIVE-1174", "Error or Pulled"),
+            ("LIVE-1175", "Error or Pulled"), ("LIVE-1176", "refused"),
+        )
+    },
+    **{
+        f"an Offer is refused by another code ({id})": ("sink", has(endpoint, "refusal", internal), id, "refused")
+        for id in ("LIVE-1172", "LIVE-1177")
+    },
     "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 

@@ -173,7 +173,9 @@ class PullSink(Sink):
         return found
 
     def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
-        """An Offer, of which nothing is read yet."""
+        """An Offer, of which nothing is read yet; the same when it is asked for again."""
+        if made.sequence in self.offers:
+            return self.offers[made.sequence]
         found = self.expect("Offer", "Failed", "Done", where=self.of(made), seconds=seconds, clause="KVP-PUL-OFFER")
         if found.name != "Offer":
             raise Missed(f"{found.name} {found.fields.get('code', '')} in place of Offer", "KVP-PUL-OFFER")

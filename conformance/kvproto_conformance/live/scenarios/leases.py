@@ -1,0 +1,210 @@
+"""Extension PULL: leases that are renewed, that end, that are given back; Offers that lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvproto_conformance.live.decode import DecodeRun
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.pull import PullSink
+from kvproto_conformance.live.scenario import Prompt, scenario
+from kvproto_conformance.live.sink import Request, Sink
+from kvproto_conformance.live.source import Asked, Source
+from kvproto_conformance.live.watch import Frame
+
+Json = dict[str, Any]
+_LENT = "Pages that decode reads are given to another request, or are read where nobody offered them."
+_CLOCK = "A lease is counted from when its frame came: pages are read after they were given to another request."
+_LIE = "Pages are read that nobody offered: another request's cache is decoded on."
+
+
+def _offered(run: PrefillRun, deadline: int = 60_000) -> tuple[PullSink, Prompt, Request, Frame]:
+    """A request that the engine offers; nothing of it is read yet."""
+    sink, prompt = run.ready(offered=["PULL", "VERIFY"]), run.prompt()
+    run.chosen(sink)
+    assert isinstance(sink, PullSink)
+    run.take(prompt, deadline)
+    run.fill(prompt)
+    run.finish(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    return sink, prompt, made, sink.await_done(made)
+
+
+def _too_late(run: PrefillRun, sink: Sink, id: str) -> None:
+    """Check that a Renew is refused."""
+    found = sink.expect("Error", "Renewed", where=lambda f: f.get("request") == id, clause="KVP-PUL-RENEW")
+    said = found.fields.get("code"), found.fields.get("path")
+    run.check("refused", said == ("DEADLINE", "lease"), f"{found.name} {said[0]} at {said[1]!r}", "KVP-PUL-RENEW")
+
+
+@scenario("LIVE-1061", "a lease is renewed twice before its offer is read", "KVP-PUL-OFFER", guards=_LENT,
+          extensions=("PULL",))  # fmt: skip
+def _renewed(run: PrefillRun) -> None:
+    sink, prompt, made, offer = _offered(run)
+    wanted = offer.fields["lease"]
+    for _ in range(2):
+        found = sink.ask("Renew", "Renewed", **sink.named(made), lease=wanted, clause="KVP-PUL-OFFER").fields["lease"]
+        run.check("a lease of at most what was asked", 0 < int(found) <= int(wanted), f"{found} ms", "KVP-PUL-OFFER")
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1062", "what is offered stays as it is while others are served", "KVP-PUL-OFFER", guards=_LENT,
+          extensions=("PULL",))  # fmt: skip
+def _kept(run: PrefillRun) -> None:
+    sink, prompt, made, _ = _offered(run)
+    run.over(prompt, "held", 0.1)
+    for tokens in (45, 17, 45):
+        run.hand_over(sink, run.prompt(tokens))
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-1063", "an offer is given back unread", "KVP-END-PROVEN", guards=_LENT, extensions=("PULL",))
+def _back(run: PrefillRun) -> None:
+    sink, _, made, _ = _offered(run)
+    found = sink.ask("Abort", "Drained", **sink.named(made), reason="nobody waits")
+    run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-END-PROVEN")
+    id = sink.misstate("Renew", **sink.named(made), lease="1000")
+    _too_late(run, sink, id)
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1064", "a lease ends with its ticket, and is not renewed", "KVP-PUL-RENEW", guards=_LENT, slow=True,
+          extensions=("PULL",))  # fmt: skip
+def _ended(run: PrefillRun) -> None:
+    sink, _, made, offer = _offered(run, deadline=1500)
+    lease = int(offer.fields["lease"])
+    if run.check("no longer than its ticket", lease <= 1500, f"{lease} ms", "KVP-PUL-RENEW"):
+        sink.silence(lease / 1000 + 0.1)
+        _too_late(run, sink, sink.misstate("Renew", **sink.named(made), lease="1000"))
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1065", "Renew of what was not offered", "KVP-PUL-RENEW", guards=_LENT, level="L4",
+          extensions=("PULL",))  # fmt: skip
+def _unoffered(run: PrefillRun) -> None:
+    sink, prompt = run.ready(offered=["PULL"]), run.prompt()
+    run.chosen(sink)
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    _too_late(run, sink, sink.misstate("Renew", **sink.named(made), lease="1000"))
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+def _begun(run: DecodeRun) -> tuple[Source, Prompt, Asked]:
+    """A fetch that the source has accepted, and has the rows of."""
+    source, prompt = run.one(offered=["PULL", "VERIFY"]), run.prompt()
+    run.chosen(source)
+    run.fetch(source, prompt)
+    asked = run.asked(source, prompt)
+    source.move(asked, prompt.seed)
+    return source, prompt, asked
+
+
+def _late(run: DecodeRun) -> tuple[Source, Prompt, Frame, Frame]:
+    """An Offer whose lease is over at the sink when it comes, as that counts from Transfer; it, and the Renew of it."""
+    source, prompt, asked = _begun(run)
+    source.silence(1.6)
+    offer = source.done(asked, run.handed(source, prompt), prompt.seed, lease="1500")
+    renew = source.expect("Renew", "Pulled", clause="KVP-PUL-READ")
+    run.check("nothing read", renew.name == "Renew", "Pulled of a lease that was over", "KVP-PUL-READ")
+    return source, prompt, offer, renew
+
+
+@scenario("LIVE-1161", "an Offer comes when its lease is over: it is renewed before anything is read", "KVP-PUL-READ",
+          role="sink", guards=_CLOCK, slow=True, extensions=("PULL",))  # fmt: skip
+def _waits(run: DecodeRun) -> None:
+    source, prompt, offer, renew = _late(run)
+    if renew.name == "Renew":
+        early = source.silence(0.2)
+        run.check("still nothing", not early, str([frame.name for frame in early]), "KVP-PUL-READ")
+        source.reply(renew, "Renewed", lease=renew.fields["lease"])
+        source.acknowledged(offer)
+        run.arrived(prompt)
+        run.hand_over([source])
+
+
+@scenario("LIVE-1162", "a lease that is over is not renewed: the fetch is lost", "KVP-PUL-READ", role="sink",
+          guards=_CLOCK, slow=True, extensions=("PULL",))  # fmt: skip
+def _refused(run: DecodeRun) -> None:
+    source, prompt, _, renew = _late(run)
+    if renew.name == "Renew":
+        source.reply(renew, "Error", code="DEADLINE", path="lease", mine="over", yours="more")
+        source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+        run.lost(prompt, "DEADLINE")
+        run.hand_over([source])
+
+
+@scenario("LIVE-1163", "the engine aborts while it waits for its lease", "KVP-END-REUSE", role="sink", guards=_LENT,
+          slow=True, extensions=("PULL",))  # fmt: skip
+def _aborted(run: DecodeRun) -> None:
+    source, prompt, _, renew = _late(run)
+    if renew.name == "Renew":
+        run.engine.ask("abort", id=prompt.id)
+        source.reply(source.expect("Abort", clause="KVP-END-REUSE"), "Drained", proof="PROVEN")
+        run.lost(prompt, "ABORTED")
+        run.hand_over([source])
+
+
+def _first(**changes: Callable[[Any], Any]) -> Callable[[Json], Json]:
+    """The first grant otherwise, by functions of what it says."""
+    return lambda good: {
+        "grants": [good["grants"][0] | {n: of(good["grants"][0][n]) for n, of in changes.items()}, *good["grants"][1:]]
+    }
+
+
+def _lied(change: Callable[[Json], Json], code: str, path: str, clause: str) -> Any:
+    def script(run: DecodeRun) -> None:
+        """The Offer is refused before anything is read; the request is lost, and the next is not."""
+        source, prompt, asked = _begun(run)
+        good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
+        offer = source.send("Offer", request=source.next_id(), **asked.of, **(good | change(good)))
+        id = offer.fields["request"]
+        found = source.expect("Error", "Pulled", where=lambda f: f.get("request") == id, clause=clause)
+        said = found.fields.get("code"), found.fields.get("path")
+        if run.check("refused", said == (code, path), f"{found.name} {said[0]} at {said[1]!r}", clause):
+            source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+            run.lost(prompt, code)
+            run.hand_over([source])
+
+    return script
+
+
+# id, what, change, code and path of the Error, clause
+OFFERS: list[tuple[str, str, Callable[[Json], Json], str, str, str]] = [
+    ("1171", "another writer", lambda good: {"writer": "5"}, "WRONG_PEER", "writer", "KVP-TRN-WRITER"),
+    ("1172", "an epoch that there is not", lambda good: {"epoch": "7"}, "BAD_GRANT", "epoch", "KVP-PUL-OFFER"),
+    ("1173", "an item too few", _first(items=lambda i: i[1:]), "BAD_GRANT", "grants[0].items", "KVP-GRANT-COUNT"),
+    ("1174", "an item beyond the pool", _first(items=lambda i: ["64", *i[1:]]), "OUT_OF_REGION", "grants[0].items",
+     "KVP-GRANT-POOL"),
+    ("1175", "a group too few", lambda good: {"grants": good["grants"][1:]}, "BAD_GRANT", "grants", "KVP-GRANT-GROUPS"),
+    ("1176", "no hand-off data", lambda good: {"handoff": []}, "WRONG_PEER", "handoff", "KVP-HND-GROUPS"),
+]  # fmt: skip
+for _id, _what, _change, _code, _path, _clause in OFFERS:
+    scenario(f"LIVE-{_id}", f"an Offer with {_what}", _clause, "KVP-TRN-REFUSE", role="sink", guards=_LIE, level="L4",
+             extensions=("PULL",))(_lied(_change, _code, _path, _clause))  # fmt: skip
+
+
+@scenario("LIVE-1177", "Done in place of an Offer", "KVP-TRN-REFUSE", role="sink", guards=_LIE, level="L4",
+          extensions=("PULL",))  # fmt: skip
+def _pushed(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    groups = [route["group"] for route in source.routes()]
+    lie = {"writer": "0", "groups": groups, "bytes": "0", "outcome": "CONTINUE", "handoff": []}
+    id = source.misstate("Done", **asked.of, **lie)
+    found = source.expect("Error", "DoneAck", where=lambda f: f.get("request") == id, clause="KVP-TRN-REFUSE")
+    code = found.fields.get("code")
+    if run.check("refused", code == "UNEXPECTED_MESSAGE", f"{found.name} {code}", "KVP-TRN-REFUSE"):
+        source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+        run.lost(prompt, "UNEXPECTED_MESSAGE")
+        run.hand_over([source])
