@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 from engine_cache import Bytes, Ints, Key
-from live_torch import Either, TorchCache, configs
+from live_either import Either
+from live_torch import TorchCache, configs
 from toy_engine import serve
 
 from kvproto_reference.cache import Shard

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from engine_cache import ITEMS, Bytes, EngineCache, Ints, Key
-from live_sink import Decode
-from live_source import Prefill
+from live_either import Either
 from toy_engine import serve
 
 from kvproto import Cache, DType, lay_out
@@ -19,7 +17,7 @@ from kvproto_reference.cache.memory import shareable
 from kvproto_reference.engine import description
 from kvproto_reference.models import ModelConfig
 
-__all__ = ["Either", "TorchCache", "configs"]
+__all__ = ["TorchCache", "configs"]
 
 _SIZES: dict[str, Any] = {"hidden": 8, "ffn": 8, "nope_dim": 2, "v_dim": 2}
 WORLDS: dict[str, list[ModelConfig]] = {
@@ -78,22 +76,6 @@ class TorchCache(EngineCache):
         kernel.pool(layer, torch.zeros(1, 1, pool.config.row_dim))
         found: Bytes = kernel.rows[part][0, rows].contiguous().view(torch.uint8).numpy()
         return found
-
-
-class Either:
-    """An adapter of both roles; the first question says which."""
-
-    def __init__(self, cache: Callable[..., EngineCache]) -> None:
-        self._cache, self._adapter = cache, None
-
-    def on_open(self, ask: dict[str, Any]) -> Any:
-        adapter: Any = {"source": Prefill, "sink": Decode}[ask["role"]](self._cache)
-        found = adapter.on_open(ask)
-        self._adapter = adapter
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
 
 
 if __name__ == "__main__":

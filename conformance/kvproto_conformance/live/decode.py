@@ -62,7 +62,10 @@ class DecodeRun(Run):
 
     def asked(self, source: Source, prompt: Prompt, state: str = "READY") -> Asked:
         """The engine's Transfer of a request, checked and accepted."""
-        found = source.asked()
+        return self.accepted(source, source.asked(), prompt, state)
+
+    def accepted(self, source: Source, found: Asked, prompt: Prompt, state: str = "READY") -> Asked:
+        """A Transfer that has come, checked and accepted as that of a request."""
         content = world.content(prompt.tokens, prompt.axes)
         fields = found.frame.fields
         self.check("content digest", fields["content"] == content, fields["content"], "KVP-TKT-CONTENT")
