@@ -1,0 +1,43 @@
+"""The scenarios of the conformance suite with an engine's own pools: what the adapters of both engines share.
+
+`tools.engines.sglang_suite` and the like are run in the engines' environment. Without an argument the suite starts the
+same module again as the adapter, in each role; sessions are kvproto's, pools and who writes and reads them the engine's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "conformance"), str(ROOT / "conformance/testees")]
+
+
+def main(argv: list[str], module: str, release: str, cache: Callable[..., Any]) -> int:
+    """Serve as the adapter, or run L3 of the world of grouped queries in both roles; the exit status."""
+    from live_either import Either
+    from toy_engine import serve
+
+    from kvproto_conformance.live import list_scenarios, run
+
+    if argv == ["serve"]:
+        serve(Either(cache))
+        return 0
+    wrong = 0
+    for role in ("source", "sink"):
+        chosen = [each for each in list_scenarios(role, "L3") if each.world == "gqa"]
+        chosen.sort(key=lambda each: (each.transport, "CURVE" in each.extensions, each.spoils))  # engines start slowly
+        results = list(run([sys.executable, "-m", module, "serve"], chosen))
+        bad = [each for each in results if each.status != "pass"]
+        said = (
+            f"{len(chosen) - len(bad)} of {len(chosen)} scenarios, {sum(len(each.checks) for each in results)} checks"
+        )
+        print(f"{'DIFFERS' if bad else 'same   '} {release}, its pools in the conformance suite as a {role}: {said}")
+        for each in bad:
+            print(f"        {each.id} {each.status} {each.clause} {each.text[:300]}", flush=True)
+        wrong += len(bad)
+    return 1 if wrong else 0
