@@ -5,15 +5,15 @@ from random import Random
 
 import pytest
 
-from kvproto.errors import WireError
+from kvproto.errors import RemoteError, WireError
 from kvproto.session import Party
 from kvproto.session.catalogue import Catalogue, SinkCatalogue
 from kvproto.session.events import Listed, SessionRefused
 from kvproto.session.limits import MAX_TOLD, PING_SILENCE, RESEND
-from kvproto.session.table import SessionState
+from kvproto.session.table import SessionState, next_session
 from kvproto.session.watching import WatchEndpoint
 from kvproto.wire import decode, encode
-from kvproto.wire.enums import ErrorCode, KeyForm, Tier
+from kvproto.wire.enums import ErrorCode, Feature, KeyForm, Tier
 from kvproto.wire.messages import Describe, Error, Goodbye, Kept, KeptPage, Register, Watch, Watched
 from tests.session.driver import World, geometry
 from tests.session.test_delivery import Heard
@@ -211,6 +211,14 @@ def test_a_sink_that_has_not_chosen_it_is_refused_a_list() -> None:
     (answer,) = world.say(Watch(session=number, request=99))
     assert isinstance(answer, Error)
     assert answer.code == ErrorCode.UNEXPECTED_MESSAGE
+
+
+@pytest.mark.parametrize("name", ["Watch", "Watched", "Kept"])
+def test_what_watchers_say_needs_the_feature(name: str) -> None:
+    """KVP-SES-STATE."""
+    assert next_session(SessionState.OPEN, name, {Feature.CATALOGUE}) is SessionState.OPEN
+    with pytest.raises(RemoteError, match="without CATALOGUE"):
+        next_session(SessionState.OPEN, name, ())
 
 
 def test_a_source_that_comes_again_is_watched_again() -> None:
