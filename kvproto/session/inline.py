@@ -7,7 +7,8 @@ on its way. What is packed and unpacked belongs to a transport.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import attrs
 
@@ -20,6 +21,9 @@ from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
 __all__ = ["Came", "DataReader", "DataWriter", "SinkInline", "SourceInline"]
+
+_BESIDE, _BEGIN = 64, 20
+"""Bytes of a Data beside its bytes, and of each entry of `begins`: no more than so many."""
 
 
 class DataWriter(StreamWriter, Protocol):
@@ -69,6 +73,16 @@ class SourceInline(SourceStream):
         said = super().send(attempt, piece, begins)
         self._sent += len(said.data) if isinstance(said, m.Data) else 0
         return said
+
+    def messages(self, said: Any) -> Iterator[m.Chunk | m.Data]:
+        """Several where the sink takes no body as long (KVP-FRAME-W-LENGTH)."""
+        most = max(self._session.limits.max_body - _BESIDE - _BEGIN * len(said.begins or ()), 1)
+        for at in range(0, max(len(said.data), 1), most):
+            data = said.data[at : at + most]
+            yield attrs.evolve(
+                said, offset=said.offset + at, data=data, last=said.last and at + most >= len(said.data),
+                begins=None if at else said.begins,
+            )  # fmt: skip
 
 
 @attrs.define

@@ -5,7 +5,7 @@ Streams belong to a transport; the protocols here say what a session needs of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -99,9 +99,14 @@ class SourceStream(Part):
     def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
         """Say a piece of the stream of an attempt; the first says where late windows begin (KVP-GRANT-LATE)."""
         said = piece.notice(self._session.session, attempt.sequence, attempt.attempt)
-        self._session.move(attempt, type(said).__name__)
-        self._session.notice(attrs.evolve(said, begins=begins) if begins and not said.offset else said)
+        for each in self.messages(attrs.evolve(said, begins=begins) if begins and not said.offset else said):
+            self._session.move(attempt, type(each).__name__)
+            self._session.notice(each)
         return said
+
+    def messages(self, said: Any) -> Iterator[m.Chunk | m.Data]:
+        """A piece as messages that the sink takes."""
+        yield said
 
 
 class Pieces(Part):

@@ -25,6 +25,7 @@ from kvproto.errors import KvprotoError
 from kvproto.net.allowed import Allowed, AllowList
 from kvproto.node.request import Request
 from kvproto.session import core, endpoint, push
+from kvproto.session.inline import SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
@@ -264,6 +265,9 @@ FAULTS: dict[str, Fault] = {
         "sink", says(m.Register, regions=lambda r: tuple(
             attrs.evolve(g, handles=tuple(attrs.evolve(h, data=b"1") for h in g.handles)) for g in r.regions)),
         "LIVE-1153", "handles of memory",
+    ),
+    "Data that is too long for its reader": (
+        "source", has(SourceInline, "messages", lambda self, said: iter([said])), "LIVE-150", "Done or Data",
     ),
     "a lease of more than was asked": ("source", says(m.Renewed, lease=lambda r: r.lease + 1), "LIVE-1061", "a lease of"),
     "pages are lent twice": ("source", does("on_wait", lent_again), "LIVE-1062", "every byte"),

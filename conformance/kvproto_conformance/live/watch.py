@@ -71,6 +71,8 @@ class Watch:
     def restart(self) -> None:
         """Watch for another session; the log goes on."""
         self.session: str | None = None
+        self.most = 0
+        """Bytes of a body that the suite takes; 0 until it has said so."""
         self.features: set[str] = set()
         self.state = "idle"
         self.transfers: dict[tuple[str, str], str] = {}
@@ -109,6 +111,11 @@ class Watch:
         return frame
 
     def _check_envelope(self, frame: Frame) -> None:
+        if frame.sender == SUITE and "limits" in frame.fields:
+            self.most = int(frame.fields["limits"]["max_body"])
+        if frame.sender == ENGINE and 0 < self.most < len(frame.raw) - 16:
+            text = f"{frame.name} with a body of {len(frame.raw) - 16} bytes, where {self.most} are taken"
+            raise Blamed(frame.sender, text, "KVP-FRAME-W-LENGTH")
         if frame.raw[5] != 0 or frame.raw[8:12] != bytes(4):
             raise Blamed(frame.sender, f"{frame.name} with another minor, or flags that are not 0", "KVP-FRAME-W-ZERO")
 

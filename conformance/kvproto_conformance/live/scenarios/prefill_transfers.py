@@ -38,6 +38,14 @@ def _windows(good: Json, sink: Sink) -> Json:
     return {"grants": grants}
 
 
+@scenario("LIVE-150", "a sink that takes short bodies alone is sent no longer Data", "KVP-FRAME-W-LENGTH",
+          guards="A message that its reader has not the room for ends the session.", transport="INLINE",
+          extensions=("INLINE",))  # fmt: skip
+def _short(run: PrefillRun) -> None:
+    limits = {"max_body": "4096", "max_transfers": "64"}
+    run.hand_over(run.sink().ready(limits=limits))
+
+
 _STALE = "A frame from before is taken for one of now."
 _WRITES = "Bytes are written where nobody asked for them: pages of another request are corrupted in silence."
 _WRONG = "A sink of another version, epoch or model is served with bytes that mean something else to it."
