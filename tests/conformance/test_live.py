@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvproto_conformance.live import list_scenarios, run
+from kvproto_conformance.live.engine import Engine, EngineFault
+from kvproto_conformance.live.wire import Dealer
 from tests.conformance.faulty_engine import FAULTS, found
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
@@ -20,7 +25,7 @@ def adapter(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "ids"),
     [
-        ("source", ["LIVE-101", "LIVE-1021", "LIVE-1031", "LIVE-104", "LIVE-1063", "LIVE-111", "LIVE-520"]),
+        ("source", ["LIVE-101", "LIVE-1021", "LIVE-1031", "LIVE-104", "LIVE-1063", "LIVE-111", "LIVE-150", "LIVE-520"]),
         ("sink", ["LIVE-1101", "LIVE-1131", "LIVE-1173", "LIVE-301", "LIVE-319", "LIVE-803"]),
     ],
 )
@@ -59,6 +64,33 @@ def test_a_program_that_is_none_is_an_error() -> None:
     chosen = list_scenarios("source")[:1]
     assert [r.status for r in run(["/no/such/program"], chosen)] == ["error"]
     assert [r.status for r in run([sys.executable, "-c", "print('hello')"], chosen)] == ["error"]
+
+
+DEAF = [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(600)"]
+
+
+def test_an_adapter_that_reads_nothing_is_given_up() -> None:
+    engine = Engine(DEAF)
+    try:
+        with pytest.raises(EngineFault, match="fill was not read"):
+            engine.ask("fill", 0.5, data="00" * (1 << 20))
+    finally:
+        engine.kill()
+
+
+def test_an_engine_that_reads_nothing_holds_nobody_up() -> None:
+    """What a socket does not take is not waited for again and again."""
+    with tempfile.TemporaryDirectory(prefix="kvproto-") as folder:
+        router = zmq.Context.instance().socket(zmq.ROUTER)
+        router.setsockopt(zmq.RCVHWM, 1)
+        router.bind(f"ipc://{folder}/deaf")
+        dealer, begun = Dealer(f"ipc://{folder}/deaf"), time.monotonic()
+        for _ in range(4000):
+            dealer.send(bytes(1 << 12))
+        took = time.monotonic() - begun
+        dealer.close()
+        router.close(0)
+    assert took < 30
 
 
 def test_scenarios_say_what_they_are_about() -> None:

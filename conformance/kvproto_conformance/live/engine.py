@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import select
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
@@ -42,11 +45,13 @@ class Engine:
         self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - read after the program has ended
         try:
             self._program = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0
             )
         except OSError as error:
             self._errors.close()
             raise EngineFault("crash", f"cannot start {command[0]}: {error.strerror}") from error
+        assert self._program.stdin is not None
+        os.set_blocking(self._program.stdin.fileno(), False)
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._seq = 0
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -67,14 +72,7 @@ class Engine:
     def answer(self, op: str, within: float = 60.0, **more: Any) -> Json:
         """The same; returns the answer, with `ok` or `err`."""
         self._seq += 1
-        line = json.dumps({"seq": self._seq, "op": op, **more}).encode() + b"\n"
-        pipe = self._program.stdin
-        assert pipe is not None
-        try:
-            pipe.write(line)
-            pipe.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise EngineFault("crash", self._end()) from error
+        self._write(json.dumps({"seq": self._seq, "op": op, **more}).encode() + b"\n", op, within)
         try:
             heard = self._lines.get(timeout=within)
         except queue.Empty:
@@ -83,6 +81,18 @@ class Engine:
             self._lines.put(b"")
             raise EngineFault("crash", self._end())
         return _checked(heard, self._seq, op)
+
+    def _write(self, line: bytes, op: str, within: float) -> None:
+        """Write a question; an adapter that does not read it is one that does not answer."""
+        pipe, end = self._program.stdin, time.monotonic() + within
+        assert pipe is not None
+        try:
+            while line:
+                if not select.select([], [pipe], [], max(end - time.monotonic(), 0))[1]:
+                    raise EngineFault("timeout", f"{op} was not read for {within:g} s")
+                line = line[os.write(pipe.fileno(), line) :]
+        except (BrokenPipeError, ValueError) as error:
+            raise EngineFault("crash", self._end()) from error
 
     def stop(self) -> None:
         """Ask it to end, and see to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from typing import NamedTuple, Protocol
 
@@ -56,15 +55,20 @@ class Dealer:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)
+        self._stuck = False
+        """Whether the last message found no room: the next is not waited for."""
         if keys is not None:
             _identify(self._socket, keys)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         self._socket.connect(address)
 
     def send(self, *parts: bytes) -> None:
-        """Send a ZeroMQ message of these parts; it is lost where the engine takes no connection."""
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(parts)
+        """Send a ZeroMQ message of these parts; it is lost where the engine takes no connection, or none more."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK if self._stuck else 0)
+            self._stuck = False
+        except zmq.Again:
+            self._stuck = True
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame, or None if none comes in time."""
