@@ -203,8 +203,8 @@ def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
     for i in range(2):
         assert shelf.write(chain(8), i, right(reader, 1, layout, i))
     columns, length = pack(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
-    copies = Copies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
     for threads in (1, 4):
+        copies = Copies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
         cache = Cache(copies, shelf, threads=threads, others=Others(store, reader, 1, layout))
         fetch = cache.fetch(chain(8), float("inf"))
         while not fetch.over(0.0):
