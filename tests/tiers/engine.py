@@ -134,8 +134,11 @@ class Engine:
             assert self.there(slot) == self.right(chain, i)
 
     def forget(self) -> None:
-        """Give up all pages of the device."""
-        self.cache.device.evict(self.cache.device.slots.count)
+        """Give up all pages of the device, and what they held where none is in use: nobody may find it by chance."""
+        slots = self.cache.device.slots
+        self.cache.device.evict(slots.count)
+        if slots.free == slots.count:
+            np.from_dlpack(self.memory).view(np.uint8)[:] = 0xA5
 
     def free(self) -> Sequence[int]:
         """Slots of both memories that are free once all that can be given up is."""
