@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["lane", "place"]
+__all__ = ["lane", "place", "whole"]
 
 Json = dict[str, Any]
 
@@ -18,3 +19,13 @@ def place(part: Json, number: int) -> tuple[int, int]:
     """Bytes [lo, hi) of the lane axis that one lane holds, of a section its own."""
     first = number * lane(part) + int(part.get("at", 0))
     return first, first + int(part["lane_bytes"])
+
+
+def whole(parts: Sequence[Json]) -> list[Json]:
+    """The parts of a group, those in sections as if each were in one piece."""
+    first = {part["name"]: part for part in reversed(parts)}
+    found = []
+    for name in dict.fromkeys(part["name"] for part in parts):
+        stated = {key: value for key, value in first[name].items() if key not in ("at", "whole")}
+        found.append(stated | {"lane_bytes": str(lane(first[name]))})
+    return found

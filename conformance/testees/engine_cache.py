@@ -31,7 +31,7 @@ class EngineCache:
         self._free = {name: list(range(items)) for name in self.groups}
 
     def put(self, key: Key, table: list[int], rows: Ints, data: Bytes) -> None:
-        """Write `data` [rows, lanes, bytes] of these rows of a request."""
+        """Write `data` [rows, lanes, bytes] of these rows of a request; a part in sections comes whole."""
         raise NotImplementedError
 
     def get(self, key: Key, table: list[int], rows: Ints) -> Bytes:
@@ -50,8 +50,9 @@ class EngineCache:
 
     def write(self, table: dict[str, list[int]], ask: dict[str, Any]) -> None:
         """Do what `fill` asks."""
-        (part,) = (p for p in self.groups[ask["group"]].parts if p.name == ask["part"])
-        data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8).reshape(-1, part.lanes, part.lane_bytes)
+        part = next(p for p in self.groups[ask["group"]].parts if p.name == ask["part"])  # of sections the first
+        size = part.lane_bytes if part.whole is None else part.whole
+        data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8).reshape(-1, part.lanes, size)
         self.put(_key(ask), table[ask["group"]], np.arange(ask["first"], ask["first"] + len(data)), data)
 
     def read(self, table: dict[str, list[int]], ask: dict[str, Any]) -> str:

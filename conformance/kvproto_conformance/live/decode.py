@@ -10,6 +10,7 @@ from kvproto_conformance.live.pull import PullSource
 from kvproto_conformance.live.scenario import Prompt, Run, handoff, rows_of, shares
 from kvproto_conformance.live.source import Asked, Source
 from kvproto_conformance.live.wire import free_address
+from kvproto_conformance.sections import whole
 
 __all__ = ["DecodeRun"]
 
@@ -108,7 +109,7 @@ class DecodeRun(Run):
             rows = rows_of(group, len(prompt.tokens))
             rows = range(max(rows.start, first), rows.stop) if group["kind"] == "PAGE" else rows
             for layer in share["layers"]:
-                for part in group["parts"]:
+                for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])
                     wanted = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
                     found = self.engine.ask("read", id=prompt.id, group=group["name"], layer=int(layer),

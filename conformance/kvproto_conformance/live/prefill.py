@@ -12,6 +12,7 @@ from kvproto_conformance.live.pull import PullSink
 from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
 from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.watch import Frame
+from kvproto_conformance.sections import whole
 
 __all__ = ["PrefillRun"]
 
@@ -100,7 +101,7 @@ class PrefillRun(Run):
         for group, share in shares(self.live.geometry):
             rows = rows_of(group, tokens)
             for layer in share["layers"]:
-                for part in group["parts"]:
+                for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])
                     data = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
                     self.engine.ask("fill", id=prompt.id, group=group["name"], layer=int(layer), part=part["name"],

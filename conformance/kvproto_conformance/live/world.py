@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvproto_conformance.codec import write_struct
+from kvproto_conformance.sections import whole
 
 __all__ = ["content", "digest_as_stated", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
 
@@ -28,6 +29,7 @@ def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
     for i, theirs in enumerate(geometry["groups"]):
         group = {k: v for k, v in copy.deepcopy(theirs).items() if k != "order"}
         group |= {"id": str(3 * i + 1), "cp_size": "1", "interleave": "1", "origin": "0"}
+        group["parts"] = whole(group["parts"])
         if "live_rows" in group:
             group["rows"] = group["live_rows"]
         elif not any("encoding" in part for part in group["parts"]):
@@ -39,8 +41,8 @@ def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
         for rank in range(ranks):
             lanes = []
             for p, part in enumerate(group["parts"]):
-                whole = int(part["lanes"])
-                lo, hi = (whole * rank // ranks, whole * (rank + 1) // ranks) if whole >= ranks else (0, whole)
+                count = int(part["lanes"])
+                lo, hi = (count * rank // ranks, count * (rank + 1) // ranks) if count >= ranks else (0, count)
                 lanes.append({"part": str(p), "lo": str(lo), "hi": str(hi)})
             share = {"group": group["id"], "layers": [str(n) for n in sorted(layers)], "cp_rank": "0", "lanes": lanes}
             owns[rank].append(share)
