@@ -29,6 +29,7 @@ _LONGEST = 36 << 20
 """Bytes of an answer; that of the longest frame in hex has 32 MiB."""
 _WORDS = 2048
 """Bytes that are kept of what it says on stderr."""
+_STDOUT = "stdout is for answers alone, print notes to stderr"
 _START = 4
 """Times the patience until the first answer: an interpreter and its libraries have to start."""
 
@@ -114,7 +115,7 @@ class Testee:
         try:
             answer = json.loads(found)
         except (ValueError, RecursionError):
-            return self._broken("garbage", f"its answer is not JSON: {_shown(found)}")
+            return self._broken("garbage", f"its answer is not JSON: {_shown(found)}; {_STDOUT}")
         if not isinstance(answer, dict):
             return self._broken("garbage", f"its answer is not an object: {_shown(found)}")
         sequence = answer.pop("seq", None)

@@ -80,7 +80,7 @@ EARNS_NOTHING: dict[str, tuple[str, str]] = {
     "takes another number": ('q["seq"] += 1; said(q, **right(q))', "its answer has seq 3, and the question had 2"),
     "makes noise first": (
         'print("loading...", flush=True); said(q, **right(q))',
-        "its answer is not JSON: 'loading...'",
+        "its answer is not JSON: 'loading...'; stdout is for answers",
     ),
     "exits": ("sys.exit(0)", "it ended with status 0"),
     "crashes with words": ("raise ValueError('no idea')", "no idea"),
@@ -179,7 +179,7 @@ def test_a_refusal_may_have_a_text(few: Path, tmp_path: Path) -> None:
 HELLOS = {
     "pass": "no answer to hello: no answer within 3.2 s",
     "sys.exit(2)": "no answer to hello: it ended with status 2",
-    "print('hi', flush=True)": "no answer to hello: its answer is not JSON: 'hi'",
+    "print('hi', flush=True)": "no answer to hello: its answer is not JSON: 'hi'; stdout is for answers alone, print notes to stderr",
     "said(q, unsupported=True)": 'hello must be answered with "driver": 1',
     "said(q, driver='1')": 'hello must be answered with "driver": 1',
     "said(q, driver=1, messages='DoneAck')": "hello: messages must be a list of strings",
