@@ -62,7 +62,7 @@ conformance: $(VENV)/.demo
 prove: $(VENV)/.test
 	@PYTHONDONTWRITEBYTECODE= $(PY) -m tools.prove $(ARGS)
 
-# Its parts that are neither drawn by chance nor take long: every fact of the registry, and every bug.
+# Its parts that are not drawn by chance: every fact of the registry, and every bug.
 prove-quick: $(VENV)/.test
 	@PYTHONDONTWRITEBYTECODE= $(PY) -m tools.prove bugs registry $(ARGS)
 

@@ -22,10 +22,9 @@ def place(part: Json, number: int) -> tuple[int, int]:
 
 
 def whole(parts: Sequence[Json]) -> list[Json]:
-    """The parts of a group, those in sections as if each were in one piece."""
-    first = {part["name"]: part for part in reversed(parts)}
-    found = []
-    for name in dict.fromkeys(part["name"] for part in parts):
-        stated = {key: value for key, value in first[name].items() if key not in ("at", "whole")}
-        found.append(stated | {"lane_bytes": str(lane(first[name]))})
-    return found
+    """The parts of a group, those in sections as if each were in one piece: the first section stands for all."""
+    return [
+        {key: value for key, value in part.items() if key not in ("at", "whole")} | {"lane_bytes": str(lane(part))}
+        for part in parts
+        if int(part.get("at", 0)) == 0
+    ]

@@ -50,7 +50,7 @@ class EngineCache:
 
     def write(self, table: dict[str, list[int]], ask: dict[str, Any]) -> None:
         """Do what `fill` asks."""
-        part = next(p for p in self.groups[ask["group"]].parts if p.name == ask["part"])  # of sections the first
+        (part,) = (p for p in self.groups[ask["group"]].parts if p.name == ask["part"] and not p.at)
         size = part.lane_bytes if part.whole is None else part.whole
         data = np.frombuffer(bytes.fromhex(ask["data"]), np.uint8).reshape(-1, part.lanes, size)
         self.put(_key(ask), table[ask["group"]], np.arange(ask["first"], ask["first"] + len(data)), data)

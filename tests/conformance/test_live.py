@@ -45,6 +45,14 @@ def test_the_reference_engines_pass_with_their_own_pools_and_attention(framework
     assert [(r.status, r.text) for r in run(adapter(f"live_{framework}.py"), chosen)] == [("pass", "")]
 
 
+@pytest.mark.parametrize(("role", "id"), [("source", "LIVE-101"), ("sink", "LIVE-301")])
+def test_an_engine_with_a_part_in_sections_passes(role: str, id: str) -> None:
+    """The suite's side has it in one piece."""
+    chosen = [s for s in list_scenarios(role) if s.id == id]
+    adapter = [sys.executable, str(Path(__file__).with_name("sectioned_engine.py"))]
+    assert [(r.status, r.text) for r in run(adapter, chosen)] == [("pass", "")]
+
+
 def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
     chosen = [s for s in list_scenarios("source") if s.id == "LIVE-105"]
     assert [r.status for r in run(adapter("live_torch.py"), chosen)] == ["unsupported"]

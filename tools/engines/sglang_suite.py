@@ -10,7 +10,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvproto_engines.memory import ShareableMemory
@@ -43,7 +42,7 @@ class SglangCache(EngineCache):
         super().__init__(opened.pool.geometry, opened.pool)
 
     def put(self, key: Key, table: list[int], rows: Ints, data: Bytes) -> None:
-        slots, (_, layer, part) = _slots(table, rows), key
+        slots, (_, layer, part) = suite.slots(table, rows, PAGE), key
         both = {"k": self._kv.get_key_buffer(layer)[slots], "v": self._kv.get_value_buffer(layer)[slots]}
         both[part] = torch.from_numpy(data.copy()).view(torch.float32)
         self._kv.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, both["k"], both["v"])
@@ -51,13 +50,8 @@ class SglangCache(EngineCache):
     def get(self, key: Key, table: list[int], rows: Ints) -> Bytes:
         _, layer, part = key
         held = self._kv.get_key_buffer(layer) if part == "k" else self._kv.get_value_buffer(layer)
-        found: Bytes = held[_slots(table, rows)].view(torch.uint8).numpy()
+        found: Bytes = held[suite.slots(table, rows, PAGE)].view(torch.uint8).numpy()
         return found
-
-
-def _slots(table: list[int], rows: Ints) -> torch.Tensor:
-    """Where SGLang's page table has these tokens."""
-    return torch.from_numpy(np.array(table)[rows // PAGE] * PAGE + rows % PAGE)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+import numpy as np
+import torch
+
+__all__ = ["main", "slots"]
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "conformance"), str(ROOT / "conformance/testees")]
+
+
+def slots(table: list[int], rows: Any, page: int) -> torch.Tensor:
+    """Where an engine's table of pages of so many tokens has these tokens."""
+    return torch.from_numpy(np.array(table)[rows // page] * page + rows % page)
 
 
 def main(argv: list[str], module: str, release: str, cache: Callable[..., Any]) -> int:

@@ -79,7 +79,7 @@ class VllmCache(EngineCache):
         (_, number, part), (layer, tensor) = key, self._layers[key[1]]
         both = {each: self._rows(number, each, table, rows) for each in self._at}
         both[part] = torch.from_numpy(data.copy()).view(torch.float32)
-        layer.impl.do_kv_cache_update(layer, both["k"], both["v"], tensor, _slots(table, rows))
+        layer.impl.do_kv_cache_update(layer, both["k"], both["v"], tensor, suite.slots(table, rows, PAGE))
 
     def get(self, key: Key, table: list[int], rows: Ints) -> Bytes:
         _, number, part = key
@@ -124,11 +124,6 @@ def places(layer: Any) -> dict[str, torch.Tensor]:
     layer.impl.do_kv_cache_update(layer, k.contiguous(), k + count, page, torch.arange(PAGE))
     at = page[0, 0].flatten().argsort().view(2, PAGE, DIM)
     return {"k": at[0], "v": at[1]}
-
-
-def _slots(table: list[int], rows: Ints) -> torch.Tensor:
-    """Where vLLM's block table has these tokens."""
-    return torch.from_numpy(np.array(table)[rows // PAGE] * PAGE + rows % PAGE)
 
 
 if __name__ == "__main__":
