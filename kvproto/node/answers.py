@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
@@ -14,8 +14,10 @@ from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
-__all__ = ["LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
+__all__ = ["BEGUN", "LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
 
+BEGUN = 8
+"""Requests whose checksums are started before the first of them is waited for."""
 LOOK = 0.02
 """Seconds of one turn in which checksums are taken."""
 
@@ -33,13 +35,21 @@ class Sums:
         self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
         self._transport, self._memories, self._sink = transport, memories, sink
         self.found: dict[int, int] = {}
+        self._begun: Callable[[], dict[int, int]] | None = None
+        """The first of the parts that are left, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Go on until then: whether all are taken."""
-        while self._parts and time.monotonic() < until:
-            for group, value in self.of(self._parts.popleft()).items():
+        """Start on the next part, which a device takes alone, and go on until then: whether all are taken."""
+        while self._parts:
+            if self._begun is None:
+                self._begun = self._transport.begin_checksums(self._parts[0], self._memories, self._sink)
+            if time.monotonic() >= until:
+                return False
+            for group, value in self._begun().items():
                 self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
-        return not self._parts
+            self._begun = None
+            self._parts.popleft()
+        return True
 
     def of(self, some: CopyProgram) -> dict[int, int]:
         """Those of a part of the program, at once."""
@@ -56,7 +66,7 @@ class Checksums:
         self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
 
     def advance(self, until: float) -> bool:
-        """Go on until then: whether all are taken."""
+        """As `Sums.advance`."""
         return self._sums is None or self._sums.advance(until)
 
     def said(self) -> tuple[Checksum, ...] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
+from itertools import islice
 
 from kvproto.errors import KvprotoError
-from kvproto.node.answers import LOOK, Sums
+from kvproto.node.answers import BEGUN, LOOK, Sums
 from kvproto.node.terms import Terms, begins_of
 from kvproto.node.told import Received, TransferLost
 from kvproto.session.events import Arrived
@@ -38,6 +39,9 @@ class Arrivals:
     def take(self) -> list[tuple[Arrived, Taken]]:
         """Go on for a while; those whose checksums are all taken now."""
         found, until = [], time.monotonic() + LOOK
+        for _, _, taken in islice(self._waiting, BEGUN):
+            for sums in () if isinstance(taken, KvprotoError) else taken:
+                sums.advance(0.0)
         while self._waiting:
             event, _, taken = self._waiting[0]
             if not isinstance(taken, KvprotoError) and not all(sums.advance(until) for sums in taken):

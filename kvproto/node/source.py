@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
-from kvproto.node.answers import LOOK, Checksums, bytes_by_name, session_id
+from kvproto.node.answers import BEGUN, LOOK, Checksums, bytes_by_name, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.lent import Read, returned
@@ -334,6 +334,8 @@ class SourceNode:
         look, self._look = self._look, set()
         idle = [a for key in look for a in self._attempts.get(key, {}).values() if not a.copies]
         over, until = [a for a in idle if a.last or a.failure or self._unwanted(a)], time.monotonic() + LOOK
+        for attempt in over[:BEGUN]:
+            self._summed(attempt, 0.0)
         summed = [a for a in over if self._summed(a, until)]
         self._look |= {a.asked.key for a in over if a not in summed}
         for attempt in summed:
@@ -345,7 +347,7 @@ class SourceNode:
         return bool(summed)
 
     def _summed(self, attempt: Attempt, until: float) -> bool:
-        """Whether its checksums are taken, or not needed as it has failed."""
+        """Whether its checksums are taken, or not needed as it has failed; they are started, and taken until then."""
         session = self.endpoint.sessions.get(attempt.asked.session)
         if attempt.failure or attempt.program is None or session is None or self._unwanted(attempt):
             return True

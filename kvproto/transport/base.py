@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
@@ -263,7 +263,11 @@ class Transport(Protocol):
         """Start all moves, or none; several only where the transport `batches`. Raises BUSY while too many run."""
 
     def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, over memory of this process."""
+        """As `kvproto.copying.execute.checksums`, over memory of this process; the program's copies are over."""
+
+    def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        """Start taking checksums where a device can do so alone; the result waits for them, or takes them now."""
+        return partial(self.checksums, program, memory, sink)
 
     def forget(self, memory: Regions) -> None:
         """These regions are not exposed any more, and no copy uses them: keep nothing of them."""

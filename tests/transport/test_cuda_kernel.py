@@ -24,8 +24,8 @@ from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.launch import INLINE_BYTES, Launch, Work, check, inline_launch, launch, parts, sizes
-from kvproto.transport.cuda.sums import sums
-from kvproto.transport.cuda.table import SUM, table
+from kvproto.transport.cuda.sums import sum_table
+from kvproto.transport.cuda.table import table
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -177,13 +177,17 @@ def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: in
         for sink, length in enumerate(lengths):
             memory = {r: dice.integers(0, 256, n, np.uint8) for r, n in length.items()}
             addresses = {r: a.ctypes.data for r, a in memory.items()}
-            image = sums(program, addresses, bool(sink))
-            at = image.bytes.ctypes.data
-            image.rebase(at)
-            for word, first, count in image.words:
-                kernels[word].run_checksum(ctypes.c_void_p(at + first * SUM.itemsize), count, blocks)
-            totals = image.bytes[image.bytes.size - 8 * len(image.groups) :].view(np.uint64)
-            found = dict(zip(image.groups, totals.tolist(), strict=True))
+            table = sum_table(program, addresses, bool(sink))
+            most, rows = table.sizes(program.maps)
+            image, expanded = aligned(most), aligned(rows)
+            image[:], expanded[:] = 0xEE, 0xEE
+            at = image.ctypes.data
+            size = table.write(program.maps, image, at, expanded.ctypes.data)
+            assert size <= most
+            kernels[16].run_expand(ctypes.c_void_p(at), table.n_maps, 2)
+            for word, offset, count in table.launches:
+                kernels[word].run_checksum(ctypes.c_void_p(at + offset), count, blocks)
+            found = table.found(program.maps, image[size - 8 * len(table.groups) : size])
             assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 

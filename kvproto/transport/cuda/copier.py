@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,24 @@ from typing import Any
 import attrs
 import numpy as np
 from cuda import core
-from cuda.core import Event, Kernel, Stream
+from cuda.core import Event, Kernel, Stream, StreamOptions
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
+from kvproto.transport.cuda import direct
 from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import FAULTS, call, copy_all, current, driver, is_done
+from kvproto.transport.cuda.direct import Mark, is_done
+from kvproto.transport.cuda.driver import call, copy_all, current, driver
 from kvproto.transport.cuda.jobs import Bytes, Copy, Job, LaunchBuffers, Prepared, Series
 from kvproto.transport.cuda.stream import PART, Chunk
-from kvproto.transport.cuda.sums import sums
+from kvproto.transport.cuda.sums import SumTable, sum_table
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared", "Series"]
 
+Sums = dict[int, int]
+"""Checksums by sink group id."""
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _EVENTS = 64
@@ -87,9 +91,15 @@ class Copier:
         self._ahead: Stream = self._device.create_stream()
         """Where rows of a part are expanded while those of the part before move."""
         self.streams = self._ahead, self.stream
+        self._aside: Stream = self._device.create_stream(options=StreamOptions(priority=-1))
+        """Where checksums are taken, ahead of copies that wait for the device."""
+        self._context = int(call(driver.cuCtxGetCurrent(), "context"))
+        self._sum_tables = tables.PerProgramCache[SumTable]()
+        self._spare: list[LaunchBuffers] = []
+        """Buffers of checksums that have been taken."""
         self._arch = "".join(map(str, self._device.compute_capability))
         self.blocks = blocks or self._device.properties.multiprocessor_count
-        self._functions: dict[tuple[int, str], object] = {}
+        self._functions: dict[tuple[int, str], int] = {}
         self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
         begin, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
         self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
@@ -104,14 +114,12 @@ class Copier:
         """Of launches, the latest last."""
         self._nothing = Bytes(tables.MAP.itemsize)
         """A map without rows."""
-        self._summed = self._nothing
-        """What the checksum kernel reads; memory that is freed would wait for all that the GPU does."""
         self._loaded: set[int] = set()
         self._load(16)
 
     def load(self, words: Iterable[int]) -> None:
         """Compile and load the kernels for words of these widths."""
-        self._device.set_current()
+        direct.enter(self._context)
         for word in words:
             self._load(word)
 
@@ -132,13 +140,12 @@ class Copier:
 
     def check(self) -> None:
         """Raise DeviceFault where the context is lost, as the driver's other errors mean nothing then."""
-        code = driver.cuStreamQuery(self.stream.handle)[0]
-        if code.value in FAULTS:
-            call((code,), "stream")
+        direct.enter(self._context)
+        direct.idle(int(self.stream.handle))
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
-        self._device.set_current()
+        direct.enter(self._context)
         made = tables.table(program, sources, sinks)
         memory = Bytes(max(made.ops.nbytes, 1))
         if made.ops.nbytes:
@@ -154,7 +161,7 @@ class Copier:
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
         where memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
-        self._device.set_current()
+        direct.enter(self._context)
         works = _works(jobs)
         inline = launches.inline_launch(works, self._inline, 4 * self.blocks, self._long)
         if inline is not None:
@@ -182,7 +189,7 @@ class Copier:
 
         The jobs best share their maps: rows are expanded once then.
         """
-        self._device.set_current()
+        direct.enter(self._context)
         works = _works(jobs)
         (buffers,) = self._take([launches.sizes(works)])
         at = buffers.image.address, buffers.rows.address
@@ -193,7 +200,7 @@ class Copier:
 
     def go_on(self, series: Series, count: int) -> None:
         """Start copies of a series until there are `count`."""
-        self._device.set_current()
+        direct.enter(self._context)
         with _Whole(self.streams):
             for i in range(len(series.copies), count):
                 self._kernels(series.made.groups[i], series.buffers)
@@ -210,12 +217,12 @@ class Copier:
 
     def _prelude(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` is their events), or else while the part before moves."""
-        stream, ahead = self.stream.handle, after is None
+        stream, ahead = int(self.stream.handle), after is None
         if any(group.classes for group in made.groups):
             self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
         if ahead:
-            expanded = self._ahead.record()
-            call(driver.cuStreamWaitEvent(stream, expanded.handle, 0), "expand")
+            expanded = Mark(int(self._ahead.handle))
+            direct.follow(stream, expanded.handle)
         self.follow(after or ())
 
     def _kernels(self, group: launches.Group, buffers: LaunchBuffers) -> None:
@@ -227,7 +234,7 @@ class Copier:
 
     def allocate(self, image: int, rows: int) -> LaunchBuffers:
         """Allocate the buffers of a launch; sizes in bytes."""
-        self._device.set_current()
+        direct.enter(self._context)
         size = 1 << max(image - 1, 4095).bit_length()
         host = core.LegacyPinnedMemoryResource().allocate(size)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
@@ -236,26 +243,26 @@ class Copier:
 
     def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
         """Upload the image of a stream, which begins with its maps, and expand their rows."""
-        self._device.set_current()
+        direct.enter(self._context)
         self._expand(buffers, size, n_maps, most_rows, self.stream)
         buffers.event = self._record()
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
-        call(driver.cuMemcpyHtoDAsync(image, buffers.view.ctypes.data, size, stream.handle), "upload")
+        direct.upload(image, buffers.view.ctypes.data, size, int(stream.handle))
         tall = min(-(-most_rows // tables.THREADS), 4 * self.blocks)
         self._run(16, "expand", (tall, n_maps), image, stream=stream)
 
     def follow(self, events: Sequence[int]) -> None:
         """What is submitted from now on waits for these events (handles of producers')."""
         if events:
-            self._device.set_current()
+            direct.enter(self._context)
         for event in events:
-            call(driver.cuStreamWaitEvent(self.stream.handle, event, 0), "producer's event")
+            direct.follow(int(self.stream.handle), event)
 
     def chunk(self, chunk: Chunk, buffers: LaunchBuffers, bytes_: int) -> Copy:
         """Copy a chunk of the stream whose maps and operations are in these buffers."""
-        self._device.set_current()
+        direct.enter(self._context)
         stream = self.stream.handle
         with _Whole(self.streams):
             for source, sink, length in chunk.pieces:
@@ -266,17 +273,17 @@ class Copier:
             buffers.event = self._end(buffers)
         return Copy(buffers.event, bytes_)
 
-    def _end(self, buffers: LaunchBuffers) -> Event:
+    def _end(self, buffers: LaunchBuffers) -> Mark:
         """Record the end of a chunk; after many chunks events are recorded again, so an earlier one may be late."""
         at, buffers.chunks = buffers.chunks % _EVENTS, buffers.chunks + 1
         if at == len(buffers.ends):
-            buffers.ends.append(self._record())
+            buffers.ends.append(Mark(int(self.stream.handle)))
         else:
-            self.stream.record(buffers.ends[at])
+            buffers.ends[at].record(int(self.stream.handle))
         return buffers.ends[at]
 
-    def _record(self) -> Event:
-        return self.stream.record(options=self._timing)
+    def _record(self) -> Event | Mark:
+        return self.stream.record(options=self._timing) if self._timed else Mark(int(self.stream.handle))
 
     def _run(
         self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None,
@@ -288,29 +295,49 @@ class Copier:
             function = self._functions[word, name] = _kernels(self._arch, word, tables.THREADS, tables.DEPTH)[
                 _NAMES.index(name)
             ].handle
+            self._functions[word, name] = function = int(function)
         for i, value in enumerate(arguments):
             self._arguments[i] = value
         threads, places = tables.THREADS, ctypes.addressof(self._places if block is None else block)
-        handle = (stream or self.stream).handle
-        call(driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, handle, places, 0), name)
+        direct.launch(function, grid, threads, int((stream or self.stream).handle), places)
 
-    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, of regions at these addresses, after all copies; waits."""
-        self._device.set_current()
-        image = sums(program, addresses, sink)
-        if not image.groups:
-            return {}
-        size = image.bytes.size
-        if self._summed.size < size:
-            self._summed = Bytes(1 << (size - 1).bit_length())
-        at, stream, totals = self._summed.address, self.stream.handle, np.empty(len(image.groups), np.uint64)
-        image.rebase(at)
-        call(driver.cuMemcpyHtoDAsync(at, image.bytes.ctypes.data, size, stream), "upload")
-        for word, first, count in image.words:
-            self._run(word, "checksum", (self.blocks, count), at + first * tables.SUM.itemsize)
-        call(driver.cuMemcpyDtoHAsync(totals.ctypes.data, at + size - totals.nbytes, totals.nbytes, stream), "download")
-        call(driver.cuStreamSynchronize(stream), "checksum")
-        return dict(zip(image.groups, totals.tolist(), strict=True))
+    def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:
+        """Start taking checksums of regions at these addresses, whose copies are over; the result waits for them.
+
+        They are those of `kvproto.copying.execute.checksums`, and taken alongside copies that are under way.
+        """
+        direct.enter(self._context)
+        key = sink, *sorted(addresses.items())
+        table = self._sum_tables.get(program.ops, key, lambda: sum_table(program, addresses, sink))
+        if not any(m.size for m in program.maps):
+            return dict
+        sizes = table.sizes(program.maps)
+        buffers = next((each for each in self._spare if each.holds(*sizes)), None)
+        if buffers is None:
+            buffers = self.allocate(*sizes)
+        else:
+            self._spare.remove(buffers)
+        at, host, stream = buffers.image.address, buffers.view.ctypes.data, int(self._aside.handle)
+        size = table.write(program.maps, buffers.view, at, buffers.rows.address)
+        totals = slice(size - 8 * len(table.groups), size)
+        with _Whole((self._aside,)):
+            self._expand(buffers, size, table.n_maps, max(m.size for m in program.maps), self._aside)
+            for word, offset, count in table.launches:
+                self._run(word, "checksum", (self.blocks, count), at + offset, stream=self._aside)
+            direct.download(host + totals.start, at + totals.start, size - totals.start, stream)
+            over = Mark(stream)
+
+        def found() -> Sums:
+            if not is_done(over.handle):
+                call(driver.cuEventSynchronize(over.handle), "checksum")
+            self._spare.append(buffers)
+            return table.found(program.maps, buffers.view[totals])
+
+        return found
+
+    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Sums:
+        """The same at once."""
+        return self.begin_checksums(program, addresses, sink)()
 
     def _take(self, sizes: Sequence[tuple[int, int]]) -> list[LaunchBuffers]:
         """Buffers for launches with these sizes of image and rows, before the first of them begins; raises BUSY."""

@@ -22,7 +22,6 @@ __all__ = [
     "driver",
     "enable_peer",
     "has_nvlink",
-    "is_done",
     "ordinal_of",
     "uuid",
 ]
@@ -73,16 +72,6 @@ def copy_all(runs: npt.NDArray[np.uint64], stream: int) -> None:
     sources, sinks, lengths = (ctypes.c_void_p(row.ctypes.data) for row in runs)
     how = ctypes.c_size_t(runs.shape[1]), ctypes.byref(_ATTRIBUTES), ctypes.byref(_FIRST), ctypes.c_size_t(1)
     call((_R(function(sinks, sources, lengths, *how, *rest, ctypes.c_void_p(stream))),), "copy")
-
-
-def is_done(event: Any) -> bool:
-    """Whether the device has reached an event, given by its handle; raises DeviceFault."""
-    code = driver.cuEventQuery(event)[0]
-    if code == _R.CUDA_SUCCESS:
-        return True
-    if code != _R.CUDA_ERROR_NOT_READY:
-        call((code,), "copy")
-    return False
 
 
 def current(device: int) -> Device:

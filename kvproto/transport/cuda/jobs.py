@@ -15,7 +15,8 @@ from kvproto.copying.program import RowMap
 from kvproto.transport.base import Copying
 from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.driver import call, driver, is_done
+from kvproto.transport.cuda.direct import Mark, is_done
+from kvproto.transport.cuda.driver import call, driver
 from kvproto.wire.enums import Proof
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ class LaunchBuffers:
     view: npt.NDArray[np.uint8]
     image: Bytes
     rows: Bytes
-    event: Event
+    event: Event | Mark
     """After which they may be used again."""
-    ends: list[Event] = attrs.field(factory=list)
+    ends: list[Mark] = attrs.field(factory=list)
     """Of chunks, recorded in turn."""
     chunks: int = 0
 
@@ -74,9 +75,9 @@ class LaunchBuffers:
 class Copy(Copying):
     """A launch that is under way; also what a packer returns."""
 
-    event: Event
+    event: Event | Mark
     bytes: int
-    began: Event | None = None
+    began: Event | Mark | None = None
     """Before the upload, where the copier times."""
     jobs: Sequence[Job] = attrs.field(default=(), repr=False)
     """Held because the launch reads their tables."""
@@ -85,7 +86,8 @@ class Copy(Copying):
     @property
     def seconds(self) -> float:
         """Device time from the upload to the last byte, where the copier times."""
-        assert self.began is not None
+        assert isinstance(self.began, Event)
+        assert isinstance(self.event, Event)
         return float(self.event - self.began) / 1000
 
     @property

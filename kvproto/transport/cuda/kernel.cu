@@ -155,11 +155,11 @@ __global__ void __launch_bounds__(THREADS) copy_part(const __grid_constant__ Par
 /* Feature VERIFY (spec/v1/lowering.md): the sum over every byte of byte x A(layer, row) x B(byte on the lane axis). */
 typedef struct {
     u64 base, item, row, lane; /* of one operation on one side: address, strides; multiples of a WORD, like lane_bytes */
-    u64 places;                /* uint2[n_rows]: item, row */
-    u64 globals;               /* u64[n_rows]: global rows */
+    u64 places;                /* uint4[n_rows], written by expand: source item, source row, sink item, sink row */
+    u64 globals;               /* uint4[n_rows], written by expand: the second is the global row */
     u64 total;                 /* u64: where the group's sum is collected */
     u64 seed, lo;              /* of model, layer and part; first byte on the lane axis */
-    u32 n_rows, lanes, lane_bytes, unused;
+    u32 n_rows, lanes, lane_bytes, sink; /* of the side: 0 source, 1 sink */
 } Sum;
 
 __device__ static u64 odd(u64 x)
@@ -207,12 +207,12 @@ __global__ void __launch_bounds__(THREADS) checksum(const Sum *sums)
             weights[i] = odd(s.lo + x + i);
         UNROLL
         for (u32 row = first; row < s.n_rows; row += gridDim.x * down) {
-            const uint2 at = ((const uint2 *)s.places)[row];
-            const WORD bytes = *(const WORD *)(column + at.x * s.item + at.y * s.row);
+            const uint4 at = ((const uint4 *)s.places)[row];
+            const WORD bytes = *(const WORD *)(column + (s.sink ? at.z : at.x) * s.item + (s.sink ? at.w : at.y) * s.row);
             u64 line = 0;
             for (u32 i = 0; i < sizeof(WORD); i++)
                 line += ((const unsigned char *)&bytes)[i] * weights[i];
-            total += line * odd(((const u64 *)s.globals)[row] + s.seed);
+            total += line * odd(((const uint4 *)s.globals)[row].y + s.seed);
         }
     }
     collect((u64 *)s.total, total);

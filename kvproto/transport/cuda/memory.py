@@ -6,11 +6,10 @@ sticky error in the process.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,7 +17,7 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda import virtual
+from kvproto.transport.cuda import direct, virtual
 from kvproto.transport.cuda.descriptors import withdraw
 from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
 from kvproto.transport.process import boot_id, pid_namespace, start_time
@@ -43,19 +42,15 @@ _FACTS = {
 }
 
 
-@cache
-def _plain() -> ctypes.CDLL:
-    """The driver without cuda-python, whose wrapper is slower and gets one attribute wrong in some releases."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
-    """An attribute of an address; 0 where the driver knows none."""
-    value = ctypes.c_uint64()
-    known = _plain().cuPointerGetAttribute(ctypes.byref(value), attribute.value, ctypes.c_uint64(address))
+    """An attribute of an address; 0 where the driver knows none.
+
+    Not by cuda-python, whose wrapper is slower and gets one attribute wrong in some releases.
+    """
+    known, value = direct.attribute(attribute.value, address)
     if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
         call((driver.CUresult(known),), "pointer attribute")
-    return value.value if known == 0 else 0
+    return value if known == 0 else 0
 
 
 def facts(address: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.cuda.copier import Copier, Copy, LaunchBuffers
-from kvproto.transport.cuda.driver import is_done
+from kvproto.transport.cuda.direct import is_done
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.cuda.table import PerProgramCache

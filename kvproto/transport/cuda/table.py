@@ -44,7 +44,7 @@ CLASS = np.dtype(
 MAP = np.dtype([("runs", "<u8"), ("rows", "<u8"), ("n_runs", "<u4"), ("n_rows", "<u4")])
 SUM = np.dtype(
     [(n, "<u8") for n in ("base", "item", "row", "lane", "places", "globals", "total", "seed", "lo")]
-    + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "unused")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "sink")]
 )  # fmt: skip
 
 MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")

@@ -70,7 +70,10 @@ class CudaTransport(base.Transport):
         return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return self.copier.checksums(program, _addresses(memory), sink)
+        return self.begin_checksums(program, memory, sink)()
+
+    def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        return self.copier.begin_checksums(program, _addresses(memory), sink)
 
     def forget(self, memory: base.Regions) -> None:
         for each in memory.values():

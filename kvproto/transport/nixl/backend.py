@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvproto.copying.execute import checksums
@@ -54,8 +54,8 @@ class MemoryBackend(Protocol):
         """Whether device events are complete; waits for nothing."""
         return True
 
-    def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
-        """As `Transport.checksums`."""
+    def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        """As `Transport.begin_checksums`."""
 
     def close(self) -> None:
         """Release what was allocated."""
@@ -76,8 +76,8 @@ class HostBackend(MemoryBackend):
     def packer(self, program: CopyProgram, side: Side, memory: Regions, after: Sequence[int] = ()) -> Packer:
         return PackedStream(program, side, {i: _buffer(m) for i, m in memory.items()})
 
-    def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
-        return checksums(program, {i: _buffer(m) for i, m in memory.items()}, sink)
+    def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        return lambda: checksums(program, {i: _buffer(m) for i, m in memory.items()}, sink)
 
 
 def _buffer(memory: Memory) -> memoryview:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
 from kvproto.transport.base import Memory, Regions
-from kvproto.transport.cuda.driver import current, is_done, uuid
+from kvproto.transport.cuda.direct import is_done
+from kvproto.transport.cuda.driver import current, uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
 from kvproto.transport.cuda.sums import SUMMED
@@ -61,11 +62,11 @@ class DeviceBackend(MemoryBackend):
             current(self.device)
         return all(is_done(event) for event in events)
 
-    def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
+    def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
         own = {i: self._own(m) for i, m in memory.items()}
         for each in own.values():
             each.check()
-        return self.copier.checksums(program, {i: m.address for i, m in own.items()}, sink)
+        return self.copier.begin_checksums(program, {i: m.address for i, m in own.items()}, sink)
 
     def close(self) -> None:
         for made in self._allocated.values():

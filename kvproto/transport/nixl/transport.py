@@ -186,7 +186,10 @@ class NixlTransport(base.Transport):
         return Writing(Direct(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return self.backend.checksums(program, memory, sink)
+        return self.backend.begin_checksums(program, memory, sink)()
+
+    def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        return self.backend.begin_checksums(program, memory, sink)
 
     def forget(self, memory: base.Regions) -> None:
         gone = {id(each) for each in memory.values()}
