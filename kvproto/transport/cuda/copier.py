@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -14,7 +15,7 @@ from cuda import core
 from cuda.core import Event, Kernel, Stream, StreamOptions
 
 from kvproto.copying.program import CopyProgram
-from kvproto.errors import LocalError
+from kvproto.errors import DeviceFault, LocalError
 from kvproto.transport.cuda import direct
 from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
@@ -334,6 +335,13 @@ class Copier:
             return table.found(program.maps, buffers.view[totals])
 
         return found
+
+    def settle(self) -> None:
+        """Wait for checksums that are being taken: after this none reads memory, even if nobody collects it."""
+        with contextlib.suppress(DeviceFault):  # a lost context reads nothing
+            direct.enter(self._context)
+            if not direct.idle(int(self._aside.handle)):
+                call(driver.cuStreamSynchronize(self._aside.handle), "checksum")
 
     def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Sums:
         """The same at once."""

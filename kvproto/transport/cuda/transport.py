@@ -76,11 +76,13 @@ class CudaTransport(base.Transport):
         return self.copier.begin_checksums(program, _addresses(memory), sink)
 
     def forget(self, memory: base.Regions) -> None:
+        self.copier.settle()
         for each in memory.values():
             if isinstance(each, DeviceMemory):
                 each.forget()
 
     def close(self) -> None:
+        self.copier.settle()
         self._tables.clear()
 
     def _prepared(self, move: base.Move) -> Prepared:

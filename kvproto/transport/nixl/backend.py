@@ -57,6 +57,10 @@ class MemoryBackend(Protocol):
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
         """As `Transport.begin_checksums`."""
 
+    def settle(self) -> None:
+        """Wait for checksums that nobody has collected: after this none reads a pool."""
+        return
+
     def close(self) -> None:
         """Release what was allocated."""
         return

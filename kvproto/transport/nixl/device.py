@@ -68,7 +68,11 @@ class DeviceBackend(MemoryBackend):
             each.check()
         return self.copier.begin_checksums(program, {i: m.address for i, m in own.items()}, sink)
 
+    def settle(self) -> None:
+        self.copier.settle()
+
     def close(self) -> None:
+        self.settle()
         for made in self._allocated.values():
             made.close()
         self._allocated.clear()

@@ -192,6 +192,7 @@ class NixlTransport(base.Transport):
         return self.backend.begin_checksums(program, memory, sink)
 
     def forget(self, memory: base.Regions) -> None:
+        self.backend.settle()
         gone = {id(each) for each in memory.values()}
         for key in [key for key in self._registered if key[0] in gone]:
             self._registered.pop(key)[1].close()
