@@ -1,4 +1,4 @@
-"""What a source says: ids of sessions, and of the bytes that it has moved."""
+"""What a source's answers state: session ids, checksums, and how many bytes were moved."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
-__all__ = ["LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
+__all__ = ["SUM_TIME", "Checksums", "Sums", "bytes_by_name", "session_id"]
 
-LOOK = 0.02
-"""Seconds of one turn in which checksums are taken."""
+SUM_TIME = 0.02
+"""Seconds that one turn spends on checksums."""
 
 
 def session_id() -> int:
-    """A session id that nobody can guess: 64 random bits, and not 0 (KVP-SES-GUESS)."""
+    """Make a session id that nobody can guess: 64 random bits, but not 0 (KVP-SES-GUESS)."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class Sums:
-    """Checksums by group of a program, taken part after part: those of a long prompt take seconds, and no turn may."""
+    """Checksums by group of a program, computed part by part: a long prompt takes seconds, but a turn must not."""
 
     def __init__(self, program: CopyProgram, transport: Transport, memories: Regions, sink: bool) -> None:
-        """`memories`: of the source's side, or the `sink`'s."""
+        """`memories` are the sink's if `sink`, otherwise the source's."""
         self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
         self._transport, self._memories, self._sink = transport, memories, sink
         self.found: dict[int, int] = {}
 
     def advance(self, until: float) -> bool:
-        """Go on until then: whether all are taken."""
+        """Go on until `until`, a time of `time.monotonic`; whether all checksums are computed."""
         while self._parts and time.monotonic() < until:
             for group, value in self.of(self._parts.popleft()).items():
                 self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
         return not self._parts
 
     def of(self, some: CopyProgram) -> dict[int, int]:
-        """Those of a part of the program, at once."""
+        """The checksums of a part of the program, computed at once."""
         return self._transport.checksums(some, self._memories, self._sink)
 
 
 class Checksums:
-    """The checksums of Done or Offer, where the features ask for some (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
+    """The checksums of a Done or an Offer, if the features include any (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
 
     def __init__(
         self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]
@@ -56,11 +56,11 @@ class Checksums:
         self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
 
     def advance(self, until: float) -> bool:
-        """Go on until then: whether all are taken."""
+        """Go on until `until`, a time of `time.monotonic`; whether all checksums are computed."""
         return self._sums is None or self._sums.advance(until)
 
-    def said(self) -> tuple[Checksum, ...] | None:
-        """What the message says, once all are taken."""
+    def for_message(self) -> tuple[Checksum, ...] | None:
+        """The message's field, once all checksums are computed; None without VERIFY."""
         if self._sums is None:
             return None
         pages: dict[int, PageSums] = {}
@@ -75,5 +75,5 @@ class Checksums:
 
 
 def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
-    """Bytes by the name of the sink's group."""
+    """Bytes of a program by the name of the sink's group."""
     return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}
