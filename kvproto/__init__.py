@@ -1,8 +1,8 @@
 """kvproto: the contract by which LLM prefill and decode engines hand over the KV cache.
 
-What an engine author needs, in this order: say what the caches are (`Cache`, `Parallel`, `lay_out`), hand over the
-pool as it is (`Pool`), open a `Source` or a `Sink`, then hand over requests by `Ticket` and `Prompt`. `kvproto.events`
-has what both tell, `kvproto.asyncio` drives them in an event loop, `kvproto.errors` has what they raise.
+An engine author states the caches (`Cache`, `Parallel`, `lay_out`), wraps the engine's tensors in a `Pool`, opens a
+`Source` or a `Sink`, and hands over requests by `Ticket` and `Prompt`. `kvproto.events` lists what both report,
+`kvproto.asyncio` runs them in an event loop, and `kvproto.errors` defines what they raise.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_CATALOGUE = {
+_MODULES = {
     "Block": "planning.cache",
     "Cache": "planning.cache",
     "DType": "wire.enums",
@@ -106,14 +106,14 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The catalogue, whether or not a name was used yet."""
+    """All public names, including those that have not been imported yet."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """Names of the catalogue, imported when they are used first: `import kvproto` costs nothing."""
-    if name not in _CATALOGUE:
+    """Import a public name when it is first used, so that `import kvproto` itself is cheap."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'kvproto' has no attribute {name!r}")
-    found = getattr(import_module(f"kvproto.{_CATALOGUE[name]}"), name)
+    found = getattr(import_module(f"kvproto.{_MODULES[name]}"), name)
     globals()[name] = found
     return found

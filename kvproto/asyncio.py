@@ -1,9 +1,9 @@
-"""A Source or Sink in an asyncio loop: `drive` gives it its turns there, `wait` awaits a handle.
+"""Run a Source or Sink in an asyncio event loop: `drive` steps it there, and `wait` awaits one of its handles.
 
     async with drive(Sink("decode", pool, sources, Options(thread=False))) as sink:
         arrived = await wait(sink.fetch(ticket, prompt, pages))
 
-`wait` works as well with a Source or Sink that has an I/O thread.
+`wait` also works with a Source or Sink that has an I/O thread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Result = TypeVar("Result")
 
 @asynccontextmanager
 async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
-    """Give a Source or Sink its turns in the running loop, then close it; raises what `step` raises.
+    """Step a Source or Sink from the running loop, and close it when the block ends.
 
-    Open it with Options(thread=False). Its events are kept for `door.events()`.
+    Open it with Options(thread=False). Its events are kept for `door.events()`. An error that `step` raises ends all
+    handles, and is raised when the block ends.
     """
     loop = asyncio.get_running_loop()
     failures: list[BaseException] = []
@@ -40,7 +41,7 @@ async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
         try:
             door._driver.step()
             planned = door.next_timer()
-        except BaseException as error:  # handles have it too
+        except BaseException as error:  # every handle has ended with it as well
             failures.append(error)
             return
         if planned is not None:
@@ -61,7 +62,7 @@ async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
 
 
 async def wait(handle: Handle[Result]) -> Result:
-    """The event that ends a handle; raises the error where it fails. Cancelling it leaves the request as it is."""
+    """Wait until a handle has ended; return its event or raise its error. Cancelling the wait aborts no request."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -70,7 +71,7 @@ async def wait(handle: Handle[Result]) -> Result:
             ended.set_result(None)
 
     def tell(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits in it any more
             loop.call_soon_threadsafe(end)
 
     handle.add_done_callback(tell)

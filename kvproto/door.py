@@ -1,4 +1,4 @@
-"""What Source and Sink have in common: who drives them, their events, their handles, their end."""
+"""What Source and Sink have in common: their turns, events and handles, and how they are closed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from kvproto.wire.enums import ErrorCode
 __all__ = [
     "Door",
     "Handle",
-    "OfTicket",
     "RankNode",
+    "TicketHandle",
     "check_request",
     "ends_of",
     "options_of",
@@ -47,13 +47,13 @@ __all__ = [
 Result = TypeVar("Result")
 
 _KEPT = 4096
-"""Events kept for `events`, the latest."""
+"""The most events kept for `events`; older ones are dropped."""
 _PATIENCE = 1.0
-"""Seconds that `metrics` waits for a turn to end."""
+"""Seconds for which `metrics` waits for a turn to end."""
 
 
 def party_of(name: str, pool: Pool) -> Party:
-    """This run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
+    """The identity of this run of a rank; a later run has a greater incarnation (KVP-SES-SUPERSEDE)."""
     check_type("name", name, str, "the engine's name, a str")
     check_type("pool", pool, Pool, "a kvproto.Pool")
     check_name("name", name)
@@ -61,13 +61,13 @@ def party_of(name: str, pool: Pool) -> Party:
 
 
 def options_of(options: Any) -> Options:
-    """The options, or the default ones for None; raises LocalError(OUT_OF_RANGE)."""
+    """`options`, or the default ones for None; raises LocalError(OUT_OF_RANGE) for anything else."""
     check_type("options", options, (Options, NoneType), "a kvproto.Options")
     return options or Options()
 
 
 def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> None:
-    """Raise LocalError(OUT_OF_RANGE) for what is no ticket or callback, and no prompt of this geometry's axes."""
+    """Raise LocalError(OUT_OF_RANGE) unless all have the right types and the prompt states the geometry's axes."""
     check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
     check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
     if call is not None and not callable(call):
@@ -80,9 +80,9 @@ def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> No
 
 
 def ends_of(prompt: Prompt, tokens: int | Mapping[str, int] | None, least: int) -> tuple[int, Mapping[str, int]]:
-    """Where a call ends on the tokens and on other axes: `tokens` is of the tokens or by axis, what is not named whole.
+    """Where a fetch ends, in tokens and on each other axis; `tokens` states the former, or any of them by axis name.
 
-    Raises LocalError(OUT_OF_RANGE) for an end beyond the prompt, or below `least` tokens, and for an unknown axis.
+    Other axes are fetched whole. Raises LocalError(OUT_OF_RANGE) for an unknown axis or an end not within the prompt.
     """
     named = tokens if isinstance(tokens, Mapping) else {} if tokens is None else {TOKENS: tokens}
     axes = dict(prompt.axes)
@@ -96,7 +96,7 @@ def ends_of(prompt: Prompt, tokens: int | Mapping[str, int] | None, least: int) 
 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
-    """The transports that the options name, opened for the pool; raises LocalError(NO_TRANSPORT)."""
+    """The transports of the options, those that are names opened for the pool; raises LocalError(NO_TRANSPORT)."""
     made = options.transports
     try:
         return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
@@ -105,12 +105,12 @@ def transports_of(options: Options, pool: Pool) -> list[Transport]:
 
 
 class Handle(Generic[Result]):
-    """Something under way at a Source or Sink: wait for it, poll it, or be called back."""
+    """An operation of a Source or Sink: wait for its end, poll it, or add a callback."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
         self.began = time.monotonic()
-        """When it was handed over, by time.monotonic."""
+        """When the operation was requested, in seconds of `time.monotonic`."""
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
         self._result: Result | None = None
@@ -122,21 +122,21 @@ class Handle(Generic[Result]):
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the operation has ended, successfully or not."""
         return self._ended.is_set()
 
     @property
     def result(self) -> Result | None:
-        """The event that ended it; None while it is not over. Raises the error where it failed."""
+        """The event that ended the operation, or None while it is under way; raises its error if it failed."""
         if self._error is not None:
             raise self._error.again() if isinstance(self._error, KvprotoError) else self._error
         return self._result
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The event that ended it, at most `timeout` seconds later.
+        """Wait up to `timeout` seconds (None: without limit) until the operation has ended, and return its event.
 
-        Without an I/O thread this steps the Source or Sink. Raises TimeoutError, the error that ended it, or LocalError
-        where it can never end: after close, or in a fork.
+        Without an I/O thread this steps the Source or Sink. Raises the operation's error if it failed, TimeoutError,
+        or LocalError(UNEXPECTED_MESSAGE) where it can never end: in a callback, after `close`, or in a forked process.
         """
         if not self.done:
             self._door._wait(self._ended, timeout)
@@ -147,7 +147,7 @@ class Handle(Generic[Result]):
         return found
 
     def add_done_callback(self, call: Callable[[Self], object]) -> None:
-        """Call it with this handle once it is over, where `Options.callbacks` says; at once if it is over."""
+        """Call `call` with this handle when it has ended, or at once if it has, where `Options.callbacks` says."""
         with self._door._handles_lock:
             if not self.done:
                 self._callbacks.append(call)
@@ -155,15 +155,12 @@ class Handle(Generic[Result]):
         self._door._driver.later(lambda: call(self), wake=True)
 
     def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
-        """Run work on the node, unless the request is over by then, as it may be at any time.
-
-        `wait`: in this thread if possible, else later.
-        """
+        """Run `work` on the node unless the request has ended; with `wait` in this thread, if the node is free."""
         post = self._door._driver.post if wait else self._door._driver.leave
         post(lambda: None if self.done else work(), self._failed)
 
     def _failed(self, error: Exception) -> None:
-        """On the node: a posted call has raised. It ends this handle, and the node stops what it does for it."""
+        """On the node: a posted call raised. End this handle with the error, and stop the node's work for it."""
         self._end(None, error)
         wrapped = error if isinstance(error, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=repr(error))
         with contextlib.suppress(Exception):
@@ -174,7 +171,7 @@ class Handle(Generic[Result]):
 
     def _end(self, result: Result | None, error: BaseException | None = None) -> None:
         if isinstance(error, KvprotoError):
-            error.kept()  # with its frames the pool's memory could not be freed before the handle
+            error.kept()  # its frames would keep the pool's memory as long as the handle
         with self._door._handles_lock:
             if self.done:
                 return
@@ -185,8 +182,8 @@ class Handle(Generic[Result]):
             self._door._driver.later(lambda call=call: call(self))  # type: ignore[misc]
 
 
-class OfTicket(Handle[Result]):
-    """One request."""
+class TicketHandle(Handle[Result]):
+    """The handle of a request, which its ticket names."""
 
     def __init__(self, door: Door, ticket: Ticket) -> None:
         super().__init__(door)
@@ -194,26 +191,26 @@ class OfTicket(Handle[Result]):
 
 
 class RankNode(Node, Protocol):
-    """A node of a rank that has peers."""
+    """The node of a rank."""
 
     def census(self) -> Census:
-        """Its peers now, and what was sent again so far."""
+        """Count the peers, and the messages that were sent again so far."""
 
 
 class Door:
-    """A Source or a Sink: a node, and who drives it."""
+    """A Source or a Sink: one rank's node, and the driver that gives it turns."""
 
     def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
         self.name, self.pool, self.options = name, pool, options
         self._handles_lock = threading.Lock()
         self._draining = False
-        self._told: deque[Event] = deque(maxlen=_KEPT)
+        self._events: deque[Event] = deque(maxlen=_KEPT)
         self._bell: int | None = None
-        """Readable when there is something to tell, once somebody has asked for it."""
+        """An eventfd that is readable while there are events; made by the first call of `fileno`."""
         self._who = f"{type(self).__name__} {name!r}"
         self._census, self._samples = node.census, list[Sample]()
         self._pools = [pool]
-        """Those in use: the last one, and others that peers may still touch."""
+        """The current pool, last, after earlier ones that peers may still read or write."""
         pool._use(self._who)
         try:
             self._observer = self._observed()
@@ -233,25 +230,25 @@ class Door:
         return self.pool.geometry
 
     def events(self) -> list[Event]:
-        """What has happened since the last call, in order; handles tell the same of their own requests.
+        """The events since the last call, in order; at most the latest 4,096 are kept, with the handles that they name.
 
-        The latest 4,096 are kept, with the handles that they name. Once all is told, raises what has ended the node.
+        When no event is left, raises the error that ended the node, if one did.
         """
         if self._bell is not None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
         found = []
-        while self._told:
-            found.append(self._told.popleft())
+        while self._events:
+            found.append(self._events.popleft())
         if not found and self._driver.failure is not None:
             raise self._driver.failure
         return found
 
     def metrics(self) -> list[Sample]:
-        """What it has done and what is under way, by the names of spec/v1/metrics.md: plain values, fit for JSON.
+        """The metrics of spec/v1/metrics.md, as plain values that JSON can hold; may be called from any thread.
 
-        From any thread. Where a turn takes longer than a second, what the last call returned. Raises LocalError without
-        Options(metrics=True).
+        While a turn takes longer than a second, this returns what the last call did. Raises
+        LocalError(UNEXPECTED_MESSAGE) without Options(metrics=True).
         """
         if self._observer.counts is None:
             advice = "open it with Options(metrics=True)"
@@ -262,17 +259,18 @@ class Door:
         return self._samples
 
     def step(self, timeout: float = 0.0) -> list[Event]:
-        """One turn, after waiting up to `timeout` seconds for something to do; returns what `events` would.
+        """Wait up to `timeout` seconds for something to do, take one turn, and return `events()`.
 
-        For a loop of your own, with Options(thread=False). Never call it from two threads at once.
+        For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
+        Options(thread=False), after `close` and in a forked process.
         """
         self._driver.step(timeout)
         return self.events()
 
     def fileno(self) -> int:
-        """A descriptor for select, poll or an event loop, until `close`.
+        """A file descriptor for select, poll or an event loop, valid until `close`.
 
-        It is readable when `step` has something to do; with an I/O thread, when `events` has something to tell.
+        It is readable when `step` has something to do or, with an I/O thread, when `events` has something to return.
         """
         if not self.options.thread:
             return self._driver.fileno()
@@ -280,7 +278,7 @@ class Door:
         with self._handles_lock:
             if self._bell is None:
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                if self._told:
+                if self._events:
                     self._ring()
             return self._bell
 
@@ -289,11 +287,11 @@ class Door:
             os.eventfd_write(self._bell, 1)
 
     def next_timer(self) -> float | None:
-        """Seconds until `step` has something to do even if the descriptor is not readable; None: nothing is planned."""
+        """Seconds until `step` must be called even if the descriptor is not readable; None if no timer is set."""
         return self._driver.next_timer()
 
     def close(self, reason: str = "closed") -> None:
-        """Say Goodbye to all peers and end what is under way; handles that are not over end with an error."""
+        """Say Goodbye to all peers and end what is under way; open handles end with LocalError(ABORTED)."""
         if self._driver.closed:
             return
         self._driver.close(reason)
@@ -306,34 +304,34 @@ class Door:
             os.close(self._bell)
             self._bell = None
         for pool in list(self._pools):
-            self._leave(pool)
+            self._drop(pool)
 
-    def _leave(self, pool: Pool) -> None:
-        """Use a pool no more."""
+    def _drop(self, pool: Pool) -> None:
+        """Stop using a pool."""
         self._pools.remove(pool)
         pool._unuse(self._who)
 
     def drain(self) -> None:
-        """Finish what is under way and take nothing new, before `close`; `drained` says when it is finished.
+        """Finish what is under way and accept nothing new, before `close`; `drained` says when that is done.
 
-        From now on a new request here raises DRAINING. A Source refuses sinks that come now by the same code, and ends
-        the requests that no sink has asked for.
+        From now on a new request here raises DRAINING. A Source also refuses new sinks with that code, and ends the
+        requests that no sink has asked for.
         """
         self._draining = True
         self._driver.post(self._drain)
         self._driver.post(self._observer.draining)
 
     def _drain(self) -> None:
-        """On the node: refuse what peers ask from now on."""
+        """On the node: refuse new requests of peers."""
 
     @property
     def drained(self) -> bool:
-        """Whether it drains and every request is over, so that `close` costs nobody anything."""
+        """Whether it is draining and every request has ended, so that `close` interrupts nothing."""
         return self._draining and all(handle.done for handle in list(self._handles()))
 
     def _check_draining(self) -> None:
         if self._draining:
-            raise LocalError(ErrorCode.DRAINING, self._who, "no new request: it drains", "one", "send it elsewhere")
+            raise LocalError(ErrorCode.DRAINING, self._who, "no new request while draining", "one", "send it elsewhere")
 
     def __enter__(self) -> Self:
         return self
@@ -355,20 +353,20 @@ class Door:
             self._driver.step(min(left, 1.0))
 
     def _deliver(self, event: Any) -> None:
-        """Under the node's lock: an event of the node, or what ends it."""
+        """Under the node's lock: pass on an event of the node, or the error that ends it."""
         if isinstance(event, BaseException):
             self._observer.failed(event)
             for handle in self._all_handles():
                 handle._end(None, event)
             self._ring()
             return
-        told = self._tell(event)
-        self._told.append(told)
+        translated = self._translate(event)
+        self._events.append(translated)
         self._ring()
-        self._observer.hear(told)
+        self._observer.hear(translated)
 
     def _observed(self) -> Observer:
-        """Who hears its events beside the engine, as the options say."""
+        """Make the observer that counts events and feeds them to other processes, as the options say."""
         place = self.geometry.replica, self.pool.rank
         role = type(self).__name__.lower()
         base = dict(zip(BASE, (self.name, *map(str, place), role), strict=True))
@@ -379,7 +377,7 @@ class Door:
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)
 
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        """On the node: what is under way now, by metric and values of its labels."""
+        """On the node: each gauge's metric, the values of its labels, and its value now."""
         census = self._census()
         yield "kvproto_in_flight", (), sum(not handle.done for handle in list(self._handles()))
         yield "kvproto_draining", (), int(self._draining)
@@ -387,14 +385,14 @@ class Door:
         yield "kvproto_suspects", (), census.suspects
         yield "kvproto_resends_total", (), census.resends
 
-    def _tell(self, event: Any) -> Event:
-        """The engine's event for one of the node's; ends the handle that it is about."""
+    def _translate(self, event: Any) -> Event:
+        """Turn an event of the node into the engine's, and end the handle that it concerns."""
         raise NotImplementedError
 
     def _handles(self) -> Iterable[Handle[Any]]:
-        """Requests."""
+        """The handles of requests."""
         raise NotImplementedError
 
     def _all_handles(self) -> Iterator[Handle[Any]]:
-        """Whatever can end."""
+        """The handles of requests and, in subclasses, of anything else that can end."""
         yield from list(self._handles())

@@ -10,18 +10,18 @@ from typing import Any, Self
 from kvproto.wire.enums import ErrorCode as ErrorCode
 
 U32 = 0xFFFF_FFFF
-"""The greatest number that a field of 32 bits holds."""
+"""The greatest value of a 32-bit field."""
 
 
 class KvprotoError(Exception):
-    """A refusal: code, path in registry names, mine, yours and advice."""
+    """A refusal: its code, where (`path`, in registry names), what each side has (`mine`, `yours`), and `advice`."""
 
     def __init__(self, code: ErrorCode, path: str, mine: str = "", yours: str = "", advice: str = "") -> None:
         self.code, self.path, self.mine, self.yours, self.advice = code, path, mine, yours, advice
         super().__init__(code, path, mine, yours, advice)
 
     def kept(self) -> Self:
-        """Itself, for whoever keeps it: without its frames and its causes', which hold memory of pools."""
+        """Drop the frames of this error and of its causes, which would keep pools alive; for errors that are stored."""
         each: BaseException | None = self
         while each is not None:
             each.__traceback__ = None
@@ -29,7 +29,7 @@ class KvprotoError(Exception):
         return self
 
     def again(self) -> Self:
-        """Another one that says the same: to raise what is kept, which would hold the frames that it passes."""
+        """A copy to raise in place of a stored error, which would otherwise collect the frames that it passes."""
         made = copy(self)
         made.__cause__ = self.__cause__
         return made
@@ -38,24 +38,24 @@ class KvprotoError(Exception):
         return self.between("mine", "yours", " ")
 
     def between(self, mine: str, yours: str, verb: str = " has ") -> str:
-        """The sentence with the names of the two sides, that of the refusing one first."""
+        """The message, with these names for the refusing side and the other one."""
         where = f" at {self.path}" if self.path else ""
         sides = f": {mine}{verb}{self.mine}, {yours}{verb}{self.yours}" if self.mine or self.yours else ""
         return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
 
 
 class RemoteError(KvprotoError):
-    """The peer sent something that is refused."""
+    """The peer sent something that this side refuses."""
 
 
 class ReportedError(RemoteError):
-    """What the peer refused, in its words: `mine` is what it has, `yours` what it had of us; `peer` names it."""
+    """A refusal that the peer reported: `mine` is what it has, `yours` what it got from us, and `peer` names it."""
 
     peer = "the peer"
 
     @classmethod
     def of(cls, peer: str, error: KvprotoError) -> ReportedError:
-        """The same error as said by this peer."""
+        """`error` as reported by `peer`."""
         made = cls(error.code, error.path, error.mine, error.yours, error.advice)
         made.peer = peer
         return made
@@ -65,12 +65,10 @@ class ReportedError(RemoteError):
 
 
 class LocalError(KvprotoError):
-    """The caller passed something that cannot be; `path` names the argument."""
+    """This side cannot do what its caller wants; `path` names the argument or the part at fault."""
 
     def __str__(self) -> str:
-        where = f" at {self.path}" if self.path else ""
-        sides = f": expected {self.mine}, got {self.yours}" if self.mine or self.yours else ""
-        return f"{self.code.name}{where}{sides}" + (f" ({self.advice})" if self.advice else "")
+        return self.between("expected", "got", " ")
 
 
 def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
@@ -80,7 +78,7 @@ def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: s
 
 
 def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = "") -> int:
-    """`given` as an int within [low, high]; raises LocalError(OUT_OF_RANGE)."""
+    """Return `given` as an int; raises LocalError(OUT_OF_RANGE) unless it is a whole number in [low, high]."""
     try:
         number = operator.index(given)
     except TypeError:
@@ -94,23 +92,23 @@ def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = ""
 
 
 def type_name(given: object) -> str:
-    """What its author calls the type of an argument, such as "torch.Tensor"; never its value, which may be secret."""
+    """The type of an argument as its users call it, such as "torch.Tensor"; never its value, which may be secret."""
     kind = type(given)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
 def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
-    """Names for people: the first of them, and how many more there are."""
+    """A list of names for a message: the first `most` of them, and how many more there are."""
     found = [str(name) for name in names]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return between.join(found[:most]) + more
 
 
 class DeviceFault(RuntimeError):
-    """A GPU's context is lost: each call fails from now on, so this process has to end, and that is its peers' proof.
+    """A GPU context is lost: every later call fails, so the process has to end, and peers take its end as proof.
 
-    No KvprotoError, so that nothing takes it for a refusal and goes on; `error` says it in the same words.
+    This is not a KvprotoError, so that no handler mistakes it for a refusal; `error` is the same as a LocalError.
     """
 
     def __init__(self, error: LocalError) -> None:
@@ -119,8 +117,8 @@ class DeviceFault(RuntimeError):
 
 
 class WireError(RemoteError):
-    """Bytes or fields that the spec refuses."""
+    """Bytes or fields that break the specification."""
 
 
 class PlanError(RemoteError):
-    """Two Descriptions that cannot be paired, or one that contradicts itself."""
+    """Two Descriptions cannot be paired, or one contradicts itself."""

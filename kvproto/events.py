@@ -1,4 +1,4 @@
-"""Everything that a Source or a Sink tells its engine, beside what its handles say."""
+"""Every event that a Source or a Sink reports to its engine."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ __all__ = [
 ]
 
 
-# of a Sink
+# Events of a Sink
 
 
 @attrs.frozen
 class Arrived:
-    """Every byte of a request is in the pages that were named.
+    """Every byte of a request is in the pages that `fetch` or `grant` named.
 
     Fields:
         finished: Whether the first token ends the text, so that there is nothing to decode.
-        handoff: Bytes of each hand-off group, by group name and part name.
-        checksums: By source rank and group name: 64 bits, equal on both sides; empty without VERIFY.
-        bytes: Written by each source rank.
-        seconds: From `fetch` to the last byte.
-        since: By group name: the first token that is here, of groups that were fetched `late` and begin later than was
-            asked for. Rows below it are not those of the prompt.
+        handoff: The bytes of each hand-off group, by group name and part name.
+        checksums: Checksums of 64 bits by source rank and group name, equal on both sides; empty without VERIFY.
+        bytes: Bytes written by each source rank, by rank.
+        seconds: Seconds from `fetch` to the last byte.
+        since: By group name, the first token that arrived, for groups fetched `late` that begin later than requested.
+            Rows before it are not the prompt's.
     """
 
     fetch: Fetch
@@ -64,7 +64,7 @@ class Arrived:
 
 @attrs.frozen
 class Lost:
-    """A request did not arrive; its pages may be used again if `pages_free`, else once PagesFree tells of the fetch."""
+    """A request did not arrive; its pages may be reused at once if `pages_free`, else after PagesFree."""
 
     fetch: Fetch
     error: KvprotoError
@@ -73,19 +73,19 @@ class Lost:
 
 @attrs.frozen
 class PagesFree:
-    """It is proven that nothing writes the pages of a lost request any more (KVP-END-REUSE)."""
+    """Nothing writes to the pages of a lost request any more, which is proven (KVP-END-REUSE)."""
 
     fetch: Fetch
 
 
 @attrs.frozen
 class PagesWanted:
-    """The source could write pages that a fetch has not named yet: name them by `Fetch.grant`.
+    """The source could write to pages that a fetch has not named yet: name them with `Fetch.grant`.
 
     Fields:
-        tokens: Up to which token pages are of use: all of the fetch, or with `spans` what is computed so far.
-        pages: By group name: how many entries the page table needs for that, from the page of token 0 on; for a slot 1,
-            and 0 for what is wanted with the last tokens alone.
+        tokens: The number of tokens to grant pages for: all of the fetch, or with `spans` those computed so far.
+        pages: By group name, how many entries the page table needs for that, from the page of token 0 on: 1 for a
+            slot, and 0 for a group that is wanted only together with the last tokens.
     """
 
     fetch: Fetch
@@ -93,30 +93,30 @@ class PagesWanted:
     pages: Mapping[str, int]
 
 
-# of both
+# Events of both
 
 
 @attrs.frozen
 class PoolFree:
-    """Nobody writes or reads a pool any more that was taken back by `sleep` or `move`: its memory may be freed."""
+    """Nothing reads or writes a pool that `sleep` or `move` took back any more: its memory may be freed."""
 
     withdrawal: Withdrawal
 
 
-# of a Source
+# Events of a Source
 
 
 @attrs.frozen
 class Sent:
-    """One sink rank has all of a request's bytes.
+    """One sink rank has all bytes of a request.
 
     Fields:
-        sink: Its rank.
-        bytes: By the name of the sink's group.
-        seconds: For what was left to copy when prefill was over.
-        left: Bytes of that.
-        peer: The sink rank's engine and rank, for people.
-        epoch: Of the sink's registration.
+        sink: The sink's rank.
+        bytes: Bytes by the name of the sink's group.
+        seconds: Seconds that it took to copy what was left when prefill was over.
+        left: The bytes that were left then.
+        peer: The sink's engine and rank, for display.
+        epoch: The epoch of the sink's registration.
     """
 
     request: Request
@@ -140,11 +140,11 @@ class Unwanted:
 
 @attrs.frozen
 class Freed:
-    """No sink needs a request any more: its pages may be used again.
+    """No sink needs a request any more: its pages may be reused.
 
     Fields:
-        routed: Source ranks that take part in such transfers; the pages of the other ranks are free when theirs all
-            are. Empty after `Request.fail` or `release`.
+        routed: Source ranks that take part in the transfer; once the pages of all of them are free, so are those of
+            the other ranks. Empty after `Request.fail` or `release`.
     """
 
     request: Request
@@ -153,11 +153,11 @@ class Freed:
 
 @attrs.frozen
 class Undelivered:
-    """A request is over as Freed says, but some sink ranks have not acknowledged it: they refused it, or are gone.
+    """A request has ended and its pages may be reused, but some sink ranks refused it or are gone.
 
     Fields:
         routed: As in Freed.
-        lost: By sink rank: why it may not have the request.
+        lost: By sink rank, why it may not have the request.
     """
 
     request: Request
@@ -167,20 +167,20 @@ class Undelivered:
 
 @attrs.frozen
 class Expired:
-    """The deadline of a request's ticket has passed: its pages may be used again."""
+    """The deadline of a request's ticket has passed: its pages may be reused."""
 
     request: Request
 
 
-# of both
+# Events of both
 
 
 @attrs.frozen
 class Connected:
-    """Both sides computed this plan from each other's geometry; at a Sink, all ranks of the source are ready too.
+    """Both sides computed this plan from each other's geometry; at a Sink, all ranks of the source are ready as well.
 
     Fields:
-        warnings: Facts that differ and may: name, the source's value, the sink's.
+        warnings: Facts that differ but are allowed to: name, the source's value, the sink's value.
     """
 
     peer: str
@@ -190,7 +190,7 @@ class Connected:
 
 @attrs.frozen
 class Disconnected:
-    """A session has ended, by Goodbye or because the peer is lost."""
+    """A session has ended, by Goodbye or because the peer was lost."""
 
     peer: str
     reason: str
@@ -198,7 +198,7 @@ class Disconnected:
 
 @attrs.frozen
 class Refused:
-    """A side refused the other's Hello, Describe or Register."""
+    """One side refused the other's Hello, Describe or Register; `by_us` says whether it was this one."""
 
     peer: str
     error: KvprotoError
@@ -207,7 +207,7 @@ class Refused:
 
 @attrs.frozen
 class Suspected:
-    """A peer has been silent for so long that it may be gone: nothing new is asked of it, and nothing is released.
+    """A peer has been silent for so long that it may be gone: nothing new is sent to it, and nothing is released.
 
     A fetch from a suspected source waits, up to its ticket's deadline.
     """
@@ -217,21 +217,21 @@ class Suspected:
 
 @attrs.frozen
 class Recovered:
-    """A suspected peer has said something, so that all goes on."""
+    """A suspected peer has been heard from again, and its work goes on."""
 
     peer: str
 
 
 @attrs.frozen
 class ProtocolError:
-    """A peer sent a frame that was refused; nothing else is touched by it."""
+    """A peer sent a frame that was refused, with no effect on anything else."""
 
     peer: str
     error: KvprotoError
 
 
 Over = Freed | Undelivered | Expired
-"""How a request ends at a Source; its pages may be used again."""
+"""The events that end a request at a Source; its pages may be reused."""
 Event = (
     Arrived | Lost | PagesFree | PagesWanted | PoolFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected
     | Recovered | Refused | ProtocolError

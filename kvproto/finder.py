@@ -1,4 +1,4 @@
-"""A Finder: which engines have most of a prompt's cache, for whoever routes prompts (draft)."""
+"""A Finder tells a router which engines hold most of a prompt's cache (draft)."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 __all__ = ["Finder", "Held"]
 
 _PATIENCE = 5.0
-"""Seconds that `find` waits for a turn to end."""
+"""Seconds for which `find` waits for a turn to end."""
 
 
 @attrs.frozen
 class Held:
-    """What an engine has of a prompt."""
+    """How much of a prompt an engine holds."""
 
     address: str
-    """As it was watched."""
+    """The address that the Finder watches."""
     engine: str
     replica: int
     tokens: int
-    """With which it can go on, from any tier, on all ranks."""
+    """Tokens of the longest prefix after which every rank can go on, from any tier."""
     device: int
-    """The same of what lies on the device."""
+    """Tokens of the longest such prefix that lies on the device."""
     pages: int
-    """Pages that its ranks have told of, of any prompt."""
+    """Pages of any prompt that its ranks have announced."""
 
 
 class Finder:
-    """Watches source engines, and finds those that hold the longest prefix of a prompt."""
+    """Watches source engines and finds those that hold the longest prefix of a prompt."""
 
     def __init__(
         self, sources: Mapping[str, str | None] | list[str], name: str | None = None, options: Options | None = None
     ) -> None:
-        """`sources`: the address of one rank of each replica, and its public key, which a TCP address needs.
+        """Watch `sources`: the address of one rank of each replica, with its public key, which a TCP address needs.
 
-        `name` is what allow-lists know it by, None: one that nobody has; a later Finder of the same name takes the
-        place of this one. Of the options count `keys`, `insecure` and `thread`. Raises LocalError for an address, a key
-        or a name that may not be used.
+        `name` is the client's name in allow-lists (None: a random one); a later Finder of the same name replaces this
+        one. Of the options, `keys`, `insecure`, `thread` and `callbacks` are used. Raises LocalError(OUT_OF_RANGE) for
+        an address, a key or a name that cannot be used.
         """
         chosen, seeds = options_of(options), dict(sources) if isinstance(sources, Mapping) else dict.fromkeys(sources)
         named = f"router-{secrets.token_hex(4)}" if name is None else name
@@ -72,10 +72,10 @@ class Finder:
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:
-        """What each engine has of a prompt that begins so, the longest first; one that is not known yet is left out.
+        """What each engine that is known yet holds of a prompt that begins with these token ids, the longest first.
 
-        `names` are those of KVP-TIER-NAMESPACE, None: the engine's own. An engine may have given a page up since it
-        told of it: then it computes it.
+        `names` are those of KVP-TIER-NAMESPACE (None: the engine's own). An engine may have dropped a page since it
+        announced it, and then computes it. Raises LocalError(BUSY) where a turn takes longer than 5 seconds.
         """
         self._driver.check()
         space = None if names is None else namespace(names)
@@ -108,7 +108,7 @@ class Finder:
         return made
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all engines are known; whether they are. `why` says what is wrong with the others."""
+        """Wait up to `timeout` seconds until all engines are known, and return whether they are; see also `why`."""
         until = time.monotonic() + timeout
         while self.why():
             left = until - time.monotonic()
@@ -122,7 +122,7 @@ class Finder:
         return True
 
     def why(self) -> dict[str, str]:
-        """Engines that are not known, by address, and why."""
+        """Why an engine is not known yet, by address."""
 
         def said(endpoint: WatchEndpoint) -> str:
             return "no answer yet" if endpoint.refused is None else str(endpoint.refused)
@@ -134,11 +134,11 @@ class Finder:
         return dict.fromkeys(self._node.endpoints, "busy") if unknown is None else unknown
 
     def step(self, timeout: float = 0.0) -> None:
-        """One turn, with Options(thread=False)."""
+        """Wait up to `timeout` seconds for something to do and take one turn, with Options(thread=False)."""
         self._driver.step(timeout)
 
     def close(self) -> None:
-        """Say Goodbye to all."""
+        """Say Goodbye to all engines."""
         self._driver.close()
 
     def __enter__(self) -> Self:
@@ -153,6 +153,6 @@ class Finder:
 
 
 def _lengths(known: SinkCatalogue, page: int, ids: list[bytes]) -> dict[int, int]:
-    """Tokens after which a rank can go on, and the tier of each."""
+    """The lengths, in tokens, after which a rank can go on, and the tier of the page that ends each."""
     found = {n * page: known.pages[id] for n, id in enumerate(ids, 1) if id in known.pages}
     return found | {0: int(Tier.DEVICE)}

@@ -3,8 +3,7 @@
     sink = Sink("decode", pool, sources, Options(metrics=True))
     prometheus_client.REGISTRY.register(Collector(sink))
 
-An engine whose metrics are shown by another process sends it what `Sink.metrics()` returns, which is plain values, and
-has a Collector there.
+An engine that shows its metrics in another process sends the plain values of `Sink.metrics()` there, to a Collector.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ _ENDS = [*map(str, BUCKETS), "+Inf"]
 
 
 class Collector(_Collector):
-    """What a `prometheus_client` registry asks at each scrape: one for all Sources and Sinks of a registry."""
+    """A custom collector of a `prometheus_client` registry; register one for all Sources and Sinks of a registry."""
 
     def __init__(self, *shown: Door | Callable[[], Iterable[Sample]]) -> None:
-        """`shown`: Sources and Sinks with Options(metrics=True), or functions that return what their `metrics` did."""
+        """`shown` are Sources and Sinks with Options(metrics=True), or functions that return what `metrics` does."""
         self._shown = [each.metrics if isinstance(each, Door) else each for each in shown]
 
     def describe(self) -> Iterable[Metric]:
-        """The metrics without their values, so that a registry need not ask for them."""
+        """The metrics without their values, so that registering collects none."""
         return self._families().values()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they are now."""
+        """The metrics with their values."""
         families = self._families()
         for sample in [each for ask in self._shown for each in ask()]:
             name, value = sample["name"], sample["value"]
-            if (family := families.get(name)) is None:  # of a later version
+            if (family := families.get(name)) is None:  # a metric of a later version
                 continue
             labels = [sample["labels"][label] for label in (*BASE, *METRICS[name][1])]
             if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How a Source or a Sink works, where the defaults do not suit."""
+"""The settings of a Source or a Sink."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Options"]
 
 
-def _within(low: float, high: float, word: str, whole: bool = False) -> Any:
+def _within(low: float, high: float, expected: str, whole: bool = False) -> Any:
     def check(options: Options, field: attrs.Attribute[Any], value: Any) -> None:
         if value is not None and not (isinstance(value, int if whole else int | float) and low <= value <= high):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", word, str(value))
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", expected, str(value))
 
     return check
 
@@ -36,41 +36,45 @@ def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """Choices of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome.
+    """Settings of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome.
+
+    Raises LocalError(OUT_OF_RANGE) for a value outside its range.
 
     Fields:
-        transports: Names such as "cuda" or "nixl", or transports that you made, best first; empty: what suits the
+        transports: Names such as "cuda" or "nixl", or transports that you made, best first; empty: the best for the
             pool's memory.
-        verify: Whether to compare a checksum of every group after each transfer, if the peer does too (feature
-            VERIFY). "pages" finds faults: where a checksum differs, the error names the first layer and page that do,
-            if the peer says "pages" too. It costs both sides a pass over their memory for each page.
-        measured: What `kvproto probe` measured here; transports that are named choose by it how to move runs of each
-            length.
-        spread: Which source ranks are read from where several hold the same bytes, if both sides say the same: "even"
-            deals layers over all of them; "few" awaits as few as send at most twice what the busiest sends by "even"
-            (feature FEW_SOURCES); "one" awaits the fewest, whatever they send (feature SPREAD_ONE).
-        eager: Sink: whether to greet a source, and register memory with it, when it is connected; else with the first
-            fetch from it, so that sources that are never asked cost neither side anything.
-        cold_draft: Whether a sink may run a draft model whose cache the source does not have, if both sides say so: the
-            draft starts cold, nothing of it is sent, and `Connected.plan.cold` names it (feature COLD_DRAFT). Else
+        verify: Whether to compare a checksum of every group after each transfer, if the peer does as well (feature
+            VERIFY). "pages" is for finding faults: if both sides set it, the error names the first layer and page
+            whose checksums differ. It costs both sides a pass over their memory for each page.
+        measured: Results of `kvproto probe` on this machine, by which transports given by name choose how to move runs
+            of each length.
+        spread: Which source ranks to read from where several hold the same bytes, if both sides set the same: "even"
+            deals layers over all of them; "few" uses as few as possible while none sends more than twice what the
+            busiest does with "even" (feature FEW_SOURCES); "one" uses the fewest, whatever they send (feature
+            SPREAD_ONE).
+        eager: Sink: whether to greet a source and register memory with it on `connect`. Otherwise the first fetch does
+            so, and a source that is never used costs neither side anything.
+        cold_draft: Whether a sink may run a draft model whose cache the source does not have, if both sides set it: the
+            draft starts cold, nothing of it is sent, and `Connected.plan.cold` names it (feature COLD_DRAFT). Otherwise
             such a source and sink refuse each other.
-        pull: Whether the sink reads instead of the source writing, if both sides say so (feature PULL).
-        keys: The folder with this engine's CURVE keys, as `kvproto keygen` makes it: what every TCP address needs.
-        allow: Source, with keys: the file that lists the clients that may connect; None: allow.toml in `keys`. It is
+        pull: Whether the sink reads instead of the source writing, if both sides set it (feature PULL).
+        keys: The folder with this engine's CURVE keys, made by `kvproto keygen`; every TCP address needs it.
+        allow: Source, with keys: the file that lists the clients that may connect (None: allow.toml in `keys`). It is
             read again when it changes.
-        insecure: Whether TCP may be used without keys, so that anybody who reaches the address may connect and listen.
-        thread: Whether an I/O thread drives the session; without it call `step`, or use `kvproto.asyncio.drive`.
+        insecure: Whether TCP may be used without keys, so that anyone who reaches the address can connect and
+            eavesdrop.
+        thread: Whether an I/O thread drives the session; without it, call `step` or use `kvproto.asyncio.drive`.
         callbacks: Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O
-            thread or `step`.
-        part_bytes: Source: bytes of computed rows that are worth a copy of their own while prefill goes on.
-        first_part_ratio: Source: copy the first part when it is so many times what is still to come; None: what suits
-            the link.
-        lease: Source, with pull: seconds that a sink may read before it must ask for more.
-        metrics: Whether to count what `metrics()` tells, which costs next to nothing; `kvproto.metrics` shows it.
-        feed: Where a Unix socket is made that `kvproto top` and `kvproto tail` follow, in a directory that only this
-            user may enter, with "{rank}" where ranks differ and "{role}" where one has a Source and a Sink; it cannot
-            be used to change anything. Counts metrics too.
-        quarantine: Sink: share of a group's pages that may wait for proof before `fetch` refuses with BUSY.
+            thread or in `step`.
+        part_bytes: Source: the least number of bytes of computed rows to copy while prefill is still running.
+        first_part_ratio: Source: copy the first part once it is this many times as large as what is still to come;
+            None: chosen for the link.
+        lease: Source, with pull: seconds for which a sink may read before it has to ask again.
+        metrics: Whether to count what `metrics()` returns, at next to no cost; `kvproto.metrics` exports it.
+        feed: The path at which to make a Unix socket for `kvproto top` and `kvproto tail`, in a directory that only
+            this user can enter; "{rank}" and "{role}" are replaced, to tell ranks, or a Source and a Sink, apart. It is
+            read-only, and turns `metrics` on.
+        quarantine: Sink: the share of a group's pages, 0 to 1, that may wait for proof before `fetch` raises BUSY.
     """
 
     transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)

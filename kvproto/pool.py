@@ -1,4 +1,4 @@
-"""An engine's cache as kvproto sees it: which memory holds it, and where each layer, page, token and head lies."""
+"""An engine's cache as kvproto sees it: the memory that holds it, and where each layer, page, token and head lies."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["Pool"]
 
 
 class Pool:
-    """One rank's cache: tensors of the engine's own, or memory that is allocated here.
+    """One rank's cache, in tensors of the engine or in memory that `allocate` makes.
 
-    A pool is used by one Source or Sink at a time, or by one of each. The engine's tensors stay its own; they must stay
+    A pool is used by one Source or Sink at a time, or by one of each. The engine keeps its tensors, and must leave them
     where they are until the Source and Sink are closed.
     """
 
@@ -40,16 +40,17 @@ class Pool:
         self, geometry: Geometry, tensors: Mapping[str, Any], *, rank: int = 0,
         axes: str | Mapping[str, str] = "page token head dim", shared: bool = False,
     ) -> None:  # fmt: skip
-        """Take over what the engine has: `tensors` by group name, `axes` of them all or by group name.
+        """Wrap the engine's tensors: `tensors` by group name, and `axes` for all of them or by group name.
 
-        Of a group pass one tensor for each of the rank's layers, in order, or one with an axis "layer"; or a mapping of
-        part name ("k", "v", "latent") to either. Any object with `__dlpack__` is a tensor, of CUDA memory or of host
-        memory that transports can share (`kvproto.allocate`). The words of `axes` are "layer", "part", "page" (or
-        "slot"), "token" (or "row"), "head" (or "lane") and "dim": NHD is "page token head dim", HND "page head token
-        dim", joint K and V "part page token head dim". An axis of one element may be left out. Of a part in sections
-        pass a tensor for each, under names such as "latent[0:1024]". With `shared` several layers may be given one
-        tensor, as layers that share a cache have it; such a pool is for a Source. Layers and parts that
-        share some bytes and not all are refused. Raises LocalError, which names the tensor and the axis.
+        For each group, pass one tensor per layer of this rank, in order, or one tensor with an axis "layer"; or a
+        mapping of part names ("k", "v", "latent") to either. A tensor is any object with `__dlpack__`, in CUDA memory
+        or in host memory that transports can share (`kvproto.allocate`). `axes` names the axes in order: "layer",
+        "part", "page" (or "slot"), "token" (or "row"), "head" (or "lane") and "dim". NHD is "page token head dim", HND
+        "page head token dim", joint K and V "part page token head dim". An axis of one element may be left out. For a
+        part in sections, pass a tensor for each section, under names such as "latent[0:1024]". With `shared`, layers
+        that share a cache may be given the same tensor; such a pool is for a Source. Raises LocalError: BAD_COLUMNS,
+        naming the tensor and the axis, also where layers or parts share some of their bytes; TOO_LARGE for too many
+        allocations; NO_TRANSPORT for memory that cannot be shared.
         """
         check_type("shared", shared, bool, "True or False")
         check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")
@@ -69,7 +70,7 @@ class Pool:
         if len(self.memories) > limits.MAX_REGIONS:
             mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
             raise LocalError(
-                ErrorCode.TOO_LARGE, "tensors", mine, yours, "allocate layers together: peers map each of them"
+                ErrorCode.TOO_LARGE, "tensors", mine, yours, "allocate layers together: peers map each allocation"
             )
         made = {}
         for name, (items, columns) in found.items():
@@ -98,10 +99,11 @@ class Pool:
         cls, geometry: Geometry, pages: int | Mapping[str, int], *, rank: int = 0, device: int | None = None,
         heads_first: bool = False,
     ) -> Pool:  # fmt: skip
-        """Zeroed memory without gaps: `pages` of every group, or by group name; of a GPU, or shared memory of the host.
+        """Allocate zeroed memory for so many pages of every group, or by group name: on GPU `device`, or on the host.
 
-        Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND). `array` and `place` say
-        where things are. Raises LocalError(TRANSPORT_FAILED) where the memory is not to be had.
+        Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND), without gaps. Raises
+        LocalError: BAD_COLUMNS for wrong `pages` or `rank`, TRANSPORT_FAILED where memory is short, NO_TRANSPORT where
+        no transport knows GPUs.
         """
         groups = _groups(geometry, rank)
         wanted = dict.fromkeys(groups, pages) if isinstance(pages, int) else dict(pages)
@@ -116,7 +118,7 @@ class Pool:
         return made
 
     memories: Mapping[int, Memory]
-    """By region id; each has `__dlpack__` and gives its bytes without a copy."""
+    """Memory by region id; each has `__dlpack__`, which gives access to its bytes without a copy."""
     _owned = False
 
     def _open(self, side: RankLayout, shared: bool = False) -> None:
@@ -132,7 +134,7 @@ class Pool:
 
     @property
     def description(self) -> str:
-        """The geometry as JSON: what `kvproto check` and `kvproto plan` read from a file."""
+        """The geometry as JSON, as `kvproto check` and `kvproto plan` read it from a file."""
         return json.dumps(to_json(self.geometry))
 
     @property
@@ -141,22 +143,23 @@ class Pool:
         return self.layout.rank
 
     def group(self, name: str) -> Group:
-        """The group of that name; raises LocalError for a name that this rank does not own."""
+        """The group of this name; raises LocalError(BAD_COLUMNS) if this rank owns none."""
         return _groups(self.geometry, self.rank)[self._named(name)][0]
 
     def pages(self, name: str) -> int:
-        """Pages, or slots, of a group."""
+        """The number of pages, or slots, of a group; raises LocalError(BAD_COLUMNS) for an unknown name."""
         return self.layout.columns[self.group(name).id].items
 
     def place(self, group: str, layer: int, part: str) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """Region id, offset, shape [pages, tokens, heads of this rank, bytes], and strides in bytes, of a layer and
-        part.
+        """Where a layer and part lies: region id, offset, shape [pages, tokens, heads of this rank, bytes] and strides.
+
+        Offset and strides are in bytes. Raises LocalError(BAD_COLUMNS) for a name that this rank does not own.
         """
         spec = self.group(group)
         share, columns = self.layout.owns(spec.id), self.layout.columns[spec.id]
         parts, layers = column_names(spec), share.layers.tolist()
         if part not in parts or layer not in layers:
-            raise _bad(f"{group}", f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")
+            raise _bad(group, f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")
         p = parts.index(part)
         k = layers.index(layer) * len(parts) + p
         lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
@@ -165,7 +168,10 @@ class Pool:
         return int(columns.region[k]), int(columns.offset[k]), shape, strides
 
     def array(self, group: str, layer: int, part: str) -> npt.NDArray[np.uint8]:
-        """A layer and part of a pool in host memory, as a view: uint8 [pages, tokens, heads of this rank, bytes]."""
+        """A view of a layer and part of a pool in host memory: uint8 [pages, tokens, heads of this rank, bytes].
+
+        Raises LocalError(BAD_COLUMNS) for memory of a GPU, or a name that this rank does not own.
+        """
         region, offset, shape, strides = self.place(group, layer, part)
         if self.memories[region].__dlpack_device__()[0] != 1:
             raise _bad("Pool.array", "a pool in host memory", "memory of a GPU: see Pool.place and Pool.memories")
@@ -173,7 +179,7 @@ class Pool:
         return np.ndarray(shape, np.uint8, whole, offset, strides)
 
     def close(self) -> None:
-        """Free what `allocate` allocated; raises LocalError(POOL_IN_USE) while a Source or Sink uses the pool."""
+        """Free the memory of `allocate`; raises LocalError(UNEXPECTED_MESSAGE) while a Source or Sink uses the pool."""
         if self._users:
             advice = "close them first: peers may still read and write the pool"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "Pool.close", "no user", ", ".join(self._users), advice)
@@ -182,7 +188,7 @@ class Pool:
                 with contextlib.suppress(BufferError):
                     memory.close()
                     continue
-                gc.collect()  # what uses it may be the frames of an error that is over, which lie in a circle
+                gc.collect()  # frames of an error that was handled may still use it, in a reference cycle
                 memory.close()
             self._closed = True
 
@@ -194,14 +200,14 @@ class Pool:
 
     def _use(self, who: str) -> None:
         if self._closed:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "one that is closed", "make another")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "a closed one", "make another")
         if who.startswith("Sink ") and self._shared:
             advice = "state layers that share a cache once, under the layer that writes it"
             raise LocalError(ErrorCode.ITEM_ALIAS, "pool", "a pool that is not `shared`", "one that is", advice)
         if who.startswith("Source ") and (
             other := [each for each in self._users if each.startswith("Source ") and each != who]
         ):
-            advice = "close it first: a pool serves one Source, beside Sinks"
+            advice = "close it first: a pool serves one Source, alongside Sinks"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", other[0], advice)
         self._users.append(who)
 
@@ -216,7 +222,7 @@ class Pool:
 
 
 def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:
-    """What a rank owns of groups with memory, by name."""
+    """The groups with memory that a rank owns, with its share of each, by name."""
     validate(geometry)
     groups = {g.id: g for g in geometry.groups}
     names = [g.name for g in geometry.groups]

@@ -1,4 +1,4 @@
-"""What names a request to both engines: the prompt's digest, and the ticket that travels beside the prompt."""
+"""What identifies a request to both engines: the digest of its prompt, and the ticket that comes with it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ from kvproto.wire.plain import read_json
 __all__ = ["Prompt", "Ticket", "check_name", "new_ticket", "read_ticket", "write_ticket"]
 
 _LONGEST_NAME = next(most for _, name, *_, most, _ in tables.FIELDS["Ticket"] if name == "engine")
-"""Bytes of an engine's name, as the registry has it."""
+"""The most bytes in an engine's name, as in the registry."""
 _LONGEST_AXIS = next(most for _, name, *_, most, _ in tables.FIELDS["Axis"] if name == "name" and most)
-"""Bytes of the name of an axis."""
+"""The most bytes in the name of an axis."""
 _LONGEST_TEXT = 1 << 12
-"""Characters of a ticket as JSON: several times those of the longest one."""
+"""The most characters in a ticket as JSON: several times as many as any ticket has."""
 
 
 @attrs.frozen(init=False, eq=False)
 class Prompt:
-    """What a request computes: token ids, the adapter, and digests of other inputs such as images.
+    """The input of a request: token ids, the adapter, and digests of other inputs such as images.
 
-    Both engines compute its `digest`; a transfer between two prompts that differ anywhere is refused before a byte
-    moves (KVP-TKT-CONTENT).
+    Both engines compute its `digest`; if their prompts differ anywhere, the transfer is refused before a byte moves
+    (KVP-TKT-CONTENT).
     """
 
     tokens: npt.NDArray[np.uint32] = attrs.field(repr=False)
-    """Token ids, [tokens]."""
+    """Token ids, uint32 [tokens]."""
     adapter: str
-    """Name of the LoRA adapter; empty for none."""
+    """The name of the LoRA adapter; empty for none."""
     salts: tuple[bytes, ...] = attrs.field(repr=False)
     """Digests of inputs that are not tokens, 32 bytes each, in the order of the prompt."""
     axes: Mapping[str, int]
-    """Positions on each axis beside the tokens, such as "image": of all images, one after the other."""
+    """The number of positions on each axis other than the tokens, such as "image" for those of all images in turn."""
 
     def __init__(
         self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = (),
         axes: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """`tokens` is any sequence or array of integers; `axes` has the length of each axis that a cache of either side
-        names, 0 where the request has nothing there. Raises LocalError(OUT_OF_RANGE) naming what is wrong.
+        """Take token ids, [tokens], from any sequence or array of integers.
+
+        `axes` states the length of every axis that a cache of either side names, 0 where the request has nothing on
+        it. Raises LocalError(OUT_OF_RANGE), which names the wrong element.
         """
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
@@ -66,7 +68,7 @@ class Prompt:
                 raise _bad(f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256", f"{len(salt)} bytes")
 
     def __len__(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens."""
         return int(self.tokens.size)
 
     @cached_property
@@ -78,14 +80,14 @@ class Prompt:
 
 
 def _axes(given: Any) -> dict[str, int]:
-    """Lengths by name, ascending."""
+    """Lengths by the axis's name, in the order of names."""
     check_type("Prompt.axes", given, (Mapping, NoneType), 'a mapping of axis to its length, such as {"image": 576}')
     found = {}
     for name, length in (given or {}).items():
         path = f"Prompt.axes[{name!r}]"
         check_type(path, name, str, "the name of an axis, a str")
         if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
-            raise _bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes, but {TOKENS!r}, which `tokens` says", repr(name))
+            raise _bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
         found[name] = check_whole(path, length, 0, mine="positions on this axis")
     return dict(sorted(found.items(), key=lambda each: each[0].encode()))
 
@@ -96,7 +98,7 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
     except (TypeError, ValueError) as error:
         raise _bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
     if given.ndim != 1 or not given.size:
-        raise _bad("Prompt.tokens", "one token id at least, in one dimension", f"shape {given.shape}")
+        raise _bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {given.shape}")
     if given.dtype.kind not in "iu":
         raise _bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
     wrong = np.flatnonzero((given < 0) | (given > U32))
@@ -106,11 +108,10 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
 
 
 def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
-    """A ticket for one request whose prompt `engine` computes; void after `deadline` seconds (KVP-TKT-KEY).
+    """Make a ticket for one request whose prompt `engine` computes, valid for `deadline` seconds (KVP-TKT-KEY).
 
-    Whoever routes requests makes it and gives it to both engines, beside the prompt. A second try of the request needs
-    a new one. The source counts the deadline from `Source.request`, the sink from `Sink.fetch`. Raises
-    LocalError(OUT_OF_RANGE).
+    A router makes it and passes it to both engines with the prompt; another try of the request needs a new one. The
+    source counts the deadline from `Source.request`, the sink from `Sink.fetch`. Raises LocalError(OUT_OF_RANGE).
     """
     check_type("engine", engine, str, "the source engine's name, a str")
     check_name("engine", engine)
@@ -123,21 +124,21 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
 
 
 def check_name(argument: str, name: str) -> None:
-    """Raise LocalError(OUT_OF_RANGE) where an engine's name is empty or longer than the wire takes it."""
+    """Raise LocalError(OUT_OF_RANGE) if an engine's name is empty or longer than the wire format allows."""
     length = len(name.encode())
     if length < 1 or (_LONGEST_NAME is not None and length > _LONGEST_NAME):
         raise _bad(argument, f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
 
 
 def write_ticket(ticket: Ticket) -> dict[str, Any]:
-    """The JSON form of a ticket (spec/v1/json.md); it holds the secret key."""
+    """The JSON form of a ticket (spec/v1/json.md), which includes its secret key; raises LocalError(OUT_OF_RANGE)."""
     check_type("ticket", ticket, Ticket, "a kvproto.Ticket")
     made: dict[str, Any] = to_json(ticket)
     return made
 
 
 def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
-    """The ticket of a JSON form, a mapping or its text; raises WireError, or LocalError for what is no JSON object."""
+    """The ticket of a JSON form, as a mapping or text; raises WireError, and LocalError for anything but an object."""
     found: Any = form
     if isinstance(form, str | bytes):
         if len(form) > _LONGEST_TEXT:

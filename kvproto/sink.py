@@ -1,4 +1,4 @@
-"""A Sink: what a decode rank needs of kvproto. It fetches requests by ticket into pages that the engine names."""
+"""The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
-from kvproto.door import Handle, OfTicket, check_request, ends_of, options_of, party_of, transports_of
+from kvproto.door import Handle, TicketHandle, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, listed, type_name
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
@@ -25,36 +25,37 @@ from kvproto.withdrawal import Sleeper, Withdrawal
 __all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
 
 
-class Fetch(OfTicket[Arrived]):
-    """One request that is being fetched; its result is Arrived, and `wait` raises the error where it is lost."""
+class Fetch(TicketHandle[Arrived]):
+    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request."""
 
     def __init__(
         self, sink: Sink, ticket: Ticket, claim: Claim, pool: Pool, epoch: int,
-        give: Callable[[PagesWanted], PageTables | None] | None,
+        on_wanted: Callable[[PagesWanted], PageTables | None] | None,
     ) -> None:  # fmt: skip
         super().__init__(sink, ticket)
-        self._claim, self._give, self._naming, self.pool = claim, give, threading.Lock(), pool
+        self._claim, self._on_wanted, self._granting, self.pool = claim, on_wanted, threading.Lock(), pool
         self._useful = claim.end
         self.pages_free = False
-        """Whether the pages of a lost request may be used again; PagesFree says so too."""
+        """Whether the pages of a lost request may be reused; PagesFree reports it as well."""
         self.number = 0
-        """Counts the fetches of this sink."""
+        """The fetch's number at this sink, from 1."""
         self.epoch = epoch
-        """Of its pool."""
+        """The epoch of its pool."""
 
     def grant(self, pages: PageTables, tokens: int | None = None) -> bool:
-        """Name pages of a fetch that was begun without them: whether they are the fetch's now; if not, it is over.
+        """Name pages for a fetch that began without them; False if it had ended and did not take them.
 
-        `pages` are page tables by group name from the page of token 0 on, those that were granted before included, and
-        `tokens` is up to where they go (None: as far as PagesWanted said last; `spans` alone may grant less than all).
-        Any thread may call it at any time, ahead of PagesWanted too. Raises LocalError, and grants none, where pages
-        cannot be: BAD_GRANT, OUT_OF_REGION, or ITEM_ALIAS for pages that another fetch has.
+        `pages` holds page tables by group name from the page of token 0 on, including pages granted before, and
+        `tokens` is the number of tokens that they hold (None: as PagesWanted last said; only with `spans` may it be
+        less than all). May be called from any thread at any time, even before PagesWanted. Raises LocalError, and
+        grants nothing: OUT_OF_RANGE for `tokens`, BAD_GRANT for tables that do not fit, OUT_OF_REGION for pages outside
+        the pool, ITEM_ALIAS for a page that is named twice or by another fetch.
         """
         sink, claim = self._door, self._claim
         end = self._useful if tokens is None else check_whole("tokens", tokens, 0, claim.end)
         if not isinstance(sink, Sink) or self.done:
             return False
-        with self._naming:
+        with self._granting:
             grants = claim.named(pages, end)
             with sink._handles_lock:
                 if self.done or self.number not in sink._fetches:
@@ -65,23 +66,21 @@ class Fetch(OfTicket[Arrived]):
         return True
 
     def _ask(self, wanted: PagesWanted) -> None:
-        """Call the engine for pages; an exception of it ends this fetch alone."""
+        """Ask the engine's `claim` for pages; an exception that it raises ends only this fetch."""
         sink = self._door
         try:
-            pages = self._give(wanted) if self._give is not None and not self.done else None
+            pages = self._on_wanted(wanted) if self._on_wanted is not None and not self.done else None
             if pages is not None:
                 self.grant(pages, wanted.tokens)
         except Exception as error:
-            advice = "the callable that gives pages has raised"
+            advice = "the callable that names pages has raised"
             own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
             cause = error if isinstance(error, KvprotoError) else own
             if isinstance(sink, Sink) and not sink._driver.closed:
                 self._post(lambda: sink._node.abort(self.number, cause))
 
     def abort(self, reason: str = "aborted") -> None:
-        """Stop it. `wait` raises ABORTED once it is over; the pages are free when `pages_free` says so. Harmless once
-        done.
-        """
+        """Stop the fetch, which ends with ABORTED; its pages may be reused when `pages_free`. Harmless once done."""
         sink = self._door
         check_type("reason", reason, str, "a str")
         if not self.done and isinstance(sink, Sink):
@@ -103,10 +102,11 @@ class Sink(Sleeper):
     ) -> None:  # fmt: skip
         """Connect to sources.
 
-        `sources` is where each of them listens: engine name (replica 0), or (name, replica), to the address of any of
-        its ranks, or to a Seed, which has its public key too; the other ranks follow from its Welcome. `read_sources`
-        reads such a mapping from a file; `connect` adds more. Raises LocalError for a pool or options that
-        cannot be used.
+        `sources` maps each engine name (replica 0), or (name, replica), to the address of any of its ranks, or to a
+        Seed, which also holds its public key; the other ranks' addresses come with its Welcome. `read_sources` reads
+        such a mapping from a file, and `connect` adds to it. Raises LocalError: OUT_OF_RANGE for an argument or an
+        address that cannot be used, NO_TRANSPORT, UNEXPECTED_MESSAGE for a pool that is closed or in use, and
+        ITEM_ALIAS for a `shared` pool.
         """
         self._fetches: dict[int, Fetch] = {}
         self._sources: set[tuple[str, int]] = set()
@@ -128,10 +128,10 @@ class Sink(Sleeper):
             self.connect(engine, replica, address=seed.address, key=seed.key)
 
     def connect(self, engine: str, replica: int = 0, *, address: str, key: str | None = None) -> None:
-        """Add a source replica, or say where it listens now; whoever routes requests knows.
+        """Add a source replica, or change its address; both are known to the router.
 
-        `key` is its public key, which a TCP address needs (KVP-NET-KEY). Connected tells when it is ready; `fetch` may
-        be called before. Raises LocalError for an address or a key that may not be used.
+        `key` is its public key, which a TCP address needs (KVP-NET-KEY). Connected reports when the source is ready;
+        `fetch` may be called before. Raises LocalError(OUT_OF_RANGE) for an address or a key that cannot be used.
         """
         source = _replica((engine, replica))
         server = check_seed("address", Seed(address, key), self.options)
@@ -150,28 +150,29 @@ class Sink(Sleeper):
         late: bool | Collection[str] = False, claim: Callable[[PagesWanted], PageTables | None] | None = None,
         spans: bool = False, on_done: Callable[[Fetch], object] | None = None,
     ) -> Fetch:  # fmt: skip
-        """Have tokens [cached, tokens) of a request written into these pages.
+        """Have tokens [cached, tokens) of a request written into `pages`.
 
-        Without `pages` the request waits in prefill and ties up none here: PagesWanted tells when they are of use, and
-        `Fetch.grant` names them. `claim` is called with that event too, where `Options.callbacks` says, and gives the
-        page tables, or None: not yet. With `spans` they are wanted piece by piece while prefill runs, if the source can
-        do that (feature SPANS); else all at once, when prefill is over or, where it knows no INTENT, at the beginning.
+        `pages` is the request's page table by group name: page ids, [pages], from the page of token 0 on, or the id of
+        a slot. A table may be longer than needed. `cached` is the first token to fetch, for all groups of tokens or by
+        group name: the pages hold the tokens before it, or a window has no pages for them. `tokens` is the end of the
+        fetch (None: the whole prompt), in tokens or by axis name. Name a page only when all device work that used it
+        has completed, and leave it alone until the handle is done and, if the request was lost, `pages_free`.
 
-        `pages` is the request's page table by group name, from the page of token 0 on, as long as the engine likes;
-        what is not needed is left alone. `cached` is the token with which the fetch begins, of all groups of tokens or
-        by name: what the pages hold already, or what a window has no pages for. `tokens` is where it ends (None: with
-        the prompt), or where it does on some axes by name. Where the source does not hold the first tokens any more,
-        the fetch is lost with NOT_HELD, or begins later where `late` says that it may, of all groups or of those named:
-        `Arrived.since` tells. Name a page only when all device work that used it has completed, and leave it alone
-        until the handle is done and, if it is lost, `pages_free`. `on_done` is called when it is over.
+        Without `pages`, the request waits for prefill and ties up no page here: PagesWanted reports when pages are of
+        use, and `Fetch.grant` names them. `claim` is called with that event, where `Options.callbacks` says, and
+        returns page tables, or None for not yet. With `spans` pages are wanted piece by piece while prefill runs, if
+        the source supports it (feature SPANS); otherwise all at once, when prefill is over, or at the beginning if the
+        source does not support INTENT.
 
-        Lost with DEADLINE where the source has not accepted it by the ticket's deadline, counted from this call, and
-        with PEER_LOST where the source ends or restarts first: its tickets end with it; with OUT_OF_RANGE where the
-        prompt states an axis that no cache of either side has.
+        Where the source no longer holds the first tokens, a group in `late` (True: any) begins with a later one, which
+        `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is also lost with DEADLINE if the source
+        has not accepted it within the ticket's deadline from this call; with PEER_LOST if the source ends or restarts,
+        which voids its tickets; and with OUT_OF_RANGE if the prompt states an axis that no cache of either side has.
+        `on_done` is called with the handle when it has ended.
 
-        Raises LocalError: OUT_OF_RANGE for what is no ticket or prompt; WRONG_PEER for a source that is not connected;
-        BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be; BUSY while too many pages are in quarantine;
-        DRAINING after `drain`; POOL_MOVED while asleep.
+        Raises LocalError: OUT_OF_RANGE for an argument of the wrong type or range; WRONG_PEER for a source that is not
+        connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be used; BUSY while too many pages are
+        in quarantine; DRAINING after `drain`; POOL_MOVED while asleep.
         """
         self._driver.check()
         self._check_draining()
@@ -209,14 +210,14 @@ class Sink(Sleeper):
 
     @property
     def ready(self) -> frozenset[tuple[str, int]]:
-        """Source replicas, by engine name and number, that answer: a fetch from them begins at once."""
+        """Source replicas that are ready, by engine name and replica: a fetch from one begins at once."""
         return self._node.ready
 
     def move(self, pool: Pool) -> Withdrawal:
-        """Use this pool from now on; what is under way ends in the old one.
+        """Use this pool from now on; fetches that are under way end in the old one.
 
-        The old memory may be freed once the returned handle is done. The pool is of the same rank, on the same device;
-        its caches may be others, as for `wake`. Raises LocalError for a pool that cannot be, and while asleep.
+        The old memory may be freed once the returned handle is done. The pool must be of the same rank on the same
+        device; its caches may differ. Raises LocalError: UNEXPECTED_MESSAGE while asleep, and otherwise as `wake` does.
         """
         self._check_pool(pool)
         with self._handles_lock:
@@ -235,7 +236,7 @@ class Sink(Sleeper):
 
     @property
     def quarantined(self) -> dict[str, int]:
-        """Pages by group name that may still be written by a peer, so that nobody may use them yet."""
+        """The number of pages, by group name, that a peer may still write and that must not be reused yet."""
         names = {g.id: g.name for g in self.geometry.groups}
         return {names[group]: count for group, count in self._node.quarantined.items()}
 
@@ -246,7 +247,7 @@ class Sink(Sleeper):
             name = self.pool.layout.group(group).name
             yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
-    def _tell(self, event: Any) -> Event:
+    def _translate(self, event: Any) -> Event:
         match event:
             case Received():
                 fetch = self._forget(self._fetches[event.number])
@@ -266,7 +267,7 @@ class Sink(Sleeper):
                 tokens = fetch._claim.end if event.tokens is None else event.tokens
                 fetch._useful = tokens
                 wanted = PagesWanted(fetch, tokens, fetch._claim.lengths(tokens))
-                if fetch._give is not None:
+                if fetch._on_wanted is not None:
                     self._driver.later(lambda: fetch._ask(wanted))
                 return wanted
             case TransferLost():
@@ -285,16 +286,16 @@ class Sink(Sleeper):
         return shared_event(event)
 
     def _forget(self, fetch: Fetch) -> Fetch:
-        """Nothing writes its pages any more, or this sink will never know."""
+        """Stop tracking a fetch: nothing writes its pages any more, or this sink can no longer find out."""
         with self._handles_lock:
             if self._fetches.pop(fetch.number, None) is not None:
                 fetch.pool._pages.free(fetch._claim.granted)
         return fetch
 
     def close(self, reason: str = "closed") -> None:
-        """Say Goodbye to all sources and end what is under way; handles that are not over end with an error.
+        """Say Goodbye to all sources and end what is under way; open handles end with LocalError(ABORTED).
 
-        Pages whose `pages_free` is False then may still be written until their source hears of it or ends.
+        The pages of a fetch whose `pages_free` is False may still be written until its source hears of it or ends.
         """
         super().close(reason)
         for fetch in list(self._fetches.values()):
@@ -305,7 +306,7 @@ class Sink(Sleeper):
 
 
 def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
-    """Raise LocalError(OUT_OF_RANGE) for what asks for pages later, where they are named at once."""
+    """Raise LocalError(OUT_OF_RANGE) for wrong types, and for `claim` or `spans` together with `pages`."""
     check_type("spans", spans, bool, "True or False")
     if claim is not None and not callable(claim):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "claim", "something to call with PagesWanted", type_name(claim))
@@ -315,19 +316,19 @@ def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
 
 
 def _replica(given: Any) -> tuple[str, int]:
-    """A source replica: engine name and number; a name alone is replica 0."""
+    """A source replica, as engine name and number; a name alone means replica 0."""
     engine, replica = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
     check_type("engine", engine, str, "the source engine's name, a str")
     return engine, check_whole("replica", replica, 0)
 
 
 def dialer_of(options: Options) -> Dialer:
-    """What connects to sources, with the keys of the options."""
+    """A dialer that connects to sources, with the keys of the options."""
     return Dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
 
 
 def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
-    """The source's key; raises LocalError, with the argument's own path, for a seed that may not be used."""
+    """The source's public key; raises LocalError, naming the argument `path`, for a seed that cannot be used."""
     address = seed.address
     check_type(path, address, str, "an address, a str")
     if "{rank}" in address:
@@ -340,6 +341,6 @@ def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
     if seed.key is not None:
         return check_public("key", seed.key)
     if encrypted(address) and options.keys is not None:
-        advice = "the line of its public.key, as `key`, or in a Seed"
+        advice = "pass the line in its public.key as `key`, or in a Seed"
         raise LocalError(ErrorCode.OUT_OF_RANGE, "key", f"the public key of the source at {address}", "none", advice)
     return None

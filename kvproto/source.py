@@ -1,4 +1,4 @@
-"""A Source: what a prefill rank needs of kvproto. It listens, and hands requests over to whoever has their tickets."""
+"""The Source, which a prefill rank opens: it listens, and hands requests over to sinks that have their tickets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.late import items_before
-from kvproto.door import Handle, OfTicket, check_request, options_of, party_of, transports_of
+from kvproto.door import Handle, TicketHandle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
@@ -40,42 +40,44 @@ _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
 
-class Request(OfTicket[Over]):
-    """One request at a source, from its ticket until its pages are free.
+class Request(TicketHandle[Over]):
+    """The handle of a request at a source, from its ticket until its pages are free.
 
-    Its result is Freed, Undelivered where a sink rank may not have it, or Expired where the deadline passed first.
+    It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
     def __init__(self, source: Source, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(source, ticket)
         self.prompt = prompt
-        """What is computed."""
+        """The prompt to compute."""
         self._source, self._pool = source, source.pool
         self.computed_at: float | None = None
-        """When prefill was over, by time.monotonic."""
+        """When `finish` was called, in seconds of `time.monotonic`."""
         self._finished = False
         self._tables: dict[int, IntArray] = {}
-        """Pages that rows were said to be in, by group id."""
+        """The page table so far, by group id."""
         self._since: dict[int, int] = {}
-        """First tokens whose pages are there, by group id."""
+        """The first token that is still held, by group id."""
         self._ends: dict[tuple[int, int], int] = {}
-        """Tokens computed so far, by model and layer."""
+        """The number of tokens computed so far, by model and layer."""
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
         after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
-        """Say that tokens [0, `tokens`) of layers [lo, hi) of a model (None: all of its layers) are in the pages.
+        """Report that tokens [0, `tokens`) of layers [lo, hi) of a model (None: of all its layers) are in the pages.
 
-        Rows on other axes are there at `finish`; the table of such a group may still be empty before.
-        What is there is copied while prefill goes on: by the I/O thread or the next `step`, so that a forward is not
-        held up. `after` is the handle of a CUDA event after which the rows are there. `since` is the first token whose
-        rows are still there, of all groups that hold rows of tokens or by name (None: as said before): pages before it
-        may be in use again, what the table names there means nothing, and a sink that asks for them is refused
-        (KVP-GRANT-HELD). Harmless once the request is over, as it is when its deadline passes. Raises LocalError for
-        pages or tokens that cannot be, and for fewer tokens than before of one of the layers.
+        `pages` is the page table by group name: page ids, [pages], from the page of token 0 on, or the id of a slot.
+        Rows on other axes are due at `finish`; until then the table of such a group may be empty. The I/O thread, or
+        the next `step`, copies the rows while prefill goes on, so that this never holds up a forward pass. `after` is
+        the handle of a CUDA event after which the rows are written. `since` is the first token whose rows are still
+        held, for all groups of tokens or by group name (None: as before): earlier pages may be in use again, their
+        entries are ignored, and a sink that asks for them is refused (KVP-GRANT-HELD). Harmless once the request has
+        ended, by its deadline for example. Raises LocalError: OUT_OF_RANGE for a number outside its range; BAD_GRANT
+        for tables that do not fit or contradict earlier calls, and for fewer tokens of a layer than before;
+        OUT_OF_REGION; ITEM_ALIAS for a page named twice; UNEXPECTED_MESSAGE after `finish`.
         """
-        if self._pool is not self._source.pool:  # it was taken back, and the request ended by that
+        if self._pool is not self._source.pool:  # the pool was taken back, which ended the request
             return
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
         _check_after(after)
@@ -94,7 +96,7 @@ class Request(OfTicket[Over]):
         if tokens < before:
             advice = "tokens counts from the start of the prompt, those of earlier calls included"
             raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{before} or more, as said before", str(tokens), advice)
-        self._agree(items, tokens, axes, held)
+        self._record(items, tokens, axes, held)
         self._ends |= dict.fromkeys(named, tokens)
         computed = Computed(items, tokens, span, model, after, held)
         self._post(lambda: self._source._node.computed(self._key, computed), wait=False)
@@ -103,11 +105,12 @@ class Request(OfTicket[Over]):
         self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
         finished: bool = False, after: int | None = None, since: Since | None = None,
     ) -> None:  # fmt: skip
-        """Say that prefill is over: tokens [0, `tokens`) are in the pages (None: the whole prompt), other axes whole.
+        """Report that prefill is over: tokens [0, `tokens`) (None: all) and all other axes are in the pages.
 
-        `handoff` holds the bytes of the hand-off groups that this rank owns, by group and part name; `finished` says
-        that the first token ends the text; `since` is as for `computed`. The pages from there on stay as they are until
-        this handle is done. Harmless once the request is over. Raises LocalError.
+        `pages`, `after` and `since` are as for `computed`. `handoff` holds the bytes of the hand-off groups that this
+        rank owns, by group and part name; `finished` states that the first token ends the text. Leave the pages from
+        `since` on unchanged until this handle is done. Harmless once the request has ended. Raises LocalError as
+        `computed` does, and OUT_OF_RANGE for a `handoff` that the geometry does not state.
         """
         if self._pool is not self._source.pool:
             return
@@ -120,34 +123,35 @@ class Request(OfTicket[Over]):
         _check_after(after)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
-        self._agree(items, number, axes, held)
+        self._record(items, number, axes, held)
         self._finished, self.computed_at = True, time.monotonic()
         finished_ = Finished(items, number, outcome, data, after, held)
-        # a large request is left to the I/O thread, so that its copy does not hold the engine up
+        # a large request is left to the I/O thread, so that its copy does not hold up the engine
         small = number * self._source._token_bytes <= _AT_ONCE
         self._post(lambda: self._source._node.finish(self._key, finished_), wait=small)
 
     def fail(self, reason: str | KvprotoError) -> None:
-        """Say that this request cannot be produced: whoever waits for it is told why."""
+        """Report that this request cannot be produced; sinks that wait for it receive the reason."""
         check_type("reason", reason, (str, KvprotoError), "a str or a KvprotoError")
         error = reason if isinstance(reason, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=reason)
         self._post(lambda: self._source._node.refuse(self._key, error))
 
     def release(self) -> None:
-        """End the request on this rank without handing it over, as a rank does that takes part in no transfer.
+        """End the request on a rank that takes part in no transfer, without handing anything over.
 
-        Its pages are free when this handle is done. The verdict is that of the ranks in `Freed.routed` (KVP-TRN-DUMMY).
+        Its pages are free when this handle is done. The ranks in `Freed.routed` decide the outcome (KVP-TRN-DUMMY).
         """
         self.fail("released by its engine")
 
     def _give_up(self, error: KvprotoError) -> None:
         self._source._node.refuse(self._key, error)
 
-    def _agree(
+    def _record(
         self, items: Mapping[int, IntArray], tokens: int, axes: Mapping[str, int], since: dict[int, int]
     ) -> None:  # fmt: skip
-        """Keep the pages of the tokens computed so far; raises BAD_GRANT where an earlier call named other pages, and
-        ITEM_ALIAS for a page that is named twice.
+        """Record the pages of the tokens computed so far.
+
+        Raises LocalError: BAD_GRANT where an earlier call named other pages, ITEM_ALIAS for a page named twice.
         """
         layout, tables = self._source.pool.layout, dict(self._tables)
         for id, table in items.items():
@@ -160,7 +164,7 @@ class Request(OfTicket[Over]):
                 differ = np.flatnonzero(before[both] != now[both])
                 if differ.size:
                     i = skip + int(differ[0])
-                    advice = "the rows of an earlier computed are in the page it named; name the same one"
+                    advice = "the rows of an earlier call of computed are in the page it named; name the same one"
                     raise LocalError(
                         ErrorCode.BAD_GRANT, f'pages["{group.name}"][{i}]', f"page {before[i]}, as said before",
                         f"page {now[i]}", advice,
@@ -172,9 +176,8 @@ class Request(OfTicket[Over]):
 
     def _check_open(self, call: str) -> None:
         if self._finished and not self.done:
-            raise LocalError(
-                ErrorCode.UNEXPECTED_MESSAGE, call, "nothing more after finish", "another call", "finish a request once"
-            )
+            mine, advice = "nothing more after finish", "finish a request once"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, call, mine, "another call", advice)
 
     def _checked(self, tokens: int) -> int:
         return check_whole("tokens", tokens, 0, len(self.prompt), f"0 to {len(self.prompt)}, the prompt's")
@@ -186,9 +189,10 @@ class Source(Sleeper):
     def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
         """Listen for sinks.
 
-        `name` is the engine's, the same on all ranks and in tickets. `listen` is where this rank listens, with "{rank}"
-        where ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the replica. Raises
-        LocalError for an address, a pool or options that cannot be used.
+        `name` is the engine's name, the same on all ranks and in tickets. `listen` is the address of this rank, with
+        "{rank}" where those of other ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of
+        the replica by rank. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
+        NO_TRANSPORT, and UNEXPECTED_MESSAGE for a pool that is closed or serves another Source.
         """
         check_type("pool", pool, Pool, "a kvproto.Pool")
         check_type("listen", listen, (str, Mapping), "an address, or a mapping of rank to address")
@@ -196,12 +200,12 @@ class Source(Sleeper):
         endpoints = _endpoints(listen, pool)
         self._requests: dict[bytes, Request] = {}
         self._token_bytes = _token_bytes(pool)
-        """Bytes of one token of every cache of this rank, on average."""
+        """Bytes of one token in all caches of this rank, on average."""
         party = party_of(name, pool)
         for address in endpoints.values():
             check_type("listen", address, str, "addresses, each a str")
             if len(endpoints) > 1 and is_wildcard(address):
-                advice = "sinks dial what Welcome says: name the host, or the address of an interface"
+                advice = "sinks dial the addresses in Welcome: name the host, or the address of an interface"
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", "addresses that can be dialled", address, advice)
         try:
             listener = _listener(endpoints[pool.rank], chosen)
@@ -223,10 +227,11 @@ class Source(Sleeper):
             raise
 
     def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
-        """Take a request: from now on sinks with its ticket are answered, and served once it is computed.
+        """Accept a request: from now on sinks with its ticket are answered, and are served once it is computed.
 
-        `on_free` is called when its pages are free. Raises LocalError: WRONG_PEER for a ticket of another engine or
-        replica, TICKET_USED for one that came before, DRAINING after `drain`, POOL_MOVED while asleep.
+        `on_free` is called with the handle when its pages are free. Raises LocalError: OUT_OF_RANGE for an argument of
+        the wrong type or a prompt without one of the geometry's axes, WRONG_PEER for a ticket of another engine or
+        replica, TICKET_USED for one that was used before, DRAINING after `drain`, POOL_MOVED while asleep.
         """
         self._check_draining()
         self._check_awake("request")
@@ -234,9 +239,8 @@ class Source(Sleeper):
         digest, tokens, axes = prompt.digest, len(prompt), prompt.axes
         if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
             mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
-            raise LocalError(
-                ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket"
-            )
+            advice = "send the request to the engine of its ticket"
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", mine, yours, advice)
         made = Request(self, ticket, prompt)
         self._take(made, ticket)
         if on_free is not None:
@@ -245,23 +249,23 @@ class Source(Sleeper):
         return made
 
     def tell(self, tiers: Tiers) -> None:
-        """Let routers watch which pages `tiers` keeps, by a `kvproto.Finder` (feature CATALOGUE).
+        """Announce the pages that `tiers` keeps to routers that watch with a `kvproto.Finder` (feature CATALOGUE).
 
-        They hear of changes with each step of the tiers.
+        Changes are announced with each step of the tiers.
         """
         layout = tiers.device.layout
         catalogue = Catalogue(tiers.space, layout.page, layout.form)
         self._driver.post(lambda: self._node.endpoint.keep_catalogue(catalogue))
-        tiers.tell(self._kept)
+        tiers.tell(self._announce)
 
-    def _kept(self, pages: Changes) -> None:
-        """Leave to the I/O thread to tell of pages; a Source that is closed tells nobody."""
+    def _announce(self, pages: Changes) -> None:
+        """Have the I/O thread announce pages, unless this Source is closed."""
         if not self._driver.closed:
             with suppress(LocalError):
                 self._driver.leave(lambda: self._node.endpoint.kept(pages), lambda error: None)
 
     def _take(self, made: Request, ticket: Ticket) -> None:
-        """Keep a request; raises TICKET_USED, until the deadline of its first use."""
+        """Add a request; raises LocalError(TICKET_USED) while its ticket's first use is not past its deadline."""
         key, now = bytes(ticket.key), time.monotonic()
         with self._handles_lock:
             if key in self._requests or self._node.endpoint.used(key, now):
@@ -270,17 +274,17 @@ class Source(Sleeper):
             self._requests[key] = made
 
     def _layers(self, model: int) -> tuple[int, int]:
-        """Layers [lo, hi) of a model of which this rank owns some."""
+        """The layers [lo, hi) of a model from the first to the last that this rank owns."""
         models = {g.id: g.model for g in self.geometry.groups if kind_of(g).has_memory}
-        mine = next(r for r in self.geometry.ranks if r.rank == self.pool.rank)
-        owned = [int(n) for share in mine.owns if models.get(share.group) == model for n in share.layers]
+        layout = self.pool.layout
+        owned = [int(n) for id in layout.columns if models[id] == model for n in layout.owns(id).layers]
         if not owned and model not in models.values():
             known = sorted(set(models.values()))
             raise LocalError(ErrorCode.OUT_OF_RANGE, "model", f"one of {known}", str(model))
         return (min(owned), max(owned) + 1) if owned else (0, 0)
 
     def _depth(self, model: int) -> int:
-        """One more than the highest layer of a model that any rank owns."""
+        """The number of layers of a model, up to the highest that any rank owns."""
         models = {g.id: g.model for g in self.geometry.groups}
         shares = [s for r in self.geometry.ranks for s in r.owns if models[s.group] == model]
         return max((int(n) + 1 for share in shares for n in share.layers), default=0)
@@ -299,7 +303,7 @@ class Source(Sleeper):
         self._token_bytes = _token_bytes(pool)
         self._node.wake(pool, epoch, _endpoints(self._listen, pool) | {pool.rank: self._address})
 
-    def _tell(self, event: Any) -> Event:
+    def _translate(self, event: Any) -> Event:
         match event:
             case Copied():
                 return Sent(
@@ -326,7 +330,7 @@ class Source(Sleeper):
 
 
 def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
-    """Where each rank of a pool's replica listens; raises LocalError where that is not said."""
+    """The address of each rank of a pool's replica; raises LocalError(OUT_OF_RANGE) if any is missing or shared."""
     ranks = [r.rank for r in pool.geometry.ranks]
     found = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
     if sorted(found) != sorted(ranks) or len(set(found.values())) < len(ranks):
@@ -336,7 +340,7 @@ def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
 
 
 def _listener(address: str, options: Options) -> Listener:
-    """With the keys and the allow-list of the options, where the address needs them."""
+    """A listener at `address`, with the keys and the allow-list of the options if the address needs them."""
     if options.keys is None or not encrypted(address):
         return Listener(address, options.insecure)
     keys, allow = read_keys(options.keys), options.allow or Path(options.keys) / "allow.toml"
@@ -357,10 +361,11 @@ def _check_after(after: Any) -> None:
 
 
 def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
-    """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) where the geometry says otherwise."""
+    """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) where the geometry states other data."""
     check_type("handoff", given, Mapping, "a mapping of group name to a mapping of part name to bytes")
     owned = {s.group for r in geometry.ranks if r.rank == rank for s in r.owns}
-    groups = {g.name: g for g in geometry.groups if not kind_of(g).has_memory and g.id in owned}
+    every = {g.name: g for g in geometry.groups if not kind_of(g).has_memory}
+    groups = {name: group for name, group in every.items() if group.id in owned}
     found = {}
     for name, group in groups.items():
         parts = given.get(name, {})
@@ -377,11 +382,10 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
                 data = bytes(data)
             if data is None or len(data) != part.lane_bytes:
                 came = "nothing" if data is None else f"{len(data)} bytes"
-                raise LocalError(
-                    ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, "pass what the geometry states"
-                )
+                advice = "pass what the geometry states"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, advice)
             found[group.id, part.name] = data
-    if unknown := [n for n in given if n not in {g.name for g in geometry.groups if not kind_of(g).has_memory}]:
+    if unknown := [name for name in given if name not in every]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
     return found
 

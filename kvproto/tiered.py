@@ -1,4 +1,4 @@
-"""An engine's pool, with memory of the host and storage behind it (draft): what is computed once is found again."""
+"""An engine's pool backed by host memory and storage (draft): pages that were computed before are found again."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ __all__ = ["Chain", "Fetch", "Keep", "Lease", "Tiers", "patience"]
 
 
 class Tiers(Cache):
-    """The pages of one rank: those of a request's `chain` are found by `open`, and kept by `Lease.leave`."""
+    """The pages of one rank: `open` finds those of a request's `chain`, and `Lease.leave` keeps them."""
 
     def __init__(
         self, pool: Pool, names: Mapping[str, str], *, page: int, host: int, storage: Path | str | Store | None = None,
         most: int = 0, ahead: Collection[str] = (), windows: Mapping[str, int] | None = None, keep: Keep = Keep.AT_ONCE,
         stream: int = 0,
     ) -> None:  # fmt: skip
-        """`names` are what the pages are computed by (KVP-TIER-NAMESPACE), `page` tokens of a page, `host` pages there.
+        """Keep pages of `page` tokens in the pool, `host` of them in host memory, and others in `storage`.
 
-        `storage` is a folder, `lmdb:FOLDER`, the URL of an object store, or a store; it is kept to `most` bytes, 0: to
-        any number. `ahead` are names of groups whose rows depend on the next token too, `windows` tokens by group name.
-        Slot s of the pool is items [s * k, (s + 1) * k) of each group, as many as hold a page. Of a pool of a GPU,
-        `stream` is the handle of the stream on which the engine computes. Raises LocalError for memory that cannot be
-        had, PlanError for a page that cuts rows, OSError.
+        `names` state what computes the pages (KVP-TIER-NAMESPACE). `storage` is a folder, `lmdb:FOLDER`, the URL of an
+        object store, or a Store, and holds at most `most` bytes (0: without limit). `ahead` names the groups whose rows
+        also depend on the next token, and `windows` states the window of a group in tokens. Slot s of the pool is items
+        [s * k, (s + 1) * k) of each group, where k items hold a page. For a pool on a GPU, `stream` is the handle of
+        the CUDA stream on which the engine computes. Raises LocalError for memory that cannot be allocated, PlanError
+        for a page that cuts rows, and OSError.
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         layout = components(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
@@ -50,13 +51,13 @@ class Tiers(Cache):
         self.space = namespace(names)
 
     def chain(self, tokens: npt.ArrayLike) -> Chain:
-        """The names of a prompt's pages, as far as its tokens are known; `Chain.extend` goes on."""
+        """The names of the pages that hold these token ids, [tokens]; `Chain.extend` adds tokens."""
         made = Chain(self.space, self.device.layout.page)
         made.extend(tokens)
         return made
 
     def metrics(self, engine: str) -> list[Sample]:
-        """What `Collector(lambda: tiers.metrics("prefill"))` shows of them (spec/v1/metrics.md); from any thread."""
+        """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
         base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
         names = {group.id: group.name for group in self._geometry.groups}
         pages, shelf = dict(self.counts), dict(self.shelf.counts) if self.shelf else {}
@@ -78,4 +79,4 @@ class Tiers(Cache):
 
 _OF_STORAGE = "missed", "damaged", "evicted"
 _WHAT = "device", "host", "new", "fetched", "stored", "not_kept", "not_stored", *_OF_STORAGE
-"""Words of `kvproto_tier_pages_total`."""
+"""Label values of `kvproto_tier_pages_total`."""

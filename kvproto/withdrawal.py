@@ -1,6 +1,6 @@
-"""Pools of a Source or Sink that come and go: sleep, wake, move, and when the memory is free.
+"""Taking the pool of a Source or Sink back and replacing it: sleep, wake, move, and when the memory may be freed.
 
-Engines give their memory to something else for a while, such as a trainer between rollouts: `sleep` and `wake_up` of
+Engines lend their memory to something else for a while, such as a trainer between rollouts: `sleep` and `wake_up` of
 vLLM, `release_memory_occupation` and `resume_memory_occupation` of SGLang. Sessions with peers outlive that.
 """
 
@@ -22,10 +22,10 @@ __all__ = ["Sleeper", "Withdrawal"]
 
 
 class Withdrawal(Handle[PoolFree]):
-    """A pool that is taken back from peers; its result is PoolFree: nobody writes or reads its memory any more.
+    """The handle of a pool that is taken back from peers; it ends with PoolFree, when nothing uses the memory any more.
 
-    It may be freed then, and not before. A peer that is stopped, or gone without proof, holds it until it answers or
-    its process has ended.
+    Only then may the memory be freed. A peer that is stopped, or gone without proof, holds it until it answers or its
+    process has ended.
     """
 
     def __init__(self, door: Door, pool: Pool, epoch: int) -> None:
@@ -39,11 +39,11 @@ class Withdrawal(Handle[PoolFree]):
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Who may still touch the memory, for people; from any thread."""
+        """Who may still read or write the memory, for display; may be called from any thread."""
         return self._lent.holders if self._lent is not None and not self.done else ()
 
     def _give_up(self, error: KvprotoError) -> None:
-        """Nothing can be done: who holds the memory goes on to hold it."""
+        """There is nothing to cancel: whoever holds the memory still holds it."""
 
 
 class Sleeper(Door):
@@ -52,19 +52,19 @@ class Sleeper(Door):
     def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
         self._asleep, self._epoch = False, 1
         self._withdrawals: dict[int, Withdrawal] = {}
-        """By the epoch of their pool."""
+        """Withdrawals by the epoch of their pool."""
         super().__init__(name, pool, node, options)
 
     @property
     def asleep(self) -> bool:
-        """Whether it has no pool, from `sleep` to `wake`."""
+        """Whether it has no pool: true from `sleep` to `wake`."""
         return self._asleep
 
     def sleep(self, reason: str = "asleep") -> Withdrawal:
-        """End what is under way with POOL_MOVED and take the pool back from all peers; `wake` goes on with another.
+        """End what is under way with POOL_MOVED, and take the pool back from all peers until `wake`.
 
         The memory may be freed once the returned handle is done. New requests raise POOL_MOVED until `wake`. Raises
-        LocalError while asleep.
+        LocalError(UNEXPECTED_MESSAGE) while asleep.
         """
         check_type("reason", reason, str, "a str")
         error = RemoteError(ErrorCode.POOL_MOVED, "", "memory for it", reason, "make a new ticket once it is awake")
@@ -76,11 +76,12 @@ class Sleeper(Door):
         return made
 
     def wake(self, pool: Pool) -> None:
-        """Go on with this pool: of the same rank, on the same device; it may be the old one, or of new memory.
+        """Go on with a pool of the same rank on the same device: the old one, or another.
 
-        Its caches may be others too: a draft that is loaded or not, more layers, ranks that have come or gone. Sessions
-        go on with peers that can (feature EPOCHS), and are opened again with others. Raises LocalError for a pool that
-        cannot be, and while awake.
+        Its caches may differ: a draft that was loaded or dropped, more layers, ranks that came or went. Sessions go on
+        with peers that support it (feature EPOCHS), and are opened again with others. Raises LocalError:
+        UNEXPECTED_MESSAGE while awake, FIELD_CONFLICT for a pool of another rank or replica, NO_TRANSPORT for another
+        device.
         """
         self._check_pool(pool)
         with self._handles_lock:
@@ -92,11 +93,11 @@ class Sleeper(Door):
         self._driver.post(lambda: self._wake(pool, epoch))
 
     def _sleep(self, error: KvprotoError) -> Lent | None:
-        """On the node."""
+        """On the node: end what is under way and ask for the pool back."""
         raise NotImplementedError
 
     def _wake(self, pool: Pool, epoch: int) -> None:
-        """On the node."""
+        """On the node: go on with this pool."""
         raise NotImplementedError
 
     def _post_withdrawal(self, made: Withdrawal, work: Callable[[], Lent | None]) -> None:
@@ -106,7 +107,7 @@ class Sleeper(Door):
         self._driver.post(run, made._failed)
 
     def _replace(self, pool: Pool) -> None:
-        """With the lock: other calls see this pool, or the one before."""
+        """With the lock held: make this the current pool."""
         pool._use(self._who)
         self._pools.append(pool)
         self.pool, self._epoch = pool, self._epoch + 1
@@ -118,7 +119,7 @@ class Sleeper(Door):
             raise LocalError(code, call, "a pool", f"{self._who} is asleep", advice)
 
     def _check_pool(self, pool: Pool) -> None:
-        """Raise LocalError for what cannot take the place of the pool."""
+        """Raise LocalError for a pool that cannot replace the current one."""
         check_type("pool", pool, Pool, "a kvproto.Pool")
         self._driver.check()
         for what, mine, yours in (
@@ -134,9 +135,9 @@ class Sleeper(Door):
             raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory of device {mine_}", str(yours_), advice)
 
     def _returned(self, event: PoolReturned) -> PoolFree:
-        """On the node: nobody can touch a pool any more."""
+        """On the node: nothing can read or write a pool any more, so its withdrawal ends."""
         made = self._withdrawals.pop(event.epoch)
-        self._leave(made.pool)
+        self._drop(made.pool)
         told = PoolFree(made)
         made._end(told)
         return told

@@ -1,1 +1,1 @@
-"""Tools for people."""
+"""The command line tool `kvproto`."""

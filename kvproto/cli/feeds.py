@@ -1,4 +1,4 @@
-"""Feeds of Sources and Sinks, followed at their sockets or read from a file that was kept of one."""
+"""Feeds of Sources and Sinks, followed at their sockets or read from a saved file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Feed", "Line", "plain", "said", "taken"]
 
 Line = dict[str, Any]
 _LONGEST = 1 << 20
-"""Bytes of a line, at most."""
+"""The most bytes in a line."""
 
 
 @attrs.define(eq=False)
 class Feed:
-    """Lines of one feed."""
+    """A feed that is followed, or read from a file."""
 
     path: str
     file: Any
@@ -34,7 +34,7 @@ class Feed:
 
     @classmethod
     def open(cls, path: str, selector: selectors.BaseSelector) -> Feed:
-        """Of a socket, which the selector watches, or of a file; raises OSError."""
+        """Open a socket, which is registered with the selector, or a file; raises OSError."""
         path = path.removeprefix("ipc://")
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return cls(path, open(path, "rb"), False)
@@ -49,7 +49,7 @@ class Feed:
         return feed
 
     def take(self) -> Iterator[Line]:
-        """What has come; raises ValueError for what is no feed."""
+        """The lines that have come; raises ValueError if this is not a feed."""
         try:
             data = self.file.recv(1 << 16) if self.live else self.file.read(1 << 16)
         except ConnectionResetError:
@@ -66,7 +66,7 @@ class Feed:
 
 
 def _is_line(made: Any) -> bool:
-    """Whether this is what a feed says."""
+    """Whether an object has the form of a line in a feed."""
     kind = made.get("kind") if isinstance(made, dict) else None
     if kind == "metrics":
         samples = made.get("samples")
@@ -87,7 +87,7 @@ def _is_number(value: Any) -> bool:
 
 
 def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float | None) -> Iterator[tuple[Feed, Line]]:
-    """Lines of all feeds as they come, until the time, or until all have ended."""
+    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
     for feed in feeds:
         while not (feed.live or feed.ended):
             yield from ((feed, line) for line in feed.take())
@@ -102,7 +102,7 @@ def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float 
 
 
 def said(line: Line) -> str:
-    """A line for people: time, level, event, then its fields."""
+    """A line as text: time, level, event, then its other fields."""
     if line["kind"] == "lost":
         return plain(f"... {line.get('lines')} lines were lost, as this was too slow")
     clock = time.strftime("%H:%M:%S", time.localtime(float(line.get("time", 0))))
@@ -113,5 +113,5 @@ def said(line: Line) -> str:
 
 
 def plain(text: str) -> str:
-    """On one line, with nothing in it that drives a terminal (KVP-SEE-TEXT)."""
+    """Text on one line, with escapes in place of terminal control characters (KVP-SEE-TEXT)."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""`kvproto find ADDRESS ...`: which engines have most of a prompt's cache (draft)."""
+"""`kvproto find ADDRESS ...`: which engines hold most of a prompt's cache (draft)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add", "run"]
 
 
 def add(commands: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     made = commands.add_parser("find", help="which source engines have most of a prompt's cache")
     made.add_argument("sources", metavar="ADDRESS[=KEY]", nargs="+", help="of one rank of each, and its public key")
     made.add_argument(
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask and print, the longest first; 1 if something is wrong, 3 if an engine is not known in time."""
+    """Print what engines hold, the longest first; the exit status is 1 on errors, 3 if an engine did not answer."""
     try:
         tokens = [] if args.tokens is None else _tokens(args.tokens)
         sources = {address: key or None for address, _, key in (each.partition("=") for each in args.sources)}

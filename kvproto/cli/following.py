@@ -1,4 +1,4 @@
-"""`kvproto tail` and `kvproto top`: what happens at Sources and Sinks."""
+"""`kvproto tail` and `kvproto top`: follow what Sources and Sinks do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add", "run"]
 
 
 def add(commands: Any) -> None:
-    """The commands and their options."""
+    """Add the commands and their options."""
     where = "socket of Options(feed=...), or a file with what `kvproto tail --json` wrote"
     tail = commands.add_parser("tail", help="print what happens at a Source or Sink")
     tail.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
@@ -31,9 +31,9 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follow until all feeds end; the exit status."""
+    """Follow feeds until all of them end; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in a terminal that cannot write them
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show all names
     try:
         with selectors.DefaultSelector() as selector:
             feeds = [Feed.open(path, selector) for path in args.feed]

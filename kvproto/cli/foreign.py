@@ -1,4 +1,4 @@
-"""`kvproto import`, and `check` of captures: what other engines said, and what it leaves unsaid."""
+"""`kvproto import`, and `check` of captures: what messages of other engines state, and what they leave unsaid."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["add", "check", "run", "wanted"]
 
 UNTOLD = 4
-"""Exit status where nothing differs, and too little is stated to plan."""
+"""The exit status if nothing differs, but too little is stated to plan."""
 
 
 def add(commands: Any) -> None:
-    """`import`, and the options of `check` for captures."""
+    """Add `import`, and the options of `check` for captures."""
     made = commands.add_parser("import", help="read what another engine said: a capture of its messages")
     made.add_argument("capture", help="a file, or - for standard input: docs/import.md says in which forms")
     made.add_argument("--engine", choices=sorted(engines()), help="whose messages these are, where they do not show it")
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`kvproto import`; the exit status."""
+    """Run `kvproto import`; returns the exit status."""
     try:
         if args.release and not args.engine:
             raise LocalError(ErrorCode.MISSING_FIELD, "engine", "the engine whose release it is", "none", "--engine")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether `check` was given a capture, or options that are of one."""
+    """Whether `check` was given a capture, or options for captures."""
     return any(_is_capture(path) for path in (args.source, args.sink)) or any(_own(args))
 
 
@@ -85,7 +85,7 @@ def _own(args: argparse.Namespace) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """`kvproto check` of two captures, or of a capture and a Description; the exit status."""
+    """Run `kvproto check` for two captures, or a capture and a Description; returns the exit status."""
     fleets: list[Fleet | None] = []
     sides: list[Geometry | None] = []
     try:
@@ -130,7 +130,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _described(fleet: Fleet | None, args: argparse.Namespace) -> Geometry | None:
-    """The Description, where enough is said."""
+    """The Description, if enough is stated for one."""
     try:
         return _describe(fleet, args) if fleet else None
     except LocalError as error:
@@ -189,7 +189,7 @@ def _bounded(path: Path) -> bytes:
 
 
 def _is_capture(path: Path) -> bool:
-    """Whether it is no JSON, or has a message that is known; else a Description is expected, and refused as one."""
+    """Whether a file is not JSON, or has a known message; others are read, and refused, as Descriptions."""
     try:
         data = _bounded(path)
     except OSError:
@@ -215,7 +215,7 @@ def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
 
 
 def _by_side(said: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Words of both captures, and of one; raises LocalError for another side, or a word that is said twice of one."""
+    """Words for both captures and for each; raises LocalError for an unknown side, or a word given twice for one."""
     found: dict[str, dict[str, str]] = {"both": {}, "source": {}, "sink": {}}
     for name, value in said.items():
         side, dot, word = name.rpartition(".")
@@ -228,7 +228,7 @@ def _by_side(said: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 _SIDES = {"": "both", "prefill": "source", "source": "source", "decode": "sink", "sink": "sink"}
-"""Whose words those of a prefix are."""
+"""The side that a prefix stands for."""
 
 
 def _said(error: Exception) -> str:
@@ -274,7 +274,7 @@ def _span(reading: Reading, row: Any) -> tuple[str, ...]:
 
 
 def _counted(value: Any) -> str:
-    """A list of equal values by its length, of any others too where it is long."""
+    """A value as text; a list of equal values, or a long list, by its length."""
     if isinstance(value, list) and len(value) > 1 and all(v == value[0] for v in value):
         return f"{len(value)} x {value[0]}"
     return f"of {len(value)}" if isinstance(value, list) and len(value) > 4 else str(value)

@@ -1,4 +1,4 @@
-"""`kvproto tiers PLACE`: which pages are kept there (draft), what is damaged, what belongs to none; verify, prune."""
+"""`kvproto tiers PLACE`: list stored pages (draft), damage, and files that belong to no page; verify, prune."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["add", "run"]
 
 
 _LEAST = 8
-"""Digits of a namespace that is to be deleted."""
+"""The fewest digits that name a namespace to delete."""
 
 
 def add(commands: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     made = commands.add_parser("tiers", help="which cached pages are stored; verify, prune")
     made.add_argument("place", metavar="PLACE", help="a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
     made.add_argument("--verify", action="store_true", help="read every byte, and compare it with its digest")
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, delete if asked to, print; 1 if pages are damaged, or the folder cannot be read."""
+    """Survey, delete what was requested, and print; the exit status is 1 for damaged pages or an unreadable place."""
     scheme, _, rest = args.place.rpartition(":")
     wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb"}.get(scheme)
     if wants is not None and not wants.exists():
@@ -88,7 +88,7 @@ def _size(pages: list[Manifest], group: int | None = None) -> int:
 
 
 def _groups(pages: list[Manifest]) -> dict[int, tuple[str, int, int]]:
-    """Of each component how it counts, how many pages have it, and its bytes in all."""
+    """By component: how it counts, how many pages have it, and its bytes in total."""
     found: dict[int, tuple[str, int, int]] = {}
     for page in pages:
         for c in page.components:

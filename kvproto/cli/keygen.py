@@ -1,4 +1,4 @@
-"""`kvproto keygen DIR`: a pair of CURVE keys for one engine."""
+"""`kvproto keygen DIR`: make the pair of CURVE keys of one engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["add", "run"]
 
 
 def add(commands: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     made = commands.add_parser("keygen", help="make the CURVE keys of an engine")
     made.add_argument("folder", metavar="DIR", type=Path, help="where secret.key and public.key go; made if missing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the keys and print the public one."""
-    from kvproto.net import make_keys  # the other commands need no ZeroMQ
+    """Make the keys and print the public one; returns the exit status."""
+    from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
 
     try:
         pair = make_keys(args.folder)

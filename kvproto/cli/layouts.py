@@ -1,4 +1,4 @@
-"""`kvproto describe --engine`: the pools of today's engines by name, as a Description or as tensors and strides."""
+"""`kvproto describe --engine`: the pools of an engine by its name, as a Description or as tensors and strides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """Those of `describe` that engines understand."""
+    """Add the options of `describe` that need `--engine`."""
     made.add_argument("--engine", choices=ENGINES, help="describe that engine's own pools, with its defaults")
     backends = ", ".join(name for kind in BACKENDS.values() for name in kind)
     made.add_argument("--backend", metavar="NAME", help=f"attention backend of vLLM: {backends}")
@@ -42,18 +42,18 @@ _ALONE = {
     "backend": None, "layout": None, "state_layout": "SD", "state_dtype": None, "dp": 1, "sm": None, "tensors": False,
     "rank": 0, "blocks": 1024, "json": False,
 }  # fmt: skip
-"""Options that say nothing without an engine, and their defaults."""
+"""Options that have no meaning without an engine, with their defaults."""
 
 
 def check_without_engine(args: argparse.Namespace) -> None:
-    """Raise LocalError where an option would be ignored."""
+    """Raise LocalError if an option would be ignored without `--engine`."""
     for name, default in _ALONE.items():
         if getattr(args, name) != default:
             raise bad(name, "--engine beside it", "none")
 
 
 def setup_of(args: argparse.Namespace, parallel: Parallel) -> Setup:
-    """The options as an engine's setup."""
+    """The setup of an engine that the options state."""
     state = DType[args.state_dtype] if args.state_dtype else None
     return Setup(
         parallel, args.page, args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state,
@@ -64,7 +64,7 @@ def setup_of(args: argparse.Namespace, parallel: Parallel) -> Setup:
 def described(
     args: argparse.Namespace, configs: Sequence[Config], parallel: Parallel, facts: Mapping[str, str]
 ) -> Iterator[str]:
-    """What `describe --engine` prints; raises LocalError."""
+    """The lines that `describe --engine` prints; raises LocalError."""
     made = pools(args.engine, configs[0], configs[1:], setup_of(args, parallel), args.replica, facts)
     validate(made.geometry)
     if args.state_dtype and all(part.name != "ssm" for group in made.geometry.groups for part in group.parts):
@@ -86,7 +86,7 @@ def described(
 
 
 def as_json(made: Pools, rank: int, found: Memory) -> dict[str, Any]:
-    """Allocations, tensors and the columns of Register, for programs."""
+    """Allocations, tensors and the columns of Register as JSON data; sizes, offsets and strides are in bytes."""
     tensors = [
         {"name": a.name, "allocation": found.regions[a.region][0], "offset": a.offset, "axes": list(a.axes),
          "shape": list(a.shape), "strides": list(a.strides)}
@@ -101,7 +101,7 @@ def as_json(made: Pools, rank: int, found: Memory) -> dict[str, Any]:
 
 
 def lines(geometry: Geometry, rank: int, found: Memory) -> Iterator[str]:
-    """Groups, then tensors: lengths of axes, outermost first, with the bytes from one to the next in brackets."""
+    """Tables of groups and tensors: lengths of axes, outermost first, with the bytes from one element to the next."""
     owned = {o.group: o.layers.tolist() for r in geometry.ranks if r.rank == rank for o in r.owns}
     yield ""
     yield from _table(

@@ -1,4 +1,4 @@
-"""`kvproto`: look into frames and at the tables of the spec."""
+"""`kvproto`: the command line, with the commands that read frames and the tables of the specification."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the command line; returns the exit status."""
     try:
         status = _main(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # `kvproto ... | head` is no error of ours
+    except BrokenPipeError:  # as with `kvproto ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: every command with its options."""
+    """The parser of the command line, with every command and its options."""
     parser = argparse.ArgumentParser(prog="kvproto", description="The contract for handing over KV caches.")
     parser.add_argument(
         "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"

@@ -1,4 +1,4 @@
-"""The picture of a plan: one self-contained page, the rank matrix, and layers, lanes and tokens on click."""
+"""The picture of a plan as one self-contained HTML page: the rank matrix, with layers, lanes and tokens on a click."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvproto.planning.slices import slices
 __all__ = ["page"]
 
 _TOKENS = 48
-"""Tokens of a deal that are drawn."""
+"""The number of tokens that are drawn of a deal."""
 
 
 def page(
@@ -28,7 +28,7 @@ def page(
     letters: Mapping[int, str],
     tokens: int,
 ) -> str:
-    """HTML; `moved` is bytes by rank pair, for `tokens` tokens."""
+    """The page as HTML; `moved` holds the bytes of each (source, sink) rank pair for `tokens` tokens."""
     theirs = {g.id: g for g in source.groups}
     home = {r.group: theirs[b.source_group] for r in made.routes for b in r.boxes}
     groups = [
@@ -53,12 +53,12 @@ def page(
         "sinks": [r.rank for r in sink.ranks], "boxes": boxes, "bytes": {f"{a},{b}": n for (a, b), n in moved.items()}, "ranges": HEAD,
         "slices": [{"sink": s.sink, "source": s.source, "row": row(s)} for s in slices(source, sink, made)],
     }  # fmt: skip
-    text = json.dumps(data).replace("<", "\\u003c")  # names are the user's: nothing of them ends the script
+    text = json.dumps(data).replace("<", "\\u003c")  # so that no name of the user can end the script
     return files("kvproto.cli").joinpath("page.html").read_text().replace("/*data*/null", text)
 
 
 def _owners(source: Group, sink: Group) -> list[tuple[int, int]]:
-    """cp ranks of both sides of the first tokens that both have dealt."""
+    """The cp ranks of the source and the sink that own the first tokens which both have dealt."""
     dealt = [g for g in (source, sink) if g.cp_size > 1]
     first = max((g.origin // g.tokens_per_row for g in dealt), default=0)
     rows = first + np.arange(_TOKENS if dealt else 0, dtype=np.int64) // sink.tokens_per_row

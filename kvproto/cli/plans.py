@@ -1,4 +1,4 @@
-"""`kvproto describe`, `check`, `plan`: Descriptions as files, whether they fit, and who sends what to whom."""
+"""`kvproto describe`, `check` and `plan`: write Descriptions, check that they fit, and show who sends what to whom."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvproto.wire.plain import read_json, refuse
 __all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run", "unstated"]
 
 REFUSED = 3
-"""Exit status where two Descriptions do not fit."""
+"""The exit status if two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
 _KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _LETTERS = "TDEFGHIJ"
 
 
 def add(commands: Any) -> None:
-    """The three commands and their options."""
+    """Add the three commands and their options."""
     made = commands.add_parser("describe", help="write the Description of a model and parallel sizes, as JSON")
     made.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
     made.add_argument("--preset", choices=sorted(PRESETS), help="a well-known shape instead of a file")
@@ -109,7 +109,7 @@ def _tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One of the three; the exit status."""
+    """Run one of the three commands; returns the exit status."""
     try:
         if args.command == "describe":
             return _describe(args)
@@ -169,13 +169,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(args: argparse.Namespace) -> list[Feature]:
-    """The plan features that options of `check` and `plan` name."""
+    """The features that options of `check` and `plan` choose."""
     known = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
     return [f for f in known if getattr(args, f.name.lower())]
 
 
 def read_geometry(path: Path) -> Geometry:
-    """A Description file: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
+    """Read a Description: a Geometry in JSON form; raises KvprotoError, OSError or ValueError."""
     data = _json(path)
     try:
         _check_printable(data, "geometry")
@@ -224,12 +224,12 @@ def _describe(args: argparse.Namespace) -> int:
 
 
 def _json(path: Path) -> Any:
-    """What a file of JSON says; a config.json of a Mamba has an Infinity that is not read."""
+    """The content of a JSON file; Infinity is allowed, as the config.json of Mamba models has one."""
     return read_json(path.read_bytes(), str(path), finite=False)
 
 
 def _check_printable(value: Any, path: str) -> None:
-    """Raise BAD_TEXT for text that would drive the terminal that it is printed on."""
+    """Raise BAD_TEXT for text with control characters, which would reach the terminal."""
     if isinstance(value, str) and not value.isprintable():
         raise refuse(ErrorCode.BAD_TEXT, path, "printable text", value)
     for key, held in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
@@ -237,7 +237,7 @@ def _check_printable(value: Any, path: str) -> None:
 
 
 def read_config(path: Path) -> Config:
-    """A model's config.json; raises LocalError, OSError or ValueError."""
+    """Read a model's config.json; raises LocalError, OSError or ValueError."""
     data = _json(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: not a config.json, which is an object")
@@ -260,7 +260,7 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
 
 
 def unstated(source: Geometry, sink: Geometry) -> list[str]:
-    """Registered facts by which the two should be compared, and that neither states."""
+    """The registered facts that should be compared but that neither side states."""
     models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
     small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
     found = []
@@ -273,7 +273,7 @@ def unstated(source: Geometry, sink: Geometry) -> list[str]:
 
 
 def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool) -> int:
-    """Say that there is a plan, of what it warns, and which facts were not compared; the exit status."""
+    """Print the plan's digest, its warnings, and which facts were not compared; returns the exit status."""
     if as_json:
         differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
         print(
@@ -325,7 +325,7 @@ def _as_json(
 def _picture(
     source: Geometry, sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
 ) -> Iterator[str]:
-    """A matrix in letters, one for each group, and what the request moves."""
+    """A matrix of ranks with a letter for each group, and what the request moves."""
     letters = _letters(sink)
     shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
     yield f"{shown}; prefill ranks across, decode ranks down"
@@ -351,7 +351,7 @@ def _picture(
 
 
 def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], origin: str) -> Iterator[str]:
-    """The pair that moves most, each way's time, and what to do."""
+    """The rank pair that moves most, the time by each way to move it, and advice."""
     if not moved:
         return
     (a, b), busiest = max(moved.items(), key=lambda item: item[1].bytes)
@@ -365,12 +365,12 @@ def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], or
 
 
 def _letters(sink: Geometry) -> dict[int, str]:
-    """T for the target, D for the draft; further groups of a model by the last letter of their name."""
+    """The letter of each group: T for the target, D for the draft, and the last of the name for further groups."""
     return {g.id: _LETTERS[min(g.model, 7)] if _nth(sink, g.id) == 0 else g.name[-1] for g in sink.groups}
 
 
 def _nth(geometry: Geometry, id: int) -> int:
-    """Place of a group among those of its model."""
+    """The index of a group among those of its model."""
     model = next(g.model for g in geometry.groups if g.id == id)
     return [g.id for g in geometry.groups if g.model == model].index(id)
 

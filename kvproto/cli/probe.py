@@ -1,4 +1,4 @@
-"""`kvproto probe`: what this machine's transports cost, as a table and as a file for `kvproto plan --costs`."""
+"""`kvproto probe`: measure what this machine's transports cost, for people and for `kvproto plan --costs`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvproto.transport import names
 __all__ = ["SLOW", "add", "run"]
 
 SLOW = 4
-"""Exit status where a path is slower than it should be."""
+"""The exit status if a path is slower than it should be."""
 Tell = Callable[[str, int, int], None]
 
 
 def add(commands: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     made = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 where one is slow")
     made.add_argument("--quick", action="store_true", help="under 10 seconds instead of 60")
     made.add_argument("--json", action="store_true", help="everything, for programs; what --out writes")
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, keep; the exit status."""
+    """Measure, print and save; returns the exit status."""
     try:
         with _quiet(), _progress() as tell:
             found = probe(args.transport, args.quick, args.memory << 20, tell)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What libraries write to standard output, as UCX does, goes to standard error: ours is for the result."""
+    """Send what libraries such as UCX write to standard output to standard error, as the former is for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -76,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
-    """A bar on a terminal where rich is installed, else a line for each way; on standard error."""
+    """Show progress on standard error: as a bar on a terminal with rich, otherwise as one line per path."""
     if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield lambda what, done, all_: print(f"[{done}/{all_}] {what}", file=sys.stderr, flush=True)
         return
@@ -97,7 +97,7 @@ def _table(found: Probe) -> Iterator[str]:
     heads = "".join(f"{_length(n):>8}" for n in lengths)
     yield f"{'fitted on the right':{width}}{heads}  |{'link':>8}{'a run':>10}{'start':>10}"
     for m in found.measured:
-        rates = {s.run: f"{s.rate / 1e9:.3g}" for s in m.samples}  # of one length the larger program comes last
+        rates = {s.run: f"{s.rate / 1e9:.3g}" for s in m.samples}  # for equal lengths, the larger program comes last
         cells = "".join(f"{rates.get(n, ''):>8}" for n in lengths)
         c = m.constants
         yield f"{m.name:{width}}{cells}  |{c.link / 1e9:8.3g}{_time(c.run):>10}{_time(c.start):>10}"

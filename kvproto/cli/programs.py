@@ -1,4 +1,4 @@
-"""Programs of a plan without an engine: pools without gaps, and a request whose items lie in no order."""
+"""The programs of a plan without an engine: for pools without gaps, and a request whose items are in random order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Moved", "Request", "as_data", "programs", "shown", "spreads"]
 Moved = dict[tuple[int, int], CopyProgram]
 """The program of each routed (source, sink) rank pair."""
 Request = tuple[int, int, Sequence[str]]
-"""First token, count of tokens, and NHD or HND of both sides."""
+"""The first token, the number of tokens, and NHD or HND for each side."""
 _RULES: dict[str, tuple[Feature, ...]] = {"even": (), "few": (Feature.FEW_SOURCES,), "one": (Feature.SPREAD_ONE,)}
 
 
 def programs(source: Geometry, sink: Geometry, made: Plan, request: Request) -> Moved:
-    """The program of each routed pair. Raises KvprotoError for a request that cannot be."""
+    """The program of each routed rank pair; raises KvprotoError for a request that is not possible."""
     first, tokens, layouts = request
     sides = [
         {r.rank: _side(g, r.rank, first, tokens, layout == "HND") for r in g.ranks}
@@ -59,7 +59,7 @@ def _side(
 def spreads(
     source: Geometry, sink: Geometry, features: Collection[Feature], request: Request, costs: Sequence[Cost]
 ) -> list[Spread]:
-    """What each rule of election comes to for a request; empty where all of them make one plan."""
+    """The cost of a request by each rule of election; empty if all rules make the same plan."""
     others = set(features) - {Feature.FEW_SOURCES, Feature.SPREAD_ONE}
     plans = {name: plan(source, sink, {*others, *chosen}) for name, chosen in _RULES.items()}
     if len({made.digest for made in plans.values()}) == 1:
@@ -72,7 +72,7 @@ def spreads(
 
 
 def as_data(found: Sequence[Spread]) -> dict[str, dict[str, float]]:
-    """By rule, for programs."""
+    """The costs by rule as JSON data; times are in seconds."""
     return {
         rule.rule: {"awaited": rule.awaited, "source_s": rule.source, "request_s": rule.seconds, "rate": rule.rate}
         for rule in found
@@ -80,7 +80,7 @@ def as_data(found: Sequence[Spread]) -> dict[str, dict[str, float]]:
 
 
 def shown(found: Sequence[Spread]) -> Iterator[str]:
-    """The rules side by side, and which pays when."""
+    """A table of the rules, and advice on which to use when."""
     if not found:
         return
     yield ""

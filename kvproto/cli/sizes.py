@@ -1,4 +1,4 @@
-"""Options of `kvproto describe` that say how an engine divides its caches over its ranks."""
+"""Options of `kvproto describe` that state how an engine divides its caches among its ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["add_options", "own_of", "parallel_of"]
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """Parallel sizes, of all caches and of one."""
+    """Add the options for parallel sizes, of all caches and of single ones."""
     for name in ("tp", "pp", "cp", "dcp", "interleave"):
         made.add_argument(f"--{name}", type=int, default=1, metavar="N")
     made.add_argument("--origin", type=int, default=0, metavar="N", help="first token that cp or dcp ranks deal")
@@ -34,14 +34,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 
 def parallel_of(args: argparse.Namespace) -> Parallel:
-    """The sizes of all caches; raises LocalError for a list of something else than numbers."""
+    """The sizes of all caches; raises LocalError for a list that is not of numbers."""
     stages = _list("pp_layers", args.pp_layers, ",") if args.pp_layers else None
     deal = _deal("deal", args.deal, ",")
     return Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages, args.virtual, deal)
 
 
 def own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Sizes of single caches by name, as `Cache.over` takes them; raises LocalError for what cannot be read."""
+    """The sizes of single caches by name, as `Cache.over` accepts them; raises LocalError for malformed text."""
     found: dict[str, dict[str, Any]] = {}
     for text in args.own:
         name, _, sizes = text.partition(":")
@@ -78,4 +78,4 @@ _OWN: dict[str, Callable[[str, str], Any]] = {
     "tp": _number, "cp": _number, "dcp": _number, "interleave": _number, "origin": _number, "deal": _deal,
     "stages": _list, "virtual": _number, "copies": _copies,
 }  # fmt: skip
-"""What a cache may have of its own, and how its text is read."""
+"""The sizes that can be set for a single cache, and how their text is read."""

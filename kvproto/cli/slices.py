@@ -1,4 +1,4 @@
-"""The slices of a plan for people and programs: `kvproto plan --slices`, its JSON and the tables of its page."""
+"""The slices of a plan as text and as data: `kvproto plan --slices`, its JSON, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvproto.planning.slices import Column, Range, Slice
 __all__ = ["HEAD", "as_json", "row", "table"]
 
 _RUNS = 16
-"""Of a deal by a table, as many are shown."""
+"""The most entries of a deal's table that are shown."""
 HEAD = ("local rank", "cache", "remote rank", "global range", "local range", "remote range")
 
 
 def as_json(found: Iterable[Slice]) -> list[dict[str, Any]]:
-    """One object a slice; intervals are [lo, hi), lanes in bytes."""
+    """One object per slice; intervals are [lo, hi), lanes in bytes."""
     return [attrs.asdict(one) | {"text": dict(zip(HEAD, row(one), strict=True))} for one in found]
 
 
 def table(found: Iterable[Slice]) -> Iterator[str]:
-    """A line a slice, in columns; the sink's ranks are local, the source's remote."""
+    """One line per slice, in columns; the sink's ranks are local, the source's remote."""
     rows = [HEAD, *(row(one) for one in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
@@ -30,7 +30,7 @@ def table(found: Iterable[Slice]) -> Iterator[str]:
 
 
 def row(one: Slice) -> tuple[str, ...]:
-    """The cells of a slice, under HEAD."""
+    """The cells of a slice for the columns in HEAD."""
     return f"D{one.sink}", one.cache, f"P{one.source}", *(_text(r) for r in (one.whole, one.local, one.remote))
 
 
@@ -48,7 +48,7 @@ def _lanes(column: Column) -> str:
 
 
 def _tokens(range_: Range) -> str:
-    """Which tokens, where ranks deal them."""
+    """Which tokens a rank has, if ranks deal them."""
     if range_.cp_size == 1:
         return ""
     begin = f" from token {range_.origin}" if range_.origin else ""
@@ -59,7 +59,7 @@ def _tokens(range_: Range) -> str:
 
 
 def _numbers(intervals: Iterable[tuple[int, int]]) -> str:
-    """Numbers for people: `0-3, 5`, and `0-60 by 4` for every fourth."""
+    """Intervals as text: `0-3, 5`, or `0-60 by 4` for every fourth number."""
     found = list(intervals)
     starts = [lo for lo, _ in found]
     steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}

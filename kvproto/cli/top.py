@@ -1,4 +1,4 @@
-"""`kvproto top`: Sources and Sinks as they work, a row each, and their latest troubles."""
+"""`kvproto top`: a table of Sources and Sinks at work, one per row, and their latest problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["top"]
 
 _EVERY = 1.0
 _LATEST = 12
-"""Events that are shown."""
+"""The most events that are shown."""
 _Series = dict[tuple[str, ...], Any]
 
 
@@ -32,10 +32,10 @@ class _State:
     now: tuple[float, _Series] = (0.0, {})
     ended: bool = False
     feed: str = ""
-    """Shown until it has said who it is."""
+    """The feed's name, shown until its rank is known."""
 
     def hear(self, line: Line) -> None:
-        """Take metrics."""
+        """Update the state by a line of metrics."""
         series: _Series = {}
         for sample in line["samples"]:
             labels = sample["labels"]
@@ -44,18 +44,18 @@ class _State:
         self.before, self.now = self.now, (float(line["time"]), series)
 
     def total(self, name: str, *values: str) -> float:
-        """Of all series of a metric whose labels hold these values."""
+        """The sum of a metric's series whose labels include these values."""
         return _total(self.now[1], name, values)
 
     def rate(self, name: str, *values: str) -> float:
-        """A second, between the two latest looks."""
+        """The increase of a metric per second, between the two latest lines."""
         seconds = self.now[0] - self.before[0]
         if not self.before[1] or seconds <= 0:
             return 0.0
         return (self.total(name, *values) - _total(self.before[1], name, values)) / seconds
 
     def quantile(self, phase: str, share: float) -> str:
-        """Upper end of the bucket that holds it, over the whole life of the rank."""
+        """The upper end of the bucket that holds a quantile of a phase's seconds, since the rank was opened."""
         counted = self.now[1].get(("kvproto_phase_seconds", phase))
         if not counted or not sum(counted[:-1]):
             return "-"
@@ -76,7 +76,7 @@ _COLUMNS = (
 
 
 _NARROW = 120
-"""Columns of text below which the next are left out."""
+"""The width of the terminal, in characters, below which the columns in `_WIDE` are left out."""
 _WIDE = ("peers", "per s", "p50", "refused", "resends")
 
 
@@ -98,7 +98,7 @@ def _row(state: _State) -> list[str]:
 
 
 def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> int:
-    """Draw until all feeds end, or `once`; the exit status."""
+    """Draw until all feeds end, or only `once`; returns the exit status."""
     if importlib.util.find_spec("rich") is None:
         raise ValueError("top draws with rich: pip install 'kvproto[cli]'")
     from rich.console import Console, Group
@@ -123,7 +123,7 @@ def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> 
         for feed, line in taken(feeds, selector, until):
             if line["kind"] == "metrics":
                 states[id(feed)].hear(line)
-            elif line.get("level") not in ("DEBUG", None):  # what goes well is in the table
+            elif line.get("level") not in ("DEBUG", None):  # the table shows what goes well
                 latest.append(said(line))
                 del latest[:-_LATEST]
         for feed in feeds:

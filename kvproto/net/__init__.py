@@ -1,4 +1,4 @@
-"""ZeroMQ: the only importer of zmq."""
+"""Sockets, keys and allow-lists over ZeroMQ; no other package imports zmq."""
 
 from kvproto.net.addresses import (
     Seed,

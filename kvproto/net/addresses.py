@@ -1,4 +1,4 @@
-"""Where frames may travel, and whether CURVE encrypts them there. Clauses KVP-NET-CURVE, KVP-NET-INSECURE."""
+"""Which addresses may be used, and which need CURVE encryption. Clauses KVP-NET-CURVE, KVP-NET-INSECURE."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
 
 _LONGEST_PATH = 107
-"""Bytes of a Unix socket's path."""
+"""The most bytes in the path of a Unix socket."""
 _HOST = re.compile(r"[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.%\w]+\]")
 
 
 @attrs.frozen
 class Seed:
-    """Where one rank of a source replica listens, and the public key that all its ranks must have.
+    """The address of one rank of a source replica, and the public key that all ranks of the source must have.
 
     Fields:
-        address: Of any rank; the others follow from its Welcome.
-        key: 40 characters, the line of the source's public.key; None where the address needs none.
+        address: The address of any rank; the others come with its Welcome.
+        key: The 40 characters in the source's public.key; None if the address needs no key.
     """
 
     address: str
@@ -35,10 +35,10 @@ class Seed:
 
 
 def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, int], Seed]:
-    """Seeds by engine and replica, from a TOML file with a [[source]] for each: engine, replica, address, key.
+    """Read seeds, by engine and replica, from a TOML file with one [[source]] each: engine, replica, address, key.
 
-    Raises LocalError naming the file and the entry that is wrong, such as a TCP address without a key (KVP-NET-KEY)
-    unless `insecure`, as in Options, says that there are none, or a file that another user may write to.
+    With `insecure`, as in Options, TCP addresses need no key (KVP-NET-KEY). Raises LocalError(OUT_OF_RANGE), which
+    names the file and the wrong entry, also for a file that another user may write to.
     """
     text = read_guarded(Path(path), "a file of sources", "list them, each as [[source]]")
     try:
@@ -69,22 +69,22 @@ def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, in
 
 
 def private_address(directory: str | Path, name: str) -> str:
-    """An ipc address in a directory that only this user may enter."""
+    """The ipc address of a socket in a directory, which should be one that only this user can enter."""
     return f"ipc://{Path(directory) / name}"
 
 
 def encrypted(address: str) -> bool:
-    """Whether an address is one that keys are needed for: all but ipc."""
+    """Whether an address needs keys: every address but ipc does."""
     return not address.startswith("ipc://")
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether an address stands for all interfaces, so that nobody can dial it."""
+    """Whether an address stands for all interfaces, so that it cannot be dialled."""
     return address.partition("://")[2].rpartition(":")[0] in ("*", "0.0.0.0", "[::]")
 
 
 def check_address(address: str, keyed: bool, insecure: bool) -> None:
-    """Raise LocalError for an address that may not be used; `keyed`: CURVE keys are at hand for it."""
+    """Raise LocalError(OUT_OF_RANGE) for an address that may not be used; `keyed` if there are CURVE keys for it."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
         _check_path(rest)

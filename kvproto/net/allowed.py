@@ -1,6 +1,6 @@
-"""The allow-list of a source: which client key may say that it is which engine, replica, rank and role.
+"""The allow-list of a source: which engine, replica, rank and role the owner of a client key may claim to be.
 
-A TOML file that is read again when it changes; while it cannot be read, what it said last holds. Clauses
+The list is a TOML file, read again when it changes; while it cannot be read, its last content applies. Clauses
 KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE.
 """
 
@@ -25,12 +25,12 @@ __all__ = ["AllowList", "Allowed"]
 
 _log = logging.getLogger("kvproto")
 _SHOWN = 8
-"""Numbers of an entry that are shown."""
+"""The most numbers of an entry that messages show."""
 
 
 @attrs.frozen
 class Allowed:
-    """One `[[client]]` of the list; None stands for all."""
+    """One `[[client]]` of the list; None allows all numbers."""
 
     engine: str
     replicas: frozenset[int] | None
@@ -38,7 +38,7 @@ class Allowed:
     roles: frozenset[Role]
 
     def covers(self, party: Party, role: int) -> bool:
-        """Whether a client may say that it is this."""
+        """Whether the client may claim to be this party in this role."""
         return (
             self.engine == party.engine
             and (self.replicas is None or party.replica in self.replicas)
@@ -53,10 +53,10 @@ class Allowed:
 
 
 class AllowList:
-    """The list in a file."""
+    """An allow-list in a file."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read it; raises LocalError naming the file and the entry that is wrong."""
+        """Read the list; raises LocalError(OUT_OF_RANGE), which names the file and the wrong entry."""
         self.path = Path(path)
         self._clients: Mapping[bytes, tuple[Allowed, ...]] = {}
         self._seen: object = None
@@ -68,12 +68,12 @@ class AllowList:
         return key in self._clients
 
     def name(self, key: bytes) -> str:
-        """A client, for people: the engines that its key may be, and the key."""
+        """A client's name for display: the engines that its key may be, and the key."""
         engines = sorted({each.engine for each in self._clients.get(key, ())})
         return f"{listed(engines) or 'unknown'} (key {key.decode(errors='replace')})"
 
     def check(self, key: bytes, party: Party, role: int) -> None:
-        """Raise RemoteError(NOT_ALLOWED) where a client with this key may not say that it is this (KVP-NET-ALLOW)."""
+        """Raise RemoteError(NOT_ALLOWED) if a client with this key may not claim to be this party (KVP-NET-ALLOW)."""
         mine = self._clients.get(key, ())
         if not any(each.covers(party, role) for each in mine):
             said = f"{party.engine} replica {party.replica} rank {party.rank} as {word(Role, role)}"
@@ -82,7 +82,7 @@ class AllowList:
             raise RemoteError(ErrorCode.NOT_ALLOWED, "engine", known, said, advice)
 
     def renew(self, now: float) -> bool:
-        """Read the file again if it has changed, looking once in a while; whether it says something else now."""
+        """Read the file again if it has changed, checking every `LIST_CHECK` seconds; whether its content differs."""
         if now < self._next_look:
             return False
         self._next_look = now + LIST_CHECK
@@ -92,9 +92,9 @@ class AllowList:
         self._seen, before = state, self._clients
         try:
             self._clients = self._read()
-            _log.info("the allow-list %s is read again, and holds: keys of %d clients", self.path, len(self._clients))
+            _log.info("read the allow-list %s again: it has the keys of %d clients", self.path, len(self._clients))
         except LocalError as error:
-            _log.error("the allow-list is not read again, and what it said before holds: %s", error)
+            _log.error("cannot read the allow-list again, so its earlier content applies: %s", error)
         return self._clients != before
 
     def _state(self) -> object:
@@ -102,7 +102,7 @@ class AllowList:
             found = os.stat(self.path)
         except OSError as error:
             return error.errno
-        return found.st_ino, found.st_ctime_ns, found.st_size  # of its mode and owner too
+        return found.st_ino, found.st_ctime_ns, found.st_size  # ctime also changes with mode and owner
 
     def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
         text = read_guarded(self.path, "an allow-list", "list the clients that may connect, each as [[client]]")

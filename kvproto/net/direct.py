@@ -1,8 +1,8 @@
-"""libzmq's send, receive and look, called without letting go of the interpreter.
+"""libzmq's send, receive and poll, called without releasing the interpreter lock.
 
-pyzmq releases the interpreter's lock around each send and receive. Beside a thread that computes in Python each release
-costs up to 5 ms (`sys.getswitchinterval`), although a call that never waits takes a microsecond. Through ctypes.PyDLL
-the lock is kept. Where libzmq cannot be found in pyzmq's extension module, pyzmq's own calls are used.
+pyzmq releases the lock around each send and receive. Next to a thread that computes in Python, each release costs up to
+5 ms (`sys.getswitchinterval`), although a call that never waits takes a microsecond. Through ctypes.PyDLL the lock is
+kept. If libzmq cannot be found in pyzmq's extension module, pyzmq's own calls are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _library() -> Any:
     try:
         from zmq.backend.cython import _zmq
 
-        found = ctypes.PyDLL(_zmq.__file__)  # dlsym looks into what it is linked with
+        found = ctypes.PyDLL(_zmq.__file__)  # dlsym also searches the libraries that it is linked with
         pointer, number = ctypes.c_void_p, ctypes.c_int
         for name, result, arguments in (
             ("zmq_send", number, (pointer, ctypes.c_char_p, ctypes.c_size_t, number)),
@@ -46,28 +46,29 @@ def _library() -> Any:
 
 _zmq = _library()
 _MOST_FRAMES, _MOST_READ = 3, 1 << 14
-"""Of one message: frames that are kept, for more make it one that nobody wants, and frames that one call reads."""
+"""The most frames of a message that are kept, as no valid message has more, and that one call reads."""
 _NOWAIT, _MORE, _EVENTS, _IN = int(zmq.DONTWAIT), int(zmq.SNDMORE), int(zmq.EVENTS), int(zmq.POLLIN)
 _INT = ctypes.sizeof(ctypes.c_int)
 
 
 class Inbox:
-    """A socket, and whether its descriptor tells of all that comes: it is edge-triggered, as ZeroMQ's are.
+    """A socket whose descriptor is edge-triggered, as ZeroMQ's are, so that it has to be checked before sleeping.
 
-    Only the thread that owns the socket may call.
+    Only the thread that owns the socket may call its methods.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket, self.fd = socket, int(socket.getsockopt(zmq.FD))
         self.look = False
-        """Whether anything was done since `take` found no more; else the descriptor tells of all that comes."""
+        """Whether the socket was used since `take` found nothing; if not, the descriptor announces every message."""
         self._unread = False
-        """Whether the present message is not read to its end."""
+        """Whether the current message has not been read to its end."""
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to take of which the descriptor does not tell: left behind by `take`, or come
-        while a frame was sent. Ask before sleeping.
+        """Whether a message waits that the descriptor does not announce: it was not taken, or came during a `send`.
+
+        Check this before sleeping.
         """
         if self.look:
             self.look = _readable(self.socket)
@@ -75,18 +76,16 @@ class Inbox:
 
     @property
     def readable(self) -> bool:
-        """Whether a message waits; for whoever then takes it by calls of pyzmq."""
+        """Whether a message waits, for callers that receive it through pyzmq."""
         self.look = _readable(self.socket)
         return self.look
 
     def take(self, who: bool = False) -> list[bytes] | None:
-        """The frames of one message, three at most; None where none has come.
+        """The first three frames of the next message; None if there is none.
 
-        `who`: ahead of them, the key that its connection proved to have, empty where it proved none, and the
-        connection's descriptor in digits.
-
-        Empty where a message has more frames than one call may read: the calls that follow read the rest, and are empty
-        too.
+        With `who`, two more items come first: the key that the connection proved (empty if it proved none), and the
+        connection's descriptor in digits. The list is empty for a message with more frames than one call reads, and so
+        are the lists of the calls that read its rest.
         """
         frames: list[bytes] = []
         socket = self.socket
@@ -98,7 +97,7 @@ class Inbox:
         return [] if more or rest else frames
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send one message without waiting; False where nobody takes it."""
+        """Send one message without waiting; False if it cannot be sent now."""
         self.look = True
         socket = self.socket
         if _zmq is None or socket.closed:
@@ -114,7 +113,7 @@ class Inbox:
 
 
 def _read(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
-    """Whether a message goes on after what one call reads of it; None where none has come."""
+    """Read one message into `frames`; whether it has more frames than one call reads. None if no message waits."""
     for n in range(_MOST_READ):
         try:
             frame = socket.recv(zmq.DONTWAIT, copy=False)
@@ -157,7 +156,7 @@ def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) ->
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a frame waits; asking also makes ZeroMQ take note of what has come."""
+    """Whether a message waits; this also makes ZeroMQ process what has come."""
     if _zmq is None or socket.closed:
         return bool(int(socket.getsockopt(zmq.EVENTS)) & _IN)
     events, size = ctypes.c_int(), ctypes.c_size_t(_INT)

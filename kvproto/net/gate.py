@@ -1,6 +1,6 @@
-"""Who may connect to a Listener, and how many.
+"""Which clients may connect to a Listener, and how many.
 
-ZeroMQ's questions are answered from the allow-list, and connections are counted.
+The allow-list decides handshakes, and connections are counted and limited.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _log = logging.getLogger("kvproto")
 _ASK = "inproc://zeromq.zap.01"
 _names = itertools.count()
 _COUNTED = 10.0
-"""Seconds between two words on connections that nothing was heard of."""
+"""Seconds between two log records about connections that ended without a frame."""
 
 Socket = zmq.Socket[bytes]
 
 
 class Handshakes:
-    """Answers ZeroMQ's question whether a client key may connect (ZAP, RFC 27), in the turns of its Listener."""
+    """Tells ZeroMQ whether a client key may connect (ZAP, RFC 27), in the turns of its Listener."""
 
     def __init__(self, context: zmq.Context[Socket], allow: AllowList) -> None:
         self._allow, self._next_word = allow, 0.0
@@ -45,7 +45,7 @@ class Handshakes:
         self.inbox = Inbox(self.socket)
 
     def turn(self) -> None:
-        """Answer those that have come, a bounded number (KVP-NET-UNKNOWN)."""
+        """Answer the requests of ZeroMQ that wait, up to a limit (KVP-NET-UNKNOWN)."""
         for _ in range(TURN_FRAMES):
             if not self.inbox.readable:
                 return
@@ -55,10 +55,10 @@ class Handshakes:
             answer = (b"200", b"OK", key) if known else (b"400", b"not on the allow-list", b"")
             self.socket.send_multipart([b"1.0", request, *answer, b""])
             if not known:
-                self._tell(key, address)
+                self._log_refusal(key, address)
 
-    def _tell(self, key: bytes, address: bytes) -> None:
-        """Let the operator know whom to add, without a flood of words."""
+    def _log_refusal(self, key: bytes, address: bytes) -> None:
+        """Log which key the operator could add, at a limited rate."""
         now = time.monotonic()
         if now >= self._next_word:
             self._next_word = now + LIST_CHECK
@@ -69,30 +69,30 @@ class Handshakes:
 class Connections:
     """Counts a Listener's TCP connections, and has the kernel drop new ones while there are too many.
 
-    ZeroMQ cannot stop accepting without ending the connections that it has, and cannot end one: `cut` does, by its
+    ZeroMQ can neither stop accepting without ending its connections, nor end a single one, which `cut` does by its
     descriptor. Clauses KVP-NET-CONNECTIONS, KVP-NET-CLIENT, KVP-NET-SILENT.
     """
 
     def __init__(self, context: zmq.Context[Socket], listener: Socket, allow: AllowList | None) -> None:
-        """Before the listener is bound; with an allow-list its clients prove who they are."""
+        """Watch `listener`, which must not be bound yet; with an allow-list, its clients prove their keys."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(most // 2, 1))
         self.most_of_one = min(MAX_CLIENT_CONNECTIONS, max(self.most // 2, 1))
         self.count, self.full, self._allow, self._next_word = 0, False, allow, 0.0
         self._silent: dict[int, None] = {}
-        """Descriptors of connections that nothing was heard of, the oldest first."""
+        """Descriptors of connections that have not sent a frame, the oldest first."""
         self._unheard, self._next_count = 0, 0.0
-        """How many have ended like that, and when the log says so next."""
+        """The number of connections that ended without a frame, and when it may be logged next."""
         self._clients: dict[int, bytes] = {}
-        """Keys of the others."""
+        """The client key of each other connection, by descriptor."""
         self._of = Counter[bytes]()
-        """How many there are of each key."""
+        """The number of connections of each key."""
         self._fd: int | None = None
-        """ZeroMQ's listening socket."""
+        """The descriptor of ZeroMQ's listening socket."""
         self.inbox = events_of(context, listener, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     def turn(self) -> None:
-        """Count those that came and went."""
+        """Count the connections that came and went, and limit them."""
         while (frames := self.inbox.take()) is not None:
             event, value = event_of(frames)
             self.count += (event == zmq.EVENT_ACCEPTED) - (event == zmq.EVENT_DISCONNECTED)
@@ -117,7 +117,7 @@ class Connections:
             self._tell_unheard(time.monotonic())
 
     def heard(self, key: bytes, digits: bytes) -> bool:
-        """A frame has come by a connection; False where it is one too many of its client, and cut for that."""
+        """Note a frame on a connection; False if the client has too many connections, so that this one was cut."""
         fd = int(digits or -1)
         if self._clients.get(fd) == key or self._allow is None:
             return True
@@ -125,32 +125,32 @@ class Connections:
             self._tell_of(self._allow.name(key))
             self.cut(fd)
             return False
-        self._gone(fd)  # it was another's, whose end is not counted yet
+        self._gone(fd)  # the descriptor was another connection's, whose end is not counted yet
         self._clients[fd] = key
         self._of[key] += 1
         return True
 
     def _tell_full(self) -> None:
         if not self.full:
-            _log.warning("%d connections are left: new ones are taken again", self.count)
+            _log.warning("%d connections are left: new ones are accepted again", self.count)
             return
         of = [(self._allow.name(key), count) for key, count in self._of.most_common(1) if self._allow is not None]
         most = "".join(f"; most of them, {count}, are of client {name}" for name, count in of)
         _log.warning("full: %d connections, and new ones wait until some end%s", self.count, most)
 
     def _tell_unheard(self, now: float) -> None:
-        """Strangers have no name; how many there are shows a scan, or somebody who wears the source out."""
+        """Log, at a limited rate, how many connections ended without a frame, which shows a scan or an attack."""
         if now >= self._next_count:
             self._next_count = now + _COUNTED
-            _log.info("connections that have ended before a frame was heard of them: %d", self._unheard)
+            _log.info("connections that ended before they sent a frame: %d", self._unheard)
             self._unheard = 0
 
     def _tell_of(self, name: str) -> None:
-        """Name a client that has too many, without a flood of words."""
+        """Log, at a limited rate, the name of a client that has too many connections."""
         now = time.monotonic()
         if now >= self._next_word:
             self._next_word = now + LIST_CHECK
-            _log.warning("client %s has %d connections, as many as one may: more are closed", name, self.most_of_one)
+            _log.warning("client %s has %d connections, the most for one: more are closed", name, self.most_of_one)
 
     def _gone(self, fd: int) -> None:
         self._silent.pop(fd, None)
@@ -158,13 +158,15 @@ class Connections:
             self._of[key] -= 1
 
     def cut_unknown(self) -> None:
-        """End the connections of clients that may not connect any more."""
+        """Cut the connections of clients that are no longer on the allow-list."""
         for fd in [fd for fd, key in self._clients.items() if self._allow is not None and not self._allow.knows(key)]:
             self.cut(fd)
 
     def cut(self, fd: int) -> None:
-        """End a connection. One that has just ended may have left its descriptor to another of this listener, which
-        connects again and goes on; nothing else is touched.
+        """End a connection by its descriptor.
+
+        If it has just ended, its descriptor may be in use by another connection of this listener, which is cut instead
+        and connects again; no other kind of descriptor is affected.
         """
         if self._fd is None:
             return
@@ -173,7 +175,7 @@ class Connections:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _drop(self, all_new: bool) -> None:
-        """Drop every packet to the listening socket, or none; those of connections go on to theirs."""
+        """Drop every packet to the listening socket, or none; existing connections are not affected."""
         if self._fd is None:
             return
         with _borrowed(self._fd) as listening:
@@ -189,13 +191,13 @@ class Connections:
                 listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
             else:
                 listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-        except OSError as error:  # a sandbox that allows no filters: connections are counted, and come all the same
+        except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
             _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
 
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """A descriptor of ZeroMQ's as a socket."""
+    """A descriptor of ZeroMQ as a socket that does not close it."""
     made = socket.socket(fileno=fd)
     try:
         yield made
@@ -204,11 +206,11 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 _ATTACH_FILTER, _DETACH_FILTER, _RETURN = 26, 27, 6
-"""SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux, and BPF's instruction that ends a program with how much to keep."""
+"""Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, and the BPF instruction that returns how many bytes to keep."""
 
 
 def events_of(context: zmq.Context[Socket], watched: Socket, events: int) -> Inbox:
-    """What ZeroMQ tells of a socket's connections; unbounded, since ZeroMQ's own thread would wait for room."""
+    """An inbox of ZeroMQ's events about a socket; its queue is unbounded, as ZeroMQ's thread would wait for room."""
     name = f"inproc://kvproto.events.{next(_names)}"
     watched.monitor(name, events)
     inbox = context.socket(zmq.PAIR)
@@ -223,6 +225,6 @@ def events_of(context: zmq.Context[Socket], watched: Socket, events: int) -> Inb
 
 
 def event_of(frames: list[bytes]) -> tuple[int, int]:
-    """Which event a message of `events_of` tells of, and its value; 0 for none."""
+    """The event and its value in a message of `events_of`; (0, 0) for none."""
     event, value = struct.unpack("=Hi", frames[0]) if frames else (0, 0)
     return event, value

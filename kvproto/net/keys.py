@@ -1,6 +1,6 @@
-"""CURVE keys of engines: a folder with `secret.key`, for its owner's eyes, and `public.key`, for everybody's.
+"""CURVE keys of engines: a folder with `secret.key`, which only its owner may read, and `public.key`.
 
-A key is a line of 40 characters in Z85, as ZeroMQ writes 32 bytes. Clause KVP-NET-SECRET.
+A key is a line of 40 characters: 32 bytes in ZeroMQ's encoding Z85. Clause KVP-NET-SECRET.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _ALPHABET = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTU
 
 @attrs.frozen
 class KeyPair:
-    """An engine's own keys, in Z85."""
+    """The keys of an engine, in Z85."""
 
     public: bytes
     secret: bytes = attrs.field(repr=False)
 
 
 def make_keys(folder: Path) -> KeyPair:
-    """Write a new pair into a folder, made with mode 0700 if missing; raises LocalError where there is one already."""
+    """Write a new pair into a folder, which is made with mode 0700 if missing.
+
+    Raises LocalError(OUT_OF_RANGE) if there is a pair already, or the folder cannot be written to.
+    """
     public, secret = zmq.curve_keypair()
     made: list[Path] = []
     try:
@@ -44,7 +47,7 @@ def make_keys(folder: Path) -> KeyPair:
             with open(opened, "wb") as file:
                 file.write(key + b"\n")
     except OSError as error:
-        for path in made:  # half a pair is of no use
+        for path in made:  # half a pair would be useless
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             advice = "engines may be using it: choose another folder, or remove it first"
@@ -54,9 +57,9 @@ def make_keys(folder: Path) -> KeyPair:
 
 
 def read_keys(folder: str | Path) -> KeyPair:
-    """The pair whose secret lies in a folder; raises LocalError naming the file, and what would be right.
+    """Read the pair whose secret is in a folder; raises LocalError(OUT_OF_RANGE), which names the file.
 
-    Nobody else may write to the folder, and public.key, where there is one, is that of the secret (KVP-NET-SECRET).
+    No other user may write to the folder, and public.key, if there is one, must belong to the secret (KVP-NET-SECRET).
     """
     path = Path(folder) / SECRET
     empty = not any(os.path.lexists(path.with_name(name)) for name in (SECRET, PUBLIC))
@@ -70,9 +73,10 @@ def read_keys(folder: str | Path) -> KeyPair:
 
 
 def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> bytes:
-    """What a file holds that nobody but this user and root may write to, or read either where it is `secret`.
+    """Read a file that only this user and root may write to or, if it is `secret`, read.
 
-    Raises LocalError naming it, and `what` it should be. A secret's folder is held to the same (KVP-NET-SECRET).
+    Raises LocalError(OUT_OF_RANGE), which names the file and `what` it should be. The folder of a secret must not be
+    writable by others either (KVP-NET-SECRET).
     """
     try:
         with open(path, "rb", opener=_at_once) as file:
@@ -91,7 +95,7 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
 
 
 def _check_writers(path: Path, kind: str, found: os.stat_result) -> None:
-    """Raise where somebody else owns it, or may write to it as one of its group or as anybody."""
+    """Raise LocalError if another user owns a file or directory, or may write to it by group or other permissions."""
     if found.st_uid not in (0, os.geteuid()):
         advice = f"chown {os.geteuid()} {path}, once nothing in it is from its owner"
         raise _bad(str(path), f"a {kind} of this user or of root", f"one of user {found.st_uid}", advice)
@@ -102,7 +106,7 @@ def _check_writers(path: Path, kind: str, found: os.stat_result) -> None:
 
 
 def _check_public_of(pair: KeyPair, path: Path) -> None:
-    """Raise where there is a public.key, and it is of another pair."""
+    """Raise LocalError if there is a public.key of another pair."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             stated = file.read(_CHARACTERS + 2).strip()
@@ -116,12 +120,12 @@ def _check_public_of(pair: KeyPair, path: Path) -> None:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """An opener that does not wait, as opening a FIFO would."""
+    """An opener that never blocks, as opening a FIFO otherwise would."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def check_public(path: str, given: object) -> bytes:
-    """A public key as bytes; raises LocalError(OUT_OF_RANGE) at this path."""
+    """A public key as bytes; raises LocalError(OUT_OF_RANGE), which names `path`."""
     flaw = _flaw(given) if isinstance(given, str) else type(given).__name__
     if flaw or not isinstance(given, str):
         raise _bad(path, f"a public key, {_CHARACTERS} characters of Z85", flaw, f"copy it from {PUBLIC}")
@@ -129,7 +133,7 @@ def check_public(path: str, given: object) -> bytes:
 
 
 def _flaw(text: str) -> str:
-    """Why it is no key, without what it is; empty for one."""
+    """Why a text is no key, without repeating it; empty if it is one."""
     if len(text) != _CHARACTERS:
         return f"{len(text)} characters"
     if strange := sum(each not in _ALPHABET for each in text):

@@ -1,4 +1,4 @@
-"""Which client takes most of a source's time, for the log of its operator."""
+"""A log record for the operator about a client that takes most of a source's time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Load"]
 
 _log = logging.getLogger("kvproto")
 _SPAN = 1.0
-"""Seconds that are looked at together."""
+"""Seconds over which time is added up."""
 _QUIET = 10.0
-"""Seconds without a further word."""
+"""Seconds between two records."""
 _MOST = 0.4
-"""Share of the time that a client may take without a word."""
+"""The share of the time, 0 to 1, that a client may take without a record."""
 
 
 class Load:
-    """Of the clients of one Listener, by their keys."""
+    """The time and frames that each client of a Listener takes, by its key."""
 
     def __init__(self, allow: AllowList) -> None:
         self._allow = allow
@@ -27,7 +27,7 @@ class Load:
         self._seconds, self._frames = defaultdict[bytes, float](float), Counter[bytes]()
 
     def add(self, key: bytes, began: float, now: float) -> None:
-        """A frame of this client was heard from `began` until `now`."""
+        """Add a frame of a client that was handled from `began` to `now`, in seconds of `time.monotonic`."""
         if now - self._since > _SPAN:
             self._tell(now - self._since, now)
             self._since = began

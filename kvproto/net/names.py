@@ -1,4 +1,4 @@
-"""Whether host names of addresses are known here. ZeroMQ looks them up itself, again and again, and does not tell."""
+"""Whether the host names in addresses can be resolved here, which ZeroMQ retries forever without reporting it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import threading
 __all__ = ["Names"]
 
 _MOST = 8
-"""Names that are looked up at once; what is more is left out."""
+"""The most names that are looked up at once; further ones are skipped."""
 
 
 class Names:
-    """What became of each name when it was last dialled."""
+    """The result of looking up each name that was dialled."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()
         self._unknown: dict[str, str] = {}
 
     def look_up(self, address: str) -> None:
-        """Begin, in a thread of its own: a name server may be silent for long."""
+        """Look up the host name of an address in a new thread, as a name server may take long to answer."""
         host = _host(address)
         if host[:1] == "[" or host.replace(".", "").isdigit() or host in self._asking or len(self._asking) >= _MOST:
             return
         self._asking.add(host)
         try:
             threading.Thread(target=self._ask, args=(host,), name="kvproto names", daemon=True).start()
-        except RuntimeError:  # no memory for a thread: ZeroMQ looks it up all the same
+        except RuntimeError:  # no memory for a thread; ZeroMQ still looks the name up
             self._asking.discard(host)
 
     def _ask(self, host: str) -> None:
@@ -38,7 +38,7 @@ class Names:
         self._asking.discard(host)
 
     def advice(self, address: str) -> str:
-        """What to do about the silence of an address."""
+        """What to do about an address that does not answer."""
         if why := self._unknown.get(_host(address)):
             return f"its host name is not known here: {why}; correct the address, or see to the name service"
         return "see whether it runs, and its address"

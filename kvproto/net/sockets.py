@@ -1,6 +1,6 @@
 """ROUTER at the source, one DEALER for each address at the sink; one message is one frame.
 
-What an address needs, CURVE or a private directory, is in `kvproto.net.addresses`. Clause KVP-NET-CURVE.
+`kvproto.net.addresses` decides whether an address needs CURVE or a private directory. Clause KVP-NET-CURVE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Dialer", "Listener"]
 
 _MAX_FRAME = tables.HEADER_BYTES + tables.MAX_BODY
 _LINGER = 500
-"""Milliseconds for frames that are still to go when a socket closes."""
+"""Milliseconds that a closing socket waits for frames that are not sent yet."""
 _OPTIONS = {
     zmq.MAXMSGSIZE: _MAX_FRAME,
     zmq.RCVHWM: limits.RECEIVE_QUEUE,
@@ -47,25 +47,26 @@ _OPTIONS = {
     zmq.TCP_KEEPALIVE_INTVL: 20,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-"""Of both ends. The kernel's keepalive tells a host that is gone from a process that is stopped, which answers it."""
+"""Options of sockets on both sides. TCP keepalive tells a lost host from a stopped process, which still answers it."""
 _BREAKS = 3
-"""Handshakes that the server ends without a word, after which it is taken for one with another key."""
+"""Handshakes that a server ends without a reason, after which it is taken to have another key."""
 
 
 class Listener:
-    """A ROUTER where sinks dial; a connection is a routing id and the key that its client proved (KVP-NET-OWNER)."""
+    """A ROUTER that sinks dial; a connection is a routing id and the key that its client proved (KVP-NET-OWNER)."""
 
     def __init__(
         self, address: str, insecure: bool = False, keys: KeyPair | None = None, allow: AllowList | None = None
     ) -> None:
-        """Bind, with CURVE unless the address is private or keys are missing.
+        """Bind to `address`, with CURVE unless it is private or keys are missing.
 
-        Raises LocalError for an address that may not be used, or is in use, and for keys without an allow-list.
+        Raises LocalError(OUT_OF_RANGE) for an address that may not be used or is in use, and for keys without an
+        allow-list.
         """
         check_address(address, keys is not None, insecure)
         self._allow = allow if keys is not None and encrypted(address) else None
         if keys is not None and encrypted(address) and allow is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "allow", "an allow-list beside keys", "none", "list the clients")
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "allow", "an allow-list with the keys", "none", "list the clients")
         self._context: zmq.Context[Socket] = zmq.Context()
         opened: list[Socket] = []
         self._end = weakref.finalize(self, _close, self._context, opened)
@@ -79,7 +80,7 @@ class Listener:
                 made.setsockopt(zmq.CURVE_SERVER, 1)
                 made.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
                 made.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
-            # ZeroMQ itself would take over an ipc path that someone listens on
+            # ZeroMQ itself would take over an ipc path that another process listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
             self._connections = Connections(self._context, made, self._allow)
@@ -99,9 +100,7 @@ class Listener:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to take of which the descriptors do not tell: left behind by `receive`, or come
-        while a frame was sent. Ask before sleeping.
-        """
+        """See `Inbox.pending`, for any of its sockets."""
         return any(inbox.pending for inbox in self._inboxes)
 
     def filenos(self) -> list[int]:
@@ -109,10 +108,10 @@ class Listener:
         return [inbox.fd for inbox in self._inboxes]
 
     def receive(self, ready: Collection[int] = ()) -> Iterator[tuple[Hashable, bytes]]:
-        """What has come, connection and frame, at most 256 of them, each taken when it is asked for; a message of
-        several parts is ignored (KVP-NET-ONE), and so is a key that is not allowed any more (KVP-NET-REVOKE).
+        """Receive up to 256 frames, each with its connection, one per step of the iterator.
 
-        `ready`: the descriptors that were readable, where any were; who connects is looked at if theirs may be.
+        Messages of several parts are ignored (KVP-NET-ONE), and so are keys that are no longer allowed
+        (KVP-NET-REVOKE). `ready` holds the descriptors that were readable; if it is empty, all are checked.
         """
         for gate in (self._connections, self._handshakes):
             if gate is not None and (not ready or gate.inbox.fd in ready):
@@ -125,7 +124,7 @@ class Listener:
             if len(frames) == 4 and self._hears(frames[0], frames[1]):
                 try:
                     yield (frames[2], frames[0]), frames[3]
-                finally:  # also of the frame after which the turn ends
+                finally:  # also for the last frame of a turn
                     if self._load is not None:
                         self._load.add(frames[0], began, time.monotonic())
 
@@ -133,9 +132,9 @@ class Listener:
         return self._allow is None or (self._allow.knows(key) and self._connections.heard(key, fd))
 
     def renew(self, now: float) -> bool:
-        """Read the allow-list again if it has changed; whether it says something else now.
+        """Read the allow-list again if it has changed; whether its content differs.
 
-        Clients that are gone from it can be told so: their connections end when it is looked at next.
+        Connections of clients that were removed end only at the next check, so that they can be told before.
         """
         if self._allow is None:
             return False
@@ -148,29 +147,29 @@ class Listener:
         return changed
 
     def admit(self, conn: Hashable, party: Party, role: int) -> None:
-        """Raise RemoteError(NOT_ALLOWED) where the key of a connection may not be this (KVP-NET-ALLOW)."""
+        """Raise RemoteError(NOT_ALLOWED) if the key of a connection may not be this party (KVP-NET-ALLOW)."""
         assert isinstance(conn, tuple)
         if self._allow is not None:
             self._allow.check(conn[1], party, role)
 
     def name_of(self, conn: Hashable) -> str:
-        """Whose connection it is, for people: as CURVE has proven, where there are keys."""
+        """The client of a connection, for display: by the key that it proved, if there are keys."""
         assert isinstance(conn, tuple)
         return self._allow.name(conn[1]) if self._allow is not None else "(unknown peer)"
 
     def send(self, conn: Hashable, frame: bytes) -> bool:
-        """Send; False where the peer is gone or takes nothing."""
+        """Send a frame; False if the peer is gone or its queue is full."""
         assert isinstance(conn, tuple)
         return self._inbox.send([conn[0], frame])
 
     def close(self) -> None:
-        """Close, giving queued frames half a second."""
+        """Close, after waiting up to half a second for queued frames."""
         self._end()
 
 
 @attrs.define(eq=False)
 class _Line:
-    """One DEALER, and what ZeroMQ tells of its handshakes, where it has any."""
+    """One DEALER, and the events of its handshakes if it has any."""
 
     inbox: Inbox
     events: Inbox | None
@@ -182,7 +181,7 @@ class _Line:
 
 
 class Dialer:
-    """The DEALERs of a sink: one for each key, whose last element is the address that it connects to."""
+    """The DEALERs of a sink, one for each key, whose last element is the address to connect to."""
 
     def __init__(self, insecure: bool = False, keys: KeyPair | None = None) -> None:
         self._insecure, self._keys = insecure, keys
@@ -190,11 +189,11 @@ class Dialer:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._lines: dict[tuple[Any, ...], _Line] = {}
         self._greeting: dict[tuple[Any, ...], _Line] = {}
-        """Lines whose first handshake has not ended."""
+        """Lines whose first handshake has not succeeded yet."""
         self._greeted: dict[int, tuple[Any, ...]] = {}
-        """Lines whose first handshake succeeded, by the descriptor that tells of others."""
+        """Keys of the other lines that have handshakes, by the descriptor of their events."""
         self._left: list[int] = []
-        """Of these, such of which more may have come by then."""
+        """Descriptors of `_greeted` whose events were not read to the end."""
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
@@ -203,7 +202,7 @@ class Dialer:
 
     @property
     def pending(self) -> bool:
-        """As `Listener.pending`, of any connection."""
+        """See `Inbox.pending`, for any connection."""
         watched = any(line.events is not None and line.events.pending for line in self._greeting.values())
         return watched or any(line.inbox.pending for line in self._lines.values())
 
@@ -212,8 +211,9 @@ class Dialer:
         return self._fds
 
     def receive(self) -> Iterator[tuple[tuple[Any, ...], bytes]]:
-        """What has come, key and frame: one of each connection in turn, at most 256, each taken when it is asked for
-        (KVP-NET-TURN); a message of several parts is ignored (KVP-NET-ONE).
+        """Receive up to 256 frames, each with its key, from the connections in turn, one per step of the iterator.
+
+        Clause KVP-NET-TURN. Messages of several parts are ignored (KVP-NET-ONE).
         """
         lines, left = list(self._lines.items()), limits.TURN_FRAMES
         self._turns += 1
@@ -235,11 +235,11 @@ class Dialer:
             lines = more
 
     def holds(self, link: Hashable) -> bool:
-        """Whether frames of connections whose keys begin with this are still to be taken."""
+        """Whether frames wait on connections whose keys begin with `link`."""
         return any(line.inbox.readable for key, line in self._lines.items() if key[0] == link)
 
     def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
-        """Connections whose handshake can never succeed, and why; NOT_ALLOWED is the source's own word."""
+        """Connections whose handshake cannot succeed, and why; NOT_ALLOWED was reported by the source."""
         found = []
         for key, line in list(self._greeting.items()):
             while line.events is not None and (frames := line.events.take()) is not None:
@@ -249,7 +249,7 @@ class Dialer:
                     self._greeted[line.events.fd] = key
                     self._left.append(line.events.fd)
                     break
-                if event and value != errno.EAGAIN:  # which stands for a server that is silent, or stopped
+                if event and value != errno.EAGAIN:  # EAGAIN means that the server is silent or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)
@@ -258,9 +258,9 @@ class Dialer:
         return found
 
     def returned(self, ready: Collection[int]) -> list[tuple[Any, ...]]:
-        """Connections that have broken and come back; `ready`: descriptors of `filenos` that were readable.
+        """Connections that broke and came back; `ready` holds the descriptors of `filenos` that were readable.
 
-        To be asked after `refusals`.
+        Call this after `refusals`.
         """
         look, self._left = {*ready, *self._left}, []
         found = set[tuple[Any, ...]]()
@@ -272,8 +272,9 @@ class Dialer:
         return list(found)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
-        """Send, connecting at first use to a server with this public key; raises LocalError for an address that may not
-        be used.
+        """Send a frame, connecting at first use to a server with this public key; False if its queue is full.
+
+        Raises LocalError for an address that cannot be used: OUT_OF_RANGE, or INTERNAL without a free descriptor.
         """
         line = self._lines.get(key)
         if line is None:
@@ -305,7 +306,7 @@ class Dialer:
                 advice = "raise the limit of open files (ulimit -n)"
                 raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", str(e), advice) from e
             mine, yours = "a host whose name is known here, or an IP address", f"{address}: {e}"
-            advice = "correct the address, or see that this host can resolve the name"
+            advice = "correct the address, or make sure that this host can resolve the name"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice) from e
         self._opened += opened
         return line
@@ -327,7 +328,7 @@ class Dialer:
         self._fds = [inbox.fd for line in self._lines.values() for inbox in line.inboxes]
 
     def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
-        """Close the connections whose keys are not wanted any more."""
+        """Close the connections whose keys are not wanted."""
         for key in [k for k in self._lines if not wanted(k)]:
             line = self._lines.pop(key)
             self._unwatch(key, line)
@@ -335,7 +336,7 @@ class Dialer:
         self._count()
 
     def close(self) -> None:
-        """Close all, giving queued frames half a second."""
+        """Close all connections, after waiting up to half a second for queued frames."""
         self._end()
 
 
@@ -371,15 +372,15 @@ def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[So
 
 
 def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
-    """Sockets first: a context waits for them, for ever where it is collected as garbage with them, or at exit."""
+    """Close sockets before their context, which waits for them: forever in garbage collection, or at exit."""
     _shut(sockets)
     context.term()
 
 
 def _shut(sockets: Iterable[Socket]) -> None:
-    """Events first: ZeroMQ's own thread stands still where the socket that it would tell of one is closed."""
+    """Stop events before closing sockets: ZeroMQ's thread hangs if the socket that receives its events is closed."""
     for each in sockets:
-        with contextlib.suppress(zmq.ZMQError):  # whatever is the matter with one, all are closed
+        with contextlib.suppress(zmq.ZMQError):  # an error of one must not keep the others open
             each.disable_monitor()
     for each in sockets:
         each.close()

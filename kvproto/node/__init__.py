@@ -1,4 +1,4 @@
-"""One rank's whole stack: registration, scheduling, copies and sessions put together; `kvproto` is the door to it."""
+"""The whole stack of one rank: registration, scheduling, copies and sessions; engines use it through `kvproto`."""
 
 from kvproto.node.request import Computed, Finished
 from kvproto.node.sink import SinkNode

@@ -1,4 +1,4 @@
-"""What a source says: ids of sessions, and of the bytes that it has moved."""
+"""What a source's answers state: session ids, checksums, and how many bytes were moved."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum
 
-__all__ = ["BEGUN", "LOOK", "Checksums", "Sums", "bytes_by_name", "session_id"]
+__all__ = ["BEGUN", "SUM_TIME", "Checksums", "Sums", "bytes_by_name", "session_id"]
 
 BEGUN = 8
 """Requests whose checksums are started before the first of them is waited for."""
-LOOK = 0.02
-"""Seconds of one turn in which checksums are taken."""
+SUM_TIME = 0.02
+"""Seconds that one turn spends on checksums."""
 
 
 def session_id() -> int:
-    """A session id that nobody can guess: 64 random bits, and not 0 (KVP-SES-GUESS)."""
+    """Make a session id that nobody can guess: 64 random bits, but not 0 (KVP-SES-GUESS)."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class Sums:
-    """Checksums by group of a program, taken part after part: those of a long prompt take seconds, and no turn may."""
+    """Checksums by group of a program, computed part by part: a long prompt takes seconds, but a turn must not."""
 
     def __init__(self, program: CopyProgram, transport: Transport, memories: Regions, sink: bool) -> None:
-        """`memories`: of the source's side, or the `sink`'s."""
+        """`memories` are the sink's if `sink`, otherwise the source's."""
         self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
         self._transport, self._memories, self._sink = transport, memories, sink
         self.found: dict[int, int] = {}
@@ -39,7 +39,9 @@ class Sums:
         """The first of the parts that are left, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Start on the next part, which a device takes alone, and go on until then: whether all are taken."""
+        """Start on the next part, which a device computes alone, and go on until `until`, a time of `time.monotonic`;
+        whether all checksums are computed.
+        """
         while self._parts:
             if self._begun is None:
                 self._begun = self._transport.begin_checksums(self._parts[0], self._memories, self._sink)
@@ -52,12 +54,12 @@ class Sums:
         return True
 
     def of(self, some: CopyProgram) -> dict[int, int]:
-        """Those of a part of the program, at once."""
+        """The checksums of a part of the program, computed at once."""
         return self._transport.checksums(some, self._memories, self._sink)
 
 
 class Checksums:
-    """The checksums of Done or Offer, where the features ask for some (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
+    """The checksums of a Done or an Offer, if the features include any (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
 
     def __init__(
         self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]
@@ -69,8 +71,8 @@ class Checksums:
         """As `Sums.advance`."""
         return self._sums is None or self._sums.advance(until)
 
-    def said(self) -> tuple[Checksum, ...] | None:
-        """What the message says, once all are taken."""
+    def for_message(self) -> tuple[Checksum, ...] | None:
+        """The message's field, once all checksums are computed; None without VERIFY."""
         if self._sums is None:
             return None
         pages: dict[int, PageSums] = {}
@@ -85,5 +87,5 @@ class Checksums:
 
 
 def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
-    """Bytes by the name of the sink's group."""
+    """Bytes of a program by the name of the sink's group."""
     return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}

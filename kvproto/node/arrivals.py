@@ -1,4 +1,4 @@
-"""What has arrived at a sink, until its checksums are taken: some of them in each turn, in the order of arrival."""
+"""Transfers that have arrived at a sink and wait for their checksums, some of which are computed in each turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from kvproto.errors import KvprotoError
-from kvproto.node.answers import BEGUN, LOOK, Sums
+from kvproto.node.answers import BEGUN, SUM_TIME, Sums
 from kvproto.node.terms import Terms, begins_of
 from kvproto.node.told import Received, TransferLost
 from kvproto.session.events import Arrived
@@ -18,17 +18,17 @@ from kvproto.wire.messages import Grants
 __all__ = ["Arrivals", "Taken", "received"]
 
 Taken = list[Sums] | KvprotoError
-"""The checksums of what each source rank has sent; or why there are none."""
+"""The checksums of what each source rank has sent, or the error that kept them from being computed."""
 
 
 class Arrivals:
-    """Those of one link."""
+    """The arrivals of one link, in order."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Arrived, Terms, Taken]] = deque()
 
     def add(self, event: Arrived, terms: Terms, grants: Mapping[int, Grants], features: Collection[int]) -> None:
-        """Every byte is here; there are checksums to take where the features have VERIFY."""
+        """Add a transfer of which every byte is here; its checksums are due if the features include VERIFY."""
         taken: Taken = []
         try:
             taken = [terms.sums(done, grants) for done in event.done if Feature.VERIFY in features]
@@ -37,8 +37,8 @@ class Arrivals:
         self._waiting.append((event, terms, taken))
 
     def take(self) -> list[tuple[Arrived, Taken]]:
-        """Go on for a while; those whose checksums are all taken now."""
-        found, until = [], time.monotonic() + LOOK
+        """Go on for `SUM_TIME`; return the transfers whose checksums are all computed now."""
+        found, until = [], time.monotonic() + SUM_TIME
         for _, _, taken in islice(self._waiting, BEGUN):
             for sums in () if isinstance(taken, KvprotoError) else taken:
                 sums.advance(0.0)
@@ -52,16 +52,16 @@ class Arrivals:
 
     @property
     def busy(self) -> bool:
-        """Whether checksums are still to be taken."""
+        """Whether checksums are still due."""
         return bool(self._waiting)
 
     def reads(self, terms: Terms) -> bool:
-        """Whether they are taken in this pool."""
+        """Whether checksums are still due in the pool of these terms."""
         return any(each is terms for _, each, _ in self._waiting)
 
 
 def received(number: int, event: Arrived, taken: Taken, terms: Terms) -> Received | TransferLost:
-    """What is told of a transfer whose checksums are taken, under the link's number."""
+    """The event for a transfer whose checksums are computed, with the link's number of it."""
     handoff: dict[tuple[int, str], bytes] = {}
     sums: dict[tuple[int, int], int] = {}
     since: dict[int, int] = {}
@@ -73,7 +73,7 @@ def received(number: int, event: Arrived, taken: Taken, terms: Terms) -> Receive
             handoff |= terms.expected.handoff(done)
             if taken:
                 sums |= terms.verify(done, taken[n])
-    except KvprotoError as error:  # every writer is Done: nothing can arrive any more
+    except KvprotoError as error:  # every writer has said Done, so nothing can arrive any more
         return TransferLost(number, error.kept(), True)
     finished = all(d.outcome == Outcome.FINISHED for d in event.done)
     return Received(

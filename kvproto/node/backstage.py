@@ -1,6 +1,6 @@
-"""Work that may take long, such as a plan of the largest Descriptions: done outside of turns, its result heard in one.
+"""Work that may take long, such as planning the largest Descriptions, done outside turns.
 
-A frame of a peer then costs the others no turn. One thread does all of it, in order, and is started by the first.
+So a frame of one peer does not hold up the others. One thread does all the work in order; it starts with the first.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class Backstage:
-    """The thread of one node."""
+    """A node's thread for such work."""
 
     def __init__(self) -> None:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._unhang = weakref.finalize(self, os.close, self._bell)
+        self._close_bell = weakref.finalize(self, os.close, self._bell)
         self._thread: ThreadPoolExecutor | None = None
-        self._heard: deque[Callable[[], None]] = deque()
+        self._results: deque[Callable[[], None]] = deque()
 
     def defer(self, work: Callable[[], T], then: Callable[[T | KvprotoError], None]) -> None:
-        """Do some work; a later `turn` tells `then` what came of it, or its KvprotoError."""
+        """Do `work` in the thread; a later `turn` calls `then` with its result, or the KvprotoError that it raised."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvproto backstage")
         self._thread.submit(work).add_done_callback(lambda done: self._over(done, then))
@@ -39,24 +39,24 @@ class Backstage:
         if done.cancelled():
             return
         error = done.exception()
-        self._heard.append(lambda: then(error if isinstance(error, KvprotoError) else done.result()))
+        self._results.append(lambda: then(error if isinstance(error, KvprotoError) else done.result()))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `turn` has something to tell."""
+        """A descriptor that is readable when `turn` has results to pass on."""
         return self._bell
 
     def turn(self) -> None:
-        """Tell what is done; raises what the work raised, if that is no KvprotoError."""
-        if self._heard:
+        """Pass on the results; raises what the work raised, unless that is a KvprotoError."""
+        if self._results:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
-        while self._heard:
-            self._heard.popleft()()
+        while self._results:
+            self._results.popleft()()
 
     def close(self) -> None:
-        """Wait for what has begun, and forget the rest."""
+        """Wait for the work that has begun, and drop the rest."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        self._unhang()
+        self._close_bell()

@@ -1,4 +1,4 @@
-"""Pages that a sink names when they are of use: how many, and what page tables come to as grants."""
+"""Fetches whose pages are named late, when they are of use: how many are needed, and the grants that name them."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ _NO_ITEMS = np.empty(0, np.uint32)
 
 @attrs.define(eq=False)
 class Claimed:
-    """Of a link: a transfer whose items are named when they are of use."""
+    """A link's record of a transfer whose items are named late."""
 
     spans: bool
-    """Whether they are wanted piece by piece."""
+    """Whether items are wanted piece by piece."""
     grants: Mapping[int, Grants] = {}
-    """All that is granted by now."""
+    """Everything granted so far, by group id."""
     whole: bool = False
+    """Whether `grants` is everything that the transfer asks for."""
     told: tuple[int | None, ...] = ()
-    """What the engine was told last."""
+    """The `tokens` of the last PagesNeeded, if there was one."""
     offers: list[Offered] = attrs.Factory(list)
-    """That wait for items to be read into."""
+    """Offers that wait for items to be read into."""
 
 
 @attrs.define(eq=False)
 class Claim:
-    """What one fetch asks for, and what of it is granted, by group id."""
+    """What one fetch asks for and how much of it is granted."""
 
     layout: RankLayout
     asked: Mapping[int, Grants]
-    """Windows without items."""
+    """Windows without items, by group id."""
     end: int
-    """Of the tokens; from there on everything is granted."""
+    """The end of the fetch in tokens; with it, everything is granted."""
     granted: Mapping[int, Grants] = {}
+    """What is granted so far, by group id."""
 
     @property
     def whole(self) -> bool:
@@ -55,7 +57,7 @@ class Claim:
         return bool(self.granted) and all(self.granted[g].count == a.count for g, a in self.asked.items())
 
     def lengths(self, tokens: int) -> dict[str, int]:
-        """How long page tables have to be for tokens below `tokens`, by group name."""
+        """How many entries page tables need for tokens below `tokens`, by group name."""
         found = {}
         for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
             group = self.layout.group(grant.group)
@@ -65,16 +67,16 @@ class Claim:
         return found
 
     def _span(self, grant: Grants) -> tuple[int, int]:
-        """Pages of a table before the first of a grant, and those of the grant."""
+        """The number of pages in a table before the first of a grant, and the number that the grant needs."""
         group, cp_rank = self.layout.group(grant.group), self.layout.owns(grant.group).cp_rank
         need = items_by_now(group, cp_rank, grant, self.asked[grant.group])
         return items_before(group, cp_rank, grant.first), need
 
     def named(self, pages: PageTables, tokens: int) -> dict[int, Grants]:
-        """What is granted once these page tables are, for tokens below `tokens` and whatever was granted before.
+        """The grants by these page tables, for tokens below `tokens` and everything that was granted before.
 
-        Raises LocalError: BAD_GRANT for a group that is missing, unknown or short of pages, or that names other pages
-        than before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for one that is named twice.
+        Raises LocalError: BAD_GRANT for a group that is missing, unknown or short of pages, or whose pages differ from
+        those granted before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for a page named twice.
         """
         groups, found = check_pages(self.layout, pages), {}
         for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
@@ -88,23 +90,23 @@ class Claim:
             table = table_of(self.layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
             items = table[skip : skip + need]
             check_distinct(group, items, skip)
-            had = before.items if before is not None and before.items is not None else _NO_ITEMS
-            if differ := np.flatnonzero(items[: had.size] != had).tolist():
+            known = before.items if before is not None and before.items is not None else _NO_ITEMS
+            if differ := np.flatnonzero(items[: known.size] != known).tolist():
                 i = differ[0]
-                path, advice = f'pages["{group.name}"][{skip + i}]', "pages that were granted stay; name more of them"
-                raise LocalError(ErrorCode.BAD_GRANT, path, f"page {had[i]}, as granted", f"page {items[i]}", advice)
+                path, advice = f'pages["{group.name}"][{skip + i}]', "granted pages stay: only add pages after them"
+                raise LocalError(ErrorCode.BAD_GRANT, path, f"page {known[i]}, as granted", f"page {items[i]}", advice)
             found[group.id] = attrs.evolve(grant, items=items.astype(np.uint32))
         return found
 
     def more(self, grants: Mapping[int, Grants]) -> dict[int, Grants]:
-        """Of these grants, the items that were not granted before."""
-        named = {g: (some, some.items) for g, some in grants.items()}
+        """These grants with only the items that were not granted before."""
         return {
-            g: attrs.evolve(some, items=items[self._had(g) :])
-            for g, (some, items) in named.items()
-            if items is not None
+            id: attrs.evolve(some, items=items[self._count(id) :])
+            for id, some in grants.items()
+            if (items := some.items) is not None
         }
 
-    def _had(self, group: int) -> int:
+    def _count(self, group: int) -> int:
+        """The number of items of a group granted so far."""
         before = self.granted.get(group)
         return 0 if before is None or before.items is None else before.items.size

@@ -1,8 +1,8 @@
-"""From an engine's tensors to the columns of Register: which axis is what, and where each layer and part begins.
+"""From an engine's tensors to the columns of Register: the meaning of each axis, and where each layer and part begins.
 
-An axis is named by a word: `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`.
-NHD pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or
-"page part token head dim". Padding is whatever the strides leave between elements.
+The names of axes are `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`. NHD
+pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or "page part
+token head dim". Strides may leave any padding between elements.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Column:
     """One layer and part of a group at one rank."""
 
     view: TensorView
-    """Of the tensor that holds it."""
+    """The tensor that holds it."""
     address: int
     item_stride: int
     row_stride: int
     lane_stride: int
     path: str
-    """Of the tensor, for people."""
+    """The tensor's name in error messages."""
 
 
 def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> tuple[int, list[Column]]:
-    """Number of items, and the columns by layer, then part.
+    """The number of items, and the columns ordered by layer, then part.
 
-    `given` is one tensor with an axis for the layers, or one for each of the rank's layers, or either of the two by
-    part name. Raises LocalError(BAD_COLUMNS) naming the tensor and the axis.
+    `given` is one tensor with a layer axis, or one tensor per layer of the rank, or a mapping of part names to either.
+    Raises LocalError(BAD_COLUMNS), which names the tensor and the axis.
     """
     names = column_names(group)
     if isinstance(given, Mapping):
@@ -67,7 +67,7 @@ def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> t
 
 
 _Placed = tuple[TensorView, int, str]
-"""A tensor, the byte of it where a layer begins, and its name for people."""
+"""A tensor, the byte in it where a layer begins, and its name in error messages."""
 
 
 def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
@@ -77,7 +77,7 @@ def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
         if len(given) != layers:
             raise _bad(path, f"{layers} tensors, one for each layer of this rank", str(len(given)))
         if "layer" in words:
-            raise _bad(path, f'axes without "layer" for a tensor a layer, or one tensor with "{axes}"', "a list")
+            raise _bad(path, f'axes without "layer" for one tensor per layer, or one tensor with "{axes}"', "a list")
         return [(_shaped(tensor, words, f"{path}[{i}]"), 0, f"{path}[{i}]") for i, tensor in enumerate(given)]
     view = _shaped(given, words, path)
     if "layer" not in words:
@@ -124,25 +124,25 @@ def _column(
     if width * view.itemsize != sum(sizes):
         each = " + ".join(str(size) for size in sizes)
         apart = ", ".join(f'"{name}": [...]' for name in column_names(group))
-        advice = f"where the parts are tensors apart, pass {{{apart}}}" if len(sizes) > 1 else _AXES
+        advice = f"if each part is a tensor, pass {{{apart}}}" if len(sizes) > 1 else _AXES
         raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes", advice)
     _element(group, joint if len(sizes) > 1 else (part,), view, path)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
     _neighbours(axis, group.parts[part].lane_bytes, path)
     items, item_stride = axis["page"]
-    # the stride of an axis of one element says nothing: state one that keeps runs long
+    # the stride of an axis of one element has no meaning: choose one that keeps runs long
     lane = axis["head"][1] if lanes > 1 else group.parts[part].lane_bytes
     row = axis["token"][1] if group.rows > 1 else min(item_stride, view.length)
     return Column(view, view.address + at, min(item_stride, view.length), row, lane, path), items
 
 
 _INTEGERS = {0, 1}
-"""DLPack type codes of integers, which stand for the bits of any type; another's are compared."""
+"""DLPack type codes of integers, which may hold the bits of any type; other type codes are compared."""
 
 
 def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) -> None:
-    """Raise LocalError where the tensor's elements are known to be of another type than the geometry says."""
+    """Raise LocalError if the elements of a tensor are known to be of another type than the geometry states."""
     types = [group.parts[p].dtype for p in parts]
     if view.element[0] in _INTEGERS or any(view.element in ELEMENTS[each] for each in types if each in ELEMENTS):
         return
@@ -161,7 +161,7 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
 
 
 def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:
-    """Raise LocalError where pages, tokens or heads of `size` bytes overlap their neighbours, by their strides."""
+    """Raise LocalError if the strides of pages, tokens or heads make neighbours of `size` bytes overlap."""
     found = sorted((axis[name][1], axis[name][0], name) for name in ("page", "token", "head") if name in axis)
     for stride, extent, name in found:
         if extent > 1 and stride < size:
@@ -170,7 +170,7 @@ def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> No
         size += stride * (extent - 1) if extent > 1 else 0
 
 
-_AXES = 'say what each axis is by `axes`, such as "page token head dim"'
+_AXES = 'name each axis in `axes`, such as "page token head dim"'
 
 
 def _bad(path: str, mine: str, yours: str, advice: str = _AXES) -> LocalError:

@@ -1,6 +1,4 @@
-"""Copies under way at a source: started for the attempts that they serve, looked after, and stopped when nobody wants
-them.
-"""
+"""Copies under way at a source: started for the attempts that they serve, advanced, and stopped when not wanted."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from kvproto.wire.enums import ErrorCode, Proof
 __all__ = ["Dispatcher"]
 
 _RETRY = 1e-3
-"""Seconds until a copy that could not be started is tried again."""
+"""Seconds before a copy that could not be started is tried again."""
 _TURN = 0.02
-"""Seconds after which `advance` looks at no further copy; the next call goes on with the others (KVP-INL-TURN)."""
+"""Seconds after which `advance` leaves the other copies to the next call (KVP-INL-TURN)."""
 
 
 @attrs.define(eq=False)
@@ -30,23 +28,23 @@ class _Launch:
     attempts: list[Attempt]
     copying: Copying
     stopping: KvprotoError | None = None
-    """Why it is being stopped."""
+    """The reason why it is being stopped."""
 
 
 class Dispatcher:
-    """Starts copies from this rank's memory, and says which attempts they have served."""
+    """Starts copies from this rank's memory, and reports the attempts whose copies have ended."""
 
     def __init__(
         self, memories: Mapping[int, Memory], unwanted: Callable[[Attempt], KvprotoError | None],
         arrived: Callable[[Attempt, Piece], None],
     ) -> None:  # fmt: skip
-        """`unwanted` says why nobody wants an attempt any more; `arrived` is told of pieces of streams."""
+        """`unwanted` returns why an attempt is not wanted any more, or None; `arrived` receives pieces of streams."""
         self.memories, self._unwanted, self._arrived = memories, unwanted, arrived
         self._launches: list[_Launch] = []
         self._refused = False
-        """Whether a copy could not be started yet."""
+        """Whether a copy could not be started and has to be tried again."""
         self._behind = False
-        """Whether copies are still to be looked at."""
+        """Whether the last `advance` left copies to the next."""
 
     @property
     def busy(self) -> bool:
@@ -55,7 +53,7 @@ class Dispatcher:
 
     @property
     def poll_interval(self) -> float | None:
-        """Seconds until copies under way should be looked at, where no descriptor announces their progress."""
+        """Seconds until `advance` should be called, for copies whose progress no descriptor announces."""
         found = [a.peer.transport.capabilities.poll_interval for each in self._launches for a in each.attempts]
         found += [_RETRY] * self._refused + [0.0] * self._behind
         return min((seconds for seconds in found if seconds is not None), default=None)
@@ -67,7 +65,7 @@ class Dispatcher:
     def start(
         self, batch: Sequence[tuple[Attempt, Sequence[Part]]], background: Callable[[Attempt], bool]
     ) -> Copying | None:
-        """Start one copy for a batch; None where it could not be: BUSY ones are tried again, others have failed."""
+        """Start one copy for a batch; None if it cannot start now (BUSY) or has failed, which sets `failure`."""
         moves = [
             Move(p.program, self.memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))
             for a, parts in batch for p in parts
@@ -78,7 +76,7 @@ class Dispatcher:
             self._refused = error.code == ErrorCode.BUSY
             for attempt, _ in batch:
                 attempt.failure = None if self._refused else error.kept()
-                attempt.news = 0
+                attempt.seen = 0
             return None
         self._refused = False
         attempts = [attempt for attempt, _ in batch]
@@ -88,17 +86,17 @@ class Dispatcher:
         return copying
 
     def stop(self, attempt: Attempt, error: KvprotoError) -> None:
-        """Stop what copies for an attempt."""
+        """Stop the copies that serve an attempt."""
         for each in self._launches:
             if attempt in each.attempts:
                 each.stopping = each.stopping or error
 
     def close(self) -> None:
-        """Stop all; what has ended by that holds no memory any more."""
+        """Stop all copies, and forget those that have ended by that."""
         self._launches = [each for each in self._launches if each.copying.stop() is None]
 
     def advance(self) -> list[Attempt]:
-        """Take note of copies that are complete, and stop those that nobody wants; attempts of what is over."""
+        """Note which copies are complete and stop those that nobody wants; return the attempts of copies that ended."""
         over, until, launches = [], time.monotonic() + _TURN, self._launches
         self._behind = False
         for n, each in enumerate(launches):
@@ -119,7 +117,7 @@ class Dispatcher:
         return [attempt for each in over for attempt in each.attempts]
 
     def _complete(self, launch: _Launch) -> bool:
-        """Whether every byte is at its destination; sets `stopping` where that is no longer of use or possible."""
+        """Whether every byte is at its destination; sets `stopping` if that is not wanted any more, or failed."""
         reasons = [self._unwanted(attempt) for attempt in launch.attempts]
         if all(reason is not None for reason in reasons):
             launch.stopping = reasons[0]

@@ -1,8 +1,8 @@
-"""Who gives a node its turns: an I/O thread of its own, or whoever calls `step`.
+"""The driver that gives a node its turns, in an I/O thread or in `step`.
 
-Calls of the engine are posted as work. The caller runs them at once where nobody has the node's lock, so that a request
-leaves without waiting for another thread; else the thread that holds it runs them next. Sockets are touched under the
-lock alone, and the I/O thread sleeps on their descriptors without it.
+Calls of the engine are posted as work. If the node's lock is free, the caller runs them at once, so that a request does
+not wait for another thread; otherwise the thread that holds the lock runs them next. Sockets are used only under the
+lock, and the I/O thread sleeps on their descriptors without it.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ class Node(Protocol):
     """What a driver gives turns to."""
 
     def turn(self, ready: Collection[int]) -> list[Any]:
-        """Receive, copy and answer what may be done now; returns what the engine should know.
+        """Receive, copy and answer what can be done now; return the events for the engine.
 
-        `ready`: descriptors of `filenos` that were readable; sockets are looked at in any case.
+        `ready` holds the descriptors of `filenos` that were readable; sockets are read in any case.
         """
 
     def filenos(self) -> Collection[int]:
         """Descriptors that are readable when there is something to do."""
 
     def timeout(self) -> float | None:
-        """Seconds until there is something to do all the same; None: nothing is planned."""
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
 
     def close(self, reason: str) -> None:
-        """Say Goodbye and let go of everything."""
+        """Say Goodbye to all peers and release everything."""
 
 
 class Driver:
-    """Turns of one node."""
+    """Gives turns to one node."""
 
     def __init__(
         self, node: Node, name: str, deliver: Callable[[Any], None], thread: bool,
         callbacks: Callable[[Callable[[], object]], object] | None,
     ) -> None:  # fmt: skip
-        """`deliver` is told of each event, under the lock; what it gives to `later` runs where `callbacks` says."""
-        self._node, self._name, self._deliver, self._elsewhere = node, name, deliver, callbacks
+        """`deliver` receives each event, under the lock; what it passes to `later` runs where `callbacks` says."""
+        self._node, self._name, self._deliver, self._callbacks = node, name, deliver, callbacks
         self._lock = threading.Lock()
         self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], object]]] = deque()
-        """Work, and who hears of its exception."""
+        """Work, and what to call with the exception that it raises."""
         self._later: deque[Callable[[], object]] = deque()
         self._epoll, self._watched = select.epoll(), set[int]()
         self._ready: list[int] = []
@@ -72,15 +72,15 @@ class Driver:
         self._calling: int | None = None
         """The thread that runs callbacks."""
         self.failure: BaseException | None = None
-        """Why no further turn is possible."""
-        self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # known by itself to atexit.unregister
+        """The error after which no further turn is possible."""
+        self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # an object that atexit.unregister recognizes
         atexit.register(self._exit)
         self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
         try:
             with self._lock:
                 self._turn()
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         if self._thread is not None:
             self._thread.start()
@@ -88,10 +88,10 @@ class Driver:
     # for the engine
 
     def post(self, work: Callable[[], None], failed: Callable[[Exception], object] | None = None) -> None:
-        """Run work on the node: now where its lock is free, else as soon as it is.
+        """Run `work` on the node: at once if its lock is free, otherwise as soon as it is.
 
-        An exception of the work goes to `failed` and the node goes on. Without `failed` it is logged, and raised here
-        where the work ran at once.
+        An exception of `work` is passed to `failed`, and the node goes on. Without `failed` it is logged, and also
+        raised here if the work ran at once.
         """
         self.check()
         raised: list[Exception] = []
@@ -111,13 +111,13 @@ class Driver:
             raise raised[0]
 
     def leave(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
-        """Have the I/O thread, or the next `step`, run work on the node: the caller goes on at once."""
+        """Have the I/O thread, or the next `step`, run `work` on the node, and return at once."""
         self.check()
         self._inbox.append((work, failed))
         self._ring()
 
     def look(self, ask: Callable[[], T], patience: float) -> T | None:
-        """What `ask` says between two turns; None where a turn takes longer than `patience` seconds."""
+        """Call `ask` between two turns and return its result; None if a turn takes longer than `patience` seconds."""
         if not self._lock.acquire(timeout=patience):
             return None
         try:
@@ -126,16 +126,16 @@ class Driver:
             self._lock.release()
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
-        """Run a callback of the engine, outside the lock; `wake`: no turn is under way that would run it."""
-        if self._elsewhere is not None:
-            self._elsewhere(call)
+        """Run a callback of the engine outside the lock; `wake` if no turn is under way that would run it."""
+        if self._callbacks is not None:
+            self._callbacks(call)
             return
         self._later.append(call)
         if wake:
             self._call_back() if self._closed else self._ring()
 
     def step(self, timeout: float = 0.0) -> None:
-        """One turn, after waiting up to `timeout` seconds for something to do; for whoever has no I/O thread."""
+        """Wait up to `timeout` seconds for something to do and take one turn; for a node without an I/O thread."""
         self.check()
         if self._thread is not None:
             advice = "pass Options(thread=False)"
@@ -147,17 +147,17 @@ class Driver:
         self._call_back()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `step` has something to do."""
+        """The descriptor that is readable when `step` has something to do."""
         self.check()
         return self._epoll.fileno()
 
     def next_timer(self) -> float | None:
-        """Seconds until `step` has something to do whatever the descriptor says; None: nothing is planned."""
+        """Seconds until `step` is due even if the descriptor is not readable; None if no timer is set."""
         self.check()
         return 0.0 if self._inbox or self._later else self._node.timeout()
 
     def check(self) -> None:
-        """Raise where no turn is possible: closed, forked, or after a failure."""
+        """Raise LocalError or the node's failure if no turn is possible: when closed, in a fork, or after a failure."""
         if os.getpid() != self._pid:
             advice = "open a Source or Sink in the process that uses it, or start workers by spawn"
             raise LocalError(
@@ -169,19 +169,19 @@ class Driver:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, "open", "closed", "open another")
 
     def check_wait(self) -> None:
-        """Raise where waiting would never end: in a callback, or in the I/O thread itself."""
+        """Raise LocalError where waiting would never end: in a callback, or in the I/O thread itself."""
         if threading.get_ident() == self._calling or threading.current_thread() is self._thread:
-            advice = "ask `done`, add another callback, or let callbacks run elsewhere by Options.callbacks"
-            yours = "a callback, without which nothing goes on"
+            advice = "check `done`, add another callback, or set Options.callbacks to run callbacks elsewhere"
+            yours = "a callback, which holds up everything else"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "wait", "a thread of the engine", yours, advice)
 
     @property
     def closed(self) -> bool:
-        """Whether no further turn comes."""
+        """Whether `close` was called."""
         return self._closed
 
     def close(self, reason: str = "closed") -> None:
-        """Say Goodbye, end the thread, let go; a second call does nothing."""
+        """Say Goodbye, end the thread and release everything; a second call does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         with self._lock:
@@ -196,9 +196,9 @@ class Driver:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._call_back()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         atexit.unregister(self._exit)
         self._epoll.close()
         os.close(self._bell)
@@ -206,7 +206,7 @@ class Driver:
     # turns
 
     def _turn(self) -> float | None:
-        """With the lock: what was posted, then the node; seconds until the next. Raises and keeps what ends it."""
+        """With the lock: run posted work and the node's turn; return its timeout. Stores and raises a fatal error."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -225,7 +225,7 @@ class Driver:
             raise
 
     def _work(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
-        """Run what was posted; its exception concerns whoever posted it, and nobody else."""
+        """Run posted work; an exception goes only to the one who posted it."""
         try:
             work()
         except DeviceFault:
@@ -237,7 +237,7 @@ class Driver:
 
     def _watch(self, watched: set[int]) -> None:
         for fd in self._watched - watched:
-            with contextlib.suppress(OSError):  # closed already: the kernel has forgotten it
+            with contextlib.suppress(OSError):  # already closed, which has removed it
                 self._epoll.unregister(fd)
         for fd in watched - self._watched:
             self._epoll.register(fd, select.EPOLLIN)
@@ -251,11 +251,11 @@ class Driver:
                     if self._closed:
                         return
                     wait = self._turn()
-                    nap = limits.RESEND / 2  # who asks for something and so has it resent need not wake it
+                    nap = limits.RESEND / 2  # so that a post which only sets a timer to resend need not wake it
                     nap = nap if wait is None else min(wait, nap)
                     self._asleep_until = time.monotonic() + nap
                 self._call_back()
-                if self._closed:  # by a callback: there is nothing left to sleep on
+                if self._closed:  # by a callback: the descriptors are gone
                     return
                 self._rest(nap, wait)
                 self._asleep_until = 0.0
@@ -265,7 +265,7 @@ class Driver:
         self._call_back()
 
     def _rest(self, seconds: float, planned: float | None) -> None:
-        """Sleep, unless the node has something to do; beside a thread that computes the shortest sleep costs 5 ms."""
+        """Sleep unless the node has something to do: next to a computing thread, even the shortest sleep costs 5 ms."""
         if planned == 0.0 and self._restless < _RESTLESS:
             self._restless += 1
             return
@@ -279,7 +279,7 @@ class Driver:
             time.sleep(seconds)
             seconds = 0.0
         self._ready = [fd for fd, _ in self._epoll.poll(min(seconds, _LONGEST))]
-        if self._bell in self._ready:  # asked first: each system call may cost the interpreter
+        if self._bell in self._ready:  # checked first, as each system call may cost the interpreter lock
             os.eventfd_read(self._bell)
 
     def _ring(self) -> None:
@@ -299,10 +299,10 @@ class Driver:
 
 
 _LONGEST = 60.0
-"""Seconds that `step` sleeps, at most."""
+"""The most seconds that one sleep takes."""
 _TICK = 1e-3
 _RESTLESS = 16
-"""Turns without a look at the descriptors, at most."""
+"""The most turns in a row without polling the descriptors."""
 
 
 def _at_exit(close: weakref.WeakMethod[Callable[..., None]]) -> None:

@@ -1,7 +1,7 @@
-"""What a sink expects of each source rank: the rank pair's program as seen from the sink's side alone.
+"""What a sink expects from each source rank: the rank pair's program, computed on the sink's side alone.
 
-The sink does not know the source's layout, and what it needs of the program (the order of a packed stream, the rows of
-a checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
+The sink does not know the source's layout, but what it needs from the program (the order of a packed stream, the rows
+of a checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Expected"]
 
 
 class Expected:
-    """Programs of one source replica, by source rank."""
+    """The programs of one source replica, by source rank."""
 
     def __init__(self, plan: Plan, source: Geometry, own: RankLayout) -> None:
         self._plan, self._source, self._own = plan, source, own
         self._pairs: dict[int, Pair] = {}
 
     def pair(self, writer: int) -> Pair:
-        """The rank pair with a stand-in for the source's layout; made once."""
+        """The rank pair, cached, with a stand-in for the source's layout."""
         known = self._pairs.get(writer)
         if known is None:
             columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
@@ -45,7 +45,7 @@ class Expected:
         return self._plan.required(self._own.rank)
 
     def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
-        """What a source rank writes of a transfer; its own places mean nothing. Raises BAD_GRANT."""
+        """What a source rank writes in a transfer; places on the source's side have no meaning. Raises BAD_GRANT."""
         rank = next(r for r in self._source.ranks if r.rank == writer)
         groups = {g.id: g for g in self._source.groups}
         drawn: dict[int, list[Grants]] = {}
@@ -62,7 +62,7 @@ class Expected:
         return self.pair(writer).lower(sources, windows(grants.values()))
 
     def runs(self, writer: int) -> Runs:
-        """Runs of a source rank's part of two scattered pages of each group; none where that cannot be said."""
+        """The runs that a source rank writes for two scattered pages of each group; none if that cannot be computed."""
         grants = {}
         shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
         for group in self._own.geometry.groups:
@@ -73,11 +73,11 @@ class Expected:
             grants[group.id] = Grants(group=group.id, first=first, count=count, valid=first + count, items=items)
         try:
             return self.program(writer, grants).runs()
-        except KvprotoError:  # a source that deals its tokens from later on
+        except KvprotoError:  # the source deals its tokens from a later one on
             return Runs(0, 0)
 
     def handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
-        """Hand-off bytes of a Done by this side's group id and part name; `check_outcome` has accepted it."""
+        """The hand-off bytes of a Done that `check_outcome` accepted, by this side's group id and part name."""
         found = {}
         routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
         for each in done.handoff:

@@ -1,4 +1,4 @@
-"""Pools of a rank that peers may touch, from when they are registered until it is proven that nobody does any more."""
+"""Pools that a rank lends to peers, from their registration until it is proven that nothing uses them any more."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Filled", "Lent", "Read", "returned"]
 
 @attrs.define(eq=False)
 class Lent:
-    """One pool."""
+    """A pool that is lent to peers."""
 
     number: int
-    """Epoch of its first registrations."""
+    """The epoch of its first registrations."""
     pool: RankPool
     holders: tuple[str, ...] = ()
-    """Who may still touch it once it is taken back, for people; replaced, never changed: any thread may look."""
+    """Who may still use it after it was taken back, for display; never modified in place, so any thread may read it."""
 
 
 L = TypeVar("L", bound=Lent)
@@ -32,7 +32,7 @@ L = TypeVar("L", bound=Lent)
 def returned(
     leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: RankPool
 ) -> list[L]:  # fmt: skip
-    """Take out the pools that nobody can touch any more; transports keep nothing of them, unless one is `pool`."""
+    """Remove and return the pools that nothing can use any more; transports forget them, except for `pool`."""
     over = []
     for lent in leaving:
         lent.holders = tuple(holders(lent))
@@ -46,20 +46,20 @@ def returned(
 
 @attrs.define(eq=False)
 class Filled(Lent):
-    """A sink's, which sources write."""
+    """A pool of a sink, which sources fill."""
 
     quarantine: Quarantine = attrs.field(kw_only=True)
 
 
 @attrs.define(eq=False)
 class Read(Lent):
-    """A source's, which its own copies read, and sinks."""
+    """A pool of a source, which its own copies read, or sinks do."""
 
     attempts: tuple[Attempt, ...] = ()
-    """Whose copies were under way when it was taken back, and have not ended since."""
+    """Attempts with copies that were under way when it was taken back and have not ended since."""
 
     @property
     def copied(self) -> bool:
-        """Whether a copy of it is under way."""
+        """Whether a copy from it is under way."""
         self.attempts = tuple(attempt for attempt in self.attempts if attempt.copies)
         return bool(self.attempts)

@@ -1,4 +1,4 @@
-"""A sink rank's link to one source replica: its sessions, what it reads of it, and what has become of each transfer."""
+"""A sink rank's link to one source replica: its sessions, what it reads from it, and the state of each transfer."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Grants
 
-__all__ = ["Here", "SourceLink"]
+__all__ = ["LinkContext", "SourceLink"]
 
 
 @attrs.frozen
-class Here:
+class LinkContext:
     """What all links of a sink rank share."""
 
     party: Party
     transports: tuple[Transport, ...]
     readers: tuple[Transport, ...]
-    """Those that read a source's memory; empty without PULL."""
+    """Transports that can read a source's memory; empty without PULL."""
     features: tuple[Feature, ...]
     backstage: Backstage
     runs: dict[tuple[str, int, int], int] = attrs.Factory(dict)
-    """The latest run of each source rank, whichever link has met it."""
+    """The latest incarnation of each source rank that any link has met."""
 
 
 @attrs.frozen
 class _Wanted:
-    """A transfer that waits for the link to be ready."""
+    """The arguments of a transfer, kept while it waits for the link and in case it has to be requested again."""
 
     ticket: bytes = attrs.field(repr=False)
     content: bytes
@@ -56,59 +56,61 @@ class _Wanted:
     claimed: bool
     """Whether `grants` names no items yet."""
     by: tuple[int, ...] = ()
-    """Versions of the Descriptions by which it was asked for already, in vain (KVP-TRN-CHANGED)."""
+    """Versions of the Descriptions by which it was last requested (KVP-TRN-CHANGED)."""
 
 
 class SourceLink:
-    """One source replica as a sink rank sees it; transfers carry the sink's own numbers."""
+    """One source replica as a sink rank sees it; transfers have the sink's own numbers."""
 
     def __init__(
-        self, here: Here, lent: Filled, key: int, seed: str, replica: tuple[str, int] | None = None,
+        self, context: LinkContext, lent: Filled, key: int, seed: str, replica: tuple[str, int] | None = None,
         server: bytes | None = None,
     ) -> None:  # fmt: skip
-        """Greets the rank that listens at `seed`, where `replica` must answer; `key` tells links apart.
+        """Greet the rank that listens at `seed`, where `replica` must answer; `key` tells links apart.
 
-        `server` is the public key that every rank of the source must have, where addresses need one (KVP-NET-KEY).
+        `server` is the public key that every rank of the source must have, if addresses need one (KVP-NET-KEY).
         """
-        self._here, self.key, self.seed, self.server = here, key, seed, server
+        self._context, self.key, self.seed, self.server = context, key, seed, server
         self.endpoint = SinkEndpoint(
-            here.party, lent.pool.layout.geometry, here.features, seed,
-            proving=[t.capabilities.code for t in here.transports if t.capabilities.death_is_proof],
+            context.party, lent.pool.layout.geometry, context.features, seed,
+            proving=[t.capabilities.code for t in context.transports if t.capabilities.death_is_proof],
             replica=replica,
         )  # fmt: skip
-        self.endpoint.plans.defer, self.endpoint.runs = prepared(here.backstage, lambda: self._pools.terms), here.runs
-        self._puller = Puller(self.endpoint, here.readers)
+        self.endpoint.plans.defer = prepared(context.backstage, lambda: self._pools.terms)
+        self.endpoint.runs = context.runs
+        self._puller = Puller(self.endpoint, context.readers)
         self._arrivals = Arrivals()
-        self._waiting: dict[int, _Wanted] = {}
         self._numbers: dict[int, int] = {}
-        """The endpoint's number of a transfer to ours."""
-        self._under: dict[int, Terms] = {}
-        """By our number, until nothing can write its pages any more."""
+        """The link's number of each transfer by the endpoint's; all other tables are by the link's number."""
+        self._waiting: dict[int, _Wanted] = {}
+        """Transfers that wait for the link to be ready."""
         self._asked: dict[int, _Wanted] = {}
-        """Those under way, by our number."""
+        """Transfers under way."""
+        self._terms: dict[int, Terms] = {}
+        """The terms of transfers until nothing can write their pages any more."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._deadlines: dict[int, Timer] = {}
-        """By when the source must have accepted a transfer, by our number."""
+        """Timers for the source to accept, and later to serve, a transfer."""
         self._claims: dict[int, Claimed] = {}
-        """Of transfers that name their items late, by our number."""
-        self._told: list[TransferLost | PagesNeeded] = []
-        """What is told in the next turn."""
+        """Transfers that name their items late."""
+        self._events: list[TransferLost | PagesNeeded] = []
+        """Events for the next turn."""
         self._agreed: Planned | None = None
-        self._pools = Lending(self.endpoint, here.transports, self._arrivals, lent)
+        self._pools = Lending(self.endpoint, context.transports, self._arrivals, lent)
         self.endpoint.dial(time.monotonic())
 
-    # what the engine says
+    # calls of the engine
 
     def fetch(
         self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None,
         axes: Collection[str] = (), claimed: bool = False, spans: bool = False,
     ) -> None:  # fmt: skip
-        """Ask for a request, at once or when the link is ready; `seconds`: how long the source may take to accept.
+        """Request a transfer, at once or when the link is ready; the source has `seconds` to accept it.
 
-        `axes` are those whose lengths the prompt states: the request is lost where neither side has one of them.
-        `claimed`: `grants` names no items. PagesNeeded says when they are of use, with `spans` piece by piece.
+        `axes` are those whose lengths the prompt states; the transfer is lost if neither side has one of them. With
+        `claimed`, `grants` names no items, and PagesNeeded reports when they are of use, with `spans` piece by piece.
         """
-        assert self._pools.terms is not None  # who is asleep fetches nothing
+        assert self._pools.terms is not None  # a sink that is asleep fetches nothing
         if seconds is not None:
             deadline = time.monotonic() + seconds
             self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
@@ -118,7 +120,7 @@ class SourceLink:
         self._ask()
 
     def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
-        """Name items of a transfer: all that are granted by now; `whole`: everything that it asks for."""
+        """Name items of a transfer: `grants` is everything granted so far, and `whole` if that is all it asks for."""
         claim = self._claims.get(number)
         if claim is None or claim.whole:
             return
@@ -130,16 +132,16 @@ class SourceLink:
         self._grants[number] = grants
         for offer in claim.offers if whole else ():
             self._read(offer)
-        self._name(inner, claim)
+        self._send_grants(inner, claim)
 
     def _inner(self, number: int) -> int | None:
         """The endpoint's number of a transfer."""
         return next((n for n, ours in self._numbers.items() if ours == number), None)
 
-    def _name(self, inner: int, claim: Claimed) -> None:
-        """Tell the sources what is granted by now."""
+    def _send_grants(self, inner: int, claim: Claimed) -> None:
+        """Send the sources what is granted so far."""
         try:
-            terms, grants = self._under[self._numbers[inner]], claim.grants
+            terms, grants = self._terms[self._numbers[inner]], claim.grants
             unpackers = terms.unpackers(self.endpoint.streamed(inner), grants) if claim.whole else {}
             self.endpoint.grant(inner, grants, time.monotonic(), unpackers)
         except KvprotoError as error:
@@ -150,7 +152,7 @@ class SourceLink:
         if self._waiting.pop(number, None) is not None:
             self._undo_deadline(number)
             self._claims.pop(number, None)
-            self._told.append(TransferLost(number, error, True))
+            self._events.append(TransferLost(number, error, True))
             return
         inner = self._inner(number)
         if inner is not None:
@@ -159,38 +161,38 @@ class SourceLink:
     # pools
 
     def adaptable(self, pool: RankPool) -> bool:
-        """Whether its sessions go on with this pool."""
+        """Whether its sessions can go on with this pool."""
         return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 
     def expose(self, lent: Filled) -> None:
-        """Register another pool, for transfers from now on; those that wait with pages of another are lost."""
+        """Register another pool for transfers from now on; transfers that wait with pages of the old one are lost."""
         self.drop_waiting()
         self._pools.expose(lent)
 
     def sleep(self, error: KvprotoError) -> None:
-        """End all transfers, and ask the pool back from who can give it back."""
+        """End all transfers, and take the pool back from source ranks that can return it."""
         for number in [*self._waiting, *self._grants]:
             self.abort(number, error)
         self._pools.withdraw(at_once=True)
 
     def drop_waiting(self) -> None:
-        """The pool has moved: nothing more is asked for into its pages."""
+        """Lose the transfers that wait, as the pool of their pages has been replaced."""
         self.fail(RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again"))
 
     def holders(self, lent: Filled) -> list[str]:
-        """Who may still touch a pool, for people."""
+        """Who may still read or write a pool, for display."""
         found, terms = self._pools.holders(lent), self._pools.terms
         if terms is not None and terms.lent is lent and not self.over:  # it may still be registered
             found.append(f"the link to {self.seed}")
         return found
 
     def refuse(self, error: KvprotoError) -> None:
-        """The link cannot be used."""
+        """Record why the link cannot be used."""
         self.endpoint.refused = self.endpoint.refused or error
         self.fail(error)
 
     def fail(self, error: KvprotoError) -> None:
-        """The link will never be ready: what waits for it is lost."""
+        """Lose the transfers that wait, as the link will never be ready for them."""
         for number in list(self._waiting):
             self.abort(number, error)
 
@@ -198,51 +200,52 @@ class SourceLink:
 
     @property
     def over(self) -> bool:
-        """Whether it was refused or closed, so that only another link leads to the source."""
+        """Whether it was refused or closed, so that the source can only be reached over another link."""
         return self.endpoint.refused is not None or self.endpoint.over
 
     @property
     def idle(self) -> bool:
         """Whether no transfer is under way, and nothing of an earlier one waits for proof."""
-        return not (self._under or self._waiting or self._told)
+        return not (self._terms or self._waiting or self._events)
 
     def timeout(self) -> float | None:
-        """Seconds until there is something to do."""
+        """Seconds until a turn is due; None if no timer is set."""
         found = [self._puller.poll_interval]
-        if self._told or self._arrivals.busy:
+        if self._events or self._arrivals.busy:
             found.append(0.0)
         if self._pools.unpacking:
-            found += [t.capabilities.poll_interval for t in self._here.transports]
+            found += [t.capabilities.poll_interval for t in self._context.transports]
         if (deadline := self.endpoint.next_deadline()) is not None:
             found.append(max(deadline - time.monotonic(), 0.0))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def take(self) -> list[Any]:
-        """What has happened since the last call."""
-        told: list[Any] = []
+        """The events since the last call."""
+        found: list[Any] = []
         more = True
         while more:
             events = self.endpoint.take_events()
             for event in events:
-                told += self._hear(event)
-            told += [self._received(*each) for each in self._arrivals.take()]
+                found += self._handle(event)
+            found += [self._received(*each) for each in self._arrivals.take()]
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
             self.fail(self.endpoint.refused or _gone(self.seed))
-        self._pools.let_go()
-        told = self._told + told  # pages are asked for before the fetch is lost
-        self._told = []
-        return told
+        self._pools.release()
+        found = self._events + found  # pages are requested before the fetch is lost
+        self._events = []
+        return found
 
     def close(self, reason: str) -> None:
-        """Goodbye; stop reading, then unmap."""
+        """Stop reading and unmap, then say Goodbye."""
         self._puller.close()
         self.endpoint.goodbye(reason)
 
     def _check_accepted(self, number: int, now: float) -> None:
-        """Give up what the source has not accepted in time; once it has, it counts the deadline, and has until long
-        after it (KVP-TRN-ENDLESS).
+        """Give up a transfer that the source has not accepted in time.
+
+        Once accepted, the source watches the deadline, and the transfer is given up only long after (KVP-TRN-ENDLESS).
         """
         inner = self._inner(number)
         if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
@@ -259,7 +262,7 @@ class SourceLink:
             timer.cancel()
 
     def _ask(self) -> None:
-        """Send what waits, once the link is ready and no source rank is suspect."""
+        """Request the transfers that wait, once the link is ready and no source rank is suspect."""
         terms = self._pools.terms
         if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or terms is None:
             return
@@ -272,7 +275,7 @@ class SourceLink:
                 continue
             asked_by = attrs.evolve(wanted, by=versions)
             if claim is not None and Feature.INTENT not in self.endpoint.features():
-                if not claim.whole:  # such a source is asked when the items are there
+                if not claim.whole:  # such a source needs the items with the request
                     self._waiting[number] = wanted
                     self._need(number, claim, None)
                     continue
@@ -284,19 +287,19 @@ class SourceLink:
                 inner = self.endpoint.transfer(*asked, time.monotonic(), unpackers)
             except KvprotoError as error:
                 self._claims.pop(number, None)
-                self._told.append(TransferLost(number, error.kept(), True))
+                self._events.append(TransferLost(number, error.kept(), True))
                 continue
             self._numbers[inner], self._grants[number], self._asked[number] = number, wanted.grants, asked_by
-            self._under[number] = terms
+            self._terms[number] = terms
             if claim is not None and claim.grants:
                 self._grants[number] = claim.grants
-                self._name(inner, claim)
+                self._send_grants(inner, claim)
 
     def _need(self, number: int, claim: Claimed, tokens: int | None) -> None:
-        """Tell the engine, once, that items are of use up to this token, None: all."""
+        """Report to the engine, once, that items are of use up to this token (None: all of them)."""
         if not (claim.whole or (tokens is not None and not claim.spans) or claim.told == (tokens,)):
             claim.told = (tokens,)
-            self._told.append(PagesNeeded(number, tokens))
+            self._events.append(PagesNeeded(number, tokens))
 
     def _check_axes(self, terms: Terms, axes: Collection[str]) -> None:
         """Raise LocalError for an axis that no group of either side has."""
@@ -306,7 +309,8 @@ class SourceLink:
             mine = f"axes of {sorted(known)}" if known else "none, as all caches of both sides are of tokens"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, repr(unknown[0]))
 
-    def _hear(self, event: Any) -> list[Any]:
+    def _handle(self, event: Any) -> list[Any]:
+        """Act on an event of the endpoint; return what the engine should know."""
         match event:
             case RegisterAsked():
                 self._puller.map(event, self._pools.pool, asleep=self._pools.terms is None)
@@ -317,49 +321,49 @@ class SourceLink:
                 claim = self._claims.get(number)
                 if claim is None or claim.whole:
                     self._read(event)
-                else:  # its lease is renewed meanwhile
+                else:  # the endpoint renews its lease until then
                     claim.offers.append(event)
-                    if len(claim.offers) == len(self._under[number].expected.writers):
+                    if len(claim.offers) == len(self._terms[number].expected.writers):
                         self._need(number, claim, None)
             case Useful():
                 number = self._numbers[event.transfer]
                 self._need(number, self._claims[number], event.tokens)
             case Arrived():
                 number = self._numbers[event.transfer]
-                self._arrivals.add(event, self._under[number], self._grants[number], self.endpoint.features())
+                self._arrivals.add(event, self._terms[number], self._grants[number], self.endpoint.features())
             case Lost():
                 number = self._numbers[event.transfer]
                 grants, wanted = self._grants.pop(number), self._asked.pop(number)
                 if self._asks_again(event, number):
-                    del self._numbers[event.transfer], self._under[number]
+                    del self._numbers[event.transfer], self._terms[number]
                     self._waiting[number] = wanted
                     return []
                 self._undo_deadline(number)
                 self._claims.pop(number, None)
                 proven = event.proof == Proof.PROVEN
                 if proven:
-                    del self._numbers[event.transfer], self._under[number]
+                    del self._numbers[event.transfer], self._terms[number]
                 else:
-                    self._under[number].lent.quarantine.hold(number, grants)
+                    self._terms[number].lent.quarantine.hold(number, grants)
                 return [TransferLost(number, event.error, proven)]
             case Proven():
                 number = self._numbers.pop(event.transfer)
-                self._under.pop(number).lent.quarantine.free(number)
+                self._terms.pop(number).lent.quarantine.free(number)
                 return [TransferProven(number)]
             case Planned():
                 self._agreed = event
                 self._pools.planned()
             case Ready():
-                return [self._agreed]  # an engine hears of a plan when it can be used
+                return [self._agreed]  # the engine learns of a plan when it can be used
             case _:
                 return [event]
         return []
 
     def _asks_again(self, event: Lost, number: int) -> bool:
-        """Whether a transfer is asked for again, as the source's Description has changed and nothing else is wrong."""
+        """Whether to request a transfer again, because only a changed Description of the source was in its way."""
         changed = event.error.code == ErrorCode.DESCRIPTION_MISMATCH and event.proof == Proof.PROVEN
         terms = self._pools.terms
-        if not changed or self.over or terms is None or terms.lent is not self._under[number].lent:
+        if not changed or self.over or terms is None or terms.lent is not self._terms[number].lent:
             return False
         if number in self._claims:
             self._claims[number].offers.clear()
@@ -368,21 +372,21 @@ class SourceLink:
     def _read(self, event: Offered) -> None:
         """Have an offer read into the pages of its transfer."""
         number = self._numbers[event.transfer]
-        terms = self._under[number]
+        terms = self._terms[number]
         grants = terms.begun(self._grants[number], begins_of(event.offer))
         routes = terms.expected.pair(event.offer.writer).routes
         self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
 
     def _received(self, event: Arrived, taken: Taken) -> Received | TransferLost:
         number = self._numbers.pop(event.transfer)
-        _, _, terms = self._grants.pop(number), self._asked.pop(number), self._under.pop(number)
+        _, _, terms = self._grants.pop(number), self._asked.pop(number), self._terms.pop(number)
         self._undo_deadline(number)
         self._claims.pop(number, None)
         return received(number, event, taken, terms)
 
 
-_UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: see that it runs and is known"
-_ENDLESS = "the source at {} has accepted it, and neither served it nor said that its deadline passed: see what it does"
+_UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: check that it runs and is known"
+_ENDLESS = "the source at {} accepted it, but neither served it nor reported that its deadline passed: check the source"
 
 
 def _gone(seed: str) -> RemoteError:

@@ -1,4 +1,4 @@
-"""What a source offers in place of copying (feature PULL)."""
+"""What a source offers for a sink to read, instead of copying it (feature PULL)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvproto.wire.messages import Grants
 __all__ = ["LEASE", "offered"]
 
 LEASE = 10.0
-"""Seconds that a sink may read before it must ask for more."""
+"""Seconds for which a sink may read before it has to renew the lease."""
 _NO_ITEMS = np.empty(0, np.int64)
 
 
 def offered(
     routes: Sequence[Route], side: RankLayout, asked: Sequence[Grants], items: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[Grants, ...]:
-    """A rank's items of the tokens that a sink rank asks for, by the source's groups that their routes draw from.
+    """A rank's items that hold the tokens a sink rank asks for, by each group of the source that the routes draw from.
 
-    `items` by group id, from the one that holds the first owned row of token 0.
+    `items` are the page tables by group id, beginning with the item that holds the first owned row from token 0 on.
     """
     by_group = {g.group: g for g in asked}
     drawn: dict[int, list[Grants]] = {}
@@ -39,12 +39,12 @@ def offered(
 
 
 def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: npt.NDArray[np.int64]) -> Grants:
-    """One window over all that is asked of a group."""
+    """One window that covers everything asked from a group."""
     first = min(g.first for g in asked)
     end = max(g.first + g.count for g in asked)
     if group.cp_size > 1:
         first = min(max(first, group.origin), end)
-    if kind_of(group).wraps:  # it remembers no more
+    if kind_of(group).wraps:  # a ring holds no earlier rows
         first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
     skip = 0
     if kind_of(group).paged:

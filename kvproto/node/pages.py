@@ -1,4 +1,4 @@
-"""From an engine's page tables to the items of a request: trimmed, checked, by group id."""
+"""From an engine's page tables, by group name, to the items of a request, checked and by group id."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = [
 _ANY = 1 << 62
 IntArray = npt.NDArray[np.int64]
 PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
-"""By group name: the request's page table from token 0 on, or its slot."""
+"""A request's page table from token 0 on, or its slot, by group name."""
 Since = int | Mapping[str, int]
-"""The first token whose pages are there: of all groups with pages of tokens or rings, or by group name."""
+"""The first token whose rows are still held: for all groups of tokens in pages or rings, or by group name."""
 
 
 class PagesInUse:
-    """Pages of one pool that a fetch under way, or a lost one without proof of its end, may still write."""
+    """Pages of one pool that a fetch may still write: one under way, or one that was lost without proof of its end."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout, self._lock = layout, threading.Lock()
         self._taken = {id: set[int]() for id in layout.columns}
 
     def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
-        """Mark the pages of a fetch; raises LocalError(ITEM_ALIAS), and marks none, where one is taken."""
+        """Mark the pages of a fetch as in use; raises LocalError(ITEM_ALIAS), and marks none, if one is already."""
         wanted = _with_items(grants)
         with self._lock:
             for id, items in wanted:
@@ -52,7 +52,7 @@ class PagesInUse:
                 self._taken[id].update(items)
 
     def free(self, grants: Mapping[int, Grants]) -> None:
-        """Nothing writes the pages of this fetch any more."""
+        """Mark the pages of a fetch as free, as nothing writes them any more."""
         with self._lock:
             for id, items in _with_items(grants):
                 self._taken[id].difference_update(items)
@@ -63,7 +63,7 @@ class PagesInUse:
         raise LocalError(
             ErrorCode.ITEM_ALIAS, f'pages["{name}"][{at}]', "pages that no other fetch writes",
             f"page {page} is being written by another fetch",
-            "use its pages again once it is done and, if it was lost, pages_free",
+            "reuse its pages once it is done and, if it was lost, pages_free",
         )  # fmt: skip
 
 
@@ -74,13 +74,11 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
 def tables_of(
     layout: RankLayout, pages: PageTables, tokens: int, axes: Mapping[str, int], since: Mapping[int, int]
 ) -> dict[int, IntArray]:  # fmt: skip
-    """Page tables by group id, of the groups that this rank owns, with room for `tokens`, or for what `axes` says.
+    """The page tables of this rank's groups by group id, checked to hold `tokens`, or the positions in `axes`.
 
-    Entries of pages that lie before `since`, by group id, may be anything: engines name a null page there, or -1.
-
-    Tables of groups that other ranks own are passed over, so that all ranks may make the same call. Raises LocalError:
-    BAD_GRANT for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not
-    have.
+    Entries of pages before `since`, by group id, may be anything: engines put a null page there, or -1. Tables of
+    groups that only other ranks own are ignored, so that all ranks can make the same call. Raises LocalError: BAD_GRANT
+    for a group that is missing, unknown or short of pages, OUT_OF_REGION for a page that the pool does not have.
     """
     groups = check_pages(layout, pages)
     found = {}
@@ -94,7 +92,7 @@ def tables_of(
 
 
 def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
-    """The groups that have pages, by name; raises LocalError for page tables of others."""
+    """The groups that have pages, by name; raises LocalError for page tables of other names."""
     check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).has_memory}
     if unknown := [name for name in pages if name not in groups]:
@@ -103,9 +101,9 @@ def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
 
 
 def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
-    """The page table of a group of this rank, with `need` pages for `what`, of which `skip` may be anything.
+    """The page table of a group of this rank, checked to have `need` pages for `what`, of which `skip` may be anything.
 
-    Raises what `tables_of` raises.
+    Raises LocalError as `tables_of` does.
     """
     group = next(g for g in layout.geometry.groups if g.name == name)
     if name not in pages:
@@ -117,7 +115,7 @@ def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: 
         wrong = skip + np.flatnonzero((table[skip:] < 0) | (table[skip:] >= most))
         raise LocalError(
             ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]),
-            "name pages of the pool; state those that are gone by `since`, or `cached` at a sink",
+            "name pages of the pool; exclude pages that are gone with `since`, or `cached` at a sink",
         )  # fmt: skip
     if table.size < need:
         advice = f"name the pages from position 0 of {axis_of(group)} on"
@@ -128,10 +126,11 @@ def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: 
 def since_of(
     layout: RankLayout, given: Since | None, before: Mapping[int, int], tokens: int, axes: Mapping[str, int]
 ) -> dict[int, int]:  # fmt: skip
-    """First tokens whose rows are there, by group id, where that is not token 0; what is not `given` is as `before`.
+    """The first token whose rows are still held, by group id, unless it is token 0; groups not `given` are as `before`.
 
-    A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: BAD_GRANT for a group that
-    is neither pages nor a ring, a token beyond `tokens`, one below what was said before, or rows without their scales.
+    A ring holds the last of its rows below `tokens`, whatever is given. Raises LocalError: OUT_OF_RANGE for a token
+    beyond `tokens`, BAD_GRANT for a group that is neither in pages nor in a ring, a token below an earlier one, or rows
+    without their scales.
     """
     groups = {g.name: g for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if given is None:
@@ -148,14 +147,14 @@ def since_of(
         first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(groups[name])} computed")
         if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
             mine = f"{found[groups[name].id]}, as said before"
-            raise _bad(path, mine, str(first), "pages that are gone do not come back: the number only rises")
-        if groups[name].partial:  # its row stands for later tokens too
+            raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
+        if groups[name].partial:  # its row covers later tokens too
             first -= first % groups[name].tokens_per_row
         if first:
             found[groups[name].id] = first
     for scales, values in _scaling(layout, set(layout.columns)):
         if found.get(scales.id, 0) > (most := found.get(values.id, 0)):
-            wanted, advice = f"at most {most}, as of {values.name!r}", "keep the scales of all rows that are there"
+            wanted, advice = f"at most {most}, as of {values.name!r}", "keep the scales of all rows that are held"
             raise _bad(f'since["{scales.name}"]', wanted, str(found[scales.id]), advice)
     for group in groups.values():
         first = _ring_begins(group, tokens)
@@ -165,7 +164,7 @@ def since_of(
 
 
 def _ring_begins(group: Group, tokens: int) -> int:
-    """The first token whose row a ring still holds after so many; 0 for pages."""
+    """The first token whose row a ring still holds after `tokens` tokens; 0 for pages."""
     return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if kind_of(group).wraps else 0
 
 
@@ -205,12 +204,12 @@ def grants_of(
 
 
 def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
-    """Groups whose rows are scales of several tokens, each with a group of pages that has what they scale."""
+    """Groups whose rows are scales of several tokens, each with the group that they scale."""
     return scaling((g for g in layout.geometry.groups if g.id in among), layout.owns)
 
 
 def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
-    """Groups whose windows may begin late."""
+    """The ids of groups whose windows may begin late."""
     groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
     if isinstance(given, bool):
         return set(groups.values()) if given else set()
@@ -223,7 +222,7 @@ def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
 def _held(
     layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]
 ) -> dict[int, int]:  # fmt: skip
-    """The token with which a fetch begins, by group id."""
+    """The first token of a fetch, by group id."""
     found, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
         cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
@@ -237,7 +236,7 @@ def _held(
             if not 0 <= held <= end:
                 raise LocalError(
                     ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {end}, the {axis_of(group)} of this fetch",
-                    str(held), f"pass the {axis_of(group)} that the pages hold already",
+                    str(held), f"pass the number of {axis_of(group)} that the pages already hold",
                 )  # fmt: skip
             found[group.id] = held
     return found
@@ -263,14 +262,14 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
 
 
 def check_distinct(group: Group, items: IntArray, skip: int) -> None:
-    """Raise LocalError(ITEM_ALIAS) for a page that is named twice; `skip` pages of the table come before."""
+    """Raise LocalError(ITEM_ALIAS) for a page named twice; `items` begins at entry `skip` of the table."""
     if not distinct(items):
         order = np.argsort(items, kind="stable")
         again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(
             ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once",
             f"page {items[again]} twice, at [{skip + np.flatnonzero(items == items[again])[0]}] and [{skip + again}]",
-            "each page holds tokens of its own; state pages that are gone by `since`, or `cached` at a sink",
+            "no two entries share a page; exclude pages that are gone with `since`, or `cached` at a sink",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The memory of the sinks of a source: mapped when it is registered, and let go of when its session is over."""
+"""The memory of a source's sinks: mapped when it is registered, and unmapped when its session has ended."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ __all__ = ["Peers"]
 
 
 class Peers:
-    """Mappings by session and epoch."""
+    """The mappings of sinks' memory, by session and epoch."""
 
     def __init__(
         self, endpoint: SourceEndpoint, pool: RankPool, transports: Sequence[Transport],
         defer: Callable[[Callable[[], Pair], Callable[[Pair | KvprotoError], None]], None],
     ) -> None:  # fmt: skip
-        """`defer` works out how a pair's rows lie, which takes long where they lie in many ways."""
+        """`defer` runs work outside turns: lowering a pair takes long if its rows lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
         self._unmapping: set[tuple[int, int]] = set()
-        """What is asked back."""
+        """Mappings that sinks have asked to take back."""
         self._epoch = 1
-        """Of this rank's own memory, which sinks read."""
+        """The epoch of this rank's own memory, which sinks read."""
         self.asleep = False
 
     def __len__(self) -> int:
         return len(self._mapped)
 
     def get(self, number: int, epoch: int) -> PeerMapping | None:
-        """An epoch of a session's sink; None: it is not mapped, or not any more."""
+        """The mapping of an epoch of a session's sink; None if it is not mapped, or not any more."""
         return self._mapped.get((number, epoch))
 
     def _registering(self, event: RegisterAsked) -> SourceSession | None:
-        """The session, unless it has ended meanwhile."""
+        """The session of a Register, unless it has ended in the meantime."""
         session = self._endpoint.sessions.get(event.session)
         return session if session is not None and session.open else None
 
     def map(self, event: RegisterAsked) -> None:
-        """Map a sink's memory by the first of its transports that works here, or let it read ours."""
+        """Map a sink's memory with the first of its transports that works here, or let the sink read ours."""
         described, columns = event.described, {c.group: c for c in event.register.columns}
         sink, source = RankLayout(described.sink, described.ranks[1], columns), self._pool.layout
 
         def pair() -> Pair:
             made = Pair(described.routes, source, sink)
-            assert made.nothing.runs is not None  # made here, and not in a turn
+            assert made.nothing.runs is not None  # computes a cached property here, outside the turn
             return made
 
         if described.of_source is self._endpoint.stated:
@@ -76,7 +76,7 @@ class Peers:
                 raise pair
             if event.described.of_source is not self._endpoint.stated:
                 raise self._changed(event.described)
-            if pair.source is not self._pool.layout:  # it has been replaced meanwhile
+            if pair.source is not self._pool.layout:  # the pool was replaced in the meantime
                 pair = Pair(pair.routes, self._pool.layout, pair.sink)
             if Feature.PULL in session.features:
                 self._expose(session, event, pair)
@@ -92,12 +92,12 @@ class Peers:
         session.accept_register(capabilities.code, peer.connection.link, process)
 
     def _changed(self, described: Described) -> RemoteError:
-        """This side describes itself otherwise than when the sink registered."""
+        """The error for a Register that followed an earlier Description of this side."""
         mine, yours = (stated.digest.hex() for stated in (self._endpoint.stated, described.of_source))
         return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source", mine, yours, "describe again")
 
     def _expose(self, session: SourceSession, event: RegisterAsked, pair: Pair) -> None:
-        """The sink reads: nothing of it is mapped, and a copy of nothing waits for the rows."""
+        """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
         made = PeerMapping(event, transport, pair, reads=True)
         regions = self._regions(made)  # raises before anything is answered
@@ -107,12 +107,12 @@ class Peers:
             self._register(session, regions)
 
     def _unread(self, session: SourceSession) -> bool:
-        """Whether a sink does not know the memory that it is to read."""
+        """Whether a sink has not been told of the memory that it is to read."""
         newest = session.part(Owner).newest
         return newest is None or newest.memory != self._epoch
 
     def _regions(self, peer: PeerMapping) -> tuple[Region, ...]:
-        """What a sink is told of this rank's memory."""
+        """The regions of this rank's memory, as a sink is told of them."""
         nothing = peer.pair.nothing
         return register((peer.transport,), {} if self.asleep else self._pool.memories, nothing, nothing.runs)[0].regions
 
@@ -122,7 +122,7 @@ class Peers:
         session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
 
     def sleep(self) -> None:
-        """Ask back what sinks read, at once; who cannot give it back ends."""
+        """Take the memory that sinks read back at once; end the sessions of sinks that cannot return it."""
         self.asleep, now = True, time.monotonic()
         for session in [each for each in self._endpoint.sessions.values() if each.open and each.pulls]:
             if Feature.EPOCHS not in session.features:
@@ -133,12 +133,12 @@ class Peers:
                 owner.unregister(owned, at_once=True, now=now)
 
     def wake(self, pool: RankPool, epoch: int) -> None:
-        """Serve what is mapped from another pool; a session with which that cannot be ends."""
+        """Serve the mapped sinks from another pool; end the sessions where that is not possible."""
         self.asleep, self._pool, self._epoch = False, pool, epoch
         for (number, _), peer in list(self._mapped.items()):
             session = self._endpoint.sessions.get(number)
             if session is None or not session.open or peer.asked.described.of_source is not self._endpoint.stated:
-                continue  # it registers again once it knows what this side describes now
+                continue  # it registers again once it has this side's new Description
             try:
                 peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)
                 if not peer.reads:
@@ -149,7 +149,7 @@ class Peers:
                 session.give_up(error.kept())
 
     def holders(self, epoch: int) -> list[str]:
-        """Who may still read a pool that was taken back, for people."""
+        """Who may still read a pool that was taken back, for display."""
         found, now = [], time.monotonic()
         for session in [each for each in self._endpoint.sessions.values() if each.pulls]:
             held = any(owned.memory == epoch for owned in session.part(Owner).epochs.values())
@@ -157,12 +157,12 @@ class Peers:
                 found.append(session.name)
         return found
 
-    def asked_back(self, event: UnmapAsked) -> None:
-        """Give an epoch of a sink back, once no copy uses it."""
+    def ask_unmap(self, event: UnmapAsked) -> None:
+        """Unmap an epoch of a sink once no copy uses it."""
         self._unmapping.add((event.session, event.epoch))
 
     def unmap(self, used: Iterable[tuple[int, int]]) -> None:
-        """Let go of what is asked back and of the memory of sessions that are over, but for that which copies use."""
+        """Unmap what sinks have taken back and the memory of ended sessions, except for what copies have in use."""
         over = self._endpoint.over
         if over or self._unmapping:
             gone = {key for key in self._mapped if key[0] in over} if over else set()
@@ -175,6 +175,6 @@ class Peers:
             over.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:
-        """Let go of all; no copy may be under way."""
+        """Unmap everything; no copy may be under way."""
         for peer in self._mapped.values():
             peer.close()

@@ -1,4 +1,4 @@
-"""A rank's cache as a node sees it, and columns without gaps for one that is allocated."""
+"""A rank's cache as a node sees it, and the columns of a pool that is allocated without gaps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ALIGN = 256
 
 
 class RankPool(Protocol):
-    """Regions of one rank, and where each column lies in them; `kvproto.Pool` is one."""
+    """The regions of one rank, and where each column lies in them; `kvproto.Pool` implements it."""
 
     @property
     def memories(self) -> Mapping[int, Memory]:
-        """By region id."""
+        """Memory by region id."""
 
     @property
     def layout(self) -> RankLayout:
@@ -33,9 +33,9 @@ class RankPool(Protocol):
 def pack(
     geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False
 ) -> tuple[dict[int, Columns], int]:
-    """Columns without gaps in region 0, and the region's length; `items` by group id, hand-off groups left out.
+    """Columns without gaps in region 0, and the region's length in bytes; `items` counts a group's items by its id.
 
-    A page is [row, lane, byte] (NHD), or [lane, row, byte] with `heads_first` (HND).
+    Hand-off groups have no columns. A page is [row, lane, byte] (NHD), or [lane, row, byte] with `heads_first` (HND).
     """
     groups = {g.id: g for g in geometry.groups}
     share_of = next(r for r in geometry.ranks if r.rank == rank)

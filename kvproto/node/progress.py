@@ -1,13 +1,13 @@
-"""How much of a request was handed to a transport for one sink, and which parts of it are next.
+"""How much of a request was handed to a transport for one sink, and which parts are next.
 
-Prefill computes each layer from the first token on. So what is available of a layer, and what was handed to a
-transport, is one number of tokens each; a part is what lies between the two, for adjacent layers that are alike in
-both.
+Prefill computes each layer from the first token on. So the rows of a layer that are available, and those that were
+handed to a transport, are one number of tokens each; a part is what lies between the two, for adjacent layers for which
+both numbers are the same.
 
-When a part goes depends on what its link costs. A link between GPUs that is in use draws power even when little crosses
-it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). Where a link is many times
-faster than rows are computed, nearly all of them may go shortly before the last is computed and still end as early:
-what is left then is halved, and halved again.
+When a part is sent depends on the cost of its link. A link between GPUs that is in use draws power even when little
+crosses it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). If a link is many
+times faster than rows are computed, nearly all of them can be sent shortly before the last is computed without ending
+later: each part then halves what is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_MODEL = -1
 
 @attrs.frozen
 class Available:
-    """What is computed of a layer: positions [0, tokens), once these device events have happened."""
+    """The rows of a layer that are computed: positions [0, tokens), once these device events have happened."""
 
     tokens: int
     after: tuple[int, ...] = ()
@@ -40,48 +40,48 @@ class Part:
     """Some rows of some layers, to be copied next."""
 
     program: CopyProgram
-    """With the rows of this part alone, of all layers."""
+    """A program of this part's rows alone, in all layers."""
     layers: tuple[int, int] | None
-    """Layers [lo, hi) that are meant; None: all."""
+    """The layers [lo, hi) to copy; None: all."""
     after: tuple[int, ...]
-    """Handles of the device events after which the rows are there."""
+    """Handles of the device events after which the rows are computed."""
     bytes: int
     grows: bool = False
-    """Whether no row is there yet; see `Move.grows`."""
+    """Whether no row is computed yet; see `Move.grows`."""
 
 
 class SendProgress:
     """What was handed to a transport for one sink."""
 
     def __init__(self, program: CopyProgram) -> None:
-        """`program` is any of the rank pair's."""
+        """`program` is any program of the rank pair."""
         self._program = program
         self.begun = False
-        """Whether anything was handed over."""
+        """Whether any part was handed over."""
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """Those that a program of the rank pair copies, ascending."""
+        """The layers that a program of the rank pair copies, ascending."""
         return sorted(layers_of(self._program.ops))
 
     @cached_property
     def _tokens(self) -> dict[Layer, int]:
-        """That were handed over, of each layer."""
+        """The number of tokens that were handed over, by layer."""
         return dict.fromkeys(self.layers, 0)
 
     @cached_property
     def _early(self) -> set[Layer]:
-        """Layers with rows that may go before prefill is over."""
+        """Layers with rows that may be sent before prefill is over."""
         return layers_of(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
 
     def due(
         self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float
     ) -> bool:
-        """Whether a part should go now: what waits, in tokens of a layer, is as much as what is still to be computed.
+        """Whether to send a part now: as many rows wait, in tokens times layers, as are still to be computed.
 
-        The first part waits until it is `first_part_ratio` times as much; a ratio below 1 holds for later parts too.
-        Models of which no layer is available do not count, as the engine may speak of them at the end alone. `asked`:
-        positions [first, end) by model.
+        The first part waits until there are `first_part_ratio` times as many; a ratio below 1 applies to later parts
+        too. Models without any available layer do not count, as the engine may report them only at the end. `asked` are
+        the positions [first, end) by model.
         """
         waiting = coming = 0
         known = {model for model, _ in there}
@@ -96,16 +96,16 @@ class SendProgress:
         return waiting >= coming * (min(first_part_ratio, 1) if self.begun else first_part_ratio)
 
     def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[Part]:
-        """What is available and was not handed over; `program` may gain rows from call to call, nothing else."""
+        """The parts that are available and were not handed over; between calls, `program` may only gain rows."""
         return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
 
     def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[Part]:
-        """All that was not handed over, once prefill is over: one part at least, which may be empty."""
+        """Everything that was not handed over when prefill is over: at least one part, which may be empty."""
         found = self._parts(program, dict.fromkeys(self.layers, (None, after)))
         return found or [Part(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
     def advance(self, there: Mapping[Layer, Available]) -> None:
-        """The parts that `next` gave have been handed over."""
+        """Record that the parts which `next` returned were handed over."""
         self.begun = True
         for layer in self.layers:
             if layer in there:
@@ -135,4 +135,5 @@ class SendProgress:
 
 
 def layers_of(ops: npt.NDArray[np.void]) -> set[Layer]:
+    """The model and layer of each operation of a program."""
     return set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True))

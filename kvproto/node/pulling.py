@@ -1,4 +1,4 @@
-"""A sink that reads what sources offer, with its own transports (feature PULL)."""
+"""How a sink reads what sources offer, with its own transports (feature PULL)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Puller"]
 
 _RETRY = 1e-3
-"""Seconds until a copy that could not start is tried again."""
+"""Seconds before a copy that could not start is tried again."""
 
 
 @attrs.define(eq=False)
@@ -36,7 +36,7 @@ class _Pull:
     program: CopyProgram | None = None
     copying: Copying | None = None
     error: KvprotoError | None = None
-    """Why it is being stopped."""
+    """The reason why it is being stopped."""
 
 
 class Puller:
@@ -45,23 +45,23 @@ class Puller:
     def __init__(self, endpoint: SinkEndpoint, transports: Sequence[Transport]) -> None:
         self._endpoint, self._transports = endpoint, transports
         self._peers: dict[tuple[int, int], PeerMapping] = {}
-        """By session and epoch."""
+        """The mapped memory of sources, by session and epoch."""
         self._unmapping: set[tuple[int, int]] = set()
-        """What is asked back."""
+        """Mappings that sources have asked to take back."""
         self._pulls: list[_Pull] = []
 
     @property
     def poll_interval(self) -> float | None:
-        """Seconds until offers should be looked at again; None: there are none, or a descriptor tells."""
+        """Seconds until `advance` should be called; None if there are no offers, or a descriptor announces progress."""
         if any(p.copying is None for p in self._pulls):
             return _RETRY
         found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def map(self, event: RegisterAsked, pool: RankPool, asleep: bool) -> None:
-        """Map a source's memory by its first transport that works here, to read it into a pool, or into the next."""
+        """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
         rank = self._endpoint.rank_of(event.session)
-        if rank is None:  # it has said Goodbye meanwhile
+        if rank is None:  # it has said Goodbye in the meantime
             return
         try:
             pair = _pair(rank, event, pool)
@@ -73,17 +73,17 @@ class Puller:
         self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
 
     def unmap(self, event: UnmapAsked) -> None:
-        """Give an epoch of a source back, once nothing reads it."""
+        """Unmap an epoch of a source once nothing reads it."""
         self._unmapping.add((event.session, event.epoch))
 
     def offered(
         self, event: Offered, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
     ) -> None:  # fmt: skip
-        """Read this as soon as may be, by these routes; windows by this side's group id."""
+        """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
         self._pulls.append(_Pull(event, sinks, into, routes))
 
     def advance(self) -> bool:
-        """Start, stop and finish copies; whether the endpoint may have something to tell."""
+        """Start, stop and finish copies; whether any has ended, so that the endpoint may have events."""
         if not (self._pulls or self._peers or self._unmapping):
             return False
         before = len(self._pulls)
@@ -99,7 +99,7 @@ class Puller:
         return len(self._pulls) < before
 
     def _begin(self, pull: _Pull) -> bool:
-        """Start a copy if it may begin; whether it is over already."""
+        """Start a copy if it may begin; whether it has already ended."""
         offered, now = pull.offered, time.monotonic()
         if not self._endpoint.wanted(offered):
             return True
@@ -127,7 +127,7 @@ class Puller:
         return self._finish(pull)
 
     def _finish(self, pull: _Pull) -> bool:
-        """Say Pulled of a copy that is complete, stop one that nobody wants; whether it is over."""
+        """Report a complete copy as Pulled, and stop one that is not wanted; whether it has ended."""
         assert pull.copying is not None
         if pull.error is None and self._endpoint.wanted(pull.offered):
             try:
@@ -135,7 +135,7 @@ class Puller:
             except KvprotoError as error:
                 pull.error, done = error.kept(), False
             if done:
-                # the clock after the copy: what was read beyond the lease is of no use
+                # the time is taken after the copy: what was read after the lease ended cannot be used
                 self._endpoint.read(pull.offered, pull.copying.bytes, time.monotonic())
             if done or pull.error is None:
                 return done

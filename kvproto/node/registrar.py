@@ -1,4 +1,4 @@
-"""Registration: what a peer is told of our memory, and how we reach a peer's."""
+"""Registration: what a peer is told about this side's memory, and how this side reaches a peer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PeerMapping", "Spread", "features_of", "map_peer", "register"]
 
 
 Spread = Literal["even", "few", "one"]
-"""Which of the ranks that hold the same bytes are read from: all alike, few of them, or the lowest that will do."""
+"""Which of the ranks that hold the same bytes to read from: all of them evenly, few, or as few as possible."""
 
 
 def features_of(
@@ -31,7 +31,7 @@ def features_of(
     spread: Spread = "even",
     cold_draft: bool = False,
 ) -> tuple[Feature, ...]:
-    """Features that a side offers: those of its transports, and what its engine chose."""
+    """The features that a side offers, ascending: those of its transports, and those that its engine chose."""
     found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
         Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
@@ -44,10 +44,10 @@ def features_of(
 def register(
     transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
 ) -> tuple[Registration, dict[int, StreamDelivery]]:
-    """Expose every region to one peer by each transport, in order of preference; raises NO_TRANSPORT.
+    """Expose every region to one peer through each transport, in order of preference; raises NO_TRANSPORT.
 
-    `program` is any of the rank pair's; `runs` estimates the runs of a typical request. Deliveries, by
-    transport, are set where the peer packs bytes in place of writing the pages.
+    `program` is any program of the rank pair; `runs` estimates the runs of a typical request. Returns the registration,
+    and the deliveries of transports by which the peer packs bytes instead of writing pages, by transport code.
     """
     handles: dict[int, list[Handle]] = {id: [] for id in memories}
     more: list[Region] = []
@@ -76,21 +76,21 @@ class PeerMapping:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its session and epoch."""
+        """The session and epoch that the memory is registered under."""
         return self.asked.session, self.asked.register.epoch
 
     @property
     def packed(self) -> bool:
-        """Whether bytes are packed, as its pages cannot be written directly."""
+        """Whether bytes are packed, because the peer's pages cannot be written directly."""
         return self.connection.link is not None
 
     def prepare(self, own: Mapping[int, Memory], writes: bool) -> None:
-        """Let the transport prepare itself for copies from this side's memory, or else into it."""
+        """Let the transport prepare for copies from this side's memory if `writes`, otherwise into it."""
         sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, self.connection.mapped
         self.transport.prepare(Move(self.pair.nothing, *(sides if writes else sides[::-1])))
 
     def close(self) -> None:
-        """Unmap it; no copy that uses it may be under way."""
+        """Unmap the memory; no copy that uses it may be under way."""
         self.connection.close()
 
 
@@ -98,11 +98,11 @@ def map_peer(
     asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory] | None, writes: bool,
     features: Collection[int] = (),
 ) -> PeerMapping:  # fmt: skip
-    """Map every region that a column names, by the first transport of the owner's order that works here.
+    """Map every region that a column names, with the first transport in the owner's order that works here.
 
-    `own`: this side's memory, so that the transport can prepare itself; None: there is none yet. `writes`: whether this
-    side writes or reads. `features` are those of the session. Raises why the last transport did not work, or
-    NO_TRANSPORT with what each side has.
+    `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` is whether this side
+    writes or reads, and `features` are those of the session. Raises the error of the last transport that was tried, or
+    NO_TRANSPORT if the sides have none in common.
     """
     message = asked.register
     by_code = {int(t.capabilities.code): t for t in transports}

@@ -1,4 +1,4 @@
-"""A request at a source: what the engine has said of it, and which of its rows go to one sink."""
+"""A request at a source: what the engine has reported of it, and which of its rows go to one sink."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Finished:
     items: Mapping[int, IntArray]
     """Page tables by this side's group id, from the page of token 0 on."""
     tokens: int
-    """Positions [0, tokens) hold real rows."""
+    """The number of tokens: positions [0, tokens) hold rows."""
     outcome: Outcome
     handoff: Mapping[tuple[int, str], bytes]
-    """Bytes of each hand-off part, by group id and part name."""
+    """The bytes of each hand-off part, by group id and part name."""
     after: int | None = None
-    """Handle of the device event after which the rows are there; None: they are there."""
+    """The handle of the device event after which the rows are written; None: they are already."""
     since: Mapping[int, int] = {}
-    """First tokens whose items hold real rows still, by this side's group id, where that is not token 0."""
+    """The first token whose row is still held, by this side's group id, unless it is token 0."""
 
     @property
     def events(self) -> tuple[int, ...]:
-        """The device event, if there is one."""
+        """The handle of the device event, if there is one."""
         return () if self.after is None else (self.after,)
 
     def handoffs(self, pair: Pair) -> tuple[HandOff, ...]:
-        """The bytes of hand-off groups that go to the pair's sink."""
+        """The hand-off groups that go to the pair's sink, with their bytes."""
         found = []
         for route in pair.routes:
             group = pair.sink.group(route.group)
@@ -62,56 +62,55 @@ class Finished:
 
 @attrs.frozen
 class Computed:
-    """Rows that are there while others are still being computed: said of all layers of a model, or of none."""
+    """Rows that are computed while prefill goes on: positions [0, tokens) in some layers of a model."""
 
     items: Mapping[int, IntArray]
-    """Page tables by this side's group id, from the page of token 0 on, as far as rows are there."""
+    """Page tables by this side's group id, from the page of token 0 on, as far as rows are computed."""
     tokens: int
-    """Positions [0, tokens) hold real rows ..."""
     layers: tuple[int, int]
-    """... in layers [lo, hi) ..."""
+    """The layers [lo, hi) that have these rows."""
     model: int = 0
-    """... of this model."""
     after: int | None = None
-    """Handle of the device event after which these rows are there; None: they are there."""
+    """The handle of the device event after which these rows are written; None: they are already."""
     since: Mapping[int, int] = {}
-    """As of Finished, at this time."""
+    """The first token whose row is still held, by this side's group id, unless it is token 0."""
 
 
 @attrs.define(eq=False)
 class Request:
-    """How far a request is."""
+    """How much of a request is computed."""
 
     axes: Mapping[str, int] = NO_AXES
-    """Lengths of the axes beside the tokens; their rows are there when prefill is over."""
+    """Lengths of the axes other than the tokens; their rows are computed when prefill is over."""
     items: Mapping[int, IntArray] = attrs.Factory(dict)
     available: dict[Layer, Available] = attrs.Factory(dict)
     tokens: dict[int, int] = attrs.Factory(dict)
-    """By model: the most of any layer."""
+    """By model, the most tokens computed in any layer."""
     finished: Finished | None = None
     since: Mapping[int, int] = {}
-    """First tokens whose items hold real rows still, by group id; numbers only rise."""
-    news: int = 0
-    """Rises with every Computed."""
+    """The first token whose row is still held, by group id, unless it is token 0; it only rises."""
+    version: int = 0
+    """Rises with each report of the engine."""
 
     @property
     def reach(self) -> tuple[dict[int, int], dict[int, int], bool]:
-        """What its rows are: the tokens of each model, where groups begin, and whether prefill is over."""
+        """Which rows there are: the tokens of each model, where groups begin, and whether prefill is over."""
         return dict(self.tokens), dict(self.since), self.finished is not None
 
     def add(self, computed: Computed) -> None:
-        """The engine has computed more."""
+        """Record rows that the engine has computed."""
         self.items, self.since = computed.items, computed.since
-        self.news += 1
+        self.version += 1
         self.tokens[computed.model] = max(self.tokens.get(computed.model, 0), computed.tokens)
         there = Available(computed.tokens, () if computed.after is None else (computed.after,))
         for layer in range(*computed.layers):
             self.available[computed.model, layer] = there
 
     def program(self, pair: Pair, grants: Sequence[Grants], whole: bool) -> CopyProgram:
-        """All rows that go to a sink; before prefill is over those that any layer has, or the `whole` to come.
+        """The program that copies a request's rows to a sink.
 
-        Raises BAD_GRANT, STATE_POSITION.
+        Before prefill is over, it has the rows that any layer has, or with `whole` all that are to come. Raises
+        BAD_GRANT or STATE_POSITION.
         """
         ends, sources = asked_tokens(pair, grants), {}
         sinks = windows(g for g in self.begun(pair, grants) if not _lacks_state(pair, g))
@@ -138,18 +137,18 @@ class Request:
         return pair.lower(sources, sinks)
 
     def begins(self, pair: Pair, grants: Sequence[Grants]) -> tuple[Begin, ...]:
-        """Where the late windows of a sink begin, as Done says it (KVP-GRANT-LATE)."""
+        """Where the late windows of a sink begin, as Done states it (KVP-GRANT-LATE)."""
         if not self.since:
             return ()
         return begins_of(held_from(pair.routes, {g.id: g for g in pair.sink.geometry.groups}, self.since), grants)
 
     def begun(self, pair: Pair, grants: Sequence[Grants]) -> Sequence[Grants]:
-        """What a sink asked for, as far as it is held."""
+        """The grants of a sink, reduced to the rows that are still held."""
         begins = self.begins(pair, grants)
         return begun(pair.sink, grants, {b.group: b.first for b in begins}) if begins else grants
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
-        """Layers all of whose rows for a sink are there, and the device events that those wait for."""
+        """The layers whose rows for a sink are all computed, with the device events that those wait for."""
         ends, ops = asked_tokens(pair, grants), pair.nothing.ops
         later = layers_of(ops[np.isin(ops["map"], list(pair.nothing.others))])
         there = {layer: t for layer, t in self.available.items() if layer not in later}
@@ -157,7 +156,7 @@ class Request:
 
 
 def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
-    """Tokens [first, end) that a sink asked for, by model."""
+    """The tokens [first, end) that a sink asked for, by model."""
     found: dict[int, tuple[int, int]] = {}
     for grant in grants:
         group = pair.sink.group(grant.group)
@@ -170,15 +169,15 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
 
 
 def _lacks_state(pair: Pair, grant: Grants) -> bool:
-    """Whether the state of a group has no item to go to yet (feature SPANS)."""
+    """Whether a grant is for a state and does not name its item yet (feature SPANS)."""
     return kind_of(pair.sink.group(grant.group)).is_state and (grant.items is None or not grant.items.size)
 
 
 def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
-    """Raise BAD_GRANT or STATE_POSITION where a grant wants what a request of so many tokens does not have."""
+    """Raise BAD_GRANT or STATE_POSITION if a grant asks for what a request of `tokens` tokens does not have."""
     for i, grant in enumerate(grants):
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+        if not kind_of(group).has_memory:  # its window has no meaning (KVP-HND-WINDOW)
             continue
         there = length_of(group, tokens, axes)
         if grant.valid > there:

@@ -1,4 +1,4 @@
-"""What is copied next, and when: decisions alone, over what engines and sinks have said. Nothing here starts a copy."""
+"""What to copy next, and when, by what engines and sinks have reported; decisions alone, nothing here starts a copy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from kvproto.wire.messages import Begin, HandOff
 __all__ = ["NOTHING", "Attempt", "LastPart", "Scheduler", "StreamRows"]
 
 NOTHING = CopyProgram((), np.empty(0, OP), (), ())
-"""A copy of it waits for the rows and moves none."""
+"""The empty program: its copy waits for rows but moves none."""
 
 
 @attrs.frozen
 class LastPart:
-    """What will be said of a transfer once its last bytes are there."""
+    """What to report of a transfer once its last bytes are copied."""
 
     began: float
+    """When the last part was handed over, in seconds of `time.monotonic`."""
     left: int
     """Bytes that were not copied when prefill was over."""
     handoff: tuple[HandOff, ...]
@@ -42,86 +43,85 @@ class Attempt:
     peer: PeerMapping
     progress: SendProgress
     program: CopyProgram | None = None
-    """Of the rows that were there when it was made."""
+    """The program of the rows that were computed when it was made."""
     lowered: tuple[dict[int, int], dict[int, int], bool] | None = None
-    """`Request.reach` of the program; None: it has to be made anew."""
+    """`Request.reach` of the program; None if it has to be made again."""
     there: Mapping[Layer, Available] = {}
-    """What is both computed and granted, of the parts that were last decided on."""
+    """The rows that were both computed and granted when the last parts were chosen."""
     useful: int = 0
-    """Up to which token the sink should grant items (feature SPANS)."""
+    """The number of tokens for which the sink should grant items (feature SPANS)."""
     begins: tuple[Begin, ...] = ()
-    """Where its late windows begin, once the last part was handed over."""
-    news: int = 0
-    """Of the request, when it was looked at last."""
+    """Where its late windows begin; known when the last part is handed over."""
+    seen: int = 0
+    """`Request.version` when the attempt was last considered."""
     stream: Stream | None = None
-    """A packed copy that has begun before all rows were there."""
+    """A packed copy that began before all rows were computed."""
     ready: frozenset[Layer] = frozenset()
-    """Layers that the stream was told of."""
+    """The layers that were marked ready in the stream."""
     copies: int = 0
-    """Under way."""
+    """The number of copies under way."""
     last: LastPart | None = None
-    """Set when the last part was handed over."""
+    """Set when the last part is handed over."""
     sums: Checksums | None = None
     """Set when no copy is under way any more."""
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
-    """Whether writes of its copies can still arrive."""
+    """Whether it is proven that no write of its copies can still arrive."""
 
     def take(self, asked: TransferRequested) -> bool:
-        """Whether the sink has granted more by now, so that there is something to decide."""
+        """Update the request of the sink; whether it grants more than before, so that there is something to decide."""
         if self.asked.transfer.grants is asked.transfer.grants:
             return False
-        self.asked, self.news, self.lowered = asked, 0, None
+        self.asked, self.seen, self.lowered = asked, 0, None
         return True
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Session, sequence and attempt."""
+        """The transfer's session, sequence and attempt."""
         return self.asked.session, self.asked.transfer.sequence, self.asked.transfer.attempt
 
 
 @attrs.frozen
 class StreamRows:
-    """Rows that a stream under way may take now."""
+    """Layers that a stream under way may send now."""
 
     layers: frozenset[Layer] | None
-    """All layers whose rows are there; None: all of them."""
+    """Every layer whose rows are computed; None: all of them."""
     after: tuple[int, ...]
-    """Device events after which the new ones are there."""
+    """Handles of the device events after which the newly added rows are written."""
 
 
 class Scheduler:
-    """Decides which rows of an attempt go now."""
+    """Decides which rows of an attempt to send now."""
 
     def __init__(self, part_bytes: int, first_part_ratio: float | None) -> None:
-        """A part that goes while prefill runs has `part_bytes` bytes at least; `first_part_ratio` None: as suits the
-        link.
-        """
+        """See `Options.part_bytes` and `Options.first_part_ratio`."""
         self._part_bytes, self._first_part_ratio = part_bytes, first_part_ratio
 
     def parts(self, attempt: Attempt, request: Request) -> list[Part]:
-        """The parts to hand over now; sets `failure` where the request cannot give what was asked for."""
+        """The parts to hand over now; sets the attempt's `failure` if the request does not have what was asked for."""
         if attempt.stream is not None:
             return []
         if request.finished is not None and attempt.asked.whole:
             return self._last(attempt, request)
         if not attempt.asked.whole and not self._may_grow(attempt, request):
             return []
-        late = attempt.peer.packed and any(g.late for g in attempt.asked.transfer.grants)  # its first Chunk says more
-        if attempt.news == request.news or attempt.peer.reads or late:
+        # the first Chunk of a stream states where late windows begin, which is known when prefill is over
+        late = attempt.peer.packed and any(g.late for g in attempt.asked.transfer.grants)
+        if attempt.seen == request.version or attempt.peer.reads or late:
             return []
+        attempt.seen = request.version
         computed = self._computed(attempt, request)
         if not (attempt.peer.packed or self._worth(attempt, computed)):
-            attempt.news = request.news
             return []
         self._want(attempt, request)
         if attempt.program is None or attempt.lowered != request.reach:
             try:
                 attempt.program = self._lower(attempt, request)
-            except KvprotoError:  # it may be that of an item or token which is not there yet
-                attempt.news, attempt.lowered = request.news, None
+            except KvprotoError:  # an item or a token may not be there yet
+                attempt.lowered = None
                 return []
-        attempt.news, attempt.lowered = request.news, request.reach
+        attempt.lowered = request.reach
         program = attempt.program
         if attempt.peer.packed:
             return [Part(program, None, (), program.bytes, grows=True)]
@@ -130,12 +130,13 @@ class Scheduler:
         if end is not None:
             attempt.there = {at: attrs.evolve(t, tokens=min(t.tokens, end)) for at, t in computed.items()}
         parts = attempt.progress.next(program, attempt.there)
-        short = end is not None and (end <= attempt.useful or request.finished is not None)  # the sink lacks memory
+        short = end is not None and (end <= attempt.useful or request.finished is not None)  # what is granted ends here
         return parts if short or sum(p.bytes for p in parts) >= self._part_bytes else []
 
     def _may_grow(self, attempt: Attempt, request: Request) -> bool:
-        """Whether some rows may go before everything is granted: a packed stream has to begin as a whole. Sets
-        `failure` where nobody should grant anything.
+        """Whether rows may be sent before everything is granted; a packed stream has to begin with all grants.
+
+        Sets `failure` if the sink should not grant anything at all.
         """
         if request.finished is not None:
             try:
@@ -145,16 +146,14 @@ class Scheduler:
         return not attempt.peer.packed and attempt.failure is None
 
     def _computed(self, attempt: Attempt, request: Request) -> Mapping[Layer, Available]:
-        """What is computed of each layer."""
+        """The rows that are computed, by layer."""
         finished = request.finished
         if finished is None:
             return request.available
         return dict.fromkeys(attempt.progress.layers, Available(finished.tokens, finished.events))
 
     def _want(self, attempt: Attempt, request: Request) -> None:
-        """Note up to where items are of use, once they are worth a copy; when prefill is over, all are and it is said
-        elsewhere.
-        """
+        """Set `useful` once more items are worth a copy; when prefill is over, all are, which is reported elsewhere."""
         end, asked = attempt.asked.end, attempt.asked.transfer.grants
         if end is None or attempt.asked.whole or request.finished is not None:
             return
@@ -164,7 +163,7 @@ class Scheduler:
             attempt.useful = max(attempt.useful, tokens)
 
     def stream_rows(self, attempt: Attempt, request: Request) -> StreamRows | None:
-        """What a stream under way should be told; None: nothing new. Sets `failure` as `parts` does."""
+        """The layers to mark ready in a stream under way; None if there are no more. Sets `failure` as `parts` does."""
         finished = request.finished
         if finished is not None:
             try:
@@ -173,16 +172,16 @@ class Scheduler:
                 attempt.failure = error.kept()
                 return None
             return StreamRows(None, finished.events)
-        if attempt.news == request.news:
+        if attempt.seen == request.version:
             return None
-        attempt.news = request.news
+        attempt.seen = request.version
         complete = request.complete(attempt.peer.pair, attempt.asked.transfer.grants)
         new = complete.keys() - attempt.ready
         attempt.ready |= new
         return StreamRows(attempt.ready, tuple(sorted({event for layer in new for event in complete[layer]})))
 
     def _last(self, attempt: Attempt, request: Request) -> list[Part]:
-        """All that is left."""
+        """All parts that are left when prefill is over."""
         finished = request.finished
         assert finished is not None
         try:
@@ -201,7 +200,7 @@ class Scheduler:
         return request.program(attempt.peer.pair, attempt.asked.transfer.grants, whole=attempt.peer.packed)
 
     def _worth(self, attempt: Attempt, computed: Mapping[Layer, Available]) -> bool:
-        """Whether a part should go while prefill runs, or before everything is granted."""
+        """Whether to send a part while prefill runs, or before everything is granted."""
         capabilities = attempt.peer.transport.capabilities
         if not capabilities.incremental:
             return False

@@ -1,4 +1,4 @@
-"""A sink rank: links to any number of source replicas over one pool, with one quarantine and one set of transports."""
+"""A sink rank: one pool with its quarantine, one set of transports, and links to any number of source replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import Dialer
 from kvproto.node.backstage import Backstage
 from kvproto.node.lent import Filled, returned
-from kvproto.node.link import Here, SourceLink
+from kvproto.node.link import LinkContext, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import Spread, features_of
@@ -29,67 +29,68 @@ from kvproto.wire.messages import Grants
 __all__ = ["QUARANTINE", "Replica", "SinkNode"]
 
 QUARANTINE = 0.5
-"""Share of a group's pages that may wait for proof."""
+"""The share of a group's pages that may be in quarantine."""
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
 _MOST_UNREACHED = 3
-"""Transfers in a row that may be lost as the source cannot write our memory."""
+"""Transfers in a row that are lost because the source cannot write this side's memory, before it is exposed again."""
 _TURN = 0.001
-"""Seconds after which a turn hears no further frame; the next goes on with the other connections (KVP-NET-TURN)."""
+"""Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
-"""A source engine and one of its replicas."""
+"""A source replica: the engine's name and the number of the replica."""
 
 
 class SinkNode:
-    """Everything that a decode rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
+    """The node of a decode rank, driven by `kvproto.node.driver`."""
 
     def __init__(
         self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
         spread: Spread = "even", cold_draft: bool = False, eager: bool = True,
     ) -> None:  # fmt: skip
-        """As `kvproto.Options` says; the transports are offered in order of preference."""
-        boot_id()  # a turn that has no descriptor left could not ask for it
+        """See `kvproto.Options`; the transports are offered in order of preference."""
+        boot_id()  # cached now, as a turn without a free descriptor could not read it
         self._dialer, self._share, self._eager = dialer, quarantine, eager
         self.pool = pool
-        """The last one."""
+        """The current pool, or the last one while asleep."""
         self._lent: Filled | None = Filled(1, pool, quarantine=Quarantine(pool.layout, quarantine))
-        """What transfers go into; None: asleep."""
+        """The pool that transfers go into; None while asleep."""
         self._leaving: list[Filled] = []
-        """What was taken back, until nobody can touch it any more."""
+        """Pools that were taken back, until nothing can use them any more."""
         self._last = 1
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
-        self._here = Here(
+        self._context = LinkContext(
             party, self.transports, readers if pull else (),
             features_of(self.transports, verify, pull, spread, cold_draft), Backstage(),
         )  # fmt: skip
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
-        """Where each source replica listens, and its public key."""
+        """The address and public key of each source replica."""
         self._links: dict[Replica, SourceLink] = {}
         self._unreached: Counter[Replica] = Counter()
-        """Transfers in a row that were lost as the source cannot write our memory."""
+        """Transfers in a row that were lost because the source cannot write this side's memory."""
         self._former: list[SourceLink] = []
-        """Links that are over while something of them waits for proof."""
+        """Links that have ended, while a transfer or a pool of theirs waits for proof."""
         self._transfers: dict[int, SourceLink] = {}
         self._keys = itertools.count()
         self._watches: dict[tuple[int, int], Watch | None] = {}
-        """Of the writers' processes, by link and session; None: its end cannot be seen from here, or was seen."""
+        """Watches of the writers' processes, by link and session; None if the end cannot be seen here, or was seen."""
         self._ended: list[Watch] = []
-        """Watches that a turn closes at its end, so that their descriptors are not given to its new ones: a driver
-        would not notice.
+        """Watches to close at the end of a turn: a new one in the same turn must not reuse their descriptors, which
+        the driver would not notice.
         """
         self._dying: list[tuple[SourceLink, int]] = []
-        """Sessions whose writer has ended, and whose last frames are still to be heard."""
-        self._told: list[Any] = []
+        """Sessions whose writer has ended, with frames that are still to be received."""
+        self._events: list[Any] = []
         self._resends = 0
-        """Of links that are gone."""
+        """Messages sent again by links that are gone."""
 
-    # what the engine says
+    # calls of the engine
 
     def connect(self, replica: Replica, address: str, server: bytes | None = None) -> None:
-        """Name a source replica, or where it listens now; `server`: its public key. One that is not `eager` is greeted
-        with the first fetch from it.
+        """Add a source replica, or change its address; `server` is its public key.
+
+        Unless `eager`, it is greeted with the first fetch from it.
         """
         self.sources[replica] = address, server
         if self._eager or replica in self._links:
@@ -101,11 +102,11 @@ class SinkNode:
             self._retire(replica, "connected elsewhere")
             if self._lent is not None:
                 key = next(self._keys)
-                self._links[replica] = SourceLink(self._here, self._lent, key, address, replica, server)
+                self._links[replica] = SourceLink(self._context, self._lent, key, address, replica, server)
                 self._links[replica].endpoint.advice = self._dialer.names.advice
 
     def disconnect(self, replica: Replica, reason: str) -> None:
-        """Goodbye to a source replica."""
+        """Say Goodbye to a source replica."""
         self.sources.pop(replica, None)
         self._retire(replica, reason)
 
@@ -114,30 +115,30 @@ class SinkNode:
         seconds: float | None = None, axes: Collection[str] = (), epoch: int | None = None, claimed: bool = False,
         spans: bool = False,
     ) -> None:  # fmt: skip
-        """Ask for a request; Received or TransferLost will carry the number. A lost source is greeted again.
+        """Request a transfer, which ends with Received or TransferLost of this number; a lost source is greeted again.
 
-        Where the source has not accepted it after `seconds`, it is lost by DEADLINE. `axes`, `claimed` and `spans` as
-        for `SourceLink.fetch`.
-        `epoch`: of the pool whose items the grants name; where that is not the current one, it is lost by POOL_MOVED.
+        It is lost with DEADLINE if the source does not accept it within `seconds`, and with POOL_MOVED unless `epoch`,
+        that of the pool whose items the grants name, is current. See `SourceLink.fetch` for `axes`, `claimed` and
+        `spans`.
         """
         if self._lent is None or epoch not in (None, self._lent.number):
-            self._told.append(TransferLost(number, _MOVED, True))
+            self._events.append(TransferLost(number, _MOVED, True))
             return
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
-            self._told.append(TransferLost(number, error, True))
+            self._events.append(TransferLost(number, error, True))
             return
         try:
             self._greet(replica, *self.sources[replica])
-        except Exception as error:  # as where memory is short: nobody has been asked
-            own = LocalError(ErrorCode.ABORTED, "", "a connection", repr(error), "ask again")
-            self._told.append(TransferLost(number, error if isinstance(error, KvprotoError) else own, True))
+        except Exception as error:  # memory is short, for example: nothing was requested
+            own = LocalError(ErrorCode.ABORTED, "", "a connection", repr(error), "fetch again")
+            self._events.append(TransferLost(number, error if isinstance(error, KvprotoError) else own, True))
             raise
         self._transfers[number] = self._links[replica]
         self._links[replica].fetch(number, ticket, content, grants, seconds, axes, claimed, spans)
 
     def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
-        """As for `SourceLink.grant`; harmless once it is over."""
+        """See `SourceLink.grant`; harmless once the transfer has ended."""
         link = self._transfers.get(number)
         if link is not None:
             link.grant(number, grants, whole)
@@ -152,11 +153,11 @@ class SinkNode:
 
     @property
     def epoch(self) -> int:
-        """Of the memory that is registered, or was last."""
+        """The epoch of the current pool, or of the last one while asleep."""
         return self._last
 
     def sleep(self, error: KvprotoError) -> Filled:
-        """End all transfers by this error and take the pool back; PoolReturned tells when nobody can touch it."""
+        """End all transfers with this error and take the pool back; PoolReturned reports when nothing can use it."""
         assert self._lent is not None
         leaving, self._lent = self._lent, None
         self._leaving.append(leaving)
@@ -167,7 +168,7 @@ class SinkNode:
         return leaving
 
     def move(self, pool: RankPool, epoch: int) -> Filled | None:
-        """Use another pool from now on; what is under way ends in the old one, which PoolReturned tells of."""
+        """Use another pool from now on; transfers under way end in the old one, until PoolReturned reports it."""
         leaving, self.pool, self._last = self._lent, pool, epoch
         self._lent = Filled(self._last, pool, quarantine=Quarantine(pool.layout, self._share))
         if leaving is not None:
@@ -177,7 +178,7 @@ class SinkNode:
             if link is not None and link.adaptable(pool):
                 link.expose(self._lent)
                 continue
-            if link is not None:  # it ends what is under way, and says Goodbye then
+            if link is not None:  # it finishes what is under way, and then says Goodbye
                 link.drop_waiting()
                 self._former.append(self._links.pop(replica))
             self.connect(replica, address, server)
@@ -187,7 +188,7 @@ class SinkNode:
         return [name for link in self._all() for name in link.holders(lent)]
 
     def census(self) -> Census:
-        """Its sources now, and what was sent again since it was made."""
+        """Count its sources now, and the messages that were sent again so far."""
         found = [link.endpoint.census() for link in self._all()]
         return Census(
             sum(each.peers for each in found),
@@ -197,25 +198,25 @@ class SinkNode:
 
     @property
     def ready(self) -> frozenset[Replica]:
-        """Replicas whose ranks are all registered and not suspect."""
+        """Replicas whose ranks are all registered, and none suspect."""
         links = list(self._links.items())
         return frozenset(replica for replica, link in links if link.endpoint.ready and not link.endpoint.suspect)
 
     @property
     def quarantined(self) -> dict[int, int]:
-        """Pages by group id that a peer may still write."""
+        """The number of pages, by group id, that a peer may still write."""
         return self._lent.quarantine.counts if self._lent is not None else {}
 
     def check_quarantine(self) -> None:
-        """Raise LocalError(BUSY) where too many pages are in quarantine."""
+        """Raise LocalError(BUSY) if too many pages are in quarantine."""
         if self._lent is not None:
             self._lent.quarantine.check()
 
     # turns
 
     def turn(self, ready: Collection[int] = ()) -> list[Any]:
-        """Receive, read and answer; returns what the engine should know."""
-        self._here.backstage.turn()
+        """Receive, read and answer; return the events for the engine."""
+        self._context.backstage.turn()
         for transport in self.transports:
             if transport.fileno() in ready:
                 transport.acknowledge()
@@ -223,7 +224,7 @@ class SinkNode:
         self._flush()
         by_key = {link.key: link for link in self._all()}
         self._dying += self._dead(ready, by_key)
-        for conn, frame in self._dialer.receive():  # what they said last is heard before they are given up
+        for conn, frame in self._dialer.receive():  # the last frames of the dead are received before giving them up
             if conn[0] in by_key:
                 by_key[conn[0]].endpoint.receive(conn[1], frame, now)
             if time.monotonic() - now > _TURN:
@@ -246,12 +247,12 @@ class SinkNode:
                 if (link.key, session) not in self._watches:
                     self._watches[link.key, session] = Watch.of(process)
         self._flush()
-        told, self._told = self._told, []
+        found, self._events = self._events, []
         for link in by_key.values():
             some = link.take()
-            self._judge(link, some)
-            told += some
-        for event in told:
+            self._count_unreached(link, some)
+            found += some
+        for event in found:
             if isinstance(event, Received | TransferLost):
                 self._transfers.pop(event.number, None)
         self._flush()
@@ -259,17 +260,17 @@ class SinkNode:
             self._forget()
         if self._leaving:
             over = returned(self._leaving, self._holders, self.transports, self.pool)
-            told += [PoolReturned(lent.number) for lent in over]
+            found += [PoolReturned(lent.number) for lent in over]
         while self._ended:
             self._ended.pop().close()
-        return told
+        return found
 
-    def _judge(self, link: SourceLink, told: Iterable[Any]) -> None:
-        """Expose anew what a source cannot write, over a new link, once that has cost a few transfers in a row."""
+    def _count_unreached(self, link: SourceLink, events: Iterable[Any]) -> None:
+        """Expose the memory again, over a new link, after a source failed to write it a few times in a row."""
         replica = next((r for r, each in self._links.items() if each is link), None)
         if replica is None:
             return
-        for event in told:
+        for event in events:
             if isinstance(event, Received):
                 del self._unreached[replica]
             elif isinstance(event, TransferLost) and _unreached(event.error):
@@ -278,17 +279,17 @@ class SinkNode:
             del self._unreached[replica]
             for transport in self.transports:
                 transport.unreachable()
-            self._retire(replica, "its copies do not arrive: the memory is exposed anew")
+            self._retire(replica, "its copies do not arrive: the memory is exposed again")
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
-        found = [self._here.backstage.fileno(), *(transport.fileno() for transport in self.transports)]
+        found = [self._context.backstage.fileno(), *(transport.fileno() for transport in self.transports)]
         watches = [watch.fileno() for watch in self._watches.values() if watch is not None]
         return [*self._dialer.filenos(), *(fd for fd in (*found, *watches) if fd is not None)]
 
     def timeout(self) -> float | None:
-        """Seconds until a turn has something to do whatever the descriptors say."""
-        if self._dialer.pending or self._told:
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
+        if self._dialer.pending or self._events:
             return 0.0
         found = [link.timeout() for link in self._all()]
         return min((seconds for seconds in found if seconds is not None), default=None)
@@ -297,7 +298,7 @@ class SinkNode:
         return [*self._links.values(), *self._former]
 
     def _retire(self, replica: Replica, reason: str) -> None:
-        """Replace a link: what is under way over it is lost, and stays in quarantine until there is proof."""
+        """End a link: its transfers under way are lost, and their pages stay in quarantine until there is proof."""
         link = self._links.pop(replica, None)
         if link is None:
             return
@@ -307,7 +308,7 @@ class SinkNode:
         self._former.append(link)
 
     def _forget(self) -> None:
-        """Let go of former links once nothing of them waits."""
+        """Drop former links once nothing of theirs waits for proof."""
         for link in [each for each in self._former if each.idle]:
             link.close("over")
             self._flush()
@@ -322,7 +323,7 @@ class SinkNode:
                     watch.close()
 
     def _dead(self, ready: Collection[int], by_key: Mapping[int, SourceLink]) -> list[tuple[SourceLink, int]]:
-        """Sessions whose writer has ended."""
+        """The sessions whose writer's process has ended."""
         found = []
         for (key, session), watch in self._watches.items():
             if watch is not None and (watch.fileno() is None or watch.fileno() in ready) and watch.ended:
@@ -337,16 +338,16 @@ class SinkNode:
             for address, frame in link.endpoint.to_send(now):
                 try:
                     self._dialer.send((link.key, address), frame, link.server)
-                except KvprotoError as error:  # an address of Welcome that may not be used
+                except KvprotoError as error:  # an address in Welcome that cannot be used
                     self._refuse(link, str(address), error)
 
     def _refuse(self, link: SourceLink, address: str, error: KvprotoError, by_us: bool = True) -> None:
         if not link.over:
             link.refuse(error)
-            self._told.append(SessionRefused(address, error, by_us))
+            self._events.append(SessionRefused(address, error, by_us))
 
     def close(self, reason: str) -> None:
-        """Goodbye to all, then let go of everything."""
+        """Say Goodbye to all sources, then release everything."""
         for link in self._all():
             link.close(reason)
         self._flush()
@@ -354,11 +355,11 @@ class SinkNode:
             if watch is not None:
                 watch.close()
         self._dialer.close()
-        self._here.backstage.close()
+        self._context.backstage.close()
         for transport in self.transports:
             transport.close()
 
 
 def _unreached(error: KvprotoError) -> bool:
-    """Whether a source says that it cannot write our memory."""
+    """Whether a source reported that it cannot write this side's memory."""
     return isinstance(error, ReportedError) and error.code in (ErrorCode.TRANSPORT_FAILED, ErrorCode.PEER_LOST)

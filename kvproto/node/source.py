@@ -1,4 +1,4 @@
-"""A source rank: it takes requests, copies their rows into the sinks' memory, and says when their pages are free."""
+"""A source rank: it accepts requests, copies their rows into the sinks' memory, and reports when pages are free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net import Listener
-from kvproto.node.answers import BEGUN, LOOK, Checksums, bytes_by_name, session_id
+from kvproto.node.answers import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
 from kvproto.node.lent import Read, returned
@@ -33,16 +33,16 @@ from kvproto.wire.messages import Ticket
 __all__ = ["PART_BYTES", "SourceNode"]
 
 PART_BYTES = 16 << 20
-"""Bytes from which on a part of a request is worth a copy of its own."""
+"""The least number of bytes that is worth a copy while prefill is still running."""
 _TURN = 0.001
-"""Seconds after which a turn hears no further frame, so that frames that take long delay nobody's copies."""
+"""Seconds after which a turn stops receiving, so that slow frames do not hold up copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
 class SourceNode:
-    """Everything that a prefill rank needs of kvproto; give it turns (`kvproto.node.driver`)."""
+    """The node of a prefill rank, driven by `kvproto.node.driver`."""
 
     def __init__(
         self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *,
@@ -50,7 +50,7 @@ class SourceNode:
         part_bytes: int = PART_BYTES, lease: float = LEASE, first_part_ratio: float | None = None,
         spread: Spread = "even", cold_draft: bool = False,
     ) -> None:  # fmt: skip
-        """As `kvproto.Options` says; `endpoints` are the addresses of all ranks of this replica, for Welcome."""
+        """See `kvproto.Options`; `endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, lease
         self.transports = tuple(transports) or (default(pool.memories),)
         self.endpoint = SourceEndpoint(
@@ -61,67 +61,67 @@ class SourceNode:
         self._dispatcher = Dispatcher(pool.memories, self._unwanted, self._arrived)
         self._requests: dict[bytes, Request] = {}
         self._over: dict[bytes, RequestOver] = {}
-        """Requests that are over while a copy still reads their items."""
+        """Requests that have ended, while copies still read their items."""
         self._attempts: dict[bytes, dict[tuple[int, int, int], Attempt]] = {}
-        """By ticket, so that a turn costs the same however many transfers wait."""
+        """Attempts by ticket, so that the cost of a turn does not grow with the number of waiting transfers."""
         self._offers: dict[tuple[int, int, int], tuple[Attempt, float]] = {}
-        """What sinks may read, and since when."""
+        """Attempts that sinks may read, and since when."""
         self._backstage = Backstage()
         self.endpoint.plans.defer, self.endpoint.name_of = self._backstage.defer, listener.name_of
         self._peers = Peers(self.endpoint, pool, self.transports, self._backstage.defer)
         self._computing: set[bytes] = set()
-        """Requests of which some rows are there."""
-        self._news: dict[bytes, None] = {}
-        """Requests of which the next turn may hand over more, in order."""
+        """Requests with rows that are computed."""
+        self._changed: dict[bytes, None] = {}
+        """Requests that the next turn may hand over more of, in order."""
         self._leaving: list[Read] = []
-        """Pools that were taken back, until nobody reads them any more."""
+        """Pools that were taken back, until nothing reads them any more."""
         self.epoch = 1
-        """Of the pool, or of the last."""
-        self._look: set[bytes] = set()
-        """Requests of which transfers may be over."""
+        """The epoch of the current pool, or of the last one while asleep."""
+        self._to_check: set[bytes] = set()
+        """Requests with transfers that may have ended."""
 
-    # what the engine says
+    # calls of the engine
 
     def expect(self, ticket: Ticket, content: bytes, tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
-        """The request of this ticket is here; its prompt has so many tokens, and so many positions on other axes."""
+        """Accept the request of a ticket, whose prompt has `tokens` tokens and `axes` positions on other axes."""
         self._requests.setdefault(bytes(ticket.key), Request(axes))
-        self._news[bytes(ticket.key)] = None
+        self._changed[bytes(ticket.key)] = None
         self.endpoint.expect(ticket, content, time.monotonic(), tokens, axes)
 
     def computed(self, key: bytes, computed: Computed) -> None:
-        """Some rows are there: they are copied to whoever asks, in parts, each once.
+        """Copy computed rows to the sinks that ask for them, in parts, each row once; items stay until RequestOver.
 
-        Through staging slots layers go in their order, each once all tokens that a sink asked for are there, and none
-        before all items are named: behind the last chunk of a prompt. Direct writes of transports that are not
-        incremental go at the end. Items stay as they are until RequestOver.
+        Through staging slots, layers are sent in order, each when all tokens that a sink asked for are computed and all
+        items are named: after the last chunk of a prompt. Transports that are not incremental write at the end.
         """
-        if (request := self._requests.get(key)) is not None:  # else it is over
+        if (request := self._requests.get(key)) is not None:  # otherwise it has ended
             request.add(computed)
             self.endpoint.hold(key, request.since, time.monotonic())
             self._computing.add(key)
-            self._news[key] = None
+            self._changed[key] = None
 
     def finish(self, key: bytes, finished: Finished) -> None:
-        """Prefill is over: whoever asks is served; items stay as they are until RequestOver."""
-        if (request := self._requests.get(key)) is not None:  # else it is over
+        """Serve the sinks that ask for a request whose prefill is over; items must stay until RequestOver."""
+        if (request := self._requests.get(key)) is not None:  # otherwise it has ended
             request.finished, request.since = finished, finished.since
-            request.news += 1
+            request.version += 1
             self._computing.add(key)
-            self._news[key] = None
+            self._changed[key] = None
             self.endpoint.hold(key, finished.since, time.monotonic())
             self.endpoint.finish(key)
 
     def refuse(self, key: bytes, error: KvprotoError) -> None:
-        """This request cannot be produced: whoever asks is told why, until the ticket's deadline; items of a Computed
-        are free at RequestOver. After `finish` transfers that are being served go on.
+        """End a request that cannot be produced; until the ticket's deadline, sinks that ask for it receive the error.
+
+        Its items are free at RequestOver. Transfers that are being served after `finish` go on.
         """
         unused = self.endpoint.refuse(key, error, time.monotonic())
-        self._look.add(key)
+        self._to_check.add(key)
         if (request := self._requests.get(key)) is not None and (unused or request.finished is None):
             self._over.setdefault(key, RequestOver(key, ()))
 
     def drain(self) -> None:
-        """Finish what sinks have asked for, and refuse the rest (KVP-SES-DRAINING): also what nobody has asked for."""
+        """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
         self.endpoint.drain()
         for key in self.endpoint.unasked():
             self.refuse(key, _AWAY)
@@ -129,7 +129,7 @@ class SourceNode:
     # pools
 
     def sleep(self, error: KvprotoError) -> Read:
-        """End all requests by this error and take the pool back; PoolReturned tells when nobody reads it."""
+        """End all requests with this error and take the pool back; PoolReturned reports when nothing reads it."""
         for key in list(self._requests):
             self.refuse(key, error)
             for attempt in self._attempts.get(key, {}).values():
@@ -142,7 +142,7 @@ class SourceNode:
         return leaving
 
     def wake(self, pool: RankPool, epoch: int, endpoints: Mapping[int, str]) -> None:
-        """Serve requests from another pool; `endpoints` as at first, where its geometry is another."""
+        """Serve requests from another pool; `endpoints` as in `__init__`, for a geometry that differs."""
         if pool.layout.geometry != self.endpoint.geometry:
             self.endpoint.restate(pool.layout.geometry, endpoints, time.monotonic())
         self.pool, self.epoch, self._dispatcher.memories = pool, epoch, pool.memories
@@ -161,41 +161,41 @@ class SourceNode:
         return self._dispatcher.reads(key)
 
     def census(self) -> Census:
-        """Its sinks now, and what was sent again so far."""
+        """Count its sinks now, and the messages that were sent again so far."""
         return self.endpoint.census()
 
     # turns
 
     def turn(self, ready: Collection[int] = ()) -> list[Any]:
-        """Receive, copy, answer; returns what the engine should know."""
+        """Receive, copy and answer; return the events for the engine."""
         for transport in self.transports:
             if transport.fileno() in ready:
                 transport.acknowledge()
-        told: list[Any] = []
-        if self._dispatcher.busy:  # a sink may be waiting for it
-            self._complete(told)
+        found: list[Any] = []
+        if self._dispatcher.busy:  # a sink may be waiting for its end
+            self._complete(found)
         now = time.monotonic()
         if self._listener.renew(now):
             self.endpoint.readmit()
         for conn, frame in self._listener.receive(ready):
             self.endpoint.receive(conn, frame, now)
-            if time.monotonic() - now > _TURN:  # the others are heard in the next, after what this one has to say
+            if time.monotonic() - now > _TURN:  # the next turn receives the rest, after this one has sent its answers
                 break
         self._backstage.turn()
         self.endpoint.on_time(now)
         while True:
             events = self.endpoint.take_events()
             for event in events:
-                told += self._hear(event)
+                found += self._handle(event)
             self._copy()
-            moved = self._complete(told)
+            moved = self._complete(found)
             for key in [key for key in self._over if not self.reads(key)]:
-                told += self._release(self._over.pop(key))
+                found += self._release(self._over.pop(key))
             self._peers.unmap(a.peer.key for some in self._attempts.values() for a in some.values())
             self._flush()
             if not moved and not events:
                 over = returned(self._leaving, self._holders, self.transports, self.pool)
-                return told + [PoolReturned(lent.number) for lent in over]
+                return found + [PoolReturned(lent.number) for lent in over]
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
@@ -203,29 +203,30 @@ class SourceNode:
         return [*self._listener.filenos(), *(fd for fd in found if fd is not None)]
 
     def timeout(self) -> float | None:
-        """Seconds until a turn has something to do whatever the descriptors say."""
-        if self._listener.pending or self._look:
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
+        if self._listener.pending or self._to_check:
             return 0.0
         found = [self._dispatcher.poll_interval]
         deadline = self.endpoint.next_deadline()
         found.append(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         return min((seconds for seconds in found if seconds is not None), default=None)
 
-    def _hear(self, event: Any) -> list[Any]:
+    def _handle(self, event: Any) -> list[Any]:
+        """Act on an event of the endpoint; return what the engine should know."""
         match event:
             case RegisterAsked():
                 self._peers.map(event)
             case UnmapAsked():
-                self._peers.asked_back(event)
+                self._peers.ask_unmap(event)
             case TransferRequested():
                 self._join(event)
             case Changed():
-                self._news[event.key] = None
+                self._changed[event.key] = None
             case Expired():
-                self._look.add(event.key)
+                self._to_check.add(event.key)
                 self._over.setdefault(event.key, RequestOver(event.key, None))
             case Released():
-                self._look.add(event.key)
+                self._to_check.add(event.key)
                 self._over.setdefault(event.key, RequestOver(event.key, event.routed, event.lost))
             case Fetched():
                 return self._fetched(event)
@@ -236,7 +237,7 @@ class SourceNode:
     def _release(self, over: RequestOver) -> list[Any]:
         self._offers = {key: each for key, each in self._offers.items() if each[0].asked.key != over.key}
         self._computing.discard(over.key)
-        self._news.pop(over.key, None)
+        self._changed.pop(over.key, None)
         return [over] if self._requests.pop(over.key, None) is not None else []
 
     def _flush(self) -> None:
@@ -251,33 +252,32 @@ class SourceNode:
         return _LATE if attempt.asked.key in self._over else None
 
     def _join(self, asked: TransferRequested) -> None:
-        """A sink rank asks for a request, or has granted more items for it."""
+        """Start or update the attempt of a sink rank that asks for a request, or grants more items for it."""
         key = (asked.session, asked.transfer.sequence, asked.transfer.attempt)
         peer = self._peers.get(asked.session, asked.transfer.epoch)
-        if peer is not None:  # its session may be over already
+        if peer is not None:  # otherwise its session has ended
             attempts = self._attempts.setdefault(asked.key, {})
             known = attempts.setdefault(key, Attempt(asked, peer, SendProgress(peer.pair.nothing)))
             if known.asked is asked or known.take(asked):
-                self._news[asked.key] = None
+                self._changed[asked.key] = None
 
     def _copy(self) -> None:
-        """Start copies of requests of which there is news, for all who can be served; one copy where that suits."""
-        for key in [key for key in self._news if key in self._computing]:
+        """Start copies of requests that have changed, for all sinks that can be served; batched where that pays."""
+        for key in [key for key in self._changed if key in self._computing]:
             for asked in self.endpoint.asking(key):
                 self._join(asked)
-        if not self._news:
+        if not self._changed:
             return
-        news, self._news = self._news, {}
-        self._look |= news.keys()
+        changed, self._changed = self._changed, {}
+        self._to_check |= changed.keys()
         batches: dict[int, list[tuple[Attempt, Sequence[Part]]]] = {}
-        for attempt in [each for key in news for each in self._attempts.get(key, {}).values()]:
+        for attempt in [each for key in changed for each in self._attempts.get(key, {}).values()]:
             if attempt.last is not None or attempt.failure is not None or self._unwanted(attempt) is not None:
                 continue
-            known = self._requests.get(attempt.asked.key)
-            if known is None:
+            request = self._requests.get(attempt.asked.key)
+            if request is None:
                 attempt.failure = _OVER
                 continue
-            request = known
             if attempt.stream is not None:
                 self._feed(attempt, request)
                 continue
@@ -295,7 +295,7 @@ class SourceNode:
     def _start(self, batch: Sequence[tuple[Attempt, Sequence[Part]]]) -> None:
         copying = self._dispatcher.start(batch, lambda attempt: self._requests[attempt.asked.key].finished is None)
         if copying is None:
-            self._news |= {attempt.asked.key: None for attempt, _ in batch if attempt.failure is None}
+            self._changed |= {attempt.asked.key: None for attempt, _ in batch if attempt.failure is None}
             return
         now = time.monotonic()
         for attempt, parts in batch:
@@ -305,13 +305,13 @@ class SourceNode:
                 handoff = request.finished.handoffs(attempt.peer.pair)
                 attempt.last = LastPart(now, sum(p.bytes for p in parts), handoff)
             elif copying.stream is not None:
-                attempt.stream, attempt.news = copying.stream, 0
+                attempt.stream, attempt.seen = copying.stream, 0
                 self._feed(attempt, request)
             else:
                 attempt.progress.advance(attempt.there)
 
     def _feed(self, attempt: Attempt, request: Request) -> None:
-        """Tell a stream under way of the rows that are there now."""
+        """Mark the rows that are computed now as ready in a stream under way."""
         assert attempt.stream is not None
         rows = self._scheduler.stream_rows(attempt, request)
         if rows is not None:
@@ -325,29 +325,27 @@ class SourceNode:
     def _arrived(self, attempt: Attempt, piece: Piece) -> None:
         self.endpoint.stream(attempt.asked, piece, attempt.begins)
 
-    def _complete(self, told: list[Any]) -> bool:
-        """Answer the transfers whose bytes are at their destination, and those that failed or nobody wants: whether
-        any.
-        """
+    def _complete(self, found: list[Any]) -> bool:
+        """Answer the transfers that are copied, have failed, or are not wanted; whether there were any."""
         if self._dispatcher.busy:
-            self._look |= {attempt.asked.key for attempt in self._dispatcher.advance()}
-        look, self._look = self._look, set()
-        idle = [a for key in look for a in self._attempts.get(key, {}).values() if not a.copies]
-        over, until = [a for a in idle if a.last or a.failure or self._unwanted(a)], time.monotonic() + LOOK
+            self._to_check |= {attempt.asked.key for attempt in self._dispatcher.advance()}
+        keys, self._to_check = self._to_check, set()
+        idle = [a for key in keys for a in self._attempts.get(key, {}).values() if not a.copies]
+        over, until = [a for a in idle if a.last or a.failure or self._unwanted(a)], time.monotonic() + SUM_TIME
         for attempt in over[:BEGUN]:
             self._summed(attempt, 0.0)
         summed = [a for a in over if self._summed(a, until)]
-        self._look |= {a.asked.key for a in over if a not in summed}
+        self._to_check |= {a.asked.key for a in over if a not in summed}
         for attempt in summed:
             key = attempt.asked.key
             del self._attempts[key][attempt.key]
             if not self._attempts[key]:
                 del self._attempts[key]
-            told += self._answer(attempt)
+            found += self._answer(attempt)
         return bool(summed)
 
     def _summed(self, attempt: Attempt, until: float) -> bool:
-        """Whether its checksums are taken, or not needed as it has failed; they are started, and taken until then."""
+        """Start on its checksums and go on until `until`; whether they are computed, or not needed as it failed."""
         session = self.endpoint.sessions.get(attempt.asked.session)
         if attempt.failure or attempt.program is None or session is None or self._unwanted(attempt):
             return True
@@ -356,7 +354,7 @@ class SourceNode:
         return attempt.sums.advance(until)
 
     def _answer(self, attempt: Attempt) -> list[Any]:
-        """Done, Offer or Failed, now that no copy of it is under way."""
+        """Send Done, Offer or Failed, now that no copy of the attempt is under way."""
         asked, program, last = attempt.asked, attempt.program, attempt.last
         session, now = self.endpoint.sessions.get(asked.session), time.monotonic()
         request = self._requests.get(asked.key)
@@ -365,7 +363,7 @@ class SourceNode:
         if error or not (session and request and finished and program and last and attempt.sums):
             self.endpoint.failed(asked, error or _OVER, now, attempt.proof)
             return []
-        said = finished.outcome, last.handoff, attempt.sums.said(), attempt.begins
+        said = finished.outcome, last.handoff, attempt.sums.for_message(), attempt.begins
         if attempt.peer.reads:
             held = request.begun(attempt.peer.pair, asked.transfer.grants)
             grants = offered(attempt.peer.pair.routes, self.pool.layout, held, finished.items)
@@ -377,7 +375,7 @@ class SourceNode:
         return [self._copied(attempt, bytes_by_name(attempt.peer, program), now - last.began, last.left)]
 
     def _fetched(self, event: Fetched) -> list[Any]:
-        """A sink rank has read what it was offered."""
+        """Report that a sink rank has read what it was offered."""
         attempt, since = self._offers.pop((event.session, event.sequence, event.attempt), (None, 0.0))
         if attempt is None or attempt.program is None or event.bytes != attempt.program.bytes:
             return []
@@ -390,7 +388,7 @@ class SourceNode:
         return Copied(asked.key, rank, moved, seconds, left, peer, asked.transfer.epoch)
 
     def close(self, reason: str) -> None:
-        """Goodbye to all, then let go of everything."""
+        """Say Goodbye to all sinks, then release everything."""
         self.endpoint.goodbye(reason)
         self._flush()
         self._listener.close()

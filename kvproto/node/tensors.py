@@ -24,7 +24,7 @@ ELEMENTS: dict[int, set[tuple[int, int]]] = {
     DType.F32: {(2, 32)}, DType.F16: {(2, 16)}, DType.BF16: {(4, 16)}, DType.F8E4M3: {(8, 8), (10, 8)},
     DType.F8E5M2: {(12, 8)}, DType.F8E8M0: {(14, 8)}, DType.F4E2M1: {(17, 4)}, DType.U8: set(), DType.I8: set(),
 }  # fmt: skip
-"""DLPack type code and bits of each element type; integers stand for the bits of any."""
+"""DLPack type codes and bits of each element type; integers may hold the bits of any type."""
 
 
 class _Tensor(ctypes.Structure):
@@ -57,12 +57,12 @@ class TensorView:
     itemsize: int
     """Bytes of an element."""
     element: tuple[int, int]
-    """DLPack type code, and bits."""
+    """DLPack type code and bits."""
     device: tuple[int, int]
-    """DLPack device type, and number."""
+    """DLPack device type and number."""
     tensor: Any = attrs.field(repr=False, eq=False)
     path: str = "tensor"
-    """What the caller calls it."""
+    """The tensor's name in error messages."""
 
     @property
     def length(self) -> int:
@@ -71,7 +71,7 @@ class TensorView:
 
 
 def view_of(tensor: Any, path: str) -> TensorView:
-    """The place of a tensor of any framework; raises LocalError(BAD_COLUMNS) that names `path`."""
+    """The place of a tensor of any framework; raises LocalError(BAD_COLUMNS), which names `path`."""
     if not hasattr(tensor, "__dlpack__"):
         raise _bad(path, "a tensor with __dlpack__", f"{type(tensor).__module__}.{type(tensor).__name__}")
     if _elsewhere(tensor):
@@ -83,7 +83,7 @@ def view_of(tensor: Any, path: str) -> TensorView:
     _capsule, found = _exported(tensor, path)
     shape = tuple(found.shape[: found.ndim])
     if found.bits * found.vector % 8 or not found.bits or not all(shape):
-        raise _bad(path, "elements of whole bytes, one at least", f"{found.bits} bits, shape {shape}")
+        raise _bad(path, "at least one element, of whole bytes", f"{found.bits} bits, shape {shape}")
     size = found.bits * found.vector // 8
     if found.strides:
         strides = tuple(n * size for n in found.strides[: found.ndim])
@@ -95,14 +95,14 @@ def view_of(tensor: Any, path: str) -> TensorView:
     if min(strides, default=0) < 0:
         raise _bad(path, "strides of 0 or more", str(strides))
     if any(n > 1 and not s for n, s in zip(shape, strides, strict=True)):
-        raise _bad(path, "memory of its own for each element", f"strides {strides}, of an expanded tensor")
+        raise _bad(path, "separate memory for each element", f"strides {strides}, of an expanded tensor")
     address = (found.data or 0) + found.byte_offset
     element, device = (found.code, found.bits), (found.device_type, found.device_id)
     return TensorView(address, shape, strides, size, element, device, tensor, path)
 
 
 def _exported(tensor: Any, path: str) -> tuple[Any, _Tensor]:
-    """A capsule, which keeps what it describes, and its struct."""
+    """A tensor's DLPack capsule, which keeps its struct alive, and the struct."""
     try:
         capsule = tensor.__dlpack__()
         return capsule, _Tensor.from_address(_pointer(capsule, b"dltensor"))
@@ -111,9 +111,9 @@ def _exported(tensor: Any, path: str) -> tuple[Any, _Tensor]:
 
 
 def _elsewhere(tensor: Any) -> bool:
-    """Whether a tensor of torch's is on a GPU: torch exports those of the current device alone."""
-    asked = all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size"))
-    return asked and int(tensor.__dlpack_device__()[0]) == CUDA
+    """Whether it is a torch tensor on a GPU: torch exports only those of the current device."""
+    of_torch = all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size"))
+    return of_torch and int(tensor.__dlpack_device__()[0]) == CUDA
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

@@ -1,4 +1,4 @@
-"""What a node tells, by key and group id; `kvproto.events` has the same for engines, by handle and name."""
+"""The events of a node, by key and group id; `kvproto.events` has those for engines, by handle and name."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Copied:
     key: bytes = attrs.field(repr=False)
     sink: int
     bytes: Mapping[str, int]
-    """By the name of the sink's group."""
+    """Bytes by the name of the sink's group."""
     seconds: float
-    """For what was left when prefill was over."""
+    """Seconds that it took to copy what was left when prefill was over."""
     left: int
-    """Bytes of that."""
+    """The bytes that were left then."""
     peer: str = ""
-    """The sink rank's engine and rank, for people."""
+    """The sink's engine and rank, for display."""
     epoch: int = 0
-    """Of the sink's registration."""
+    """The epoch of the sink's registration."""
 
 
 @attrs.frozen
@@ -49,40 +49,40 @@ class RequestOver:
 
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...] | None
-    """Source ranks with a route; None: the ticket's deadline has passed."""
+    """Source ranks with a route; None if the ticket's deadline has passed."""
     lost: Mapping[int, KvprotoError] = {}
-    """Sink ranks that have not said that they have the request, and why."""
+    """By sink rank, why it may not have the request."""
 
 
 @attrs.frozen
 class Received:
-    """Sink: everything of a transfer is here."""
+    """Sink: every byte of a transfer has arrived."""
 
     number: int
     outcome: Outcome
     handoff: Mapping[tuple[int, str], bytes] = attrs.field(repr=False)
-    """By this side's group id and part name."""
+    """Hand-off data by this side's group id and part name."""
     checksums: Mapping[tuple[int, int], int]
-    """By source rank and group id, equal on both sides."""
+    """Checksums by source rank and group id, equal on both sides."""
     bytes: Mapping[int, int]
-    """Written by each source rank."""
+    """Bytes written by each source rank."""
     seconds: float
     since: Mapping[int, int] = {}
-    """By group id: the first token that is here, of late windows that do not begin where they were asked for."""
+    """By group id, the first token that arrived, for late windows that begin later than requested."""
 
 
 @attrs.frozen
 class PagesNeeded:
-    """Sink: pages of a transfer that has not named them are of use."""
+    """Sink: pages that a transfer has not named yet are of use."""
 
     number: int
     tokens: int | None
-    """Up to which token; None: all of them."""
+    """The number of tokens to name pages for; None: all of them."""
 
 
 @attrs.frozen
 class TransferLost:
-    """Sink: a transfer failed; its pages are free if `proven`, else once TransferProven tells of it."""
+    """Sink: a transfer failed; its pages are free if `proven`, otherwise after TransferProven."""
 
     number: int
     error: KvprotoError
@@ -98,13 +98,13 @@ class TransferProven:
 
 @attrs.frozen
 class PoolReturned:
-    """Nobody can touch a pool any more that was taken back; `epoch` is that of its first registration."""
+    """Nothing can use a pool that was taken back any more; `epoch` is that of its first registration."""
 
     epoch: int
 
 
 def shared_event(event: object) -> Event:
-    """The engine's event for one of the session's that is about a peer, not about a request."""
+    """Turn an event of a session that concerns a peer, rather than a request, into the engine's."""
     match event:
         case session.Planned():
             return Connected(event.peer, event.plan, event.warnings)

@@ -1,4 +1,4 @@
-"""A watcher of source replicas: which cached pages each of their ranks has; give it turns (`kvproto.node.driver`)."""
+"""A node that watches which cached pages each rank of source replicas has, driven by `kvproto.node.driver`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvproto.session.watching import WatchEndpoint
 __all__ = ["WatchNode"]
 
 _TURN = 0.001
-"""Seconds after which a turn hears no further frame."""
+"""Seconds after which a turn stops receiving."""
 
 
 class WatchNode:
@@ -23,18 +23,18 @@ class WatchNode:
     def __init__(self, party: Party, dialer: Dialer) -> None:
         self._party, self._dialer = party, dialer
         self.endpoints: dict[str, WatchEndpoint] = {}
-        """By the address that was named."""
+        """Endpoints by the address that `watch` was given."""
         self._servers: dict[str, bytes | None] = {}
 
     def watch(self, address: str, server: bytes | None = None) -> None:
-        """Watch the replica of which a rank listens there; `server`: its public key."""
+        """Watch the replica with a rank that listens at `address`; `server` is its public key."""
         if address not in self.endpoints:
             made = self.endpoints[address] = WatchEndpoint(self._party, address)
             made.advice, self._servers[address] = self._dialer.names.advice, server
             made.dial(time.monotonic())
 
     def turn(self, ready: Collection[int] = ()) -> list[Any]:
-        """Receive, and ask; returns what has happened."""
+        """Receive and send; return the events."""
         self._flush()
         now = time.monotonic()
         for conn, frame in self._dialer.receive():
@@ -45,19 +45,19 @@ class WatchNode:
             self.endpoints[conn[0]].refused = error
         for conn in self._dialer.returned(ready):
             self.endpoints[conn[0]].returned(conn[1], now)
-        told: list[Any] = []
+        found: list[Any] = []
         for endpoint in self.endpoints.values():
             endpoint.on_time(now)
-            told += endpoint.take_events()
+            found += endpoint.take_events()
         self._flush()
-        return told
+        return found
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do."""
         return list(self._dialer.filenos())
 
     def timeout(self) -> float | None:
-        """Seconds until a turn has something to do whatever the descriptors say."""
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._dialer.pending:
             return 0.0
         due = [at for endpoint in self.endpoints.values() if (at := endpoint.next_deadline()) is not None]
@@ -69,11 +69,11 @@ class WatchNode:
             for address, frame in endpoint.to_send(now):
                 try:
                     self._dialer.send((name, address), frame, self._servers[name])
-                except KvprotoError as error:  # an address of Welcome that may not be used
+                except KvprotoError as error:  # an address in Welcome that cannot be used
                     endpoint.refused = error
 
     def close(self, reason: str) -> None:
-        """Goodbye to all."""
+        """Say Goodbye to all replicas."""
         for endpoint in self.endpoints.values():
             endpoint.goodbye(reason)
         self._flush()

@@ -1,4 +1,4 @@
-"""Counts of events under the names of spec/v1/metrics.md: plain numbers, so that counting costs next to nothing."""
+"""Counts of events by the metrics of spec/v1/metrics.md, as plain numbers, so that counting costs next to nothing."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Counts", "Sample", "sample"]
 
 
 class Sample(TypedDict):
-    """One series of one metric, of plain values."""
+    """One series of one metric, in plain values."""
 
     name: str
     labels: dict[str, str]
     value: float | list[float]
-    """A number; of a histogram the count of each bucket, of what is above them, and the sum."""
+    """A number; for a histogram, the count of each bucket, the count above the last, and the sum."""
 
 
 def sample(base: Mapping[str, str], name: str, labels: tuple[str, ...], value: float | list[float]) -> Sample:
-    """A sample with the labels of every metric, and the values of its own."""
+    """A sample with the `base` labels of every metric, and `labels` as the values of the metric's other labels."""
     return {"name": name, "labels": {**base, **dict(zip(METRICS[name][1], labels, strict=True))}, "value": value}
 
 
 class Counts:
-    """What a Source or Sink has done since it was opened; to be used under its node's lock."""
+    """The counts of a Source or Sink since it was opened; to be used under its node's lock."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, ...], float] = {("kvproto_bytes_total",): 0, ("kvproto_suspicions_total",): 0}
-        """By metric and values of its labels, which are codes and words of the registry: they cannot be many."""
+        """Totals by metric and label values, which are codes and words of the registry, and therefore few."""
         self._phases: dict[str, list[float]] = {}
 
     def hear(self, event: e.Event) -> None:
@@ -41,7 +41,7 @@ class Counts:
             count(self, event)
 
     def samples(self, base: Mapping[str, str]) -> Iterator[Sample]:
-        """All of them."""
+        """Samples of all counts, with the labels in `base`."""
         for (name, *labels), value in self._totals.items():
             yield sample(base, name, tuple(labels), value)
         for phase, counted in self._phases.items():

@@ -1,9 +1,9 @@
-"""A feed of metrics and events for people on the same host: `kvproto top` and `kvproto tail` follow it.
+"""A feed of metrics and events for users on the same host, which `kvproto top` and `kvproto tail` follow.
 
-A Unix socket in a directory that only this user may enter. Each line is a JSON object: `kind` is "metrics", with
-`samples`, once a second, or "event", with the fields of the record. It is written and never read: what a follower
-sends ends its connection, so nothing can be changed here. A follower that is slow loses lines, and is told how many;
-it holds nobody up.
+It is a Unix socket in a directory that only this user can enter. Each line is a JSON object whose `kind` is "metrics",
+with `samples`, once a second, or "event", with the fields of the record. The feed is only written: a follower that
+sends anything is disconnected, so that nothing can be changed through it. A slow follower loses lines, and is told how
+many, but holds nothing up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Feed"]
 
 _FOLLOWERS = 8
 _KEPT = 1 << 20
-"""Bytes that wait for one follower, at most."""
+"""The most bytes that wait for one follower."""
 _EVENTS = 4096
 _EVERY = 1.0
 
@@ -42,7 +42,7 @@ class _Follower:
     conn: socket.socket
     waiting: bytearray = attrs.Factory(bytearray)
     lost: int = 0
-    """Lines that it was too slow for."""
+    """The number of lines that it was too slow for."""
 
     def add(self, line: bytes) -> None:
         if len(self.waiting) + len(line) > _KEPT:
@@ -55,10 +55,10 @@ class _Follower:
 
 
 class Feed:
-    """One rank's feed, written by a thread of its own."""
+    """The feed of one rank, written by a separate thread."""
 
     def __init__(self, path: str | Path, ask: Callable[[], list[Sample]]) -> None:
-        """Listen at `path`; raises LocalError where that cannot be. `ask` gives the metrics."""
+        """Listen at `path`; `ask` returns the metrics. Raises LocalError(OUT_OF_RANGE) for an unusable path."""
         self._path, self._ask, self._pid = str(path), ask, os.getpid()
         self._listener = _listen(self._path)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
@@ -69,21 +69,21 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name=f"kvproto feed {self._path}", daemon=True)
 
     def start(self) -> None:
-        """Begin to write; `ask` may be called from now on."""
+        """Start to write; from now on, `ask` may be called."""
         self._thread.start()
 
     @property
     def followed(self) -> bool:
-        """Whether anybody follows."""
+        """Whether the feed has followers."""
         return bool(self._followers)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Pass an event on; never waits."""
+        """Pass on an event, without waiting."""
         self._events.append(event)
         self._ring()
 
     def close(self) -> None:
-        """End all connections and remove the socket; in a fork, which shares it, nothing happens."""
+        """End all connections and remove the socket; does nothing in a forked process, which shares it."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -101,7 +101,7 @@ class Feed:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
-    # its thread
+    # in the thread
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -114,7 +114,7 @@ class Feed:
                         self._accept(selector)
                     elif key.fd == self._bell:
                         os.eventfd_read(self._bell)
-                    elif ready & selectors.EVENT_READ:  # it has closed, or says what nobody asked for
+                    elif ready & selectors.EVENT_READ:  # the follower has closed, or sent something
                         self._drop(selector, key.fd)
                 self._tell_all()
                 for fd, follower in list(self._followers.items()):
@@ -125,9 +125,9 @@ class Feed:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             conn, _ = self._listener.accept()
-        except BlockingIOError:  # it has gone again
+        except BlockingIOError:  # the follower is gone again
             return
-        except OSError:  # no descriptors are left: others may end
+        except OSError:  # no descriptor is free: wait until one is
             time.sleep(_EVERY / 10)
             return
         if len(self._followers) >= _FOLLOWERS:
@@ -172,7 +172,7 @@ def _line(said: dict[str, Any]) -> bytes:
 
 
 def _listen(path: str) -> socket.socket:
-    """A socket there, in place of one that a process left behind; raises LocalError."""
+    """A socket at `path`, replacing one that an earlier process left behind; raises LocalError."""
     try:
         check_address(f"ipc://{path}", keyed=False, insecure=False)
     except LocalError as error:

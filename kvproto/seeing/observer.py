@@ -1,4 +1,4 @@
-"""Who hears the events of one Source or Sink beside its engine: counts, the log `kvproto.events`, a feed."""
+"""The observer of one Source or Sink, which passes its events to counts, the logger `kvproto.events`, and a feed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvproto.seeing.records import LEVELS, Record, of_peers, record_of, shown
 __all__ = ["Observer"]
 
 _log = logging.getLogger("kvproto.events")
-_log.addHandler(logging.NullHandler())  # silent until the engine says where logs go
+_log.addHandler(logging.NullHandler())  # silent until the engine configures logging
 
 _MOST = 20
-"""Records a second of what peers do, so that none fills a disk."""
+"""The most records per second about what peers do, so that no peer can fill a disk."""
 
 
 @attrs.define
 class Observer:
-    """Hears each event once, under the node's lock."""
+    """Receives each event once, under the node's lock."""
 
     base: dict[str, str]
-    """Labels of every metric, and fields of every record."""
+    """The labels of every metric, which are also fields of every record."""
     gauges: Callable[[], Iterable[Sample]]
-    """What is under way now; to be asked under the node's lock."""
+    """Returns the values of gauges now; to be called under the node's lock."""
     counts: Counts | None = None
     feed: Feed | None = None
     _second: int = 0
@@ -38,7 +38,7 @@ class Observer:
     _left_out: int = 0
 
     def hear(self, event: Event) -> None:
-        """Count it, log it, and pass it on to whoever follows."""
+        """Count an event, log it, and pass it on to the feed."""
         if self.counts is not None:
             self.counts.hear(event)
         level = LEVELS[type(event)]
@@ -54,33 +54,33 @@ class Observer:
         return self.feed is not None and self.feed.followed
 
     def failed(self, error: BaseException) -> None:
-        """No further turn is possible: log why."""
+        """Log the error after which no further turn is possible."""
         said = repr(error) if not isinstance(error, KvprotoError) else error
         self._write(logging.CRITICAL, {**self.base, "event": "failed", "error": shown(said)})
 
     def draining(self) -> None:
-        """It finishes what is under way, and takes nothing new."""
+        """Log that the Source or Sink is draining."""
         self._write(logging.INFO, {**self.base, "event": "draining"})
 
     def samples(self) -> list[Sample]:
-        """All metrics; to be asked under the node's lock."""
+        """All metrics; to be called under the node's lock."""
         counted = [] if self.counts is None else self.counts.samples(self.base)
         return [*counted, *self.gauges()]
 
     def start(self) -> None:
-        """Begin to write the feed."""
+        """Start the feed, if there is one."""
         if self.feed is not None:
             self.feed.start()
 
     def close(self) -> None:
-        """Nothing more is heard."""
+        """Close the feed, if there is one."""
         if self.feed is not None:
             self.feed.close()
 
     def _write(self, level: int, record: Record) -> None:
         if _log.isEnabledFor(level):
             _log.log(level, "%s", _Line(record), extra=record)
-        if self.feed is not None and self.feed.followed:
+        if self.feed is not None and self._followed:
             self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
     def _too_many(self) -> bool:
@@ -94,7 +94,7 @@ class Observer:
 
 @attrs.frozen
 class _Line:
-    """A record as text, made where a handler wants one."""
+    """A record that is formatted as text only if a handler needs it."""
 
     record: Record
 

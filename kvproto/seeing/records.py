@@ -1,6 +1,6 @@
-"""An event as a record of plain fields, for logs and feeds: no secret in it, and nothing that drives a terminal.
+"""An event as a record of plain fields, for logs and feeds, without secrets or terminal control characters.
 
-Every record says who it is of: engine, replica, rank and role. Events of a request name it by `transfer`
+Every record names the engine, replica, rank and role that it comes from. Events of a request identify it by `transfer`
 (KVP-SEE-ID), which is the same on all ranks of both sides.
 """
 
@@ -44,23 +44,23 @@ LEVELS: dict[type, int] = {
     e.Refused: logging.WARNING,
     e.ProtocolError: logging.WARNING,
 }
-"""Of each event; what goes well for a request is DEBUG."""
+"""The level of each event; the normal course of a request is DEBUG."""
 of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError)
-"""Events that a peer may cause as often as it likes."""
+"""Events that a peer can cause as often as it likes."""
 
 
 def transfer_name(key: bytes) -> str:
-    """What logs call the transfer of a ticket (KVP-SEE-ID)."""
+    """The name in logs of the transfer of a ticket's key (KVP-SEE-ID)."""
     return sha256(key).digest()[:8].hex()
 
 
 def record_of(event: e.Event) -> Record:
-    """The fields of an event."""
+    """The fields of an event's record."""
     return {"event": _WORDS.sub("_", type(event).__name__).lower(), **_FIELDS[type(event)](event)}
 
 
 def shown(text: object) -> str:
-    """What a peer or an error has said, on one line, not long, and without addresses (KVP-SEE-TEXT, KVP-SECRET-LOG)."""
+    """Text of a peer or an error for display: one short line without addresses (KVP-SEE-TEXT, KVP-SECRET-LOG)."""
     said = _ADDRESS.sub(r"\1://(hidden)", str(text))
     said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
     return said if said.isprintable() else said.encode("unicode_escape").decode()

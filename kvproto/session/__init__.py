@@ -1,7 +1,7 @@
 """The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-`core` knows Hello to Goodbye; `push`, `pull`, `staged`, `inline` and `ping` each add one feature to it; an endpoint
-holds all sessions of one rank.
+`core` handles Hello to Goodbye; `push`, `pull`, `staged`, `inline` and `ping` each add one feature; an endpoint holds
+all sessions of one rank.
 """
 
 from kvproto.session.exposing import Exposed

@@ -1,7 +1,7 @@
-"""Which cached pages a source rank has, as it tells those who watch it (feature CATALOGUE, spec/v1/tiers.md).
+"""The catalogue of a source rank's cached pages, announced to sinks that watch (feature CATALOGUE, spec/v1/tiers.md).
 
-The list is sent in pieces by ascending id while changes go on. Both carry the number of the last change, so that a
-reader notices what it has missed, and asks from the beginning.
+The list is sent in pieces by ascending id while pages change. The pieces and the changes carry the number of the last
+change, so that a reader notices what it has missed, and starts again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 __all__ = ["Catalogue", "SinkCatalogue", "SourceCatalogue"]
 
 Changes = Mapping[bytes, Tier | None]
-"""Where pages are now, by id; None: nowhere."""
+"""The tier where each page is now, by id; None if it is not kept any more."""
 _BUCKETS = 4096
-"""Parts of the ids, which are digests and so spread evenly: a piece of the list sorts few of them."""
+"""The number of ranges that ids are sorted in: as digests they spread evenly, so a piece of the list sorts few."""
 
 
 class Catalogue:
-    """Pages of one rank, and how many Kept have told of them."""
+    """The cached pages of one rank, and the number of Kept messages that announced them."""
 
     def __init__(self, namespace: bytes, page: int, form: KeyForm) -> None:
-        """As Watched says: `page` tokens of a page, ids of a `form`."""
+        """The fields of Watched: the namespace, the tokens of a page, and the form of ids."""
         self.namespace, self.page, self.form = namespace, page, form
         self.number = 0
-        """Of the last Kept (KVP-CAT-NUMBER)."""
+        """The number of the last Kept (KVP-CAT-NUMBER)."""
         self._buckets: list[dict[bytes, Tier]] = [{} for _ in range(_BUCKETS)]
 
     def change(self, pages: Changes) -> list[tuple[int, tuple[m.KeptPage, ...]]]:
-        """Take changes; the Kept that tell what is new in them, each a number and its pages (KVP-CAT-ONCE)."""
+        """Record changes; return the number and pages of each Kept that announces what they change (KVP-CAT-ONCE)."""
         news = []
         for id, tier in sorted(pages.items()):
             bucket = self._buckets[_bucket(id)]
@@ -54,7 +54,7 @@ class Catalogue:
         return made
 
     def after(self, id: bytes | None) -> tuple[tuple[m.KeptPage, ...], bool]:
-        """The pages above an id, None: all, as many as one Watched takes; and whether there are more (KVP-CAT-LIST)."""
+        """The pages above an id (None: all), as many as one Watched holds, and whether more follow (KVP-CAT-LIST)."""
         first = 0 if id is None else _bucket(id)
         above = (
             m.KeptPage(id=each, tier=bucket[each])
@@ -71,7 +71,7 @@ def _bucket(id: bytes) -> int:
 
 
 class SourceCatalogue(Part):
-    """Tells a sink that watches which pages this rank has."""
+    """Announces the pages of this rank to a sink that watches."""
 
     def __init__(self, session: Session, catalogue: Catalogue) -> None:
         super().__init__(session)
@@ -79,7 +79,7 @@ class SourceCatalogue(Part):
 
     def tell(self, kept: Iterable[tuple[int, tuple[m.KeptPage, ...]]]) -> None:
         """Send changes, if the sink has asked for them."""
-        watched = self._watched and self._session.state == SessionState.OPEN  # who describes itself hears no more
+        watched = self._watched and self._session.state == SessionState.OPEN  # a sink that describes itself gets none
         for number, pages in kept if watched else ():
             self._session.step("Kept")
             self._session.notice(m.Kept(session=self._session.session, number=number, pages=pages))
@@ -98,14 +98,14 @@ class SourceCatalogue(Part):
 
 
 class SinkCatalogue(Part):
-    """What a sink that watches knows of a source rank's pages."""
+    """What a watching sink knows of the pages of a source rank."""
 
     def __init__(self, session: Session, now: float) -> None:
         super().__init__(session)
         self.pages: dict[bytes, int] = {}
-        """By id, the nearest Tier, which may be one of a later version: so it was a moment ago."""
+        """The nearest Tier of each page a moment ago, by id; it may be a value of a later version."""
         self.head: m.Watched | None = None
-        """The latest piece of the list, which says what the ids are; None: nothing is known yet."""
+        """The latest piece of the list, which states what the ids mean; None if nothing is known yet."""
         self._number = 0
         self._after: bytes | None = None
         self._asked = 0
@@ -113,7 +113,7 @@ class SinkCatalogue(Part):
 
     @property
     def whole(self) -> bool:
-        """Whether the list has come to its end."""
+        """Whether the list is complete."""
         return self.head is not None and not self.head.more
 
     def reconnected(self) -> None:
@@ -121,7 +121,7 @@ class SinkCatalogue(Part):
         self._session.host.timers.at(0.0, self._again)
 
     def _again(self, now: float) -> None:
-        """Forget what was told, and ask from the beginning (KVP-CAT-GAP)."""
+        """Forget all pages, and ask for the list from the beginning (KVP-CAT-GAP)."""
         self.pages, self.head, self._after = {}, None, None
         self._session.answered(self._asked)
         if self._session.open:
@@ -156,7 +156,7 @@ class SinkCatalogue(Part):
     def _kept(self, message: m.Kept, now: float) -> None:
         self._session.step("Kept")
         if self.head is None:
-            return  # the list will have it
+            return  # the list will include it
         if message.number != self._number + 1:
             self._again(now)
             return

@@ -1,8 +1,8 @@
 """Tickets at a source rank: who may use one, who waits for its request, and when the request may be freed.
 
-Theory. A claim is a ticket that the engine expects, or that a Transfer names. It lives until every sink rank that this
-rank serves has ended its part, or until its deadline. Only claims that something has happened to are looked at, so a
-frame costs the same however many Transfers wait.
+A claim is a ticket that the engine expects, or that a Transfer names. It lives until every sink rank that this rank
+serves has ended its part, or until its deadline. Only claims that have changed are examined, so that the cost of a
+frame does not grow with the number of waiting Transfers.
 """
 
 from __future__ import annotations
@@ -61,40 +61,40 @@ class _Claim:
     content: bytes | None = None
     """None until the engine expects the request."""
     tokens: int | None = None
-    """Length of the prompt, where the engine has said it."""
+    """The length of the prompt, if the engine has stated it."""
     axes: Mapping[str, int] = {}
-    """Lengths of its other axes."""
+    """The lengths of its other axes."""
     bound: tuple[str, int] | None = None
-    """Engine and replica of the sink that used it first."""
+    """The engine and replica of the sink that used the ticket first."""
     users: dict[int, _User] = attrs.Factory(dict)
-    """Who uses it, by session."""
+    """The transfers that use the ticket, by session."""
     waiting: dict[int, _User] = attrs.Factory(dict)
-    """Of these, who is accepted and not answered."""
+    """Those of the users that are accepted but not answered."""
     finished: bool = False
     unwanted: bool = False
-    """Whether the engine was told that nobody who asked wants it any more."""
+    """Whether Unwanted was reported: every transfer that asked has been aborted or lost."""
     since: Mapping[int, int] = {}
-    """The first tokens of which the engine holds the items, by group id; 0 where none is named."""
+    """The first token whose items the engine holds, by group id, unless it is token 0."""
     error: KvprotoError | None = None
     """Why the engine cannot produce the request."""
 
     def progress(self) -> RequestState:
-        """How far the request is, as Accepted says it."""
+        """The state of the request, as Accepted states it."""
         if self.content is None:
             return RequestState.PENDING
         return RequestState.READY if self.finished else RequestState.RUNNING
 
     def take_waiting(self) -> list[_User]:
-        """Take out those that are still wanted."""
+        """Remove all waiting users, and return those that are still wanted."""
         waiting, self.waiting = self.waiting, {}
         return [user for user in waiting.values() if user.session.open and user.attempt.running]
 
     def served(self, now: float) -> bool:
-        """Whether a transfer of it has not ended, so that its items are still needed."""
+        """Whether a transfer of the request has not ended, so that its items are still needed."""
         return any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in self.users.values())
 
     def asked_by(self, user: _User) -> TransferRequested:
-        """What the engine is told of a user."""
+        """The event that reports a user to the engine."""
         transfer, granted = user.transfer, user.attempt.granted
         if granted is not transfer.grants:
             transfer = attrs.evolve(transfer, grants=granted)
@@ -108,18 +108,19 @@ class Claims(Endpoint):
         super().__init__(me, geometry)
         self._claims: dict[bytes, _Claim] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Deadlines of tickets whose claims are over (KVP-TKT-USED)."""
+        """Deadlines of tickets whose claims have ended (KVP-TKT-USED)."""
         self._touched: set[bytes] = set()
+        """Keys of claims to examine in the next `_settle`."""
         self._closed: set[int] = set()
-        """Sessions that are over and may be forgotten; what keeps one names it again when it ends."""
+        """Sessions that have ended and may be forgotten; one that is still needed is added again later."""
 
     def expect(
         self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None, axes: Mapping[str, int] = NO_AXES
     ) -> None:
-        """The engine has the request of this ticket; its first use binds it to one sink.
+        """Accept the engine's request for a ticket; its first use by a Transfer binds it to one sink.
 
-        `tokens` and `axes`: length of its prompt and of its other axes; where `tokens` is given, a Transfer for more is
-        refused at once (KVP-GRANT-PROMPT).
+        `tokens` and `axes` are the lengths of its prompt and of its other axes. If `tokens` is given, a Transfer for
+        more is refused at once (KVP-GRANT-PROMPT).
         """
         claim = self._claim(bytes(ticket.key), now)
         claim.timer.cancel()
@@ -132,7 +133,7 @@ class Claims(Endpoint):
         self._after(now)
 
     def used(self, key: bytes, now: float) -> bool:
-        """Whether a request came with this ticket, and its deadline has not passed; any thread may ask."""
+        """Whether a request used this ticket and its deadline has not passed; may be called from any thread."""
         claim = self._claims.get(key)
         return now < self._used.get(key, now) or (claim is not None and claim.content is not None)
 
@@ -144,7 +145,7 @@ class Claims(Endpoint):
         return self._claims[key]
 
     def _seek(self, session: SourceSession, attempt: SourceAttempt, transfer: m.Transfer, now: float) -> None:
-        """Match a Transfer with its ticket: accept it, or fail it."""
+        """Match a Transfer with its ticket, and accept or fail it."""
         key, user = bytes(transfer.ticket), _User(session, attempt, transfer)
         if now < self._used.get(key, now):
             user.fail(_used("every transfer of it is over", transfer), now)
@@ -153,8 +154,9 @@ class Claims(Endpoint):
         self._touched.add(key)
 
     def _match(self, claim: _Claim, user: _User, now: float) -> None:
-        """Accept a Transfer whose ticket, sink, prompt and tokens are right; one that is wrong in its tokens alone has
-        used the ticket, whether it came before the prompt or later.
+        """Accept a Transfer whose ticket, sink, prompt and tokens are right, and fail others.
+
+        A Transfer that is wrong only in its tokens has used the ticket, whether it came before the prompt or later.
         """
         session, attempt, transfer = user
         try:
@@ -177,7 +179,7 @@ class Claims(Endpoint):
         self._serve(claim)
 
     def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
-        """The engine holds no items of tokens below these, by group id: whoever needs some gets Failed."""
+        """Record the first token, by group id, whose items the engine still holds; fail Transfers for earlier ones."""
         claim = self._claims.get(key)
         if claim is None or claim.since == since:
             return
@@ -191,8 +193,9 @@ class Claims(Endpoint):
         self._touched.add(key)
 
     def _restated(self, now: float) -> None:
-        """Fail what was asked for by an earlier Description and whose prompt has not come: its ticket counts as unused
-        (KVP-TRN-CHANGED, KVP-TKT-CHANGED).
+        """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
+
+        Clauses KVP-TRN-CHANGED and KVP-TKT-CHANGED.
         """
         for claim in [each for each in self._claims.values() if each.content is None]:
             for user in list(claim.users.values()):
@@ -202,19 +205,19 @@ class Claims(Endpoint):
             claim.bound = None
 
     def _drop(self, claim: _Claim, user: _User) -> None:
-        """A transfer uses its ticket no more, and never has."""
+        """Remove a transfer from its claim, as if it had never used the ticket."""
         del claim.users[user.session.session]
         claim.waiting.pop(user.session.session, None)
         self._left(user.session)
 
     def _left(self, session: SourceSession) -> None:
-        """One claim less keeps this session."""
+        """Note that one claim fewer needs this session."""
         session.claims -= 1
         if not session.open:
             self._closed.add(session.session)
 
     def finish(self, key: bytes) -> None:
-        """Prefill of this request is over: whoever waits is served."""
+        """Serve the transfers that wait for this request, as its prefill is over."""
         claim = self._claims.get(key)
         if claim is not None:
             claim.finished = True
@@ -230,14 +233,14 @@ class Claims(Endpoint):
                     claim.waiting[user.session.session] = user
 
     def _granted(self, attempt: SourceAttempt) -> None:
-        """A sink rank has granted items."""
+        """Handle a sink rank's Grant."""
         claim = self._claims.get(bytes(attempt.transfer.ticket)) if attempt.transfer is not None else None
         if claim is not None:
             self._serve(claim)
             self._touched.add(claim.key)
 
     def asking(self, key: bytes) -> list[TransferRequested]:
-        """Who waits for this request: some rows may be copied to them before all can."""
+        """The transfers that wait for this request, which may get some rows before all are computed."""
         claim = self._claims.get(key)
         if claim is None or claim.content is None:
             return []
@@ -245,7 +248,7 @@ class Claims(Endpoint):
         return [claim.asked_by(user) for user in claim.waiting.values()]
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
-        """The engine cannot produce this request: whoever waits, or comes later, gets Failed.
+        """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it.
 
         Returns whether no transfer of it is still being served.
         """
@@ -261,11 +264,11 @@ class Claims(Endpoint):
         return not served
 
     def unasked(self) -> list[bytes]:
-        """Keys of requests that the engine has, and that no sink has asked for."""
+        """Keys of requests that the engine has accepted but no sink has asked for."""
         return [key for key, claim in self._claims.items() if claim.content is not None and not claim.users]
 
     def _touch(self, attempt: SourceAttempt) -> None:
-        """Look at the request of this attempt in the next `_settle`."""
+        """Examine the request of this attempt in the next `_settle`."""
         if attempt.transfer is not None:
             self._touched.add(bytes(attempt.transfer.ticket))
 
@@ -288,7 +291,7 @@ class Claims(Endpoint):
                 continue
             users = sorted(claim.users.values(), key=lambda user: user.attempt.lost is None)
             plan = users[0].attempt.described.plan
-            said = {user.session.peer.rank: user.attempt.lost for user in users}  # a rank may have come again
+            said = {user.session.peer.rank: user.attempt.lost for user in users}  # a rank may have used two sessions
             if said.keys() >= set(plan.served(self.me.rank)):
                 self._release(claim, now)
                 lost = {rank: error for rank, error in said.items() if error is not None}
@@ -296,13 +299,13 @@ class Claims(Endpoint):
 
     @staticmethod
     def _ask_for_items(claim: _Claim, now: float) -> None:
-        """Tell the sinks that have not granted all items that prefill is over."""
+        """Ask the sinks that have not granted all items for the rest, as prefill is over."""
         claim.waiting = {user.session.session: user for user in claim.take_waiting()}
         for session, attempt, _ in claim.waiting.values():
             session.part(SourceIntent).progress(attempt, None, now)
 
     def _expire(self, claim: _Claim, now: float) -> None:
-        """The deadline of a ticket has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
+        """End a claim whose ticket's deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(claim, now)
         self._touched.add(claim.key)
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if claim.finished else _LATE)
@@ -330,7 +333,7 @@ class Claims(Endpoint):
             self._left(session)
             if attempt.fetched:
                 session.part(SourcePull).released(attempt)
-        claim.users.clear()  # each of them knows the claim
+        claim.users.clear()  # breaks a reference cycle, as each attempt refers to the claim
 
 
 def _used(mine: str, transfer: m.Transfer) -> RemoteError:
@@ -339,7 +342,7 @@ def _used(mine: str, transfer: m.Transfer) -> RemoteError:
 
 
 def _check(claim: _Claim, asking: _User) -> None:
-    """Raise where this Transfer may not use the ticket, in the order that transfers.md gives (KVP-TRN-CHECKS)."""
+    """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS)."""
     session, _, transfer = asking
     if claim.error is not None:
         raise claim.error.again()
@@ -357,14 +360,14 @@ def _check(claim: _Claim, asking: _User) -> None:
 
 
 def _check_windows(claim: _Claim, user: _User) -> None:
-    """Raise where a Transfer asks for what the request does not have, the last two of those checks."""
+    """Raise if a Transfer asks for tokens that the request does not have: the last two of those checks."""
     if claim.tokens is not None:
         _check_ends(claim.tokens, claim.axes, user)
     _check_held(claim, user)
 
 
 def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
-    """Raise BAD_GRANT where a window ends beyond its axis (KVP-GRANT-PROMPT)."""
+    """Raise BAD_GRANT if a window ends beyond its axis (KVP-GRANT-PROMPT)."""
     groups = {g.id: g for g in user.attempt.described.sink.groups}
     for i, grant in enumerate(user.transfer.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
@@ -385,7 +388,7 @@ def _check_held(claim: _Claim, user: _User) -> None:
 
 
 def check_held(held: Mapping[int, int], grants: Sequence[m.Grants]) -> None:
-    """Raise NOT_HELD where a window begins below what is held, by group id (KVP-GRANT-HELD)."""
+    """Raise NOT_HELD if a window begins before the first token that is `held`, by group id (KVP-GRANT-HELD)."""
     for i, grant in enumerate(grants):
         first = held.get(grant.group, 0)
         if grant.count and not grant.late and grant.first < first:

@@ -1,11 +1,10 @@
 """A session from Hello to Goodbye: what roles and features share.
 
-Theory. A session is a table of handlers, one for each message that it may hear. The core adds its own (Goodbye,
-Error); each feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was
-not chosen has no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated
-request is answered from the state that it left, never from stored bytes, so no number of transfers outgrows a memory of
-replies. Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as
-`next_deadline`.
+A session is a table of handlers, one for each message that it may receive. The core adds its own (Goodbye, Error); each
+feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was not chosen has
+no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated request is
+answered from the state that it left, never from stored replies, so that their memory cannot run out. Addresses and
+connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Hears", "Part", "Session"]
 
 Hears = tuple[tuple[type, Any], ...]
-"""Handlers: a message, and the method that takes it and `now`."""
+"""Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Part")
 T = TypeVar("T")
 
@@ -48,17 +47,17 @@ class Part:
         self._session = session
 
     def closed(self) -> None:
-        """The session is over."""
+        """Called when the session has ended."""
 
     def reconnected(self) -> None:
-        """The session goes on over another connection; notices on their way are lost."""
+        """Called when the session goes on over another connection; notices under way are lost."""
 
     def planned(self) -> None:
-        """A plan was made of both Descriptions, or could not be."""
+        """Called when a plan of both Descriptions was made, or could not be made."""
 
 
 class Session:
-    """State, requests under way and handlers of one rank pair; a role adds how it opens and registers."""
+    """The state, requests under way and handlers of one rank pair; a role adds how it opens and registers."""
 
     role = ""
 
@@ -66,28 +65,28 @@ class Session:
         self.host, self.me, self.conn = host, host.me, conn
         self.session = 0
         self.state = self.closed_in = SessionState.IDLE
-        """`closed_in`: the state in which the session ended."""
+        """`closed_in` is the state in which the session ended."""
         self.features: tuple[int, ...] = ()
         self.minor = tables.MINOR
-        """Minor version of the session, once Welcome has said it."""
+        """The minor version of the session, from Welcome on."""
         self.limits = LIMITS
-        """What the peer takes; what this package takes until the peer has said it."""
+        """The limits of the peer; until they are known, those of this package."""
         self.said_goodbye = False
-        """Whether the peer has ended the session in order: it writes and reads nothing any more."""
+        """Whether the peer has said Goodbye, after which it neither writes nor reads."""
         self.heard = 0.0
-        """When the last frame of the peer came."""
+        """When the last frame of the peer was received."""
         self.suspect = False
-        """Whether the peer has been silent for too long to be asked for anything new (KVP-SES-SUSPECT)."""
+        """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
         self.attempts: dict[int, Any] = {}
         """The latest attempt of each sequence above the low-water mark."""
         self.low_water = 0
-        """Every sequence at or below it is over and forgotten."""
+        """Every sequence up to this one has ended and is forgotten."""
         self._peer: Party | None = None
         self._described: Described | None = None
         self.theirs: Stated
-        """What the peer has stated last, once it has."""
+        """The peer's latest Description; set when the first is known."""
         self.described_by = 0
-        """Request id of the peer's last Describe that was answered."""
+        """The request id of the peer's last Describe that was answered."""
         self._parts: dict[type[Part], Part] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
         self._hear(self)
@@ -101,31 +100,31 @@ class Session:
 
     @property
     def described(self) -> Described:
-        """Both Descriptions and the plan; raises LocalError before they are known."""
+        """Both Descriptions and their plan; raises LocalError before they are known."""
         return _known(self._described, "the plan")
 
     @property
     def open(self) -> bool:
-        """Whether the session is not over."""
+        """Whether the session has not ended."""
         return self.state != SessionState.CLOSED
 
     @property
     def known(self) -> bool:
-        """Whether the peer has said who it is."""
+        """Whether the peer's identity is known."""
         return self._peer is not None
 
     @property
     def name(self) -> str:
-        """The peer, for people."""
+        """The peer's name, for display."""
         return str(self._peer or self.conn)
 
     @property
     def resuming(self) -> bool:
-        """Whether this side has asked to go on over another connection, so that what is counted begins anew."""
+        """Whether this side has asked to go on over another connection, where counts begin at 0 again."""
         return False
 
     def install(self, part: Part) -> None:
-        """Add the handlers of a part; they take the place of others for the same messages."""
+        """Add a part; its handlers replace others for the same messages."""
         self._parts[type(part)] = part
         self._hear(part)
 
@@ -137,14 +136,14 @@ class Session:
         return cls in self._parts
 
     def part(self, cls: type[P]) -> P:
-        """A part that is installed; raises LocalError where the session has not chosen it."""
+        """An installed part; raises LocalError if the session did not choose its feature."""
         found = self._parts.get(cls)
         if not isinstance(found, cls):
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "a session without it", cls.__name__)
         return found
 
     def receive(self, message: Any, now: float) -> None:
-        """Take one message; only RemoteError escapes, and then the message had no effect."""
+        """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
         self.heard = now
         if self.suspect:
             self.suspect = False
@@ -156,17 +155,17 @@ class Session:
         handler(message, now)
 
     def step(self, event: str) -> None:
-        """Move the session by the table; raises UNEXPECTED_MESSAGE."""
+        """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
         self.state = next_session(self.state, event, self.features)
 
     def move(self, attempt: Attempt, event: str) -> None:
-        """Move an attempt; raises UNEXPECTED_MESSAGE where the table has no row."""
+        """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
         attempt.state = next_transfer(attempt.state, event, self.features)
         if attempt.state == TransferState.ENDED:
             self.host.ended(self, attempt)
 
     def forget(self) -> None:
-        """Raise the low-water mark over what is over."""
+        """Raise the low-water mark past attempts that have ended."""
         while (attempt := self.attempts.get(self.low_water + 1)) is not None and attempt.over:
             del self.attempts[self.low_water + 1]
             self.low_water += 1
@@ -174,16 +173,17 @@ class Session:
     def describe(
         self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
     ) -> None:  # fmt: skip
-        """Have the plan of both Descriptions made; `then` hears where they do not fit, unless the session has ended.
+        """Have the plan of both Descriptions made, and then call `then` with None, or the error if they do not fit.
 
-        A plan that is done after that of a later Description of the peer counts no more (KVP-DSC-LAST).
+        `then` is not called after the session has ended. A plan that is done after that of a later Description of the
+        peer is not used (KVP-DSC-LAST).
         """
         own = self.host.stated
 
         def made(found: Planned | KvprotoError) -> None:
             if not self.open:
                 return
-            if own is not self.host.stated:  # it has changed meanwhile
+            if own is not self.host.stated:  # it has changed in the meantime
                 self.describe(message, from_source, then)
                 return
             if self._described is not None and message.version < self.theirs.version:
@@ -204,14 +204,14 @@ class Session:
         self.host.plans.make(message, own, from_source, self.features, made)
 
     def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:
-        """The peer has said where its ranks listen now, where that has changed."""
+        """Handle the addresses at which the peer's ranks listen now, if it stated any."""
 
     def tell(self, event: Event) -> None:
-        """Tell the endpoint, and with it the engine."""
+        """Report an event to the endpoint, and so to the engine."""
         self.host.tell(self, event)
 
     def notice(self, message: m.Message) -> None:
-        """Send a message that nobody answers; a session whose peer does not take one of this length is given up."""
+        """Send a message that needs no answer; if it is longer than the peer accepts, the session is given up."""
         frame = encode(message, minor=self.minor)
         if len(frame) - tables.HEADER_BYTES > self.limits.max_body:
             self.lose(f"a {type(message).__name__} is longer than the peer takes")
@@ -219,7 +219,7 @@ class Session:
         self.host.send(self.conn, frame)
 
     def reply(self, cls: type[Any], to: Any, **fields: Any) -> None:
-        """Answer a request; what is about a transfer names it as the request does."""
+        """Answer a request; an answer about a transfer names it as the request does."""
         if hasattr(to, "sequence"):
             fields |= {"sequence": to.sequence, "attempt": to.attempt}
         self.notice(cls(session=self.session, request=to.request, **fields))
@@ -227,38 +227,38 @@ class Session:
     def refuse(
         self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True
     ) -> None:  # fmt: skip
-        """Answer by Refused, and tell the engine; `ends`: the session is of no use without what was asked."""
+        """Answer with Refused, and report it to the engine; `ends` if the session has no use without the request."""
         self.reply(m.Refused, request, **refusal(error))
         self.tell(SessionRefused(self.name, error, by_us=True) if ends else events.ProtocolError(self.name, error))
 
     def refused(self, message: m.Refused, now: float) -> None:
-        """Handler of Refused: the peer has refused Hello, Describe or Register."""
+        """Handle Refused, the answer to a Hello, Describe or Register."""
         if self.answered(message.request, m.Hello, m.Describe, m.Register):
             self.step("Refused")
             self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
 
     def reconnected(self) -> None:
-        """The session goes on over another connection."""
+        """Go on over another connection."""
         for part in self._parts.values():
             part.reconnected()
 
     def resume(self, now: float) -> bool:
-        """Whether this side tries to go on with a session that the peer does not know by this connection."""
+        """Try to go on with a session that the peer does not know on this connection; whether it is being tried."""
         return False
 
     def give_up(self, error: KvprotoError) -> None:
-        """End the session because of what the peer says of itself."""
+        """End the session because of what the peer stated about itself."""
         self.tell(SessionRefused(self.name, error, by_us=True))
         self.goodbye(str(error))
 
     def goodbye(self, reason: str) -> None:
-        """End the session in order; before its Welcome there is nothing to end."""
+        """End the session in order; before its Welcome, there is nothing to end."""
         if self.state not in (SessionState.CLOSED, SessionState.IDLE, SessionState.GREETED):
             self.notice(m.Goodbye(session=self.session, reason=reason[:1000]))
             self._close()
 
     def lose(self, reason: str) -> None:
-        """Give the session up; this proves nothing about the peer (KVP-SES-DEAD)."""
+        """Give up the session; this proves nothing about the peer (KVP-SES-DEAD)."""
         if self.open:
             self._close()
             self.tell(SessionClosed(self.session, self.name, reason))
@@ -272,15 +272,15 @@ class Session:
         self.host.closed(self)
 
     def _goodbye(self, message: m.Goodbye, now: float) -> None:
-        next_session(self.state, "Goodbye", self.features)  # raises where it is not legal
+        next_session(self.state, "Goodbye", self.features)  # raises if it is not legal
         self.said_goodbye = True
         self.lose(message.reason)
 
     def _error(self, message: m.Error, now: float) -> None:
-        """An Error ends the request that it is about: no other answer will come."""
+        """Handle Error, which ends the request that it is about, as no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
         request = self._pending.get(number)
-        if request is None or message.about not in (None, request.kind.TYPE):  # ids of the two directions may be equal
+        if request is None or message.about not in (None, request.kind.TYPE):  # both directions may use the same ids
             return
         if error.code == ErrorCode.UNKNOWN_SESSION and self.resume(now):
             return
@@ -290,7 +290,7 @@ class Session:
         self.answered(number)
         if request.on_error is not None:
             request.on_error(error, now)
-        else:  # without what was asked for the session is of no use
+        else:  # the session has no use without the request
             self.tell(SessionRefused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
@@ -300,9 +300,9 @@ class Session:
         self, cls: type[Any], now: float, *, patience: float | None = None,
         on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
     ) -> Request:  # fmt: skip
-        """Encode a request under a fresh id, for `ask`; Hello is greased.
+        """Encode a request with a new id, for `ask`; Hello is greased.
 
-        Raises LocalError, TOO_LARGE, where the body is longer than the peer takes.
+        Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.
         """
         number, ids = self._next_request, tables.GREASE_FIELD_IDS
         head, grease = {"session": self.session}, None
@@ -317,7 +317,7 @@ class Session:
         return Request(number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0)))
 
     def ask(self, request: Request, now: float) -> int:
-        """Send a request, and again until it is answered or given up (KVP-SES-RESEND); returns its id."""
+        """Send a request, and resend it until it is answered or given up (KVP-SES-RESEND); returns its id."""
         self._pending[request.number] = request
         self._again(request, now)
         return request.number
@@ -331,7 +331,7 @@ class Session:
         self.host.send(self.conn, request.frame)
 
     def request(self, cls: type[Any], now: float, **fields: Any) -> int:
-        """Compose and ask; a session whose peer does not take a request of this length is given up."""
+        """Compose and ask; if the request is longer than the peer accepts, the session is given up."""
         try:
             return self.ask(self.compose(cls, now, **fields), now)
         except LocalError as error:
@@ -345,9 +345,9 @@ class Session:
         return number in self._pending
 
     def answered(self, number: int, *kinds: type, about: tuple[int, int] | None = None) -> bool:
-        """End a request, of one of these messages and about this attempt where any are named; whether it was under way.
+        """End a request, if it is one of these messages and about this attempt; whether it was under way.
 
-        Both sides count their requests for themselves, so a number alone may be that of the peer's.
+        Each side numbers its own requests, so the same number may also be that of a request of the peer.
         """
         request = self._pending.get(number)
         if request is None or (kinds and request.kind not in kinds) or about not in (None, request.about):

@@ -1,7 +1,7 @@
-"""Describe and Description: what each side owns, at first and whenever that changes (registration.md, Descriptions).
+"""Describe and Description: each side states what it owns, and states it again on every change (registration.md).
 
-The sink describes itself first. In a session with EPOCHS either side does so again once its own Description has
-changed. Both then plan anew; epochs that were registered before keep the plan that they were registered by.
+The sink describes itself first. In a session with EPOCHS, either side does so again when its own Description has
+changed. Both then plan again; epochs that were registered earlier keep the plan under which they were registered.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["Describing"]
 
 
 class Describing(Part):
-    """Either side's half of both messages."""
+    """One side's half of both messages."""
 
     def __init__(self, session: Session, source: bool) -> None:
         super().__init__(session)
         self._source = source
         self._asked = 0
-        """Request id of this side's last Describe."""
+        """The request id of this side's last Describe."""
         self._planning: int | None = None
-        """Request id of the peer's Describe whose plan is being made."""
+        """The request id of the peer's Describe that a plan is being made for."""
         self._answered = 0
-        """Request id of this side's Describe by whose answer a plan is being made."""
+        """The request id of this side's Describe whose answer a plan is being made for; 0 if there is none."""
 
     @property
     def pending(self) -> bool:
@@ -37,10 +37,10 @@ class Describing(Part):
         return self._planning is not None or self._answered != 0 or self._session.asks(self._asked)
 
     def describe(self, now: float, endpoints: tuple[m.Endpoint, ...] | None = None) -> None:
-        """State what this side owns; `endpoints`: where its ranks listen, where that has changed."""
+        """State what this side owns, and the `endpoints` at which its ranks listen if they have changed."""
         session = self._session
         session.step("Describe")
-        session.answered(self._asked)  # what it stated has changed since
+        session.answered(self._asked)  # stop resending the earlier one
         self._asked = session.request(m.Describe, now, **session.host.stated.fields, endpoints=endpoints)
 
     def _describe(self, message: m.Describe, now: float) -> None:
@@ -49,10 +49,10 @@ class Describing(Part):
             self._answer(message)
             return
         if self._planning == message.request:
-            return  # it is being planned, and answered once
+            return  # its plan is being made; it is answered once
 
         def made(error: KvprotoError | None) -> None:
-            if self._planning != message.request:  # a later one has taken its place, and is answered in place of it
+            if self._planning != message.request:  # a later one has replaced it, and is answered instead
                 return
             self._planning = None
             if error is None:
@@ -79,7 +79,7 @@ class Describing(Part):
         self._session.reply(m.Description, to, **self._session.host.stated.fields)
 
     def _check_version(self, message: m.Describe, state: SessionState) -> None:
-        """Raise where a Description that is to replace another is not a later one (KVP-DSC-RISE)."""
+        """Raise if a Description that replaces another does not have a higher version (KVP-DSC-RISE)."""
         known: Any = self._session.theirs.version if state == SessionState.READY else 0
         if message.version <= known:
             advice = "raise it with every change"

@@ -1,4 +1,4 @@
-"""The endpoint that holds the sessions of a rank: what both roles share.
+"""The endpoint that holds the sessions of one rank: what both roles share.
 
 Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
@@ -24,13 +24,13 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """All sessions of one rank: what they send and tell, and when they next have something to do."""
+    """All sessions of one rank: the frames that they send, the events that they report, and their next deadline."""
 
     geometry: Geometry
     stated: Stated
 
     def __init__(self, me: Party, geometry: Geometry | None = None) -> None:
-        """`geometry`: what it describes to its peers; None: nothing, as it moves no bytes."""
+        """`geometry` is what the rank describes to its peers; None if it moves no bytes."""
         self.me = me
         if geometry is not None:
             validate(geometry)
@@ -41,13 +41,13 @@ class Endpoint:
         self._out: list[tuple[Hashable, bytes]] = []
         self.plans = Plans()
         self.runs: dict[tuple[str, int, int], int] = {}
-        """The greatest incarnation that this side has greeted of each engine, replica and rank."""
+        """The greatest incarnation met so far, by engine, replica and rank."""
         self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
-        """Whose connection it is, for people, where no session says so."""
+        """The peer of a connection without a session, for display."""
         self.advice: Callable[[str], str] = lambda address: "see whether it runs, and its address"
-        """What to do about the silence of an address."""
+        """What to do about an address that does not answer."""
         self.resends = 0
-        """Requests that were sent again."""
+        """The number of requests that were sent again."""
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
@@ -58,42 +58,42 @@ class Endpoint:
         self._events.append(event)
 
     def closed(self, session: Any) -> None:
-        """A session is over."""
+        """Called when a session has ended."""
         raise NotImplementedError
 
     def unsettled(self) -> None:
-        """A session is about to have another plan, or memory: nothing is asked before it is known."""
+        """Called when the plan or the memory of a session is about to change: no transfer starts until it is known."""
 
     def ended(self, session: Any, attempt: Any) -> None:
-        """An attempt has changed in a way that the request or the transfer above it may wait for."""
+        """Called when an attempt has ended, or changed in a way that its request or transfer may wait for."""
         raise NotImplementedError
 
     def _after(self, now: float) -> None:
-        """Draw the conclusions of what has changed."""
+        """Act on what has changed; called after every frame, timer and call."""
         raise NotImplementedError
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
-        """Frames, in order, and the connection of each."""
+        """The frames to send, in order, each with its connection."""
         self._after(now)
         out, self._out = self._out, []
         return out
 
     def take_events(self) -> list[Event]:
-        """Events since the last call."""
+        """The events since the last call."""
         told, self._events = self._events, []
         return told
 
     def next_deadline(self) -> float | None:
-        """When `on_time` next has something to do; None: only a frame or a call can change anything."""
+        """When `on_time` is next due; None if only a frame or a call can change anything."""
         return self.timers.next()
 
     def on_time(self, now: float) -> None:
-        """Resend, give up, expire: whatever is due."""
+        """Resend, give up and expire whatever is due."""
         self.timers.run(now)
         self._after(now)
 
     def census(self) -> Census:
-        """The peers of its sessions now, and what was sent again so far."""
+        """Count the peers of its sessions now, and the requests that were sent again so far."""
         known = [session for session in self.sessions.values() if session.open and session.known]
         return Census(len(known), sum(session.suspect for session in known), self.resends)
 
@@ -105,9 +105,9 @@ class Endpoint:
     def _report(
         self, conn: Hashable, session: Any, frame: bytes, message: m.Message | None, error: RemoteError
     ) -> Head:
-        """Answer a refused frame by Error, unless it is an Error itself, or a reply or notice that cannot be read.
+        """Answer a refused frame with Error, unless it is an Error itself, or a reply or notice that cannot be read.
 
-        Returns what can be read of it (KVP-ERR-ANSWER, KVP-ERR-SILENT).
+        Returns as much of its head as can be read (KVP-ERR-ANSWER, KVP-ERR-SILENT).
         """
         head = read_head(frame) if message is None else Head.of(message)
         if head.cls is not m.Error and (message is not None or head.delivery == "request"):

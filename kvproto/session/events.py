@@ -1,4 +1,4 @@
-"""What the session layer tells the engine."""
+"""The events that the session layer reports to its node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class Event:
-    """Base of what `take_events` returns."""
+    """The base class of what `take_events` returns."""
 
 
 @attrs.frozen
@@ -37,13 +37,13 @@ class Planned(Event):
 class RegisterAsked(Event):
     """The peer has registered memory: map it, then call `accept_register` or `refuse_register`.
 
-    At the source it is a sink's, to be written; at the sink a source's, to be read.
+    A source maps a sink's memory to write it; a sink maps a source's memory to read it.
     """
 
     session: int
     register: Register = attrs.field(repr=False)
     described: Described = attrs.field(repr=False)
-    """What its transfers will be planned by."""
+    """The Descriptions and the plan of its transfers."""
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ class Ready(Event):
 
 @attrs.frozen
 class Changed(Event):
-    """Source: a transfer of this ticket has come, or is wanted no more."""
+    """Source: a transfer of this ticket has come, or is not wanted any more."""
 
     key: bytes = attrs.field(repr=False)
 
@@ -75,16 +75,16 @@ class TransferRequested(Event):
     key: bytes = attrs.field(repr=False)
     session: int
     transfer: Transfer
-    """With the windows and items that are granted so far."""
+    """The Transfer, with the windows and items that are granted so far."""
     whole: bool = True
-    """Whether that is all that was asked for."""
+    """Whether everything that was asked for is granted."""
     end: int | None = None
-    """If not, the token below which rows may be written that may move before prefill is over; None: all of those."""
+    """If not, only rows below this token may be written before prefill is over; None: all that can be sent early."""
 
 
 @attrs.frozen
 class Fetched(Event):
-    """Source: a sink rank has read `bytes` bytes of an offer; 0: it reads nothing of it any more."""
+    """Source: a sink rank has read `bytes` bytes of an offer; 0 if it gave up reading."""
 
     session: int
     sequence: int
@@ -98,9 +98,9 @@ class Released(Event):
 
     key: bytes = attrs.field(repr=False)
     routed: tuple[int, ...]
-    """Source ranks with a route; a rank without one frees the request when these have (KVP-TRN-DUMMY)."""
+    """Source ranks with a route; a rank without one frees the request when these have done so (KVP-TRN-DUMMY)."""
     lost: Mapping[int, KvprotoError]
-    """Sink ranks that were to have it and have not said that they do, and why."""
+    """By sink rank, why it may not have the request."""
 
 
 @attrs.frozen
@@ -119,7 +119,7 @@ class Expired(Event):
 
 @attrs.frozen
 class Useful(Event):
-    """Sink: items of a transfer that lacks some are of use up to this token, None: all; every source rank says so."""
+    """Sink: by all source ranks, items for `tokens` tokens (None: all) are of use to a transfer that lacks some."""
 
     transfer: int
     tokens: int | None
@@ -135,17 +135,17 @@ class Offered(Event):
 
 @attrs.frozen
 class Arrived(Event):
-    """Sink: every required rank is Done, or what it offered is read; `done` then says what the Offer said."""
+    """Sink: every required rank has said Done, or its offer was read, which `done` holds as an equivalent Done."""
 
     transfer: int
     done: tuple[Done, ...]
     seconds: float
-    """From Transfer to the last Done."""
+    """Seconds from the Transfer to the last Done."""
 
 
 @attrs.frozen
 class Lost(Event):
-    """Sink: the transfer failed. Its items are free if `proof` is PROVEN, or else when Proven follows."""
+    """Sink: the transfer failed. Its items are free if `proof` is PROVEN, otherwise after Proven."""
 
     transfer: int
     error: KvprotoError
@@ -154,7 +154,7 @@ class Lost(Event):
 
 @attrs.frozen
 class Proven(Event):
-    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead, or has said so late."""
+    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead or gave late proof."""
 
     transfer: int
 
@@ -170,7 +170,7 @@ class SessionRefused(Event):
 
 @attrs.frozen
 class SessionClosed(Event):
-    """The session is over: Goodbye, no answer in time, or a newer incarnation of the peer."""
+    """The session has ended: by Goodbye, without an answer in time, or by a newer incarnation of the peer."""
 
     session: int
     peer: str
@@ -187,7 +187,7 @@ class Suspected(Event):
 
 @attrs.frozen
 class Recovered(Event):
-    """A peer that was Suspected has said something."""
+    """A peer that was Suspected has been heard from again."""
 
     session: int
     peer: str
@@ -195,7 +195,7 @@ class Recovered(Event):
 
 @attrs.frozen
 class Listed(Event):
-    """Sink: the list of a source rank's cached pages has come to its end; from now on it is kept up to date."""
+    """Sink: the list of a source rank's cached pages is complete; from now on it is kept up to date."""
 
     session: int
     peer: str
@@ -203,7 +203,7 @@ class Listed(Event):
 
 @attrs.frozen
 class ProtocolError(Event):
-    """A malformed or unexpected frame; it was answered where it needs an answer, and had no other effect."""
+    """A malformed or unexpected frame came; it was answered if it needs an answer, and had no other effect."""
 
     peer: str
     error: KvprotoError

@@ -1,8 +1,8 @@
 """Streams inside the session: Data, and Credit of bytes (feature INLINE).
 
-Both sides count the bytes of Data from Registered on, and again from 0 when the session is resumed: the source those
-that it has sent, the sink those that came. The sink grants what came and a window, so no more than the window is ever
-on its way. What is packed and unpacked belongs to a transport.
+Both sides count the bytes of Data from Registered on, and again from 0 when the session is resumed: the source counts
+what it has sent, the sink what has arrived. The sink grants what has arrived plus a window, so no more than the window
+is ever under way. Packing and unpacking belong to a transport.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 __all__ = ["Came", "DataReader", "DataWriter", "SinkInline", "SourceInline"]
 
 _BESIDE, _BEGIN = 64, 20
-"""Bytes of a Data beside its bytes, and of each entry of `begins`: no more than so many."""
+"""Upper limits, in bytes, for the size of a Data without its bytes, and of each entry of `begins`."""
 
 
 class DataWriter(StreamWriter, Protocol):
     """At the source: the streams of one session."""
 
     def allow(self, bytes: int) -> None:
-        """So many more bytes may be packed."""
+        """Allow `bytes` more bytes to be packed."""
 
     def restart(self) -> None:
-        """What was packed may be lost: streams under way have failed, and nothing may be packed (KVP-INL-RESUMED)."""
+        """Fail the streams under way, whose bytes may be lost, and withdraw all credit (KVP-INL-RESUMED)."""
 
 
 class DataReader(StreamReader, Protocol):
     """At the sink: the streams of one source."""
 
     window: int
-    """Bytes that may be on their way."""
+    """The number of bytes that may be under way."""
 
     def data(self, data: m.Data) -> None:
         """Unpack the next bytes; raises RemoteError (KVP-INL-NEXT, KVP-INL-LAST)."""
 
 
 class SourceInline(SourceStream):
-    """The source's half: it hears Credit and says Data."""
+    """The source's half, which receives Credit and sends Data."""
 
     kind = CreditKind.INLINE
 
@@ -61,7 +61,7 @@ class SourceInline(SourceStream):
         self._writer.restart()
 
     def grant(self, credit: m.Credit) -> None:
-        """KVP-INL-CREDIT."""
+        """Allow the bytes of a Credit; raises RemoteError(CREDIT) for a total out of range (KVP-INL-CREDIT)."""
         total, most = credit.total or 0, self._sent + MAX_CREDIT
         if not self._total <= total <= most:
             mine, advice = f"{self._total} to {most}", "grant what was unpacked, and a window"
@@ -75,7 +75,7 @@ class SourceInline(SourceStream):
         return said
 
     def messages(self, said: Any) -> Iterator[m.Chunk | m.Data]:
-        """Several where the sink takes no body as long (KVP-FRAME-W-LENGTH)."""
+        """A piece as one Data, or as several if the sink does not accept a body of that length (KVP-FRAME-W-LENGTH)."""
         most = max(self._session.limits.max_body - _BESIDE - _BEGIN * len(said.begins or ()), 1)
         for at in range(0, max(len(said.data), 1), most):
             data = said.data[at : at + most]
@@ -87,13 +87,13 @@ class SourceInline(SourceStream):
 
 @attrs.define
 class Came:
-    """Bytes of Data that a sink has heard, and those that it has granted."""
+    """The bytes of Data that a sink has received, and the total that it has granted."""
 
     bytes: int = 0
     total: int = 0
 
     def count(self, bytes: int) -> None:
-        """More have come; raises CREDIT beyond the total, and counts none then (KVP-INL-BEYOND, KVP-INL-COUNT)."""
+        """Add received bytes; raises CREDIT, and adds none, beyond the total (KVP-INL-BEYOND, KVP-INL-COUNT)."""
         if self.bytes + bytes > self.total:
             mine, yours = f"{self.total} bytes in all", f"{self.bytes + bytes} bytes"
             raise RemoteError(ErrorCode.CREDIT, "data", mine, yours, "wait for Credit")
@@ -101,7 +101,7 @@ class Came:
 
 
 class SinkInline(SinkStream):
-    """The sink's half: it says Credit and hears Data."""
+    """The sink's half, which sends Credit and receives Data."""
 
     feature, piece = Feature.INLINE, m.Data
 
@@ -114,13 +114,13 @@ class SinkInline(SinkStream):
         self._came = Came()
 
     def take(self, message: m.Chunk | m.Data) -> None:
-        assert isinstance(message, m.Data)  # `Pieces` has looked
+        assert isinstance(message, m.Data)  # checked by `Pieces`
         self._came.count(len(message.data))
         self._check_begins(self._piece_of(message), message)
         self._streams.data(message)
 
     def credit(self) -> m.Credit | None:
-        """What came is unpacked: grant it again, in parts of a quarter of the window at least."""
+        """A Credit that grants what has been unpacked, once that is at least a quarter of the window."""
         total = self._came.bytes + self._streams.window
         if total - self._came.total < max(self._streams.window // 4, 1):
             return None

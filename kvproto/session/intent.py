@@ -1,8 +1,8 @@
-"""Items that are named when they are of use: Progress and Grant (features INTENT and SPANS).
+"""Items that are named late, when they are of use: Progress and Grant (features INTENT and SPANS).
 
-Theory. A source says Progress while an attempt lacks items that are of use, and again each `resend`: a lost frame costs
-time and nothing else. A sink sends one Grant of an attempt at a time, each with what no Grant before has named, so that
-neither side sends or checks the same items twice.
+A source sends Progress while an attempt lacks items that are of use, and repeats it every `resend`, so that a lost
+frame costs nothing but time. A sink sends one Grant of an attempt at a time, each with items that no earlier Grant has
+named, so that neither side sends or checks items twice.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 
 class SourceIntent(Part):
-    """The source's half; `granted` is told of each attempt of which more may be written."""
+    """The source's half; `granted` is called with each attempt for which more may be written."""
 
     def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
         super().__init__(session)
         self._granted = granted
 
     def progress(self, attempt: SourceAttempt, tokens: int | None, now: float) -> None:
-        """Say that items are of use up to this token, None: all are, and again until they are granted."""
+        """Send Progress, repeatedly until they are granted, for items up to this token (None: for all)."""
         if attempt.useful is not None and (tokens is None or tokens > attempt.useful):
             attempt.useful = tokens
             self._say(attempt, now)
 
     def _say(self, attempt: SourceAttempt, now: float) -> None:
-        """KVP-INT-AGAIN."""
+        """Send Progress if items are still lacking, and set the timer to repeat it (KVP-INT-AGAIN)."""
         session = self._session
         if attempt.saying is not None:
             attempt.saying.cancel()
@@ -97,7 +97,7 @@ class SourceIntent(Part):
         session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check(self, attempt: SourceAttempt, transfer: m.Transfer, message: m.Grant) -> tuple[m.Grants, ...]:
-        """What is granted from now on; raises by the first check that fails (KVP-INT-CHECKS)."""
+        """Everything that is granted with this Grant; raises the first check that fails (KVP-INT-CHECKS)."""
         side, spans = self._side(attempt), Feature.SPANS in self._session.features
         if attempt.whole:
             mine, yours = "an attempt whose items are all granted", "more of them"
@@ -120,7 +120,7 @@ class SinkIntent(Part):
     """The sink's half."""
 
     def take(self, attempt: SinkAttempt) -> None:
-        """Note what an attempt lacks when its Transfer is composed."""
+        """Note whether the Transfer of an attempt leaves out its items."""
         side = self._side(attempt)
         if bare(side, attempt.asks):
             attempt.granted, attempt.whole = nothing(side, attempt.asks), False
@@ -128,9 +128,9 @@ class SinkIntent(Part):
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
     ) -> None:  # fmt: skip
-        """Name the items of an attempt, those of before included, as soon as the source may hear it.
+        """Name the items of an attempt, including earlier ones, as soon as a Grant may be sent.
 
-        `begin` is called once all are named. Where bytes are `packed`, the source has no use for some of them.
+        `begin` is called once all are named. With `packed` bytes, nothing is sent before that.
         """
         named = tuple(grants[g.group] for g in attempt.asks)
         if not attempt.whole and not attempt.begun and is_whole(self._side(attempt), named, attempt.asks):
@@ -145,7 +145,7 @@ class SinkIntent(Part):
         return RankLayout(attempt.described.sink, attempt.described.ranks[1], {})
 
     def _next(self, attempt: SinkAttempt, now: float) -> None:
-        """Send a Grant, if there is something to say and it may be said (KVP-SPN-TURN)."""
+        """Send a Grant, if there are new items and it may be sent now (KVP-SPN-TURN)."""
         session = self._session
         if not attempt.named or attempt.whole or attempt.grant or attempt.state != TransferState.ACCEPTED:
             return
@@ -181,7 +181,7 @@ class SinkIntent(Part):
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
-            return  # it has overtaken nothing that still matters
+            return  # the attempt is over
         transfers.heard(attempt)
         self._session.move(attempt, "Progress")
         self._note(attempt, message.state, message.tokens or 0, now)
@@ -196,7 +196,7 @@ class SinkIntent(Part):
 
 
 def useful(attempts: Iterable[SinkAttempt], told: int | None) -> int | None:
-    """Up to which token all source ranks have a use for items that lack, and no less than was `told`; None: all."""
+    """The token up to which all source ranks can use items that are lacking, at least `told`; None: all items."""
     lacking = [attempt for attempt in attempts if not attempt.whole]
     if not lacking or told is None:
         return told

@@ -1,9 +1,9 @@
 """The two ends of a lease (feature PULL).
 
-Theory. A lease is a duration, and a frame may wait anywhere on its way. The source counts it from when it sends its
-answer. The sink counts it from when it first sent the request that was answered, the Transfer or the Renew: the source
-cannot have begun to count before that, so the lease never ends later at the sink than at the source. The sink counts it
-1/64 shorter, since its clock may be slower (KVP-PUL-SPEED).
+A lease is a duration, and a frame may be delayed anywhere. The source counts the lease from when it sends its answer.
+The sink counts it from when it first sent the request that was answered, the Transfer or the Renew: the source cannot
+have begun earlier, so the lease never ends later at the sink than at the source. The sink also counts it 1/64 shorter,
+as its clock may be slower (KVP-PUL-SPEED).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvproto.wire.messages import Offer
 __all__ = ["Lease", "Loan"]
 
 _RENEW, _START = 0.5, 0.25
-"""Shares of a lease: with less than `_RENEW` left it is renewed, with less than `_START` no copy begins."""
+"""Shares of a lease: it is renewed when `_RENEW` is left, and no copy starts when less than `_START` is left."""
 _COUNTED = 63 / 64 / 1000
-"""Seconds that a sink counts for each millisecond that is stated."""
+"""Seconds that a sink counts for each millisecond of a lease."""
 
 
 @attrs.define(eq=False)
@@ -25,13 +25,13 @@ class Loan:
     """At the source: what a sink may read."""
 
     request: int
-    """Of the Offer."""
+    """The request id of the Offer."""
     end: float
-    """Of the lease."""
+    """When the lease ends."""
     latest: float
-    """The ticket's deadline: no lease goes beyond it."""
+    """The ticket's deadline, beyond which no lease extends."""
     renewed: tuple[int, int] = (0, 0)
-    """The last Renew that was granted, and its lease in ms."""
+    """The request id of the last Renew that was granted, and its lease in milliseconds."""
 
 
 @attrs.define(eq=False)
@@ -40,14 +40,15 @@ class Lease:
 
     offer: Offer
     end: float
+    """When the lease ends."""
     length: float
-    """Seconds."""
+    """The length of the lease in seconds."""
     renewal: int | None = None
-    """Request id of a Renew under way."""
+    """The request id of a Renew under way."""
     sent: float = 0.0
-    """When that Renew was sent first."""
+    """When that Renew was first sent."""
     told: bool = False
-    """Whether the engine has been told of the offer."""
+    """Whether the offer was reported to the engine."""
     reading: bool = False
     """Whether a copy is under way."""
 
@@ -58,7 +59,7 @@ class Lease:
         return cls(offer, asked + length, length)
 
     def over(self, now: float) -> bool:
-        """Whether nothing may be read any more (KVP-PUL-READ)."""
+        """Whether the lease has ended, so that nothing may be read any more (KVP-PUL-READ)."""
         return now >= self.end
 
     def fresh(self, now: float) -> bool:
@@ -71,6 +72,6 @@ class Lease:
         return self.end - _RENEW * self.length
 
     def renewed(self, lease: int) -> None:
-        """Take a lease of `lease` ms from when the Renew was sent, and no longer than the Offer's."""
+        """Extend the lease to `lease` milliseconds from when the Renew was sent, but no longer than the Offer's."""
         self.length = min(lease, self.offer.lease) * _COUNTED
         self.end, self.renewal = max(self.end, self.sent + self.length), None

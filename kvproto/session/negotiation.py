@@ -1,4 +1,4 @@
-"""What two sides agree on, as a pure function of what each says of itself (spec/v1/negotiation.md)."""
+"""What two sides agree on, as a pure function of what each states about itself (spec/v1/negotiation.md)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvproto.wire.messages import Limits, VersionRange, Welcome
 __all__ = ["LIMITS", "Chosen", "Terms", "check_welcome", "greased", "negotiate"]
 
 SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
-"""Versions that this package speaks."""
+"""The versions that this package supports."""
 LIMITS = Limits(max_body=tables.MAX_BODY, max_transfers=MAX_TRANSFERS)
-"""What this package takes as a reader: Hello and Welcome say so."""
+"""The limits of this package as a receiver, as Hello and Welcome state them."""
 
 _SHOWN = 16
-"""Versions or features that an error names; a peer may state thousands."""
+"""The most versions or features that an error lists; a peer may state thousands."""
 
 
 @attrs.frozen
 class Terms:
-    """What one side says of itself: versions, best first; features that it can use; features that it needs."""
+    """What one side states about itself: the features that it offers and needs, and its versions, best first."""
 
     offered: tuple[int, ...] = ()
     needed: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class Terms:
 
 @attrs.frozen
 class Chosen:
-    """What Welcome says of the session."""
+    """The version and features of a session, as Welcome states them."""
 
     major: int
     minor: int
@@ -42,7 +42,10 @@ class Chosen:
 
 
 def negotiate(sink: Terms, source: Terms) -> Chosen:
-    """Version and features of a session; raises NO_VERSION or FEATURE_MISSING (KVP-NEG-VERSION, -FEATURE, -CHOOSE)."""
+    """Choose version and features of a session (KVP-NEG-VERSION, KVP-NEG-FEATURE, KVP-NEG-CHOOSE).
+
+    Raises RemoteError: NO_VERSION or FEATURE_MISSING.
+    """
     spoken = {v.major: v for v in source.versions}
     both = [(v, spoken[v.major]) for v in sink.versions if v.major in spoken]
     common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]
@@ -60,7 +63,7 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
 
 
 def check_welcome(terms: Terms, welcome: Welcome) -> None:
-    """Raise FEATURE_MISSING where a Welcome chooses what was not offered (KVP-NEG-CHECK)."""
+    """Raise RemoteError(FEATURE_MISSING) if a Welcome chooses what was not offered (KVP-NEG-CHECK)."""
     version, features, bug = welcome.version, set(welcome.features), "this is a bug of the source"
     if not any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions):
         mine, yours = _ranges(terms.versions), f"{version.major}.{version.minor}"
@@ -71,7 +74,7 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
 
 
 def greased(terms: Terms, seed: int) -> Terms:
-    """The same terms with a version and a feature that nobody knows: peers stay able to skip them (KVP-GREASE-SEND)."""
+    """The terms with a version and a feature that nobody knows, so that peers learn to skip them (KVP-GREASE-SEND)."""
     feature = tables.GREASE_FEATURES[seed % len(tables.GREASE_FEATURES)]
     version = VersionRange(major=tables.GREASE_MAJOR, min_minor=seed % 256, max_minor=255)
     return Terms(tuple(sorted({*terms.offered, feature})), terms.needed, (*terms.versions, version))

@@ -1,4 +1,4 @@
-"""What a session knows in each of its phases: one object a phase, so that nothing in it is ever absent."""
+"""What a session knows in each of its phases: one class per phase, so that no attribute is ever missing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _RANDOM_BITS = 20
 
 
 def new_incarnation(seconds: float, random: int) -> int:
-    """Incarnation of a run that starts `seconds` after the epoch; `random` tells runs of one millisecond apart.
+    """The incarnation of a run that starts `seconds` after the Unix epoch: milliseconds << 20 | 20 `random` bits.
 
-    A later run of a rank has the greater number (KVP-SES-SUPERSEDE): milliseconds << 20 | 20 random bits.
+    A later run of a rank has a greater number (KVP-SES-SUPERSEDE); the random bits tell runs of one millisecond apart.
     """
     return int(seconds * 1000) << _RANDOM_BITS | random & (1 << _RANDOM_BITS) - 1
 
@@ -44,7 +44,7 @@ class Party:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Engine, replica and rank: what one incarnation takes over from another."""
+        """Engine, replica and rank, which all incarnations of a rank have in common."""
         return self.engine, self.replica, self.rank
 
 
@@ -59,13 +59,13 @@ class Stated:
 
     @classmethod
     def of(cls, geometry: Geometry, version: int = 1) -> Stated:
-        """Of our own geometry; its version rises with every change (KVP-DSC-VERSION)."""
+        """This side's Description of a geometry; its version rises with every change (KVP-DSC-VERSION)."""
         encoded = encode_geometry(geometry)
         return cls(geometry, encoded, digest(encoded), version)
 
     @classmethod
     def read(cls, message: m.Describe | m.Description) -> Stated:
-        """What the peer states under this digest; raises what is wrong below `geometry` (KVP-DSC-PATH)."""
+        """The Description that a peer states; raises WireError or PlanError, its path in `geometry` (KVP-DSC-PATH)."""
         encoded = bytes(message.geometry)
         try:
             return cls(decode_geometry(encoded), encoded, bytes(message.digest), message.version)
@@ -74,12 +74,12 @@ class Stated:
 
     @property
     def fields(self) -> dict[str, object]:
-        """As Describe and Description carry it."""
+        """The fields of Describe and Description that state it."""
         return {"version": self.version, "geometry": self.encoded, "digest": self.digest}
 
 
 def check_digest(message: m.Describe | m.Description) -> None:
-    """Raise BAD_DIGEST for a geometry that does not have the digest beside it (KVP-DSC-DIGEST)."""
+    """Raise BAD_DIGEST if a message's digest is not that of its geometry (KVP-DSC-DIGEST)."""
     own = digest(bytes(message.geometry))
     if own != message.digest:
         raise RemoteError(ErrorCode.BAD_DIGEST, "digest", own.hex(), bytes(message.digest).hex(), "hash the geometry")
@@ -87,7 +87,7 @@ def check_digest(message: m.Describe | m.Description) -> None:
 
 @attrs.frozen(eq=False)
 class Described:
-    """Both Descriptions are known, and the plan that follows from them; ranks are the source's and the sink's."""
+    """Both Descriptions and the plan that follows from them; `ranks` are the source's and the sink's."""
 
     of_source: Stated
     of_sink: Stated
@@ -96,22 +96,22 @@ class Described:
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """Of both Descriptions, the source's first."""
+        """The digests of both Descriptions, the source's first."""
         return self.of_source.digest, self.of_sink.digest
 
     @property
     def source(self) -> Geometry:
-        """The source's replica."""
+        """The geometry of the source's replica."""
         return self.of_source.geometry
 
     @property
     def sink(self) -> Geometry:
-        """The sink's replica."""
+        """The geometry of the sink's replica."""
         return self.of_sink.geometry
 
     @cached_property
     def routes(self) -> tuple[Route, ...]:
-        """Of this rank pair."""
+        """The routes of this rank pair."""
         return self.plan.between(*self.ranks)
 
     @cached_property
@@ -126,12 +126,12 @@ class Described:
 
     @cached_property
     def drawn(self) -> tuple[int, ...]:
-        """The source's groups from which these routes draw, ascending."""
+        """The source's groups that the routes of this rank pair draw from, ascending."""
         return tuple(sorted({box.source_group for route in self.routes for box in route.boxes}))
 
     @cached_property
     def handoff_bytes(self) -> dict[int, int]:
-        """Bytes of each routed hand-off group, by the sink's group id."""
+        """The number of bytes of each routed hand-off group, by the sink's group id."""
         groups = {g.id: g for g in self.sink.groups}
         return {
             route.group: sum(groups[route.group].parts[p].lane_bytes for p in {box.part for box in route.boxes})
@@ -151,19 +151,19 @@ class Epoch:
 
     number: int
     described: Described
-    """What its transfers are planned by."""
+    """The Descriptions and the plan of its transfers."""
     columns: dict[int, m.Columns]
-    """By group id of the owner."""
+    """Columns by the owner's group id."""
     overlaps: Overlaps
     """Which of the columns share bytes."""
     answer: m.Registered
     stream: Any = None
-    """Where bytes are packed, at a source."""
+    """The source's half of its streams, if bytes are packed."""
     back: m.Unregister | None = None
-    """Asks for it back."""
+    """The Unregister that takes it back, if one came."""
     unmapping: bool = False
     proof: Proof = Proof.PROVEN
-    """Whether nothing touches it once it is unmapped."""
+    """Whether it is proven that nothing writes it once it is unmapped."""
 
 
 @attrs.define(eq=False)
@@ -173,17 +173,17 @@ class Owned:
     number: int
     described: Described
     request: int
-    """Of the Register."""
+    """The request id of the Register."""
     take: Callable[[Owned, m.Registered], Any] | None
-    """Makes the delivery, by what the holder has mapped; raises RemoteError."""
+    """Makes the delivery for what the holder has mapped; raises RemoteError."""
     memory: object
     """What was registered, as the caller knows it."""
     delivery: Any = None
     """How bytes reach it, at a sink."""
     mapped: bool = False
     back: bool | None = None
-    """Whether it is asked back at once; None: not asked back."""
+    """Whether it is taken back at once, or once its transfers have ended; None: it is not taken back."""
     asking: int = 0
-    """Request id of the Unregister."""
+    """The request id of the Unregister."""
     unprovable: bool = False
-    """Whether the peer cannot say that it touches it no more."""
+    """Whether the peer could not prove that it writes the memory no more."""

@@ -1,8 +1,8 @@
-"""Ping and Pong: a side that has heard nothing for a while asks, and an open session always answers.
+"""Ping and Pong: a side that has received nothing for a while sends Ping, and an open session always answers.
 
 Silence proves nothing (KVP-SES-DEAD). A peer that has not answered within a second `ping_silence` is suspect: nothing
-new is asked of it, and nothing is released. A Ping that nobody answers for `patience` ends the session like any request
-that is given up, and frees no page.
+new is sent to it, and nothing is released. A Ping that is not answered for `patience` ends the session, like any
+request that is given up, and frees no page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PingPart(Part):
         self._timer.cancel()
 
     def _silent(self, now: float) -> None:
-        """Ask if nothing has come for `PING_SILENCE`, and look again when that may next be so."""
+        """Send Ping if nothing has come for `PING_SILENCE`, and set the timer for the next check."""
         session = self._session
         quiet = now - session.heard >= limits.PING_SILENCE
         self._timer = session.host.timers.at((now if quiet else session.heard) + limits.PING_SILENCE, self._silent)

@@ -1,4 +1,4 @@
-"""Plans of an endpoint: made once for each Description of a peer, at once or elsewhere."""
+"""The plans of an endpoint: made once for each Description of a peer, at once or outside turns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvproto.wire import messages as m
 __all__ = ["Planned", "Plans"]
 
 _Key = tuple[bytes, bytes, bool, tuple[int, ...]]
-"""Digests of both Descriptions, whether the first is the source's, and the features of a session."""
+"""Digests of the peer's and the own Description, whether the peer is the source, and the features of the session."""
 _KEPT = 16
-"""Plans, the latest: all ranks of a replica state the same Description."""
+"""The number of plans kept, latest first to stay; all ranks of a replica state the same Description."""
 
 
 @attrs.frozen(eq=False)
 class Planned:
-    """What a peer states, and the plan that follows from it."""
+    """A peer's Description, and the plan that follows from it."""
 
     theirs: Stated
     plan: Plan
@@ -44,7 +44,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.defer: Callable[[Callable[[], Planned], _Then], None] = _at_once
-        """Does the work, and tells what came of it: at once, or later where nobody should wait for it."""
+        """Does the work and passes its result on: at once, or later if nothing should wait for it."""
         self._made: OrderedDict[_Key, Planned] = OrderedDict()
         self._waiting: dict[_Key, list[_Then]] = {}
 
@@ -52,14 +52,14 @@ class Plans:
         self, message: m.Describe | m.Description, own: Stated, from_source: bool, features: tuple[int, ...],
         then: _Then,
     ) -> None:  # fmt: skip
-        """Read what a peer states, whose digest is right, and plan; tell `then` of it, or why there is none."""
+        """Read a peer's Description, whose digest was checked, and plan; call `then` with the plan or the error."""
         key = bytes(message.digest), own.digest, from_source, features
 
         def work() -> Planned:
             theirs = Stated.read(message)
             sides = (theirs, own) if from_source else (own, theirs)
             made = plan(sides[0].geometry, sides[1].geometry, features)
-            made.required(0)  # looks all routes up once, here
+            made.required(0)  # builds the table of routes here
             return Planned(theirs, made)
 
         def told(found: Planned | KvprotoError) -> None:

@@ -25,7 +25,7 @@ __all__ = ["SinkPull", "SourcePull"]
 
 
 class SourcePull(Part):
-    """The source's half: it registers its memory, and offers items in place of writing."""
+    """The source's half, which registers its memory and offers items instead of writing."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -37,8 +37,8 @@ class SourcePull(Part):
         outcome: Outcome, handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
         begins: tuple[m.Begin, ...],
     ) -> None:  # fmt: skip
-        """The sink may read these items until `end`; Renew prolongs that up to `latest` (KVP-PUL-OFFER)."""
-        session, owned = self._session, self._owner.newest  # its Registered may be on its way behind the Transfer
+        """Offer these items to the sink until `end`, which Renew can extend up to `latest` (KVP-PUL-OFFER)."""
+        session, owned = self._session, self._owner.newest  # its Registered may still be behind the Transfer
         if owned is None or owned.back is not None:
             error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "memory that is registered", "none", "make a new ticket")
             session.part(SourceTransfers).fail(attempt, error, now)
@@ -53,13 +53,13 @@ class SourcePull(Part):
         attempt.loan = Loan(request, end, latest)
 
     def closed(self) -> None:
-        """A sink that says Goodbye reads nothing any more; one that is silent may read until its leases end."""
+        """End the loans of a sink that has said Goodbye; one that is silent may read until its leases end."""
         for attempt in self._session.attempts.values():
             if self._session.said_goodbye:
                 attempt.loan = None
 
     def released(self, attempt: SourceAttempt) -> None:
-        """The engine is told to free the request; a sink that has read it hears of it."""
+        """Send Released for a request that the engine may free, to a sink that has read it."""
         if attempt.fetched and self._session.state == SessionState.READY:
             self._session.notice(m.Released(session=self._session.session, **attempt.ids))
         attempt.fetched = False
@@ -91,9 +91,9 @@ class SourcePull(Part):
 
 
 class SinkPull(Delivery):
-    """The sink's half: it maps the source's memory and reads what is offered.
+    """The sink's half, which maps the source's memory and reads what is offered.
 
-    Pages are written by this side alone, so that its copy is over is its proof, whatever the source says.
+    Only this side writes the pages, so the end of its own copy is proof, whatever the source reports.
     """
 
     def __init__(self, session: Session) -> None:
@@ -101,7 +101,7 @@ class SinkPull(Delivery):
         self._holder = Holder(session, Access.READ, self._reads, self._end_epoch)
         session.install(self._holder)
         self._read: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """Bytes read of as many attempts as a source may still ask about again."""
+        """Bytes read, by attempt, for the attempts whose Offer the source may still repeat."""
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
@@ -116,7 +116,7 @@ class SinkPull(Delivery):
         if attempt.lease is not None and attempt.lease.offer == message:
             return
         if self._holder.mapping(message.epoch):
-            return  # it has overtaken the Registered of its epoch, and comes again
+            return  # it has overtaken the Registered of its epoch, and will be sent again
         if attempt.state != TransferState.ABORTING:
             self._check(attempt, message)
         transfers.heard(attempt)
@@ -127,7 +127,7 @@ class SinkPull(Delivery):
             session.host.ended(session, attempt)
 
     def _check(self, attempt: SinkAttempt, message: m.Offer) -> None:
-        """Raise what speaks against an Offer: it is checked like a Transfer, before anything is read."""
+        """Raise what is wrong with an Offer, which is checked like a Transfer before anything is read."""
         described, epoch = attempt.described, self._holder.epochs.get(message.epoch)
         check_outcome(described, self._session.features, message)
         check_begins(attempt, message.begins)
@@ -139,7 +139,7 @@ class SinkPull(Delivery):
         )
 
     def pulled(self, attempt: SinkAttempt, count: int) -> None:
-        """Every byte of an offer is here; from now on it stands as Done."""
+        """Send Pulled, as every byte of an offer is here; from now on the attempt counts as Done."""
         if attempt.lease is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "an offer that is leased", "pulled", "ask may_read")
         session, offer, attempt.lease = self._session, attempt.lease.offer, None
@@ -161,7 +161,7 @@ class SinkPull(Delivery):
             self._renew(attempt, now)
 
     def _renew(self, attempt: SinkAttempt, now: float) -> None:
-        """Ask for more time, if it is still due."""
+        """Send Renew, if that is still due."""
         lease, session = attempt.lease, self._session
         due = lease is not None and lease.renewal is None and now >= lease.renew_at
         if lease is None or not due or session.state != SessionState.READY:
@@ -200,7 +200,7 @@ class SinkPull(Delivery):
         return not attempt.stray
 
     def _of(self, epoch: Epoch) -> list[SinkAttempt]:
-        """Attempts that were offered items of an epoch of the source."""
+        """The attempts that were offered items of an epoch of the source."""
         attempts: list[SinkAttempt] = list(self._session.attempts.values())
         return [each for each in attempts if each.lease is not None and each.lease.offer.epoch == epoch.number]
 
@@ -208,7 +208,7 @@ class SinkPull(Delivery):
         return bool(self._of(epoch))
 
     def _end_epoch(self, epoch: Epoch, now: float) -> None:
-        """Stop reading an epoch that is asked back at once (KVP-EPO-MOVED)."""
+        """Stop reading an epoch that is taken back at once (KVP-EPO-MOVED)."""
         error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "to be read", "asked back", "make a new ticket")
         for attempt in self._of(epoch):
             self._session.part(SinkTransfers).lose(attempt, error)

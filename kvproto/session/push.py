@@ -1,4 +1,4 @@
-"""How bytes reach the sink: what every way of delivery answers, and push, where the source writes the pages itself."""
+"""How bytes reach the sink: the interface of every delivery, and push, where the source writes the pages itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Unpacker = Callable[[Mapping[int, int]], Any]
-"""Makes what unpacks a stream, from where its late windows begin, by group id."""
+"""Makes the unpacker of a stream; its argument states where late windows begin, by group id."""
 
 
 class SourcePush(Part):
@@ -38,7 +38,7 @@ class SourcePush(Part):
         self, attempt: SourceAttempt, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
         checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...],
     ) -> None:  # fmt: skip
-        """Every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
+        """Send Done, as every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
         session = self._session
         session.move(attempt, "Done")
         session.request(
@@ -49,31 +49,31 @@ class SourcePush(Part):
 
 
 class Delivery(Part):
-    """Base of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint asks of any of them."""
+    """The base class of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint needs from each of them."""
 
     polled = False
-    """Whether copies of this side may have ended without a word."""
+    """Whether `advance` has to be called, as copies of this side end without notice."""
     ready = True
     """Whether transfers may run, once the session is READY."""
     process: m.Process | None = None
-    """That writes, where its end is proof that no write of it can arrive any more (KVP-REG-DEATH)."""
+    """The process that writes, if its end is proof that none of its writes can arrive any more (KVP-REG-DEATH)."""
     prover: int | None = None
-    """The session whose writer's death is proof; None: our own copies write, and nobody's death proves those."""
+    """The session whose writer's death is proof; None if this side's own copies write, which no death proves."""
 
     @property
     def streamed_by(self) -> int | None:
-        """The transport by which the source packs, where it does not write the pages itself."""
+        """The transport by which the source packs bytes, unless it writes the pages itself."""
         return None
 
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
-        """A Transfer is about to be sent."""
+        """Called before the Transfer of an attempt is sent."""
 
     def finish(self, attempt: SinkAttempt) -> bool:
-        """Whether an attempt that is Done is here to its last byte; raises KvprotoError for what went wrong."""
+        """Whether every byte of an attempt that is Done is here; raises KvprotoError if something went wrong."""
         return True
 
     def stop(self, attempt: SinkAttempt) -> bool:
-        """Expect no more bytes of an attempt: whether this side has stopped writing them."""
+        """Expect no more bytes of an attempt; whether this side has stopped writing them."""
         return True
 
     def free(self, attempt: SinkAttempt) -> bool:
@@ -81,14 +81,14 @@ class Delivery(Part):
         raise NotImplementedError
 
     def given_back(self) -> None:
-        """The source has unmapped the memory, by its word as PROVEN (KVP-EPO-PROOF)."""
+        """Called when the source has reported the memory as unmapped and PROVEN (KVP-EPO-PROOF)."""
 
     def advance(self) -> None:
         """Send what has become due since the last frame."""
 
 
 class Deliveries(Part):
-    """The sink's half: Done, whatever epoch it is of."""
+    """The sink's half of Done, for transfers into any epoch."""
 
     def _done(self, message: m.Done, now: float) -> None:
         transfers = self._session.part(SinkTransfers)
@@ -108,23 +108,23 @@ class Deliveries(Part):
 
 
 class SinkPush(Delivery):
-    """How bytes reach one epoch of the sink's memory: the source writes it."""
+    """The delivery into one epoch of the sink's memory that the source writes itself."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.prover = session.session
         self.transport = 0
-        """That the source took."""
+        """The transport that the source chose."""
         self.dead = self._unmapped = False
-        """Whether the writer has ended, or has given the memory back."""
+        """Whether the writer's process has ended, or has given the memory back."""
 
     def registered(self, message: m.Registered, proving: Collection[int]) -> None:
-        """The source has mapped this side's memory; by the transports `proving` its death is proof."""
+        """Note how the source has mapped this side's memory; with a transport in `proving`, its death is proof."""
         self.transport = int(message.transport)
         self.process = message.process if message.transport in proving else None
 
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
-        """Done says where late windows begin."""
+        """Handle where late windows begin, as Done states it."""
 
     def given_back(self) -> None:
         self._unmapped = True
@@ -134,18 +134,18 @@ class SinkPush(Delivery):
 
 
 def check_whole(attempt: SinkAttempt) -> None:
-    """Raise UNEXPECTED_MESSAGE where the source cannot have written all of an attempt (KVP-INT-DONE)."""
+    """Raise UNEXPECTED_MESSAGE if the source cannot have written all of an attempt (KVP-INT-DONE)."""
     if not attempt.whole:
         mine, yours = "a transfer whose items are all granted", f"sequence {attempt.sequence}"
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours, "wait for Grant")
 
 
 def check_outcome(described: Described, features: Collection[int], message: m.Done | m.Offer) -> None:
-    """Raise where Done or Offer is not what the routes of the pair promise.
+    """Raise RemoteError if a Done or an Offer is not what the routes of the pair promise.
 
-    WRONG_PEER for another writer or other groups (KVP-TRN-WRITER) and for other hand-off groups than the routed ones
-    (KVP-HND-GROUPS), OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES), VERIFY_FAILED in a session with
-    VERIFY for no checksums (KVP-VERIFY-SINK).
+    WRONG_PEER for another writer or other groups (KVP-TRN-WRITER), or for hand-off groups that are not the routed ones
+    (KVP-HND-GROUPS); OUT_OF_RANGE for hand-off data of another length (KVP-HND-BYTES); VERIFY_FAILED for a lack of
+    checksums in a session with VERIFY (KVP-VERIFY-SINK).
     """
     if message.writer != described.ranks[0]:
         raise RemoteError(
@@ -175,7 +175,7 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
 
 
 def check_begins(attempt: SinkAttempt, begins: tuple[m.Begin, ...] | None) -> dict[int, int]:
-    """Where late windows begin, by group id; raises BAD_GRANT for one that was not asked for so (KVP-GRANT-BEGINS)."""
+    """Where late windows begin, by group id; raises BAD_GRANT for what was not asked for (KVP-GRANT-BEGINS)."""
     for i, begin in enumerate(begins or ()):
         if begin.group not in attempt.late:
             mine, yours = f"late windows of groups {sorted(attempt.late)}", str(begin.group)

@@ -1,4 +1,4 @@
-"""What a sink endpoint reads itself (feature PULL): offers of its source ranks, under their leases."""
+"""How a sink endpoint reads the offers of its source ranks under their leases (feature PULL)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["Reading"]
 
 
 class Reading(Exposing):
-    """What a sink endpoint knows of what it is offered."""
+    """The part of a sink endpoint that reads offers."""
 
     def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
-        """Abort the parts that are not here, but for those that are being read."""
+        """Abort the parts that have not arrived, except for those that are being read."""
         raise NotImplementedError
 
     def _part(self, offered: e.Offered) -> tuple[Want, SinkAttempt] | None:
-        """The part of a transfer that an offer is about; None: the transfer is over."""
+        """The transfer and the attempt that an offer belongs to; None if the transfer has ended."""
         want = self._wants.get(offered.transfer)
         return (want, want.parts[offered.offer.writer]) if want is not None else None
 
     def wanted(self, offered: e.Offered) -> bool:
-        """Whether an offer is still of use; if not, a copy of it should stop."""
+        """Whether an offer is still wanted; if not, a copy of it should be stopped."""
         part = self._part(offered)
         return part is not None and part[0].error is None and part[1].lease is not None
 
     def may_read(self, offered: e.Offered, now: float) -> bool:
-        """Whether a copy of an offer begins now: if so, `read` or `unread` must follow (KVP-PUL-READ)."""
+        """Begin to read an offer, if its lease allows it; after True, call `read` or `unread` (KVP-PUL-READ)."""
         part = self._part(offered)
         lease = part[1].lease if part is not None and part[0].error is None else None
         if part is None or lease is None or not lease.fresh(now):
@@ -40,7 +40,7 @@ class Reading(Exposing):
         return True
 
     def _watch(self, want: Want, attempt: SinkAttempt, now: float) -> None:
-        """Fail a copy that outlives its lease."""
+        """Fail a copy that outlasts its lease, or set the timer to check that."""
         if want.error is not None or attempt.lease is None or not attempt.reading:
             return
         if attempt.lease.over(now):
@@ -50,12 +50,12 @@ class Reading(Exposing):
             self.timers.at(attempt.lease.end, lambda at: self._watch(want, attempt, at))
 
     def postpone(self, offered: e.Offered) -> None:
-        """The copy could not begin yet."""
+        """Undo `may_read`, as the copy could not begin yet."""
         if (part := self._part(offered)) is not None:
             part[1].stop_reading(Proof.PROVEN)
 
     def read(self, offered: e.Offered, count: int, now: float) -> None:
-        """The copy of an offer is complete: `count` bytes; without a lease they are of no use."""
+        """Report a complete copy of an offer, of `count` bytes; after the end of its lease it is of no use."""
         session, part = self._ranks[offered.offer.writer], self._part(offered)
         if part is not None and (lease := part[1].lease) is not None and lease.over(now):
             self._watch(*part, now)
@@ -66,7 +66,7 @@ class Reading(Exposing):
         self._after(now)
 
     def unread(self, offered: e.Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
-        """Nothing reads an offer any more, and not all of it was; `error`: why, where it is still wanted."""
+        """Report a copy of an offer that ended before it was complete; `error` is the reason if it was still wanted."""
         if (part := self._part(offered)) is not None:
             part[1].stop_reading(proof)
             self._fail(part[0], error or LocalError(ErrorCode.ABORTED, "", "", ""), now)

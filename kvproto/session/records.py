@@ -19,14 +19,14 @@ __all__ = ["Attempt", "Census", "Request", "SinkAttempt", "SourceAttempt", "Want
 
 
 class Census(NamedTuple):
-    """What an endpoint has, for who looks on."""
+    """The counts of an endpoint, for its metrics."""
 
     peers: int
-    """Sessions that are open."""
+    """The number of open sessions."""
     suspects: int
-    """Those of them whose peer is suspect."""
+    """The number of open sessions whose peer is suspect."""
     resends: int
-    """Requests sent again, in its life."""
+    """The number of requests that were ever sent again."""
 
 
 @attrs.define(eq=False)
@@ -39,12 +39,12 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it needs to be remembered once all before it are over too."""
+        """Whether it can be forgotten, once all attempts before it can be as well."""
         return self.state == TransferState.ENDED
 
     @property
     def ids(self) -> dict[str, Any]:
-        """The fields that name it in a message."""
+        """The fields that identify it in a message."""
         return {"sequence": self.sequence, "attempt": self.attempt}
 
 
@@ -53,41 +53,41 @@ class SourceAttempt(Attempt):
     """An attempt at the source."""
 
     transfer: m.Transfer | None = None
-    """None: it was aborted before its Transfer came."""
+    """Its Transfer; None if it was aborted before that came."""
     epoch: Epoch | None = None
-    """Of the sink's memory; None: its Transfer was refused, or has not come."""
+    """The epoch of the sink's memory; None if its Transfer was refused or has not come."""
     granted: tuple[m.Grants, ...] = ()
-    """What may be written of what the Transfer asks for."""
+    """What the sink allows to be written, of what the Transfer asks for."""
     whole: bool = True
-    """Whether that is all of it."""
+    """Whether that is everything."""
     progress: Callable[[], RequestState] | None = None
-    """How far the request is now."""
+    """Returns the state of the request."""
     refused: KvprotoError | None = None
-    """What the Transfer was answered by, where that was Failed."""
+    """The error in the Failed that answered the Transfer, if one did."""
     aborted: bool = False
     copying: bool = False
-    """Whether writes of it may arrive."""
+    """Whether writes of it may still arrive."""
     drain: m.Abort | None = None
     """An Abort that waits for the copy to end."""
     loan: Loan | None = None
     fetched: bool = False
     """Whether the sink has read what it was offered."""
     served: bool = False
-    """Whether the sink has said that it has it, so that no other attempt follows (KVP-TRN-AGAIN)."""
+    """Whether the sink has acknowledged it, so that no other attempt follows (KVP-TRN-AGAIN)."""
     lost: KvprotoError | None = None
-    """Why the sink may not have it, although it has not aborted it."""
+    """Why the sink may not have it, although it did not abort it."""
     end: int | None = None
-    """Below this token every row that may move before prefill is over has its item; None: all of them have."""
+    """The token below which every row that can be sent early has its item; None if all of them have."""
     grant: int = 0
-    """Request id of the last Grant that was accepted."""
+    """The request id of the last Grant that was accepted."""
     useful: int | None = 0
-    """Up to which token items are of use by now; None: all of them are."""
+    """The token up to which items are of use so far; None if all of them are."""
     saying: Timer | None = None
-    """When Progress is said again."""
+    """The timer that repeats Progress."""
 
     @property
     def described(self) -> Described:
-        """What it is planned by, once its Transfer was found legal."""
+        """Its Descriptions and plan, once its Transfer was found legal."""
         assert self.epoch is not None
         return self.epoch.described
 
@@ -101,7 +101,7 @@ class SourceAttempt(Attempt):
         return self.state in (TransferState.ASKED, TransferState.ACCEPTED)
 
     def lent(self, now: float) -> bool:
-        """Whether the sink may still read what this attempt was offered."""
+        """Whether the sink may still read what it was offered."""
         return self.loan is not None and now < self.loan.end
 
 
@@ -116,37 +116,37 @@ class SinkAttempt(Attempt):
     asked: float = 0.0
     """When its Transfer was first sent."""
     request: int = 0
-    """Request id of the Transfer."""
+    """The request id of the Transfer."""
     ask: Request | None = None
-    """The Transfer, to be sent again where the source says nothing more."""
+    """The Transfer, to send again if the source sends nothing more."""
     abort: int = 0
-    """Request id of the Abort."""
+    """The request id of the Abort."""
     done: m.Done | None = None
-    """What the source said; of an offer that was read, in the same words."""
+    """The source's Done, or an equivalent one for an offer that was read."""
     error: KvprotoError | None = None
     proof: Proof | None = None
-    """What Drained said."""
+    """The proof that Drained stated."""
     lease: Lease | None = None
     late: Mapping[int, tuple[int, int]] = {}
-    """Windows that may begin later: first token and end, by group id."""
+    """The windows that may begin later, as first token and end, by group id."""
     asks: tuple[m.Grants, ...] = ()
     """The windows of its Transfer, with items unless they are granted later."""
     granted: tuple[m.Grants, ...] = ()
-    """What the source may write."""
+    """What the source was told that it may write."""
     named: tuple[m.Grants, ...] = ()
-    """What it may write once it was told."""
+    """What the engine has named, whether or not the source was told."""
     whole: bool = True
-    """Whether it may write all of it."""
+    """Whether `granted` is everything."""
     begun: bool = False
-    """Whether all of it is named, told or not."""
+    """Whether `named` is everything."""
     grant: int = 0
-    """Request id of a Grant under way."""
+    """The request id of a Grant under way."""
     ready: bool = False
     """Whether prefill is over at the source."""
     useful: int = 0
-    """Up to which token items are of use before that."""
+    """The token up to which items are of use before that."""
     stray: bool = False
-    """Whether writes of a copy of our own may still arrive."""
+    """Whether writes of a copy of this side may still arrive."""
     settled: bool = False
     """Whether the endpoint has reported the transfer."""
 
@@ -156,12 +156,12 @@ class SinkAttempt(Attempt):
 
     @property
     def described(self) -> Described:
-        """What it is planned by."""
+        """Its Descriptions and plan."""
         return self.owned.described
 
     @property
     def delivery(self) -> Any:
-        """How its bytes reach this side."""
+        """The delivery by which its bytes reach this side."""
         return self.owned.delivery
 
     @property
@@ -170,7 +170,7 @@ class SinkAttempt(Attempt):
         return self.lease is not None and self.lease.reading
 
     def stop_reading(self, proof: Proof) -> None:
-        """A copy of an offer is over, and of no use; UNPROVABLE: its writes may still arrive."""
+        """Note that a copy of an offer ended without use; with UNPROVABLE, its writes may still arrive."""
         if self.lease is not None:
             self.lease.reading = False
         self.stray = self.stray or proof != Proof.PROVEN
@@ -187,7 +187,7 @@ class Want:
     started: float
     error: KvprotoError | None = None
     useful: int | None = 0
-    """Up to which token the engine was told that items are of use; None: all of them."""
+    """The token up to which items were last reported as of use; None for all of them."""
 
 
 @attrs.define(eq=False)
@@ -200,7 +200,7 @@ class Request:
     until: float
     """When it is given up."""
     on_error: Callable[[RemoteError, float], None] | None
-    """Told when the peer answers by Error."""
+    """Called if the peer answers with Error."""
     about: tuple[int, int]
-    """The sequence and attempt that it names, or 0 and 0."""
+    """The sequence and attempt that it names, or (0, 0)."""
     timer: Timer | None = None

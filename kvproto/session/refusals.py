@@ -11,13 +11,13 @@ __all__ = ["refusal", "refused"]
 
 
 def refused(message: Any, peer: str) -> RemoteError:
-    """The error that a Refused, Failed or Error of `peer` reports; an unknown code is INTERNAL (KVP-ERR-UNKNOWN)."""
+    """The error in a Refused, Failed or Error of `peer`; an unknown code counts as INTERNAL (KVP-ERR-UNKNOWN)."""
     code = ErrorCode(message.code) if message.code in set(ErrorCode) else ErrorCode.INTERNAL
     error = RemoteError(code, message.path, message.mine, message.yours, message.advice or "")
     return ReportedError.of(peer, error)
 
 
 def refusal(error: KvprotoError) -> dict[str, Any]:
-    """Fields that every refusal carries (KVP-ERR-REPORT)."""
+    """The fields of an error that every refusal carries (KVP-ERR-REPORT)."""
     texts = {name: getattr(error, name)[:1000] for name in ("path", "mine", "yours", "advice")}
     return {"code": error.code, **texts, "advice": texts["advice"] or None}

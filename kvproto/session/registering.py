@@ -1,8 +1,8 @@
-"""Register and Unregister, whoever owns the memory (spec/v1/registration.md).
+"""Register and Unregister, for both the owner and the holder of memory (spec/v1/registration.md).
 
-The owner registers its memory; the holder maps it, and so may write it (push) or read it (pull). Each Register opens an
-epoch, and Unregister asks one back: the holder takes no new transfer of it, waits for those that are under way, unmaps,
-and only then answers. Epochs beside the first need the feature EPOCHS.
+The owner registers its memory; the holder maps it, and may then write it (push) or read it (pull). Each Register opens
+an epoch, and Unregister takes one back: the holder accepts no new transfer of it, waits for those under way, unmaps the
+memory, and only then answers. More than one epoch needs the feature EPOCHS.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
 __all__ = ["Holder", "Owner"]
 
 
-# the owner
+# The owner
 
 
 class Owner(Part):
-    """The side whose memory it is."""
+    """The half of the side that owns the memory."""
 
     def __init__(self, session: Session, access: Access) -> None:
         super().__init__(session)
         self._access = access
         self.epochs: dict[int, Owned] = {}
-        """Those that the peer has not proven to have given back."""
+        """The epochs that the peer is not proven to have returned, by number."""
         self.first = self._last = 0
-        """The first epoch that the peer has mapped, and the last that was registered."""
+        """The first epoch that the peer mapped, and the last that was registered."""
 
     @property
     def newest(self) -> Owned | None:
-        """The epoch that was registered last, where it is not given back."""
+        """The epoch that was registered last, unless it was returned."""
         return self.epochs.get(self._last)
 
     @property
     def registering(self) -> bool:
-        """Whether a Register is not answered yet, so that there may be no other (KVP-EPO-ONE)."""
+        """Whether a Register is not answered yet, before which another may not be sent (KVP-EPO-ONE)."""
         return any(self._session.asks(each.request) for each in self.epochs.values() if not each.mapped)
 
     @property
     def current(self) -> Owned | None:
-        """The newest epoch, where new transfers may use it."""
+        """The newest epoch, if new transfers may use it."""
         found = self.newest
         return found if found is not None and found.mapped and found.back is None else None
 
@@ -66,7 +66,7 @@ class Owner(Part):
         self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float,
         take: Callable[[Owned, m.Registered], Any] | None = None,
     ) -> Owned:  # fmt: skip
-        """Grant the peer access to this rank's memory, under this number or the next that rises (KVP-EPO-RISE)."""
+        """Grant the peer access to this rank's memory, as epoch `number` or the next unused one (KVP-EPO-RISE)."""
         session, described = self._session, self._session.described
         session.step("Register")
         number = max(number, self._last + 1)
@@ -79,7 +79,7 @@ class Owner(Part):
         return made
 
     def unregister(self, owned: Owned, at_once: bool, now: float) -> None:
-        """Ask an epoch back, as soon as the peer has mapped it; `at_once`: its transfers end with POOL_MOVED."""
+        """Take an epoch back, as soon as the peer has mapped it; with `at_once`, its transfers end with POOL_MOVED."""
         if owned.back is None:
             owned.back = at_once
             if owned.mapped:
@@ -93,13 +93,13 @@ class Owner(Part):
         )  # fmt: skip
 
     def _ask_again(self, owned: Owned, error: RemoteError, now: float) -> None:
-        """What the peer could not read, say, has changed nothing, and another request for the epoch follows."""
+        """Ask again later, after the peer answered Unregister with Error, which had no effect."""
         self._kept(error)
         again = now + limits.RESEND
         self._session.host.timers.at(again, lambda at: self._ask_back(owned, at) if self._session.open else None)
 
     def _kept(self, error: RemoteError) -> None:
-        """The peer has not given an epoch back: it is held until the session is over (KVP-EPO-FREE)."""
+        """Report that the peer did not return an epoch, which it holds until the session ends (KVP-EPO-FREE)."""
         self._session.tell(ProtocolError(self._session.name, error))
 
     def reconnected(self) -> None:
@@ -108,7 +108,7 @@ class Owner(Part):
                 owned.delivery.reconnected()
 
     def _registered(self, message: m.Registered, now: float) -> None:
-        """Go on with what the holder has mapped; give the session up where its routes differ (KVP-REG-CHECK)."""
+        """Go on with what the holder has mapped, or give up the session if its routes differ (KVP-REG-CHECK)."""
         owned = self._of(message.request, lambda each: each.request)
         if owned is None:
             return
@@ -144,7 +144,7 @@ class Owner(Part):
             self._kept(refused(message, self._session.name))
             return
         owned = next((each for each in self.epochs.values() if each.request == message.request), None)
-        if owned is not None and not owned.mapped:  # else it was answered before (KVP-SES-ANSWERED)
+        if owned is not None and not owned.mapped:  # otherwise it was answered before (KVP-SES-ANSWERED)
             del self.epochs[owned.number]
             if self._overtaken(owned, message) and self._session.answered(message.request):
                 self._session.step("Refused")
@@ -152,19 +152,19 @@ class Owner(Part):
         self._session.refused(message, now)
 
     def _overtaken(self, owned: Owned, message: m.Refused) -> bool:
-        """Whether a Register was refused because a Description has changed meanwhile, so that another follows."""
+        """Whether a Register was refused because a Description changed in the meantime, so that another follows."""
         changed = owned.described is not self._session.described or self._session.part(Describing).pending
         return message.code == ErrorCode.DESCRIPTION_MISMATCH and changed
 
     def _of(self, request: int, number: Callable[[Owned], int]) -> Owned | None:
-        """The epoch that a request under way is about, which is answered by that."""
+        """The epoch that a request under way is about; ends the request."""
         found = next((each for each in self.epochs.values() if number(each) == request), None)
         return found if found is not None and self._session.answered(request) else None
 
     hears = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
 
 
-# the holder
+# The holder
 
 
 @attrs.frozen
@@ -177,22 +177,22 @@ class _Asked:
 
 
 class Holder(Part):
-    """The side that maps the peer's memory: the engine is asked to, and then Register and Unregister are answered."""
+    """The half of the side that maps the peer's memory; it answers once the node has mapped or unmapped it."""
 
     def __init__(
         self, session: Session, access: Access, busy: Callable[[Epoch], bool], end: Callable[[Epoch, float], None]
     ) -> None:  # fmt: skip
-        """`busy` says whether a transfer of an epoch is under way; `end` ends all of them with POOL_MOVED."""
+        """`busy` returns whether a transfer of an epoch is under way; `end` ends all of them with POOL_MOVED."""
         super().__init__(session)
         self._access, self._busy, self._end = access, busy, end
         self.epochs: dict[int, Epoch] = {}
-        """What is mapped."""
+        """The epochs that are mapped, by number."""
         self._first = self._last = 0
         self._asked: _Asked | None = None
         self._early: tuple[m.Register, float] | None = None
-        """One that came while the plan that it names is being made."""
+        """A Register that came while the plan that it names is being made, and when."""
         self._gone: OrderedDict[int, m.Unregistered] = OrderedDict()
-        """What was given back, the latest."""
+        """The answers for the epochs that were returned last, by number."""
 
     @property
     def registered(self) -> bool:
@@ -201,17 +201,17 @@ class Holder(Part):
 
     @property
     def open(self) -> list[int]:
-        """The epochs that new transfers may name."""
+        """The numbers of the epochs that new transfers may name."""
         return [number for number, epoch in self.epochs.items() if epoch.back is None]
 
     def mapping(self, number: int) -> bool:
-        """Whether a Register of this epoch has come, and its answer has not gone."""
+        """Whether a Register of this epoch has come but is not answered yet."""
         early = self._early[0] if self._early is not None else None
         asked = self._asked.register if self._asked is not None else early
         return asked is not None and asked.epoch == number
 
     def credited(self, credit: m.Credit) -> Epoch | None:
-        """The epoch that a Credit is of; None: it was given back."""
+        """The epoch that a Credit is for; None if it was returned."""
         return self.epochs.get(credit.epoch or self._first)
 
     def reconnected(self) -> None:
@@ -222,13 +222,13 @@ class Holder(Part):
     def _register(self, message: m.Register, now: float) -> None:
         session, before = self._session, self._session.state
         if self._asked is not None and self._asked.register.request == message.request:
-            return  # it is being mapped, and answered once
+            return  # its memory is being mapped; it is answered once
         answer = next((e.answer for e in self.epochs.values() if e.answer.request == message.request), None)
         if answer is not None:
             session.notice(answer)
             return
         if self._access == Access.READ and before == SessionState.REGISTERING:
-            return  # it has overtaken the Registered of this side, and comes again
+            return  # it has overtaken the Registered of this side, and will be sent again
         if (self._first or self._asked is not None) and not self._may_follow(message):
             return
         if before == SessionState.READY and session.part(Describing).pending:
@@ -251,7 +251,7 @@ class Holder(Part):
             self._register(*early)
 
     def _may_follow(self, message: m.Register) -> bool:
-        """Whether a Register is legal beside the epochs that were opened; refuses it if not."""
+        """Whether a Register is legal after the epochs that were opened before; refuses it if not."""
         name, advice = "epoch", "ask for an earlier one back first"
         error = None
         if Feature.EPOCHS not in self._session.features:
@@ -270,7 +270,7 @@ class Holder(Part):
         return error is None
 
     def accept(self, transport: Transport, process: m.Process | None) -> Epoch | None:
-        """The peer's memory is mapped: the epoch, unless the session has ended meanwhile."""
+        """Answer Registered, as the peer's memory is mapped; returns the epoch, unless the session has ended."""
         asked, self._asked = self._asked, None
         if asked is None or not self._session.open:
             return None
@@ -286,7 +286,7 @@ class Holder(Part):
         return made
 
     def refuse(self, error: KvprotoError) -> None:
-        """The peer's memory cannot be mapped."""
+        """Answer Refused, as the peer's memory cannot be mapped."""
         asked, self._asked = self._asked, None
         if asked is not None and self._session.open:
             self._session.step("Refused")
@@ -310,14 +310,14 @@ class Holder(Part):
             self.look()
 
     def look(self) -> None:
-        """Have epochs unmapped that are asked back and that no transfer uses any more (KVP-EPO-UNMAP)."""
+        """Have the epochs unmapped that were taken back and that no transfer uses any more (KVP-EPO-UNMAP)."""
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
                 self._session.tell(UnmapAsked(self._session.session, epoch.number))
 
     def unmapped(self, number: int) -> None:
-        """The memory of an UnmapAsked is mapped no more."""
+        """Answer Unregistered, as the memory of an UnmapAsked is unmapped."""
         epoch = self.epochs.pop(number, None)
         if epoch is None or epoch.back is None or not self._session.open:
             return
@@ -334,7 +334,7 @@ class Holder(Part):
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
-    """Raise what speaks against a Register; returns which of its columns overlap.
+    """Raise what is wrong with a Register; returns which of its columns overlap.
 
     Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-MANY, KVP-REG-COLUMNS.
     """
@@ -361,7 +361,7 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
 
 
 def _check_routes(message: m.Register | m.Registered, described: Described) -> None:
-    """Raise ROUTE_MISMATCH at the first route that differs, or that one side lacks."""
+    """Raise ROUTE_MISMATCH for the first route that differs, or that one side lacks."""
     names = {g.id: g.name for g in described.sink.groups}
     for i, (ours, theirs) in enumerate(zip_longest(described.refs, message.routes)):
         if ours != theirs:

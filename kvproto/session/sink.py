@@ -32,7 +32,7 @@ from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Role
 __all__ = ["SinkSession"]
 
 _STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SinkStaged, CreditKind.INLINE: SinkInline}
-"""What hears a stream, by what its credit counts."""
+"""The class that receives a stream, by what its credit counts."""
 
 
 class SinkSession(Session):
@@ -44,36 +44,36 @@ class SinkSession(Session):
         self, host: Endpoint, conn: Hashable, offered: tuple[Feature, ...], proving: Collection[int],
         replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """`proving`: transports by which the death of the writer is proof; `replica`: who must answer."""
+        """`proving` are the transports with which the writer's death is proof; `replica` is who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
-        """Where the ranks of the source's replica listen."""
+        """The addresses of the ranks of the source's replica, by rank."""
         self.owner = Owner(self, Access.WRITE)
         self.revoked: RemoteError | None = None
-        """Why the source does not allow this session any more."""
+        """Why the source no longer allows this session, if so."""
         self._replica = replica
         self._terms, self._proving = Terms(offered), proving
         self._hello = 0
 
     @property
     def delivery(self) -> Delivery | None:
-        """How bytes reach the memory that was registered last; None: it is not mapped yet, or given back."""
+        """The delivery into the memory that was registered last; None if it is not mapped yet, or was returned."""
         newest = self.owner.newest
         return newest.delivery if newest is not None else None
 
     @property
     def deliveries(self) -> list[Delivery]:
-        """Of all epochs that the source may hold."""
+        """The deliveries of all epochs that the source may hold."""
         return [owned.delivery for owned in self.owner.epochs.values() if owned.delivery is not None]
 
     @property
     def streamed_by(self) -> int | None:
-        """Of the memory that was registered last: the transport by which the source packs."""
+        """The transport by which the source packs bytes for the memory that was registered last, if it does."""
         return self.delivery.streamed_by if self.delivery is not None else None
 
     @property
     def ready(self) -> bool:
-        """Whether transfers may run, into the memory that was registered last."""
+        """Whether transfers into the memory that was registered last may run."""
         current = self.owner.current
         return self.state == SessionState.READY and current is not None and current.delivery.ready
 
@@ -82,7 +82,7 @@ class SinkSession(Session):
         return self._peer is not None and self.asks(self._hello)
 
     def concerned(self, message: m.Message) -> bool:
-        """Whether a frame is for this session; raises UNKNOWN_SESSION for one of another (KVP-SES-OTHER)."""
+        """Whether a frame is for this session; raises UNKNOWN_SESSION if it is for another (KVP-SES-OTHER)."""
         number = getattr(message, "session", None)
         if isinstance(message, m.Welcome) or number in (None, self.session):
             return True
@@ -92,7 +92,7 @@ class SinkSession(Session):
         return False
 
     def hello(self, now: float) -> None:
-        """Open the session, or go on with it over a new connection."""
+        """Open the session, or resume it over a new connection."""
         self.step("Hello")
         said = greased(self._terms, self.me.incarnation)
         self._hello = self.request(
@@ -134,7 +134,7 @@ class SinkSession(Session):
         self.begin(now)
 
     def begin(self, now: float) -> None:
-        """Go on from Welcome: describe this side, to register its memory and ask for transfers."""
+        """Go on after Welcome: describe this side, in order to register its memory and request transfers."""
         self.install(SinkTransfers(self))
         self.install(self.owner)
         if Feature.PULL in self.features:
@@ -154,7 +154,7 @@ class SinkSession(Session):
             super().refused(message, now)
 
     def _check_replica(self, message: m.Welcome) -> None:
-        """Raise where another engine or replica listens at the address than the one that was to be there."""
+        """Raise WRONG_PEER if another engine or replica than the expected one listens at the address."""
         if self._replica is not None and self._replica != (message.engine, message.replica):
             mine, yours = (
                 f"{self._replica[0]} replica {self._replica[1]}",
@@ -164,7 +164,7 @@ class SinkSession(Session):
             raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
 
     def _check_run(self, message: m.Welcome) -> None:
-        """Raise where a later run of this rank was there before (KVP-SES-OLDER)."""
+        """Raise SUPERSEDED if a later run of this rank has answered before (KVP-SES-OLDER)."""
         place = message.engine, message.replica, message.rank
         held = self.host.runs.get(place, 0)
         if message.incarnation < held:
@@ -177,7 +177,7 @@ class SinkSession(Session):
             self.endpoints = {e.rank: e.address for e in endpoints}
 
     def abort_late(self, sequence: int) -> None:
-        """Abort the first attempt of a sequence of a session that is over; whatever answers it is proof or nothing."""
+        """Abort the first attempt of a sequence in a session that has ended; any answer to it is proof, or none."""
         number, self._next_request = self._next_request, self._next_request + 1
         reason = "the session is over: say what is known of its writes"
         self.notice(m.Abort(session=self.session, request=number, sequence=sequence, attempt=1, reason=reason))
@@ -185,7 +185,7 @@ class SinkSession(Session):
     def register(
         self, number: int, memory: object, columns: tuple[m.Columns, ...], exposed: Registration, now: float
     ) -> None:  # fmt: skip
-        """Grant the source access to this rank's memory; one that is read itself gets no handles."""
+        """Grant the source access to this rank's memory; with PULL, the handles that it gets are empty."""
         if Feature.PULL in self.features:
             regions = exposed.regions
             exposed = Registration(
@@ -194,18 +194,18 @@ class SinkSession(Session):
         self.owner.register(number, memory, exposed.regions, columns, now, partial(self._take, exposed))
 
     def advance(self) -> None:
-        """Grant what has become free: slots are emptied without a word."""
+        """Grant slots that have become free, which happens without notice."""
         for delivery in self.deliveries:
             if delivery.polled:
                 delivery.advance()
 
     def look(self) -> None:
-        """Have memory of the source unmapped that it has asked back, and that is read no more."""
+        """Have memory of the source unmapped that it has taken back and that is not read any more."""
         if Feature.PULL in self.features:
             self.part(Holder).look()
 
     def _take(self, exposed: Registration, owned: Owned, message: m.Registered) -> Delivery:
-        """Go on with the transport that the source took."""
+        """Make the delivery for the transport that the source chose."""
         offered = {h.transport for region in exposed.regions for h in region.handles}
         if message.transport not in offered:
             mine, yours = str(sorted(offered)), str(message.transport)
@@ -224,7 +224,7 @@ class SinkSession(Session):
         return made
 
     def _ended(self, message: m.Error, now: float) -> None:
-        """Error; one that answers nothing and says NOT_ALLOWED ends the session (KVP-SES-REVOKED)."""
+        """Handle Error; NOT_ALLOWED that answers no request ends the session (KVP-SES-REVOKED)."""
         if message.request is not None or message.code != ErrorCode.NOT_ALLOWED:
             self._error(message, now)
             return

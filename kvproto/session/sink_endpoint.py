@@ -37,24 +37,25 @@ class SinkEndpoint(Reading):
         self, me: Party, geometry: Geometry, features: tuple[Feature, ...], seed: str,
         proving: Collection[int] = (), replica: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """`seed`: address of any source rank; the others follow from its Welcome and the plan. `expose` a pool first.
+        """`seed` is the address of any source rank; the others follow from its Welcome and the plan.
 
-        `replica`: the engine and replica that must answer there; None: any. `proving`: transports by which the end of
-        the writer's process is proof that no write of it can arrive any more (KVP-REG-DEATH).
+        `replica` is the engine and replica that must answer there (None: any). `proving` are the transports with which
+        the end of the writer's process is proof that none of its writes can arrive any more (KVP-REG-DEATH). Call
+        `expose` before `dial`.
         """
         super().__init__(me, geometry)
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
         self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
         self.source: Geometry | None = None
         self.over = False
-        """Whether a session has ended, so that only a new endpoint can be ready again."""
+        """Whether a session has ended, so that only a new endpoint can become ready."""
         self._changed: set[int] = set()
-        """Transfers that something has happened to."""
+        """Transfers that have changed."""
         self._unpacking: set[int] = set()
-        """Those that are over but for bytes of theirs that are being unpacked, which ends without a word."""
+        """Transfers whose last bytes are still being unpacked, which ends without notice."""
         self._asking: Timer | None = None
         self._told: list[tuple[SinkSession, e.Event]] = []
-        """Events of sessions from which no conclusions are drawn yet."""
+        """Events of sessions that the endpoint has not acted on yet."""
         self._next = 1
 
     def dial(self, now: float) -> None:
@@ -68,20 +69,20 @@ class SinkEndpoint(Reading):
             session.hello(now)
 
     def tell(self, session: SinkSession, event: e.Event) -> None:
-        """Queue an event of a session, for the endpoint's own conclusions and for the engine."""
+        """Queue an event of a session, for the endpoint itself and for the engine."""
         self._told.append((session, event))
 
     def ended(self, session: SinkSession, attempt: SinkAttempt) -> None:
-        """Something of an attempt has changed."""
+        """Note that an attempt has changed."""
         self._changed.add(attempt.transfer)
 
     def closed(self, session: SinkSession) -> None:
-        """A session is over: what is awaited of it is lost."""
+        """Note that a session has ended, which loses what it has not delivered."""
         self.ready, self.over = False, True
         self._changed.update(self._wants)
 
     def returned(self, conn: Hashable, now: float) -> None:
-        """The connection to this address has broken and come back, perhaps to another run (KVP-SES-BACK)."""
+        """Send Ping on a connection that broke and came back, perhaps to another run of the source (KVP-SES-BACK)."""
         session = self.sessions.get(str(conn))
         if session is not None and session.open and session.has(PingPart):
             session.part(PingPart).ask(now)
@@ -99,14 +100,14 @@ class SinkEndpoint(Reading):
         except RemoteError as error:
             head = self._report(conn, session, frame, message, error)
             if session is not None and head.delivery != "reply" and head.session == session.session:
-                # What its transfer lacks now does not come again.
+                # what its transfer lacks now will not come again
                 found = session.attempts.get(head.sequence or 0)
                 want = self._wants.get(found.transfer) if found and found.attempt == head.attempt else None
                 self._fail(want, error, now)
         self._after(now)
 
     def _prove_late(self, session: SinkSession, message: m.Message) -> None:
-        """Done, and Drained or Unregistered as PROVEN, are proof however late they come (KVP-EPO-PROOF)."""
+        """Accept Done, and Drained or Unregistered with PROVEN, as proof however late they come (KVP-EPO-PROOF)."""
         if not self._unproven:
             return
         match message:
@@ -118,7 +119,7 @@ class SinkEndpoint(Reading):
                 self._prove({part for missing in parts for part in missing if part[0] == session.session})
 
     def _ask_late(self, now: float) -> None:
-        """Abort again what has no proof: a source that was stopped or cut off may be back (KVP-END-LATE)."""
+        """Repeat the Abort of unproven transfers, as a source that was stopped or cut off may return (KVP-END-LATE)."""
         parts = sorted({part for _, missing in self._unproven.values() for part in missing if part[0] != OURS})
         for number, sequence in parts:
             self._numbered(number).abort_late(sequence)
@@ -140,12 +141,12 @@ class SinkEndpoint(Reading):
         return any(session.suspect and session.open for session in [*self.sessions.values()])  # from any thread
 
     def features(self) -> tuple[int, ...]:
-        """Features that every session has."""
+        """The features that all sessions have."""
         every = [session.features for session in self.sessions.values()] or [tuple(Feature)]
         return tuple(f for f in every[0] if all(f in some for some in every))
 
     def streamed(self, number: int | None = None) -> dict[int, int]:
-        """Source ranks whose bytes come as a stream, and the transport of each; of a transfer, as it was asked for."""
+        """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""
         if number is None:
             found = {rank: session.streamed_by for rank, session in self._ranks.items()}
         else:
@@ -157,10 +158,10 @@ class SinkEndpoint(Reading):
         self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
         unpackers: Mapping[int, Unpacker] | None = None,
     ) -> int:  # fmt: skip
-        """Ask every required rank for one request; returns the number that Arrived or Lost will carry.
+        """Send a Transfer to every required rank; returns the number that Arrived or Lost will have.
 
-        `grants` by group id; `unpackers` for the streams of the ranks that are `streamed`. Raises LocalError before
-        Ready, and BUSY or TOO_LARGE beyond a source's limits; then nothing was asked.
+        `grants` are by group id; `unpackers` are for the streams of the ranks that are `streamed`. Raises LocalError,
+        and sends nothing: UNEXPECTED_MESSAGE before Ready, BUSY or TOO_LARGE beyond the limits of a source.
         """
         if not self.ready or self.plan is None or self.exposed is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
@@ -184,10 +185,10 @@ class SinkEndpoint(Reading):
     def grant(
         self, number: int, grants: Mapping[int, m.Grants], now: float, unpackers: Mapping[int, Unpacker] | None = None
     ) -> None:  # fmt: skip
-        """Name items of a transfer that lacks some, by group id: all that are granted by now, those of before included.
+        """Name items of a transfer that lacks some: `grants` holds everything granted so far, by group id.
 
-        Source ranks hear of them when they may; those that are `streamed` when all are named, which needs `unpackers`.
-        Harmless once it is over.
+        Grants are sent as soon as they may be, but to ranks that are `streamed` only when all items are named, which
+        needs `unpackers`. Harmless once the transfer has ended.
         """
         want = self._wants.get(number)
         for rank, attempt in want.parts.items() if want is not None and want.error is None else ():
@@ -199,17 +200,17 @@ class SinkEndpoint(Reading):
         self._after(now)
 
     def accepted(self, number: int) -> bool:
-        """Whether every source rank has answered this transfer, or it is over."""
+        """Whether every source rank has answered this transfer, or it has ended."""
         want = self._wants.get(number)
         return want is None or all(part.state != TransferState.ASKED for part in want.parts.values())
 
     def abort(self, number: int, error: KvprotoError, now: float) -> None:
-        """Stop a transfer; Lost follows, with what is known of its writes."""
+        """Stop a transfer; Lost follows, with what is known about its writes."""
         self._fail(self._wants.get(number), error, now)
         self._after(now)
 
     def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
-        """Abort the parts that are not here, but for those that are being read: Abort says that nothing is."""
+        """Abort the parts that have not arrived, except for those being read, as Abort states that nothing is read."""
         if want is None:
             return
         self._changed.add(want.number)
@@ -220,17 +221,17 @@ class SinkEndpoint(Reading):
                 self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(want.error))
 
     def accept_register(self, number: int, transport: Transport, now: float) -> None:
-        """The memory of a RegisterAsked is mapped."""
+        """Report that the memory of a RegisterAsked is mapped."""
         self._numbered(number).part(Holder).accept(transport, None)
         self._after(now)
 
     def refuse_register(self, number: int, error: KvprotoError, now: float) -> None:
-        """The memory of a RegisterAsked cannot be mapped."""
+        """Report that the memory of a RegisterAsked cannot be mapped."""
         self._numbered(number).part(Holder).refuse(error)
         self._after(now)
 
     def unmapped(self, number: int, epoch: int, now: float) -> None:
-        """The memory of an UnmapAsked is mapped no more."""
+        """Report that the memory of an UnmapAsked is unmapped."""
         self._numbered(number).part(Holder).unmapped(epoch)
         self._after(now)
 
@@ -238,16 +239,16 @@ class SinkEndpoint(Reading):
         return next(s for s in self.sessions.values() if s.session == number)
 
     def rank_of(self, number: int) -> int | None:
-        """The source rank of a session; None: it is not there, or over."""
+        """The source rank of a session; None if there is no such session, or it has ended."""
         return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
 
     def writers(self) -> dict[int, m.Process]:
-        """Processes that write this rank's memory, by session, where their end is proof; ended ones left out."""
+        """The live processes that write this rank's memory and whose end is proof, by session."""
         found = {s.session: d for s in self.sessions.values() for d in s.deliveries}
         return {n: d.process for n, d in found.items() if isinstance(d, SinkPush) and d.process and not d.dead}
 
     def died(self, number: int, now: float) -> None:
-        """The writer of this session has ended: nothing of it is awaited, and no write of it can arrive any more."""
+        """Report that the writer's process of a session has ended, so that none of its writes can arrive any more."""
         session = self._numbered(number)
         for delivery in session.deliveries:
             if isinstance(delivery, SinkPush):
@@ -288,7 +289,7 @@ class SinkEndpoint(Reading):
             self._planned(session, now)
 
     def _planned(self, session: SinkSession, now: float) -> None:
-        """Both Descriptions are known: register if there are routes, and greet the other ranks that have some."""
+        """Act on a plan: register if there are routes, and greet the other ranks that have some."""
         described, rank = session.described, session.peer.rank
         known = self._ranks.setdefault(rank, session)
         if known is not session:
@@ -314,7 +315,7 @@ class SinkEndpoint(Reading):
                 self._greet(session.endpoints[other], now)
 
     def _progress(self, want: Want, now: float) -> None:
-        """Tell of offers, fail what cannot succeed any more, and report a transfer that is over."""
+        """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
         parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
         for session, attempt in parts:
             if want.error is None and attempt.error is not None:

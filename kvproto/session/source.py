@@ -29,7 +29,7 @@ from kvproto.wire.enums import Access, CreditKind, Feature, Transport
 __all__ = ["SourceSession"]
 
 _STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SourceStaged, CreditKind.INLINE: SourceInline}
-"""What says a stream, by what its credit counts."""
+"""The class that sends a stream, by what its credit counts."""
 
 
 class SourceSession(Session):
@@ -42,16 +42,16 @@ class SourceSession(Session):
         seek: Callable[[SourceSession, SourceAttempt, m.Transfer, float], None], draining: Callable[[bytes], bool],
         granted: Callable[[SourceAttempt], None], catalogue: Catalogue | None = None,
     ) -> None:  # fmt: skip
-        """`number`: the id that Welcome mints; `seek` and `draining`: see SourceTransfers; `granted`: SourceIntent.
+        """`number` is the session id for Welcome, and `catalogue` is announced to a sink that has chosen CATALOGUE.
 
-        `catalogue`: what is told to a sink that has chosen CATALOGUE.
+        See SourceTransfers for `seek` and `draining`, and SourceIntent for `granted`.
         """
         super().__init__(host, conn)
         self.session, self.greeting, self.limits = number, hello.request, hello.limits
         self.features, self.minor = chosen.features, chosen.minor
         self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
         self.claims = 0
-        """Requests that wait for the end of a transfer of this session."""
+        """The number of claims with a transfer of this session."""
         self.step("Hello")
         self.step("Welcome")
         transfers = SourceTransfers(self, partial(seek, self), draining)
@@ -69,41 +69,41 @@ class SourceSession(Session):
             self.install(SourceCatalogue(self, catalogue))
 
     def resumes(self, peer: Party, chosen: Chosen) -> bool:
-        """Whether the session goes on by a Hello that names it (KVP-SES-RESUME)."""
+        """Whether a Hello that names the session may resume it (KVP-SES-RESUME)."""
         return self.open and self.peer == peer and (self.features, self.minor) == (chosen.features, chosen.minor)
 
     @property
     def forgettable(self) -> bool:
-        """Whether a session that is over is of no use any more: no request waits for it, and no copy writes."""
+        """Whether a session that has ended is not needed any more: by no claim, and by no copy."""
         return not self.claims and not any(attempt.copying for attempt in self.attempts.values())
 
     @property
     def pulls(self) -> bool:
-        """Whether the sink reads."""
+        """Whether the sink reads (feature PULL)."""
         return Feature.PULL in self.features
 
     def accept_register(
         self, transport: Transport, writer: StreamWriter | None = None, process: m.Process | None = None
     ) -> None:
-        """The sink's memory is mapped by this transport.
+        """Report that the sink's memory is mapped with this transport.
 
-        `writer`: where bytes are packed, so that Credit is heard. `process`: the one that writes, where its end is
-        proof that no write of it can arrive any more (KVP-REG-PROCESS).
+        `writer` is for a transport that packs bytes, which needs Credit. `process` is the one that writes, if its end
+        is proof that none of its writes can arrive any more (KVP-REG-PROCESS).
         """
         epoch = self.part(Holder).accept(transport, process if not self.pulls else None)
         if epoch is not None and writer is not None:
             epoch.stream = _STREAMS[writer.kind](self, writer)
 
     def refuse_register(self, error: KvprotoError) -> None:
-        """The sink's memory cannot be mapped."""
+        """Report that the sink's memory cannot be mapped."""
         self.part(Holder).refuse(error)
 
     def unmapped(self, epoch: int) -> None:
-        """The memory of an UnmapAsked is mapped no more."""
+        """Report that the memory of an UnmapAsked is unmapped."""
         self.part(Holder).unmapped(epoch)
 
     def expose(
         self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
     ) -> None:  # fmt: skip
-        """Register this rank's memory with the sink, to be read (feature PULL)."""
+        """Register this rank's memory with the sink, which reads it (feature PULL)."""
         self.part(Owner).register(number, memory, regions, columns, now)

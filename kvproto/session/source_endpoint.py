@@ -1,4 +1,4 @@
-"""The sessions of one source rank: who may greet it, and the API that a node calls."""
+"""The sessions of one source rank: which sinks may greet it, and the API that a node calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["SourceEndpoint"]
 Admit = Callable[[Hashable, Party, int], None]
 
 _MAX_REMEMBERED = 1 << 16
-"""Incarnations, and sessions of incarnations that were replaced."""
+"""The most incarnations, superseded sessions, and drained sessions that are remembered."""
 
 
 class SourceEndpoint(Claims):
@@ -45,9 +45,10 @@ class SourceEndpoint(Claims):
         self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...],
         mint: Callable[[], int], process: m.Process | None = None, admit: Admit | None = None,
     ) -> None:  # fmt: skip
-        """`endpoints`: where every rank of the replica listens; `mint`: random session ids, of 64 bits and not 0, that
-        nobody can guess (KVP-SES-FRESH); `process`: the one that will write; `admit`: raises NOT_ALLOWED for who may
-        not be at the other end of a connection.
+        """`endpoints` are the addresses of all ranks of the replica, and `process` is the one that will write.
+
+        `mint` makes random session ids of 64 bits, not 0, that nobody can guess (KVP-SES-FRESH). `admit` raises
+        NOT_ALLOWED for a peer that may not use a connection.
         """
         super().__init__(me, geometry)
         self.process, self._admit = process, admit or (lambda conn, peer, role: None)
@@ -60,18 +61,18 @@ class SourceEndpoint(Claims):
         self._greetings: dict[Hashable, int] = {}
         """The last session that each connection opened."""
         self.over: set[int] = set()
-        """Sessions that have ended since whoever maps the memory of sinks has looked."""
+        """Sessions that have ended while the memory of their sinks may still be mapped; the node removes them."""
         self._incarnations: OrderedDict[tuple[str, int, int], int] = OrderedDict()
-        """The greatest of each engine, replica and rank."""
+        """The greatest incarnation of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
-        """Connection and incarnations of sessions that a later incarnation has ended."""
+        """The connection and the incarnations of each session that a later incarnation has ended."""
         self._drained: OrderedDict[int, int] = OrderedDict()
-        """Sessions that are over and forgotten, and of which no write can arrive any more, and their minor version."""
+        """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
-        """Sessions whose sink has not described itself, and some that have been over since."""
+        """Sessions whose sink has not described itself; some may have ended since."""
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
-        """Take one frame; whatever it holds, no other session is touched (KVP-ERR-ALONE)."""
+        """Handle one frame; whatever it holds, no other session is affected (KVP-ERR-ALONE)."""
         message = session = None
         try:
             message = decode(frame)
@@ -86,7 +87,7 @@ class SourceEndpoint(Claims):
         self._after(now)
 
     def _find(self, conn: Hashable, message: m.Message) -> SourceSession | None:
-        """The session of a message; None: it needs no session. Raises UNKNOWN_SESSION, SUPERSEDED."""
+        """The session of a message; None if it needs no session. Raises UNKNOWN_SESSION or SUPERSEDED."""
         number = getattr(message, "session", None) or 0
         session = self.sessions.get(number)
         if session is not None and session.open and session.conn == conn:
@@ -95,7 +96,7 @@ class SourceEndpoint(Claims):
         late = session is not None and not session.open and isinstance(message, m.Transfer | m.Abort)
         if session is not None and late and isinstance(message, m.Abort) and session.conn != conn:
             self._let_go(session)
-            session.conn = conn  # nobody resumes what is over
+            session.conn = conn  # a session that has ended is not resumed
         if session is not None and late and session.conn == conn and known is None:
             return session
         if isinstance(message, m.Error):
@@ -125,7 +126,7 @@ class SourceEndpoint(Claims):
             self._events.append(SessionRefused(str(peer), error, by_us=True))
             return
         if session is not None and hello.request < session.greeting:
-            return  # it was late, and the sink has greeted again since (KVP-SES-LATE)
+            return  # it is late: the sink has greeted again since (KVP-SES-LATE)
         self._supersede(peer)
         if session is not None:
             self._greetings.pop(session.conn, None)
@@ -156,7 +157,7 @@ class SourceEndpoint(Claims):
         return number
 
     def _check(self, hello: m.Hello, peer: Party, new: bool) -> None:
-        """Raise what else speaks against a Hello, which opens a `new` session or resumes one."""
+        """Raise what else is wrong with a Hello, which opens a `new` session or resumes one."""
         if hello.role != Role.SINK:
             raise RemoteError(ErrorCode.WRONG_PEER, "role", "a SINK dials", word(Role, hello.role), "dial a source")
         if self.draining and new:
@@ -176,7 +177,7 @@ class SourceEndpoint(Claims):
                 self._forget()
 
     def _check_engine(self, engine: str) -> None:
-        """Let the oldest session of an engine go that is only greeted, where it has too many (KVP-SES-ENGINE)."""
+        """End the oldest session of an engine that has not described itself, if it has too many (KVP-SES-ENGINE)."""
         own = [s for s in self.sessions.values() if s.peer.engine == engine]
         if len(own) < MAX_ENGINE_SESSIONS:
             return
@@ -188,7 +189,7 @@ class SourceEndpoint(Claims):
         self._forget()
 
     def _supersede(self, peer: Party) -> None:
-        """End the sessions of earlier incarnations; nothing of them is proven by that (KVP-SES-SUPERSEDE)."""
+        """End the sessions of earlier incarnations, which proves nothing about them (KVP-SES-SUPERSEDE)."""
         held = self._incarnations.get(peer.place, 0)
         if peer.incarnation > held > 0:
             for session in [s for s in self.sessions.values() if s.peer.place == peer.place and s.open]:
@@ -202,7 +203,7 @@ class SourceEndpoint(Claims):
                 bounded.popitem(last=False)
 
     def readmit(self) -> None:
-        """End the sessions of those who are not allowed any more; nothing is proven by that (KVP-NET-REVOKE)."""
+        """End the sessions of peers that are no longer allowed, which proves nothing about them (KVP-NET-REVOKE)."""
         for session in [s for s in self.sessions.values() if s.open]:
             try:
                 self._admit(session.conn, session.peer, Role.SINK)
@@ -211,7 +212,7 @@ class SourceEndpoint(Claims):
                 session.lose(str(error))
 
     def restate(self, geometry: Geometry, endpoints: Mapping[int, str], now: float) -> None:
-        """Describe another geometry to every sink; sessions that cannot go on with it end, and are opened again."""
+        """Describe another geometry to every sink; sessions that cannot go on with it end, and sinks open new ones."""
         self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         for session in [each for each in self.sessions.values() if each.open]:
@@ -223,23 +224,23 @@ class SourceEndpoint(Claims):
         self._after(now)
 
     def keep_catalogue(self, catalogue: Catalogue) -> None:
-        """Offer CATALOGUE from now on: sinks that open a session may watch which cached pages this rank has."""
+        """Offer CATALOGUE from now on, so that sinks which open a session can watch this rank's cached pages."""
         self._catalogue = catalogue
         self._features = tuple(sorted({*self._features, Feature.CATALOGUE}))
 
     def kept(self, pages: Changes) -> None:
-        """Cached pages have come, gone or moved: tell all who watch (KVP-CAT-NUMBER)."""
+        """Announce changes of cached pages to all sinks that watch (KVP-CAT-NUMBER)."""
         news = self._catalogue.change(pages) if self._catalogue is not None else []
         for session in self.sessions.values() if news else ():
             if session.open and session.has(SourceCatalogue):
                 session.part(SourceCatalogue).tell(news)
 
     def drain(self) -> None:
-        """Refuse new sessions and transfers from now on; those that run go on (KVP-SES-DRAINING)."""
+        """Refuse new sessions and transfers from now on; those under way go on (KVP-SES-DRAINING)."""
         self.draining = True
 
     def _refuses(self, ticket: bytes) -> bool:
-        """Whether no Transfer of a ticket is taken any more; what one rank of a sink has asked for, the others get."""
+        """Whether to refuse Transfers of a ticket; once one rank of a sink has asked, the others are served as well."""
         claim = self._claims.get(ticket)
         return self.draining and (claim is None or not claim.users)
 
@@ -262,29 +263,29 @@ class SourceEndpoint(Claims):
         return self._is(asked, TransferState.ACCEPTED)
 
     def offered(self, asked: TransferRequested) -> bool:
-        """Whether the sink may read what it was offered, and has not said Pulled."""
+        """Whether the sink may read what it was offered, and has not sent Pulled."""
         return self._is(asked, TransferState.OFFERED)
 
     def copying(self, asked: TransferRequested) -> None:
-        """The copy begins; `done`, `offer` or `failed` ends it."""
+        """Note that a copy begins; `done`, `offer` or `failed` ends it."""
         if (found := self._attempt(asked)) is not None:
             found[1].copying = True
 
     def progress(self, asked: TransferRequested, tokens: int, now: float) -> None:
-        """Rows below this token may be copied once the sink has granted items for them (feature SPANS)."""
+        """Ask the sink to grant items for tokens below this one, whose rows are computed (feature SPANS)."""
         found = self._attempt(asked)
         if found is not None and found[0].open and not found[1].whole and Feature.SPANS in found[0].features:
             found[0].part(SourceIntent).progress(found[1], tokens, now)
 
     def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
-        """Say the next piece of the stream of a transfer; `begins`: where its late windows begin."""
+        """Send the next piece of the stream of a transfer; `begins` states where its late windows begin."""
         if (found := self._attempt(asked)) is not None and found[1].epoch is not None:
             found[1].epoch.stream.send(found[1], piece, begins)
 
     def _copied(
         self, asked: TransferRequested, proof: Proof = Proof.PROVEN
     ) -> tuple[SourceSession, SourceAttempt] | None:
-        """The copy is over; returns the transfer if it is still wanted."""
+        """Note that a copy has ended; returns the transfer if it is still wanted."""
         found = self._attempt(asked)
         if found is not None:
             found[0].part(SourceTransfers).copied(found[1], proof)
@@ -294,7 +295,7 @@ class SourceEndpoint(Claims):
         self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
         checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
     ) -> None:  # fmt: skip
-        """The copy is complete: `written` bytes are at their destination; `begins`: of late windows."""
+        """Report a complete copy of `written` bytes; `begins` states where late windows begin."""
         if (found := self._copied(asked)) is not None:
             found[0].part(SourcePush).done(found[1], now, written, outcome, handoff, checksums, begins)
 
@@ -302,7 +303,7 @@ class SourceEndpoint(Claims):
         self, asked: TransferRequested, now: float, lease: float, grants: tuple[m.Grants, ...], outcome: Outcome,
         handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
     ) -> None:  # fmt: skip
-        """The sink may read these items for `lease` seconds, and no longer than the ticket lives."""
+        """Offer these items to the sink for `lease` seconds, but not beyond the ticket's deadline."""
         claim = self._claims.get(asked.key)
         deadline = claim.deadline if claim is not None else now
         end = min(now + lease, deadline)
@@ -315,12 +316,12 @@ class SourceEndpoint(Claims):
     def failed(
         self, asked: TransferRequested, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN
     ) -> None:  # fmt: skip
-        """The copy failed; PROVEN: no write of it can arrive any more."""
+        """Report a failed copy; with PROVEN, none of its writes can arrive any more."""
         if (found := self._copied(asked, proof)) is not None:
             found[0].part(SourceTransfers).fail(found[1], error, now)
 
     def ended(self, session: Session, attempt: SourceAttempt) -> None:
-        """An attempt of a session is over."""
+        """Note that an attempt of a session has ended or changed."""
         self._touch(attempt)
         session.forget()
         session.part(Holder).look()
@@ -328,7 +329,7 @@ class SourceEndpoint(Claims):
             self._closed.add(session.session)
 
     def closed(self, session: Session) -> None:
-        """A session is over: its requests may be, now or when what it was lent comes back."""
+        """Note that a session has ended, and so perhaps its requests, now or when its leases end."""
         self._closed.add(session.session)
         self.over.add(session.session)
         for attempt in session.attempts.values():
@@ -337,11 +338,11 @@ class SourceEndpoint(Claims):
                 self.timers.at(attempt.loan.end, partial(self._returned, attempt))
 
     def _returned(self, attempt: SourceAttempt, now: float) -> None:
-        """The lease of a session that is over has ended."""
+        """Note that the lease of a session that has ended is over as well."""
         self._touch(attempt)
 
     def _after(self, now: float) -> None:
-        """Release requests that are over, and forget sessions that no request waits for."""
+        """Release requests that have ended, and forget sessions that are not needed any more."""
         if self._touched:
             self._settle(now)
         if self._closed and not self.draining:
@@ -358,6 +359,6 @@ class SourceEndpoint(Claims):
             self._let_go(session)
 
     def _let_go(self, session: SourceSession) -> None:
-        """Whatever comes by the connection of a session that is over is not about it."""
+        """Dissociate a session that has ended from its connection."""
         if self._greetings.get(session.conn) == session.session:
             del self._greetings[session.conn]

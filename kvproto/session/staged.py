@@ -1,6 +1,6 @@
 """Streams through staging slots of the sink: Chunk, and Credit of slots (feature STAGED).
 
-The slots themselves belong to a transport; the protocols here say what a session needs of them.
+The slots belong to a transport; the protocols here state what a session needs from them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["SinkStaged", "SlotReader", "SlotWriter", "SourceStaged"]
 
 
 class SlotWriter(StreamWriter, Protocol):
-    """At the source: slots of the sink that may be written."""
+    """At the source: the slots of the sink that may be written."""
 
     def grant(self, credit: m.Credit) -> None:
-        """Take a Credit; raises RemoteError, CREDIT (KVP-STG-TWICE)."""
+        """Add the slots of a Credit; raises RemoteError(CREDIT) (KVP-STG-TWICE)."""
 
     def restart(self) -> None:
-        """What was said may be lost: streams under way have failed, and no slot is granted (KVP-STG-RESUMED)."""
+        """Fail the streams under way, whose messages may be lost, and withdraw all slots (KVP-STG-RESUMED)."""
 
 
 class SlotReader(StreamReader, Protocol):
@@ -32,14 +32,14 @@ class SlotReader(StreamReader, Protocol):
         """A Credit for the slots that are free, if there are any (KVP-STG-RETURN)."""
 
     def chunk(self, chunk: m.Chunk) -> None:
-        """Take a Chunk; raises RemoteError (KVP-STG-BEYOND, KVP-STG-NEXT)."""
+        """Unpack the slots of a Chunk; raises RemoteError (KVP-STG-BEYOND, KVP-STG-NEXT)."""
 
     def restart(self) -> None:
-        """What was said may be lost: slots that are granted come back (KVP-STG-RESUMED)."""
+        """Take back the slots that were granted, as messages may be lost (KVP-STG-RESUMED)."""
 
 
 class SourceStaged(SourceStream):
-    """The source's half: it says Chunk of what is in a slot."""
+    """The source's half, which sends a Chunk for what it has put into slots."""
 
     kind = CreditKind.STAGING
 
@@ -55,7 +55,7 @@ class SourceStaged(SourceStream):
 
 
 class SinkStaged(SinkStream):
-    """The sink's half: slots, and Chunk."""
+    """The sink's half, which grants slots and receives Chunk."""
 
     feature, piece = Feature.STAGED, m.Chunk
 
@@ -67,11 +67,11 @@ class SinkStaged(SinkStream):
         self._slots.restart()
 
     def take(self, message: m.Chunk | m.Data) -> None:
-        assert isinstance(message, m.Chunk)  # `Pieces` has looked
+        assert isinstance(message, m.Chunk)  # checked by `Pieces`
         attempt = self._piece_of(message)
         try:
             self._check_begins(attempt, message)
-        finally:  # its slot comes back
+        finally:  # its slot has to become free again
             self._slots.chunk(message)
 
     def credit(self) -> m.Credit | None:

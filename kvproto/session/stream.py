@@ -1,6 +1,6 @@
 """Transfers whose bytes are packed into a stream, under credit: what staging slots and Data have in common.
 
-Streams belong to a transport; the protocols here say what a session needs of them.
+Streams belong to a transport; the protocols here state what a session needs from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StreamPiece(Protocol):
     """At the source: the next bytes of a stream."""
 
     def notice(self, session: int, sequence: int, attempt: int) -> m.Chunk | m.Data:
-        """What says so to the sink."""
+        """The message that carries or announces these bytes."""
 
 
 class StreamReader(Protocol):
@@ -56,10 +56,10 @@ class StreamReader(Protocol):
         """Expect a stream."""
 
     def finish(self, sequence: int, attempt: int) -> bool:
-        """No more bytes come: whether all is unpacked; raises KvprotoError where bytes are missing (KVP-STG-END)."""
+        """End a stream; whether all is unpacked. Raises KvprotoError if bytes are missing (KVP-STG-END)."""
 
     def close(self, sequence: int, attempt: int) -> bool:
-        """Discard the stream: whether nothing unpacks any more."""
+        """Discard a stream; whether nothing of it is being unpacked any more."""
 
 
 @attrs.frozen
@@ -68,17 +68,17 @@ class Registration:
 
     regions: tuple[m.Region, ...] = attrs.field(repr=False)
     readers: Mapping[int, StreamReader] = {}
-    """What unpacks the source's streams, by the transports that do not write the pages themselves."""
+    """The readers of the source's streams, by transport, for transports that do not write the pages themselves."""
 
 
 class Credits(Part):
-    """The source's half of Credit: each is of the streams into one epoch."""
+    """The source's half of Credit, each of which is for the streams into one epoch."""
 
     def _credit(self, message: m.Credit, now: float) -> None:
         self._session.step("Credit")
         epoch = self._session.part(Holder).credited(message)
         if epoch is None:
-            return  # it was given back meanwhile
+            return  # it was returned in the meantime
         if epoch.stream is None or message.kind != epoch.stream.kind:
             mine = f"{epoch.stream.kind.name} in this session" if epoch.stream is not None else "no stream"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", mine, CreditKind(message.kind).name)
@@ -88,16 +88,16 @@ class Credits(Part):
 
 
 class SourceStream(Part):
-    """The source's half of the streams into one epoch: it takes Credit, and says what is packed."""
+    """The source's half of the streams into one epoch, which receives Credit and sends what is packed."""
 
     kind: CreditKind
 
     def grant(self, credit: m.Credit) -> None:
-        """Take a Credit of this kind; raises RemoteError, CREDIT."""
+        """Use a Credit of this kind; raises RemoteError(CREDIT)."""
         raise NotImplementedError
 
     def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
-        """Say a piece of the stream of an attempt; the first says where late windows begin (KVP-GRANT-LATE)."""
+        """Send a piece of the stream of an attempt; the first states where late windows begin (KVP-GRANT-LATE)."""
         said = piece.notice(self._session.session, attempt.sequence, attempt.attempt)
         for each in self.messages(attrs.evolve(said, begins=begins) if begins and not said.offset else said):
             self._session.move(attempt, type(each).__name__)
@@ -105,12 +105,12 @@ class SourceStream(Part):
         return said
 
     def messages(self, said: Any) -> Iterator[m.Chunk | m.Data]:
-        """A piece as messages that the sink takes."""
+        """The messages for a piece, none longer than the sink accepts."""
         yield said
 
 
 class Pieces(Part):
-    """The sink's half of Chunk and Data: each goes to the streams into the epoch of its transfer."""
+    """The sink's half of Chunk and Data, which passes each to the streams into the epoch of its transfer."""
 
     def _piece(self, message: m.Chunk | m.Data, now: float) -> None:
         attempt, newest = self._session.attempts.get(message.sequence), self._session.part(Owner).newest
@@ -125,37 +125,37 @@ class Pieces(Part):
 
 
 class SinkStream(SinkPush):
-    """The sink's half of the streams into one epoch: it says Credit and takes the pieces.
+    """The sink's half of the streams into one epoch, which sends Credit and receives the pieces.
 
-    This side alone writes the pages, so what it knows of its own unpacking is proof, whatever the source says.
+    Only this side writes the pages, so what it knows of its own unpacking is proof, whatever the source reports.
     """
 
     feature: Feature
-    """Without which the source may not choose it."""
+    """The feature without which the source may not choose it."""
     piece: type[m.Chunk] | type[m.Data]
-    """What carries its bytes, or announces them."""
+    """The message that carries its bytes, or announces them."""
 
     polled = True
 
     @property
     def streamed_by(self) -> int:
-        """The transport that the source took."""
+        """The transport that the source chose."""
         return self.transport
 
     def __init__(self, session: Session, epoch: int, reader: StreamReader) -> None:
         super().__init__(session)
         self._epoch, self._reader = epoch, reader
         self._unopened: dict[tuple[int, int], Unpacker] = {}
-        """Of attempts of which nothing has said yet where their windows begin."""
+        """Unpackers of attempts for which it is not known yet where their windows begin."""
         self._begins: dict[tuple[int, int], Mapping[int, int]] = {}
-        """Where the windows of the others begin."""
+        """Where the windows of the other attempts begin, by group id."""
 
     def take(self, message: m.Chunk | m.Data) -> None:
-        """Take a piece; raises RemoteError."""
+        """Handle a piece; raises RemoteError."""
         raise NotImplementedError
 
     def _piece_of(self, message: m.Chunk | m.Data) -> SinkAttempt:
-        """Move the attempt that a piece is of; raises UNEXPECTED_MESSAGE."""
+        """The attempt that a piece belongs to, moved by it; raises UNEXPECTED_MESSAGE."""
         transfers = self._session.part(SinkTransfers)
         attempt = transfers.find(message)
         if attempt is None:
@@ -167,7 +167,7 @@ class SinkStream(SinkPush):
         return attempt
 
     def _check_begins(self, attempt: SinkAttempt, message: m.Chunk | m.Data) -> None:
-        """Open the stream by its first piece; raises BAD_GRANT (KVP-GRANT-BEGINS)."""
+        """Open the stream with its first piece; raises BAD_GRANT (KVP-GRANT-BEGINS)."""
         key = attempt.sequence, attempt.attempt
         if key in self._unopened or (message.begins is not None and key in self._begins):
             self.begin_at(attempt, check_begins(attempt, message.begins))
@@ -179,14 +179,14 @@ class SinkStream(SinkPush):
             self._open(attempt, {})
 
     def _open(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
-        """Expect the stream, now that it is known where its windows begin."""
+        """Open the stream of an attempt, now that it is known where its windows begin."""
         unpacker = self._unopened.pop((attempt.sequence, attempt.attempt))
         self._begins[attempt.sequence, attempt.attempt] = begins
         self._reader.open(attempt.sequence, attempt.attempt, unpacker(begins))
 
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
         key = attempt.sequence, attempt.attempt
-        if key in self._unopened:  # its stream is empty
+        if key in self._unopened:  # its stream is empty, so that no piece came
             self._open(attempt, begins)
         elif self._begins[key] != begins:
             mine, yours = (str(dict(sorted(each.items()))) for each in (self._begins[key], begins))
@@ -204,7 +204,7 @@ class SinkStream(SinkPush):
         return True
 
     def advance(self) -> None:
-        """Grant what is free; the first epoch of a session need not be named."""
+        """Send Credit for what is free; the first epoch of a session need not be named."""
         ready = self._session.state == SessionState.READY and not self._session.resuming
         credit = self.credit() if ready else None
         if credit is not None:

@@ -1,9 +1,9 @@
-"""Which message is legal when: a look into the transition tables, which come from `spec/v1/registry/states.toml`.
+"""Which message is legal when, by the transition tables, which are generated from `spec/v1/registry/states.toml`.
 
-Theory. A session and each of its transfers are two small machines. An event is the name of a message, whoever sends
-it: both sides walk the same table, the sender when it queues the message, the receiver when it reads it, so they cannot
-disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal, and
-so is a row whose features the session has not chosen (KVP-SES-STATE).
+A session and each of its transfers are small state machines. An event is the name of a message, whichever side sends
+it: both sides follow the same table, the sender when it queues the message and the receiver when it reads it, so they
+cannot disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is
+illegal, and so is a row whose features the session has not chosen (KVP-SES-STATE).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _Needed = Mapping[tuple[State, str], frozenset[Feature]]
 
 
 def next_session(state: SessionState, event: str, features: Collection[int]) -> SessionState:
-    """State of a session with these features after the message; raises UNEXPECTED_MESSAGE."""
+    """The state of a session with these features after a message; raises RemoteError(UNEXPECTED_MESSAGE)."""
     return _next(SESSION, SESSION_FEATURES, state, event, features, "")
 
 
 def next_transfer(state: TransferState, event: str, features: Collection[int]) -> TransferState:
-    """State of a transfer in a session with these features after the message; raises UNEXPECTED_MESSAGE."""
+    """The state of a transfer in a session with these features after a message; raises UNEXPECTED_MESSAGE."""
     return _next(TRANSFER, TRANSFER_FEATURES, state, event, features, "sequence")
 
 

@@ -1,4 +1,4 @@
-"""Deadlines of an endpoint: time comes in as an argument, and the next deadline goes out."""
+"""The timers of an endpoint: time comes in as an argument, and the next deadline goes out."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import attrs
 __all__ = ["Timer", "Timers"]
 
 _SPARE = 64
-"""Cancelled timers that may lie in the heap before it is rebuilt."""
+"""The number of cancelled timers in the heap up to which it is not rebuilt."""
 
 
 @attrs.define(eq=False)
 class Timer:
-    """One action at one time; `cancel` withdraws it."""
+    """An action at a time, which `cancel` withdraws."""
 
     action: Callable[[float], None] | None
     _owner: Timers
 
     def cancel(self) -> None:
-        """Do nothing when the time comes; a timer that has run may be cancelled too."""
+        """Withdraw the action; has no effect on a timer that has run."""
         if self.action is not None:
             self.action = None
             self._owner.cancelled()
 
 
 class Timers:
-    """A heap of timers. Cancelled ones never count as the next deadline, and do not pile up."""
+    """A heap of timers; cancelled ones never count as the next deadline, and do not accumulate."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
@@ -43,7 +43,7 @@ class Timers:
         return timer
 
     def cancelled(self) -> None:
-        """Count a cancelled timer, and rebuild the heap when most of it is cancelled."""
+        """Count a cancelled timer, and rebuild the heap if most of its timers are cancelled."""
         self._cancelled += 1
         if self._cancelled > _SPARE and 2 * self._cancelled > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].action is not None]
@@ -51,14 +51,14 @@ class Timers:
             self._cancelled = 0
 
     def next(self) -> float | None:
-        """Time of the next action."""
+        """The time of the next action; None if there is none."""
         while self._heap and self._heap[0][2].action is None:
             heapq.heappop(self._heap)
             self._cancelled -= 1
         return self._heap[0][0] if self._heap else None
 
     def run(self, now: float) -> None:
-        """Run the actions that are due; an action set by another runs in the next call."""
+        """Run the actions that are due; an action that one of them sets runs in the next call."""
         due = []
         while (when := self.next()) is not None and when <= now:
             due.append(heapq.heappop(self._heap)[2])
@@ -66,5 +66,5 @@ class Timers:
             action, timer.action = timer.action, None
             if action is not None:
                 action(now)
-            else:  # cancelled by one before it, when it was out of the heap already
+            else:  # cancelled by an earlier one, when it was no longer in the heap
                 self._cancelled -= 1

@@ -1,9 +1,9 @@
-"""The life of a transfer but for its bytes, at both sides: Transfer, Accepted, Failed, Abort, Drained.
+"""The life of a transfer apart from its bytes, on both sides: Transfer, Accepted, Failed, Abort, Drained.
 
-Theory. A session keeps the latest attempt of each sequence above its low-water mark; a sequence at or below it is over,
-and whatever comes of it later changes nothing. Every answer follows from the attempt's state, so a request that is
-repeated after any pause gets the answer that is true now. `PROVEN` needs a record: an attempt that was never seen is
-recorded as aborted before it is called proven, and so refused whenever its Transfer comes (KVP-END-UNSEEN).
+A session keeps the latest attempt of each sequence above its low-water mark; a sequence at or below it has ended, and
+later messages about it change nothing. Every answer follows from the attempt's state, so that a request which is
+repeated after any pause gets the answer that is true then. `PROVEN` needs a record: an attempt that was never seen is
+recorded as aborted before it is called proven, and so is refused whenever its Transfer comes (KVP-END-UNSEEN).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["SinkTransfers", "SourceTransfers", "changed"]
 
 
 class SourceTransfers(Part):
-    """What a source does with transfers, but for their bytes.
+    """The source's half of transfers, apart from their bytes.
 
-    `seek` is told of each Transfer that is legal, to be matched with its ticket; `draining` says whether those of a
+    `seek` is called with each legal Transfer, to match it with its ticket; `draining` returns whether Transfers of a
     ticket are refused.
     """
 
@@ -47,15 +47,15 @@ class SourceTransfers(Part):
         super().__init__(session)
         self._seek, self._draining = seek, draining
         self._unprovable: set[tuple[int, int]] = set()
-        """Attempts whose writes may arrive at any time, although their copy is over."""
+        """Attempts whose writes may still arrive at any time, although their copy has ended."""
 
     @property
     def proven(self) -> bool:
-        """Whether no write of what is over can arrive any more."""
+        """Whether it is proven of all attempts that have ended that none of their writes can arrive any more."""
         return not self._unprovable
 
     def find(self, message: Any) -> SourceAttempt | None:
-        """The attempt that a message names; None: there is no record of it."""
+        """The attempt that a message names; None if there is no record of it."""
         found: SourceAttempt | None = self._session.attempts.get(message.sequence)
         return found if found is not None and found.attempt == message.attempt else None
 
@@ -81,7 +81,7 @@ class SourceTransfers(Part):
         self._seek(attempt, message, now)
 
     def _answer_again(self, attempt: SourceAttempt, message: m.Transfer) -> None:
-        """KVP-SES-REPLY."""
+        """Answer a repeated Transfer by the state of its attempt (KVP-SES-REPLY)."""
         error = attempt.refused or attempt.lost
         if attempt.aborted:
             error = RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence))
@@ -91,7 +91,7 @@ class SourceTransfers(Part):
             self._session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check_sequence(self, message: m.Transfer) -> None:
-        """Raise where the sequence or the attempt is not the next; such a Transfer leaves no record."""
+        """Raise if the sequence or the attempt is not the next one; such a Transfer leaves no record."""
         low, number = self._session.low_water, message.sequence
         known: SourceAttempt | None = self._session.attempts.get(number)
         if known is not None and known.aborted and message.attempt == known.attempt:
@@ -105,14 +105,14 @@ class SourceTransfers(Part):
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
 
     def _check_next(self, known: SourceAttempt | None, message: m.Transfer | m.Abort) -> None:
-        """Raise UNEXPECTED_MESSAGE where an attempt neither is the first nor follows one that has ended."""
+        """Raise UNEXPECTED_MESSAGE if an attempt is neither the first nor follows one that has ended."""
         if message.attempt != (1 if known is None else known.attempt + 1) or (known is not None and not known.over):
             mine = "no attempt yet" if known is None else f"attempt {known.attempt} is {known.state.value}"
             advice = "abort the attempt before, and wait until it is Drained"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}", advice)
 
     def _check(self, attempt: SourceAttempt, message: m.Transfer) -> None:
-        """Raise where the Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); take what it grants."""
+        """Raise if a Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); record what it grants."""
         session, holder = self._session, self._session.part(Holder)
         state = session.state if session.open else session.closed_in
         draining = self._draining(bytes(message.ticket))
@@ -148,13 +148,13 @@ class SourceTransfers(Part):
             attempt.end = None if attempt.whole else granted_to(side, attempt.granted, message.grants)
 
     def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
-        """Answer a Transfer by how far its request is; Done or Failed will follow."""
+        """Answer a Transfer with the state of its request; Done or Failed will follow."""
         self._session.move(attempt, "Accepted")
         attempt.progress = progress
         self._session.reply(m.Accepted, transfer, state=progress())
 
     def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float, grant: m.Grant | None = None) -> None:
-        """End an attempt without its bytes, perhaps by a `grant`; this proves nothing about its writes."""
+        """End an attempt without its bytes, perhaps in answer to a `grant`; this proves nothing about its writes."""
         asked, attempt.lost = attempt.transfer if attempt.state == TransferState.ASKED else grant, error
         self._session.move(attempt, "Failed")
         if asked is not None:
@@ -167,7 +167,7 @@ class SourceTransfers(Part):
             )  # fmt: skip
 
     def refused(self, attempt: SourceAttempt, error: RemoteError) -> None:
-        """The sink answered Done or Offer by Error: nothing is sent again, and the sink reads nothing."""
+        """Handle an Error that answers Done or Offer: neither is sent again, and the sink reads nothing."""
         attempt.loan, attempt.lost = None, error
         if attempt.state in (TransferState.DONE, TransferState.OFFERED):
             self._session.move(attempt, "Error")
@@ -182,7 +182,7 @@ class SourceTransfers(Part):
 
     def _abort(self, message: m.Abort, now: float) -> None:
         session, attempt = self._session, self._aborted(message)
-        if attempt is None:  # over: the low-water mark refuses it from now on
+        if attempt is None:  # it has ended, and is refused from now on
             self._drained(message)
             return
         if attempt.state != TransferState.ABORTING:
@@ -193,12 +193,12 @@ class SourceTransfers(Part):
             attempt.loan = None
         attempt.drain = message
         if attempt.copying:
-            session.host.ended(session, attempt)  # nobody may be looking, where the next part waits for a Grant
+            session.host.ended(session, attempt)  # the node may be waiting for a Grant, not for the copy
         else:
             self._end(attempt)
 
     def _aborted(self, message: m.Abort) -> SourceAttempt | None:
-        """The record of what is to be aborted, made if there is none; None: it is over and forgotten."""
+        """The record of the attempt to abort, made if there is none; None if it has ended and is forgotten."""
         session, number = self._session, message.sequence
         known: SourceAttempt | None = session.attempts.get(number)
         if known is not None and known.attempt == message.attempt:
@@ -224,7 +224,7 @@ class SourceTransfers(Part):
         self._session.reply(m.Drained, message, proof=Proof.UNPROVABLE if unprovable else Proof.PROVEN)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:
-        """The copy of an attempt is over; an Abort that waited for it is answered with the proof (KVP-END-PROVEN)."""
+        """Note the end of an attempt's copy, and answer an Abort that waited for it with the proof (KVP-END-PROVEN)."""
         if proof != Proof.PROVEN:
             self._unprovable.add((attempt.sequence, attempt.attempt))
             if attempt.epoch is not None:
@@ -234,7 +234,7 @@ class SourceTransfers(Part):
         self._session.host.ended(self._session, attempt)
 
     def uses(self, epoch: Epoch) -> bool:
-        """Whether an attempt may still touch the memory of an epoch."""
+        """Whether an attempt may still use the memory of an epoch."""
         return any(
             each.copying or each.running or each.state == TransferState.OFFERED
             for each in self._session.attempts.values()
@@ -242,7 +242,7 @@ class SourceTransfers(Part):
         )
 
     def end_epoch(self, epoch: Epoch, now: float) -> None:
-        """Fail what an epoch that is asked back at once still waits for (KVP-EPO-MOVED)."""
+        """Fail the attempts under way of an epoch that is taken back at once (KVP-EPO-MOVED)."""
         error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "asked back at once", str(epoch.number), "make a new ticket")
         for attempt in list(self._session.attempts.values()):
             if attempt.epoch is epoch and attempt.running:
@@ -250,7 +250,7 @@ class SourceTransfers(Part):
                 self._session.host.ended(self._session, attempt)
 
     def closed(self) -> None:
-        """What the sink has not acknowledged may not have reached it."""
+        """Mark what the sink has not acknowledged as lost, as it may not have arrived."""
         mine, yours = "a session that ended before the acknowledgement", f"{self._session.name} is gone"
         for attempt in self._session.attempts.values():
             if attempt.state != TransferState.ENDED and not attempt.aborted:
@@ -260,7 +260,7 @@ class SourceTransfers(Part):
 
 
 class SinkTransfers(Part):
-    """What a sink does with transfers, but for their bytes."""
+    """The sink's half of transfers, apart from their bytes."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -272,7 +272,7 @@ class SinkTransfers(Part):
             self._look.cancel()
 
     def _ask_again(self, now: float) -> None:
-        """Ask what has become of transfers of which the source should have said more by now (KVP-TRN-LONG)."""
+        """Send the Transfers again of which the source should have reported more by now (KVP-TRN-LONG)."""
         self._look = None
         for attempt in list(self._session.attempts.values()):
             waits = attempt.state == TransferState.ACCEPTED and now - attempt.asked >= limits.PATIENCE
@@ -288,9 +288,9 @@ class SinkTransfers(Part):
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
     ) -> tuple[SinkAttempt, Request]:
-        """Make the attempt and its Transfer, for `ask`; of `grants` (by group id) the routed ones go.
+        """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
 
-        Raises LocalError: BUSY beyond the transfers that the source takes at once, TOO_LARGE beyond its `max_body`.
+        Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
         """
         session, owned = self._session, self._session.part(Owner).current
         if owned is None:
@@ -313,7 +313,7 @@ class SinkTransfers(Part):
         return attempt, request
 
     def ask(self, attempt: SinkAttempt, request: Request, now: float) -> None:
-        """Send a Transfer that was composed."""
+        """Send a composed Transfer."""
         self._sequence = attempt.sequence
         self._session.attempts[attempt.sequence] = attempt
         self._session.move(attempt, "Transfer")
@@ -321,12 +321,12 @@ class SinkTransfers(Part):
         self._watch(now)
 
     def lose(self, attempt: SinkAttempt, error: KvprotoError) -> None:
-        """The attempt cannot succeed any more."""
+        """Record the error by which an attempt cannot succeed any more."""
         attempt.error = attempt.error or error
         self._session.host.ended(self._session, attempt)
 
     def find(self, message: Any) -> SinkAttempt | None:
-        """The attempt that a message names; None: it is over. Raises UNEXPECTED_MESSAGE for one that never was."""
+        """The attempt that a message names; None if it has ended. Raises UNEXPECTED_MESSAGE if it never existed."""
         found: SinkAttempt | None = self._session.attempts.get(message.sequence)
         if found is not None and found.attempt == message.attempt:
             return found
@@ -337,20 +337,20 @@ class SinkTransfers(Part):
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
 
     def heard(self, attempt: SinkAttempt) -> None:
-        """The source has answered the Transfer, be it that Accepted was lost or overtaken."""
+        """Count the Transfer as answered by a message of its attempt, as Accepted may be lost or overtaken."""
         self._session.answered(attempt.request)
         if attempt.state == TransferState.ASKED:
             self._session.move(attempt, "Accepted")
 
     def accepted(self, message: m.Accepted, now: float) -> None:
-        """Handler of Accepted."""
+        """Handle Accepted."""
         self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
         if attempt is not None:
             self.heard(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:
-        """No answer to its Transfer or Grant is awaited any more."""
+        """Wait no longer for an answer to its Transfer or Grant."""
         self._session.answered(attempt.request)
         self._session.answered(attempt.grant)
 
@@ -364,7 +364,7 @@ class SinkTransfers(Part):
         self._session.reply(m.DoneAck, message)
 
     def abort(self, attempt: SinkAttempt, now: float, reason: str) -> None:
-        """Stop an attempt; Drained says what is known of its writes."""
+        """Stop an attempt; Drained will state what is known about its writes."""
         if attempt.state != TransferState.ABORTING:
             self._session.move(attempt, "Abort")
             self.settled(attempt)
@@ -388,7 +388,7 @@ class SinkTransfers(Part):
 
 
 def changed(version: int, message: m.Transfer) -> RemoteError:
-    """The source describes itself otherwise than this Transfer names (KVP-TRN-CHANGED)."""
+    """The error for a Transfer that names another version of the source's Description (KVP-TRN-CHANGED)."""
     mine, yours, advice = str(version), str(message.source_version), "ask again once you have planned anew"
     return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source_version", mine, yours, f"{advice}, or make a new ticket")
 

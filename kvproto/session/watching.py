@@ -1,6 +1,6 @@
-"""The sessions of one who watches which cached pages a source replica has, and moves no bytes (spec/v1/tiers.md).
+"""The sessions of a watcher of a source replica's cached pages, which moves no bytes (spec/v1/tiers.md).
 
-It greets the ranks that Welcome lists, describes nothing, and greets again what it has lost.
+It greets the ranks that Welcome lists, describes nothing, and greets lost ranks again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["WatchEndpoint"]
 
 
 class WatchSession(SinkSession):
-    """Sink side of a rank pair that has the feature CATALOGUE alone."""
+    """The sink's side of a rank pair with no feature but CATALOGUE."""
 
     def __init__(self, host: WatchEndpoint, address: str, replica: tuple[str, int] | None) -> None:
         super().__init__(host, address, (Feature.CATALOGUE,), (), replica)
@@ -41,14 +41,14 @@ class WatchEndpoint(Endpoint):
     """All sessions of one watcher with one source replica; connections are the source's addresses."""
 
     def __init__(self, me: Party, seed: str, replica: tuple[str, int] | None = None) -> None:
-        """`seed`: address of any source rank; `replica`: the engine and replica that must answer, None: any."""
+        """`seed` is the address of any source rank; `replica` the engine and replica that must answer (None: any)."""
         super().__init__(me)
         self.sessions: dict[str, WatchSession] = {}
         self.refused: KvprotoError | None = None
-        """Why the last session was refused that was; None since one was opened."""
+        """Why a session was last refused; None once one was opened."""
         self._seed, self._replica = seed, replica
         self._ranks: set[str] = {seed}
-        """Where the ranks listen, as the last Welcome has said."""
+        """The addresses of the ranks, by the last Welcome."""
         self._lost: list[str] = []
 
     def dial(self, now: float) -> None:
@@ -61,7 +61,7 @@ class WatchEndpoint(Endpoint):
             self.sessions[address].hello(now)
 
     def welcomed(self, session: WatchSession, now: float) -> None:
-        """A rank has answered: greet those that it lists, and no others any more."""
+        """Greet the ranks that the Welcome of a session lists, and from now on no others."""
         self.refused = None
         known = {s.peer.rank: str(s.conn) for s in self.sessions.values() if s.known}  # perhaps by another address
         self._ranks = {known.get(rank, address) for rank, address in session.endpoints.items()} | {self._seed}
@@ -69,14 +69,14 @@ class WatchEndpoint(Endpoint):
             self._greet(address, now)
 
     def known(self) -> dict[int, SinkCatalogue] | None:
-        """What each rank has, by rank; None while something of it is not known."""
+        """The pages of each rank, by rank; None while any of them are not known."""
         found = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
         listed = {rank for s in self.sessions.values() if s.known for rank in s.endpoints}
         whole = bool(found) and listed <= found.keys() and all(each.whole for each in found.values())
         return found if whole else None
 
     def party(self) -> Party | None:
-        """Who answers there; None: nobody yet."""
+        """The rank that answered first; None if none has yet."""
         return next((session.peer for session in self.sessions.values() if session.known), None)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
@@ -92,24 +92,24 @@ class WatchEndpoint(Endpoint):
         self._after(now)
 
     def returned(self, conn: Hashable, now: float) -> None:
-        """The connection to this address has broken and come back, perhaps to another run (KVP-SES-BACK)."""
+        """Send Ping on a connection that broke and came back, perhaps to another run of the source (KVP-SES-BACK)."""
         session = self.sessions.get(str(conn))
         if session is not None and session.open and session.has(PingPart):
             session.part(PingPart).ask(now)
 
     def tell(self, session: Any, event: e.Event) -> None:
-        """Queue an event; a refusal is kept for whoever asks why nothing is known."""
+        """Queue an event, and keep a refusal as the reason why nothing is known."""
         super().tell(session, event)
         if isinstance(event, e.SessionRefused):
             self.refused = event.error
             self._lost.append(str(session.conn))
 
     def closed(self, session: Session) -> None:
-        """A session is over: it is opened again after a while."""
+        """Note that a session has ended, in order to open it again after a while."""
         self._lost.append(str(session.conn))
 
     def ended(self, session: Any, attempt: Any) -> None:
-        """There are no transfers."""
+        """Do nothing: there are no transfers."""
 
     def _after(self, now: float) -> None:
         lost, self._lost = {*self._lost}, []

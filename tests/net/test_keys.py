@@ -222,11 +222,11 @@ def test_a_list_that_others_may_write_to(tmp_path: Path, mode: int, caplog: pyte
         AllowList(path)
     assert caught.value.path == str(path)
     assert not found.renew(10)
-    assert "what it said before holds" in caplog.text
+    assert "its earlier content applies" in caplog.text
     assert found.knows(KEY.encode())
     path.chmod(0o644)
     assert found.renew(20)
-    assert f"the allow-list {path} is read again, and holds: keys of 0 clients" in caplog.text
+    assert f"read the allow-list {path} again: it has the keys of 0 clients" in caplog.text
 
 
 def test_a_pipe_is_no_list(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_too_many_connections(listener: Listener, dialer: Dialer, caplog: pytest
     seen = re.fullmatch("full: (.) connections, and new ones wait until some end", full)
     assert seen is not None
     assert seen[1] in "89", "the last may have come with the one before"
-    assert "new ones are taken again" in room
+    assert "new ones are accepted again" in room
     later.close()
 
 
@@ -216,9 +216,7 @@ def test_the_log_counts_connections_of_strangers(
         with dial(listener):
             until(lambda: [*listener.receive()] or listener._connections.count == 1, listener)
         until(lambda: [*listener.receive()] or listener._connections.count == 0, listener)
-    assert [record.getMessage() for record in caplog.records] == [
-        "connections that have ended before a frame was heard of them: 1"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["connections that ended before they sent a frame: 1"]
     assert listener._connections._unheard == 2, "for the next line"
 
 

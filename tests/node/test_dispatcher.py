@@ -93,9 +93,9 @@ def test_a_busy_transport_is_asked_again_soon_and_nobody_fails(made: Dispatched)
     """Without a turn after a turn: it sleeps a little between them."""
     made.device.room = 0
     attempt, parts = made.attempt()
-    attempt.news = 3
+    attempt.seen = 3
     assert made.start((attempt, parts)) is None
-    assert (attempt.failure, attempt.copies, attempt.news) == (None, 0, 0)
+    assert (attempt.failure, attempt.copies, attempt.seen) == (None, 0, 0)
     assert made.dispatcher.poll_interval is not None
     assert 0 < made.dispatcher.poll_interval <= 0.01
     made.device.room = 1

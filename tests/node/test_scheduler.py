@@ -161,5 +161,5 @@ def test_rows_of_the_end_of_prefill_go_where_a_part_before_it_was_too_small(stag
     made.asked = attrs.evolve(made.asked, whole=False, end=8)
     request.add(computed(6, (0, 3)))
     assert scheduler.parts(made, request) == []
-    request.finished, request.news = end(), request.news + 1
+    request.finished, request.version = end(), request.version + 1
     assert sum(part.bytes for part in scheduler.parts(made, request)) == (3 * LAYER + DRAFT) * 8 // TOKENS
