@@ -9,7 +9,7 @@ import attrs
 
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.planning.deals import deal, owned_before
+from kvproto.planning.deals import deal, owned_before, runs
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
 from kvproto.wire.messages import Begin, Grants, Group
@@ -41,7 +41,7 @@ def _whole(group: Group, first: int) -> int:
     step, origin = group.tokens_per_row, 0
     if any(part.encoding for part in group.parts):
         run, begin = deal(group)
-        turn = run * (group.cp_size if group.order is None or group.cp_size == 1 else group.order.size)
+        turn = run * runs(group)
         shares = (owned_before(group, cp_rank, begin + turn) for cp_rank in range(group.cp_size))
         turns = math.lcm(*(group.rows // math.gcd(group.rows, share) for share in shares))
         step, origin = step * turn * turns, step * begin
