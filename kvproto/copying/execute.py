@@ -12,19 +12,18 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap
+from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap, Side
 
 __all__ = ["checksums", "execute", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
-Side = Literal["source", "sink"]
 
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:

@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import add
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -21,9 +21,10 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Window", "windows"]
+__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Side", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
+Side = Literal["source", "sink"]
 
 PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
 OP = np.dtype(
