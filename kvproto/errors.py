@@ -91,6 +91,11 @@ def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = ""
     return number
 
 
+def bad(path: str, mine: str, yours: object) -> LocalError:
+    """A LocalError(OUT_OF_RANGE) for an argument: its name, what it may be, and what it was."""
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))
+
+
 def type_name(given: object) -> str:
     """The type of an argument as its users call it, such as "torch.Tensor"; never its value, which may be secret."""
     kind = type(given)

@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvproto.errors import bad
 from kvproto.planning.engines import ENGINES, Pools, Setup, pools
-from kvproto.planning.families import Config, bad
+from kvproto.planning.families import Config
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Parallel
 from kvproto.planning.pools import Array, Memory

@@ -1,4 +1,4 @@
-"""Requests into strided copy programs, their checksums, and the numpy executor; nothing here knows a transport."""
+"""Makes strided copy programs of requests, with their checksums and a numpy executor; knows no transport."""
 
-# numpy.unique loads it when it is first called: not in the midst of a copy, where no file may be left to open
+# numpy.unique imports it on its first call, which must not be during a copy, when no descriptor may be left
 import numpy.ma  # noqa: F401

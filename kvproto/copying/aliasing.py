@@ -1,8 +1,8 @@
-"""Where the columns of a rank may lie over each other, and whether the items of one transfer do (KVP-GRANT-ALIAS).
+"""Which columns of a rank may overlap, and whether the items of one transfer do (KVP-GRANT-ALIAS).
 
 Engines let columns share memory: a joint page interleaves layers and parts, and the groups of a unified pool take turns
-in the same bytes. What a transfer names must still be disjoint. The work is split so that a transfer costs nothing
-where the layout alone rules an overlap out:
+in the same bytes. The items that a transfer names must still be disjoint. The work is split so that a transfer costs
+nothing if the layout alone rules out an overlap:
 
 * Once, at registration, the columns are cut into clusters whose ranges of bytes overlap. A cluster is apart if any
   two columns lie at different places modulo one of its strides, as the layers of a joint page do modulo the page, and K
@@ -32,9 +32,9 @@ __all__ = ["Overlaps", "overlapping"]
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
 _FEWEST = 1 << 10
-"""Spans that the columns of a group count for at least, or each of them where they are not apart."""
+"""The fewest spans that the columns of a group count as, or each column if they are not apart."""
 _MOST_STRIDES = 16
-"""Different strides of a cluster up to which they are tried."""
+"""A cluster with more different strides than this is not tried, and counts as not apart."""
 
 _EXTENT = np.dtype(
     [(n, np.int64) for n in ("group", "offset", "items", "item_stride", "rows", "row_stride", "lanes", "lane_stride")]
@@ -51,11 +51,11 @@ class Overlaps:
 
     clusters: tuple[_Extents, ...]
     scales: Scaling = ()
-    """What else a transfer's grants are compared by, known once the rank is."""
+    """The rank's groups of scales, which a transfer's grants are checked by too."""
 
     @classmethod
     def of(cls, geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> Overlaps:
-        """Judge columns that passed `check_columns`, by group id; costs a sort of them. Raises BAD_COLUMNS."""
+        """Find the overlaps of columns, by group id, that passed `check_columns`; raises BAD_COLUMNS."""
         region, extents = _extents(geometry, rank, columns)
         shapes: dict[bytes, _Extents] = {}
         for cluster in _clusters(region, extents):
@@ -134,7 +134,7 @@ def _clusters(region: IntArray, extents: _Extents) -> Iterator[_Extents]:
 
 
 def _apart(cluster: _Extents) -> bool:
-    """Whether no two items of the columns can overlap, whichever they are: any two columns differ modulo a stride."""
+    """Whether no items of two columns can overlap, because any two columns differ modulo a stride."""
     strides = np.unique(np.concatenate([cluster[stride] for _, stride in _AXES]))
     strides = strides[strides > 0]
     pieces = np.zeros(len(cluster), np.int64)
@@ -146,7 +146,7 @@ def _apart(cluster: _Extents) -> bool:
 
 
 def _pieces(cluster: _Extents, modulus: int) -> IntArray:
-    """A number for each column: two of different numbers lie apart modulo the modulus, of whichever items."""
+    """A number for each column; columns with different numbers lie apart modulo `modulus`, whichever their items."""
     width = cluster["lane_bytes"].copy()
     for extent, stride in _AXES:
         # an axis keeps the place modulo the modulus, or else widens what is there
@@ -156,12 +156,12 @@ def _pieces(cluster: _Extents, modulus: int) -> IntArray:
     end = np.maximum.accumulate(begin + width[order])
     pieces = np.empty_like(begin)
     pieces[order] = np.cumsum(np.r_[0, begin[1:] >= end[:-1]])
-    round_ = pieces[cluster["offset"] % modulus < end[-1] - modulus]  # what the last piece goes round to
+    round_ = pieces[cluster["offset"] % modulus < end[-1] - modulus]  # where the last piece wraps around to
     return np.where(pieces <= round_.max(initial=-1), pieces.max(), pieces)
 
 
 def overlapping(geometry: Geometry, rank: int, columns: Columns) -> tuple[int, int] | None:
-    """Two columns of a group that have some bytes in common and not all, whichever items; None where all lie apart."""
+    """Two columns of a group that share some bytes but not all, whichever the items; None if there are none."""
     seen: set[bytes] = set()
     for cluster in _clusters(*_extents(geometry, rank, {columns.group: columns})):
         shape = cluster[[name for name in _EXTENT.names or () if name != "column"]].tobytes()
@@ -210,7 +210,7 @@ def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
 
 @attrs.frozen(eq=False)
 class _Owner:
-    """Columns of one group whose items share no bytes with each other: where they lie, as bytes of item 0, merged."""
+    """Columns of one group whose items share no bytes with each other, as merged spans [begin, end) of item 0."""
 
     path: str
     name: str
@@ -255,13 +255,13 @@ def _compare(owners: list[_Owner]) -> None:
         whose = np.repeat(np.arange(len(owners)), [some.size for some in begins])[order]
         both = sorted((owners[whose[clash[0] + k]] for k in (0, 1)), key=lambda owner: (owner.path, owner.name))
         yours = f"items of {both[0].name} and {both[1].name} overlap"
-        advice = "name items that share no bytes; if none of them should, a stride or an offset of Register is wrong; "
+        advice = "name items that share no bytes; if no two items should, a stride or an offset of Register is wrong; "
         advice += "of layers that share a cache, state only the one that writes it"
         raise RemoteError(ErrorCode.ITEM_ALIAS, both[1].path, "items of disjoint memory", yours, advice)
 
 
 def _merged(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Spans [begin, end), ascending, those that touch or overlap made one."""
+    """Spans [begin, end) in ascending order, merged where they touch or overlap."""
     order = np.argsort(begin)
     begin, end = begin[order], np.maximum.accumulate(end[order])
     first = np.flatnonzero(np.r_[True, begin[1:] > end[:-1]])

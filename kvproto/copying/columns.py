@@ -1,4 +1,4 @@
-"""What the columns of a Register must be: those of its Description, inside their regions, free of overlap."""
+"""Checks that the columns of a Register match its Description, lie inside their regions, and do not overlap."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["check_columns"]
 
 _ARRAYS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
 _STRIDES = _ARRAYS[2:]
-_ORDER = "state the groups in the order of the Description, and for each layer one entry a part"
+_ORDER = "state the groups in the order of the Description, and for each layer one entry for each part"
 
 
 def check_columns(
     geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]
 ) -> Overlaps:
-    """Check the columns of a rank against its Description, group by group and entry by entry; find which may overlap.
+    """Check the columns of a rank against its Description, group by group and entry by entry; return their overlaps.
 
-    Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first that is wrong.
+    Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first wrong entry.
     """
     groups = {g.id: g for g in geometry.groups}
     shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if kind_of(groups[o.group]).has_memory]
@@ -66,7 +66,7 @@ def _doubtful(
     """Entries [entries] that `_check_entry` has to look at: all that it refuses, and few others."""
     part = np.arange(own.region.size) % len(group.parts)
     ids, where = np.unique(own.region, return_inverse=True)
-    # float64 holds what is beyond 64 bits too; what rounds is looked at exactly
+    # float64 holds sums beyond 64 bits too; what it may round is checked exactly
     length = np.array([regions[int(i)].length for i in ids], np.float64)[where.reshape(-1)]
     extents = np.stack([np.full(part.size, own.items), np.full(part.size, group.rows), lanes[part]]).astype(np.float64)
     strides = np.where(extents > 1, np.stack([getattr(own, n) for n in _STRIDES]).astype(np.float64), 0)
@@ -89,10 +89,10 @@ def _check_entry(at: str, k: int, own: Columns, rows: int, lanes: int, size: int
         path = f"{at}.{name}[{k}]"
         if stride > region.length:
             mine, yours = f"at most {region.length} bytes", f"{stride} bytes"
-            raise RemoteError(ErrorCode.OUT_OF_REGION, path, mine, yours, "a stride is the distance of two neighbours")
+            raise RemoteError(ErrorCode.OUT_OF_REGION, path, mine, yours, "a stride is the distance between neighbours")
         if stride < reach:
             mine, yours = f"at least {reach} bytes, or neighbours overlap", f"{stride} bytes"
-            raise RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, f"lay each element of {reach} bytes out apart")
+            raise RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, f"give each element its own {reach} bytes")
         reach += stride * (extent - 1)
     end, offset = int(own.offset[k]) + reach, int(own.offset[k])
     if end > region.length:

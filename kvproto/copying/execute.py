@@ -1,9 +1,9 @@
 """The numpy executor of copy programs, and the checksum of feature VERIFY.
 
-Views are built over the region's own buffer, so numpy refuses whatever would lie outside it. Numpy lets go of the
-interpreter in each index by arrays and in each copy of more than 500 elements, and whoever computes in Python then
-keeps it for 5 ms. So a small program is run by slices of memoryviews, which keep it, and operations that lie equally
-far apart on both sides, as the sections of a transposed part do, are run as one.
+Views are built over the region's own buffer, so numpy refuses whatever would lie outside it. Numpy releases the GIL for
+each index by arrays and each copy of more than 500 elements, and a thread that computes in Python then holds it for
+5 ms. So a small program runs as slices of memoryviews, which keep the GIL, and operations that lie equally far apart on
+both sides, as the sections of a transposed part do, run as one.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap
+from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap, Side
 
 __all__ = ["checksums", "execute", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
-Side = Literal["source", "sink"]
 
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
-    """Copy everything, between regions by id; return the number of bytes written."""
+    """Run a program between the regions of both sides, given by id; returns the number of bytes written."""
     here, there = _spans(program, "source"), _spans(program, "sink")
     if here is not None and there is not None:
         for (source, begin, size), (sink, to, _) in zip(here, there, strict=True):
@@ -47,18 +46,18 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
 
 @attrs.frozen(eq=False)
 class _Batch:
-    """Operations that differ in what they are alone, and lie equally far apart on both sides."""
+    """Operations that differ only in coordinates and offsets, and lie equally far apart on both sides."""
 
     first: tuple[int, ...]
     ops: npt.NDArray[np.void]
     steps: dict[Side, int]
-    """Bytes from each to the next."""
+    """Bytes from one operation to the next."""
 
 
 def _batches(program: CopyProgram) -> Iterator[_Batch]:
-    """All operations; those of a batch move at most 64 KiB together.
+    """All operations, in batches that move at most 64 KiB each.
 
-    Layers of one region lie equally far apart, and so do sections of a layer: whichever makes fewer batches is taken.
+    Layers of one region lie equally far apart, and so do sections of a layer; the order with fewer batches is used.
     """
     ops = program.ops
     by_layer = ops[np.argsort(ops["layer"], kind="stable")]
@@ -72,14 +71,14 @@ def _batches(program: CopyProgram) -> Iterator[_Batch]:
 
 
 def _alike(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[Side, int]]]:
-    """Longest pieces whose operations lie equally far apart on both sides, and how far."""
+    """The longest stretches of operations that lie equally far apart on both sides, and how far."""
     fields, begins = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(_FIELDS)), [0]
     steps = fields[1:] - fields[:-1]
     apart = (steps[:, _SAME] != 0).any(1)
     bends = apart.copy()
     bends[1:] |= (steps[1:, _OFFSETS] != steps[:-1, _OFFSETS]).any(1)
     for n in np.flatnonzero(bends).tolist():
-        if apart[n] or n > begins[-1]:  # the second of a piece says how far apart they are
+        if apart[n] or n > begins[-1]:  # the second of a stretch says how far apart they are
             begins.append(n + 1)
     ends = [*begins[1:], len(ops)]
     return [
@@ -91,13 +90,13 @@ def _alike(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[S
 
 
 _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
-"""Of a program that is small. Copying so many bytes takes 100 us, in which nobody else has the interpreter."""
+"""Bounds of a small program. Copying that many bytes takes 100 us, during which no other thread has the GIL."""
 _MOST_TOGETHER = 1 << 16
-"""Bytes of a batch: of more, a copy on the way and words of 64 bits for sums leave the caches of a core."""
+"""Bytes of a batch. More, with a temporary copy and 64-bit words for sums, would not fit into a core's caches."""
 
 
 def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
-    """Region, offset and bytes of every run of every operation; None unless they are few, short, and of one piece."""
+    """Region, offset and bytes of every run of every operation; None unless they are few, short and contiguous."""
     found: list[tuple[int, int, int]] = []
     numbers = [rows.numbers for rows in program.maps]
     if program.bytes > _MOST_BYTES or None in numbers:
@@ -123,7 +122,7 @@ def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
 
 
 def _view(some: _Batch, side: Side, length: int, regions: Regions) -> Bytes:
-    """A view [operation, item, first row, row of the run, lane, byte] of a region; without the first of one alone."""
+    """A view [operation, item, first row, row of the run, lane, byte] of a region; [item, ...] of one operation."""
     region, offset, item_stride, row_stride, lane_stride, items, rows = some.first[_AT[side]]
     shape = [items, rows - length + 1, length, *some.first[_LANES]]
     strides = [item_stride, row_stride, row_stride, lane_stride, 1]
@@ -148,15 +147,14 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     return {group: total & (1 << 64) - 1 for group, total in found.items()}
 
 
-Block = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-"""Sink group, each first byte on the lane axis, the row weights' arguments [first, row], the bytes [first, row, width].
-"""
+_Summed = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+"""Sink group, first bytes on the lane axis, arguments of the row weights [first, row], bytes [first, row, width]."""
 
 
-def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[Block]:
-    """The bytes of a small program; alike operations make one block."""
+def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[_Summed]:
+    """The bytes of a small program; like operations are summed together."""
     data = b"".join(regions[region][begin : begin + size] for region, begin, size in spans)
-    wide = bytearray(8 * len(data))  # a cast by numpy would let go of the interpreter
+    wide = bytearray(8 * len(data))  # a cast by numpy would release the GIL
     wide[::8] = data
     words, at = np.frombuffer(wide, "<u8"), 0
     for (map, group, lo, lanes, lane_bytes), some in groupby(program.ops.tolist(), _ALIKE):
@@ -167,7 +165,7 @@ def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, 
             at = end
 
 
-def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[Block]:
+def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summed]:
     runs = [list(_global_rows(rows)) for rows in program.maps]
     for batch in _batches(program):
         map, group, _, lanes, lane_bytes = _ALIKE(batch.first)
@@ -193,7 +191,7 @@ def seeds(ops: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _lane_weights(los: tuple[int, ...], width: int) -> npt.NDArray[np.uint64]:
-    """[first, width, 1]; [1, width, 1] where all are the same."""
+    """The lane weights [first, width, 1], or [1, width, 1] if all first bytes are equal."""
     if len(set(los)) == 1:
         return _weights_from(los[0], width)[None, :, None]
     return _mix(np.array(los)[:, None] + np.arange(width))[:, :, None]
@@ -220,17 +218,17 @@ _STEP, _LAST, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(31), np.uint64(1)
 _ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 _FIELDS = list(OP.names or ())
 _ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
-"""What operations have in common whose sums are taken at once."""
+"""The fields that operations which are summed together share."""
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
 _PLACED = {
     side: itemgetter(*map(_FIELDS.index, ["map", "lanes", "lane_bytes", *(f"{side}_{name}" for name in PLACE)]))
     for side in ("source", "sink")
 }
-"""An operation's map and lanes, and where it lies at each side."""
+"""An operation's map and lanes, and where it lies on each side."""
 _AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
 """Where the fields of each side are in an operation."""
 _OFFSETS = [_FIELDS.index(f"{side}_offset") for side in ("source", "sink")]
 _SAME = [
     n for n, name in enumerate(_FIELDS) if n not in _OFFSETS and name not in ("model", "layer", "part", "lo", "seed")
 ]
-"""What operations of a batch have in common."""
+"""The fields that operations of a batch share."""

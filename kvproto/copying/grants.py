@@ -1,4 +1,4 @@
-"""What the grants of a Transfer or an Offer must be, and how many items a window of tokens takes."""
+"""Checks of the grants of a Transfer or an Offer, and the number of items that a window of tokens needs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
 
 
 def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
-    """Global rows [lo, hi) that tokens [first, first + count) cover wholly; of a partial group, the last in part."""
+    """Global rows [lo, hi) that tokens [first, first + count) cover wholly; in a partial group the last one in part."""
     step = group.tokens_per_row
     lo, end = -(-first // step), first + count
     return lo, max(lo, -(-end // step) if group.partial else end // step)
 
 
 def items_by_now(group: Group, cp_rank: int, grant: Grants, asked: Grants) -> int:
-    """Number of items of a grant that may be shorter than what the Transfer `asked` for (feature SPANS)."""
+    """Number of items of a grant whose window may still be shorter than the Transfer's, `asked` (feature SPANS)."""
     if not kind_of(group).paged and grant.count < asked.count and not (kind_of(group).wraps and grant.count):
         return 0
     return items_needed(group, cp_rank, grant.first, grant.count)
@@ -57,10 +57,10 @@ def check_grants(
 ) -> None:
     """Check grants of a rank's items against the routes of the pair, in the order of clause KVP-TRN-CHECKS.
 
-    `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the routed groups, ascending.
-    `overlaps` are those of the columns: who checks many transfers makes them once. Items that are only read, not
-    `written`, may overlap. `left_out`: they name no items yet (feature INTENT). `asked`: the windows of the Transfer,
-    where `grants` are what was granted of them so far; `before`: the part of those that was checked already.
+    `columns` are the rank's, by group id, and passed `check_columns`; `wanted` are the ids of the routed groups,
+    ascending. `overlaps` are those of the columns, for callers that check many transfers. Items that are only read, not
+    `written`, may overlap. With `left_out` they name no items yet (feature INTENT). `asked` are the Transfer's windows
+    if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already.
 
     Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
     """
@@ -99,7 +99,7 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
         lo, hi = rows_of(group, grant.first, grant.count)
         if hi - lo > group.rows:
             mine, yours = f"at most {group.rows} rows", f"{hi - lo} rows"
-            raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.count", mine, yours, "ask for what a ring still holds")
+            raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.count", mine, yours, "request only what a ring still holds")
     if group.cp_size > 1 and grant.count and grant.first < group.origin:
         mine, yours = f"at least {group.origin}", str(grant.first)
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, yours, "tokens before the origin are not dealt")
@@ -108,7 +108,7 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
 def _check_items(
     at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns], written: bool, had: int
 ) -> None:
-    """`had`: how many of the items were checked already."""
+    """Check the items of a grant, of which the first `had` were checked already."""
     items = grant.items
     came = 0 if items is None else items.size
     if came != need:
@@ -134,11 +134,11 @@ def size_of(grant: Grants) -> int:
 
 
 _FEW = 256
-"""Items up to which Python's own numbers are faster than calls of numpy."""
+"""Items up to which Python's integers are faster than numpy calls."""
 
 
 def distinct(items: UIntArray | npt.NDArray[np.int64]) -> bool:
-    """Whether no item comes twice."""
+    """Whether no item occurs twice."""
     if items.size <= _FEW:
         return len(set(items.tolist())) == items.size
     ordered = np.sort(items)

@@ -1,4 +1,4 @@
-"""Windows that begin late: from which token on a source holds what a sink asks for, and windows cut down to that."""
+"""Windows that begin late: the token from which a source holds what a sink requests, and windows cut to begin there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.planning.deals import deal, owned_before
+from kvproto.planning.deals import deal, owned_before, runs
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
 from kvproto.wire.messages import Begin, Grants, Group
@@ -23,10 +23,10 @@ def items_before(group: Group, cp_rank: int, first: int) -> int:
 
 
 def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mapping[int, int]) -> dict[int, int]:
-    """By the sink's group id: the first token of which the source has the rows of every layer (KVP-GRANT-HELD).
+    """By the sink's group id: the first token from which the source holds the rows of every layer (KVP-GRANT-HELD).
 
-    `groups` are the sink's, `since` is by the source's group id; what is held from token 0 on is left out. Rows, and
-    opaque items, are held from their first token on or not at all.
+    `groups` are the sink's by id, and `since` has the first token held by the source's group id. Groups held from token
+    0 on are left out. A row, or an opaque item, is held whole or not at all.
     """
     found = {}
     for route in routes:
@@ -37,11 +37,11 @@ def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mappi
 
 
 def _whole(group: Group, first: int) -> int:
-    """The next token with which a row begins; of opaque items, a turn of the deal and an item of every cp rank."""
+    """The next token at which a row begins; with opaque items, a turn of the deal and an item of every cp rank."""
     step, origin = group.tokens_per_row, 0
     if any(part.encoding for part in group.parts):
         run, begin = deal(group)
-        turn = run * (group.cp_size if group.order is None or group.cp_size == 1 else group.order.size)
+        turn = run * runs(group)
         shares = (owned_before(group, cp_rank, begin + turn) for cp_rank in range(group.cp_size))
         turns = math.lcm(*(group.rows // math.gcd(group.rows, share) for share in shares))
         step, origin = step * turn * turns, step * begin
@@ -49,7 +49,7 @@ def _whole(group: Group, first: int) -> int:
 
 
 def begins_of(held: Mapping[int, int], grants: Iterable[Grants]) -> tuple[Begin, ...]:
-    """What Done says of late windows that begin below what `held_from` found (KVP-GRANT-LATE)."""
+    """The Begins of Done, for late windows that begin before the token that `held_from` found (KVP-GRANT-LATE)."""
     return tuple(
         Begin(group=g.group, first=min(held[g.group], g.first + g.count))
         for g in grants
@@ -58,7 +58,7 @@ def begins_of(held: Mapping[int, int], grants: Iterable[Grants]) -> tuple[Begin,
 
 
 def begun(layout: RankLayout, grants: Sequence[Grants], begins: Mapping[int, int]) -> tuple[Grants, ...]:
-    """Grants of a rank's items, those of groups in `begins` from that token on."""
+    """A rank's grants, cut to begin at the token that `begins` has for their group, if any."""
     return tuple(_from(layout, g, begins[g.group]) if g.group in begins else g for g in grants)
 
 

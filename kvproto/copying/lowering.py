@@ -1,7 +1,7 @@
-"""From the routes of a rank pair to copies (spec/v1/lowering.md).
+"""Lowers the routes of a rank pair to copies (spec/v1/lowering.md).
 
-A `Pair` is made once, at registration: the table of operations, whose length is layers x parts x lane pieces. `lower`
-makes the row maps of one request (`kvproto.copying.rows`).
+A `Pair` is made once, at registration, with the table of operations, whose length is layers x parts x lane pieces.
+`Pair.lower` makes the row maps of one request (`kvproto.copying.rows`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pair:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of a token of all rows that may move before prefill is over, where no tokens are dealt."""
+        """Bytes of a token in all rows that may move before prefill is over, if no tokens are dealt."""
         early, ops = self.nothing.early, self._ops
         moved = zip(ops["map"].tolist(), (ops["lanes"] * ops["lane_bytes"]).tolist(), strict=True)
         return sum(size // self._steps[m] for m, size in moved if m in early)
@@ -71,9 +71,9 @@ class Pair:
         return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
-        """Make the copy program of one request from windows by group id, each of its own side. Raises BAD_GRANT.
+        """Make the copy program of one request from the windows of each side, by that side's group ids.
 
-        Of a sink's group without a window nothing is copied.
+        Nothing is copied of a sink's group without a window. Raises BAD_GRANT for windows that lack items.
         """
         maps = tuple(
             row_map(m, sources[m.source.id], sinks[m.sink.id]) if m.sink.id in sinks else nothing
@@ -90,7 +90,7 @@ def lower(
     sources: Mapping[int, Window],
     sinks: Mapping[int, Window],
 ) -> CopyProgram:
-    """Make the copy program of one rank pair for one request, by a `Pair` that is used once."""
+    """Make the copy program of one rank pair for one request; `Pair` is for callers that make several."""
     return Pair(routes, source, sink).lower(sources, sinks)
 
 
@@ -105,17 +105,17 @@ def _flat(columns: Columns, group: Group) -> bool:
     return bool((columns.item_stride == rows).all())
 
 
-Column = dict[str, IntArray]
-"""Where layers lie, as arrays over the layers."""
+_Column = dict[str, IntArray]
+"""Where the layers of a column lie: arrays [layers] by field."""
 
 
 @attrs.frozen
 class _Layers:
-    """Some layers of a part at both sides: the columns of its sections, and layers whose strides are equal."""
+    """Some layers of a part on both sides: the columns of its sections, and sets of layers with equal strides."""
 
-    here: dict[int, Column]
+    here: dict[int, _Column]
     """At the source, by part index."""
-    there: dict[int, Column]
+    there: dict[int, _Column]
     alike: list[IntArray]
     fine: int
     """Bytes of the smaller lane."""
@@ -138,7 +138,7 @@ class _Layers:
 _STRIDES = ("item_stride", "row_stride", "lane_stride")
 
 
-def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> Column:
+def _column(side: RankLayout, group: Group, part: int, layers: IntArray) -> _Column:
     share, columns = side.owns(group.id), side.columns[group.id]
     at = np.searchsorted(share.layers, layers) * len(group.parts) + part
     found = {n: getattr(columns, n)[at].astype(np.int64) for n in ("region", "offset", *_STRIDES)}
@@ -190,7 +190,7 @@ def _ops(
 
 
 _WORDS = np.dtype((np.void, OP.itemsize))
-"""An operation as bytes: numpy looks at the fields of every table that it joins."""
+"""An operation as bytes, since numpy would compare the fields of all tables that it joins."""
 _PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 
 
@@ -201,7 +201,7 @@ class _Piece:
     lo: int
     hi: int
     part: int
-    """Whose column it is."""
+    """The part whose column it lies in."""
     offset: int
     stride: int
 
@@ -246,7 +246,7 @@ def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, in
 
 
 def _advance(piece: _Piece, lo: int, hi: int, fine: int) -> _Piece:
-    """Bytes [lo, hi) of a piece. Bytes that touch step byte by byte, others by whole lanes, `fine` long."""
+    """Bytes [lo, hi) of a piece, whose lanes are `fine` bytes long unless all of its bytes touch."""
     if not piece.stride:
         return _Piece(lo, hi, piece.part, piece.offset + lo - piece.lo, 0)
     lanes, within = divmod(lo - piece.lo, fine)

@@ -17,16 +17,16 @@ __all__ = ["PageSums", "page_sums"]
 
 @attrs.frozen(eq=False)
 class PageSums:
-    """Checksums of one group's part of a program, layer after layer."""
+    """Checksums of one group's share of a program, layer by layer."""
 
     layers: tuple[int, ...]
     pages: tuple[int, ...]
-    """Pages of the sink's, by number from the one that holds token 0; (0,) where rows cannot be told apart."""
+    """Numbers of the sink's pages, counted from the one that holds token 0; (0,) if rows cannot be told apart."""
     values: npt.NDArray[np.uint64]
-    """[layers * pages]"""
+    """Sums [layers * pages]."""
 
     def first_difference(self, others: npt.NDArray[np.uint64] | None) -> str:
-        """The first layer and page whose sum the other side does not have, in words; what is missing differs."""
+        """The first layer and page whose sum differs from the other side's, in words; a missing sum differs."""
         if others is None or others.size != self.values.size:
             return f"{self.values.size} sums of pages wanted, {0 if others is None else others.size} came"
         wrong = np.flatnonzero(others != self.values)
@@ -39,9 +39,9 @@ class PageSums:
 def page_sums(
     program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
 ) -> dict[int, PageSums]:
-    """The sums of each sink group of a program that moves a row; `groups` are the sink's, by id (KVP-VERIFY-PAGES).
+    """The sums of each sink group that moves a row in a program; `groups` are the sink's, by id (KVP-VERIFY-PAGES).
 
-    `checksums` takes those of a program by group, as transports do. It is called once for each layer and page.
+    `checksums` returns those of a program by group, as transports do, and is called once for each layer and page.
     """
     found = {}
     for id in np.unique(program.ops["group"]).tolist():

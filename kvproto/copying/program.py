@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import add
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -21,9 +21,10 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Window", "windows"]
+__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Side", "Window", "windows"]
 
 IntArray = npt.NDArray[np.int64]
+Side = Literal["source", "sink"]
 
 PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
 OP = np.dtype(
@@ -34,8 +35,8 @@ OP = np.dtype(
 """One operation: `lanes` lanes of `lane_bytes` bytes of one layer and part, for every run of a map.
 
 A lane's bytes are at offset + item*item_stride + row*row_stride + lane*lane_stride of the region. `lo` is the first
-byte on the part's lane axis; `group` the sink's. `items` and `rows` are the extents of the pool: where items touch
-(item_stride = rows * row_stride in all layers of the group) a pool is one item of items * rows rows, and runs go on
+byte on the part's lane axis; `group` is the sink's. `items` and `rows` are the extents of the pool: if items touch
+(item_stride = rows * row_stride in all layers of the group), a pool is one item of items * rows rows, and runs continue
 across items. `seed` is that of the row weights of its checksum.
 """
 
@@ -68,14 +69,14 @@ class RankLayout:
     geometry: Geometry
     rank: int
     columns: Mapping[int, Columns]
-    """By group id of this side; without hand-off groups."""
+    """By this side's group id, without hand-off groups."""
 
     def group(self, id: int) -> Group:
-        """The group of that id, which must be there."""
+        """The group of that id; raises KeyError if there is none."""
         return self._groups[id]
 
     def owns(self, id: int) -> Owns:
-        """This rank's share of the group, which must be there."""
+        """This rank's share of the group; raises KeyError if it has none."""
         return self._shares[id]
 
     def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
@@ -109,10 +110,10 @@ class RankLayout:
 
 
 _SMALL = 32
-"""Runs of a map up to which Python's own numbers are faster than calls of numpy."""
+"""Runs of a map up to which Python's integers are faster than numpy calls."""
 
 Reach = tuple[int, int, int]
-"""The lowest number of all items and rows, the highest item, the highest row; 0, -1 and -1 where there is none."""
+"""The lowest number of all items and rows, the highest item, and the highest row; 0, -1 and -1 if there are none."""
 
 
 def _reach(item: IntArray, row: IntArray, rows: IntArray, few: tuple[list[int], ...] | None) -> Reach:
@@ -137,7 +138,7 @@ class RowMap:
     piece_first: IntArray
     """First global row of each piece of consecutive rows, in the order of the runs."""
     piece_rows: IntArray
-    """Number of rows of each piece. A run may span pieces, where both sides deal tokens alike."""
+    """Number of rows of each piece. A run may span pieces if both sides deal tokens alike."""
     whole: bool = False
     """Whether items are opaque, so that their rows cannot be separated."""
 
@@ -153,7 +154,7 @@ class RowMap:
 
     @cached_property
     def numbers(self) -> tuple[list[int], ...] | None:
-        """Places and rows as lists of int where runs are few, since each call of numpy delays a small hand-over."""
+        """Places and rows as lists of int if runs are few, since each numpy call delays a small hand-over; or None."""
         return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
 
     @cached_property
@@ -189,7 +190,7 @@ class RowMap:
             advice = "send groups with an opaque part at once, when the prompt is computed"
             raise LocalError(ErrorCode.LAYOUT_OPAQUE, "tokens", "whole items", f"rows {lo} to {hi}", advice)
         ends = np.cumsum(self.piece_rows)
-        # where on the axis of all rows each kept piece begins and ends; pieces ascend: that is one interval
+        # where on the axis of all rows each kept piece begins and ends; pieces ascend, so that is one interval
         a = np.clip(lo - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
         b = np.clip(hi - self.piece_first, 0, self.piece_rows) + ends - self.piece_rows
         kept = b > a
@@ -257,7 +258,7 @@ class CopyProgram:
 
     @property
     def early(self) -> frozenset[int]:
-        """Indices of maps whose rows may be copied before prefill ends: plain ones of tokens."""
+        """Indices of maps whose rows may be copied before prefill ends: those of tokens whose items are not opaque."""
         ends = self.state_after or (None,) * len(self.maps)
         return frozenset(i for i, m in enumerate(self.maps) if not m.whole and ends[i] is None) - self.others
 
@@ -286,7 +287,7 @@ class CopyProgram:
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
         """Return the part of some layers, or of the rows that tokens [first, end) cover wholly, without lowering again.
 
-        State is part of the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of opaque items.
+        State belongs to the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of opaque items.
         """
         ops, maps = self.ops, self.maps
         if layers is not None:
@@ -312,10 +313,10 @@ class CopyProgram:
         return [self.select(layers=layers[i : i + step].tolist()) for i in range(0, len(layers), step)]
 
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
-        """Return the rows of a model that `end` tokens complete and `first` tokens do not; end None: all that are left.
+        """Return the rows of a model that `end` tokens complete and `first` tokens do not; all the rest if it is None.
 
-        A row of several tokens is complete with its last token; opaque items, state and rows of other axes at the end.
-        Operations stay the same array, so that caches keyed by it still apply.
+        A row of several tokens is complete with its last token; opaque items, state and rows of other axes are complete
+        at the end. The table of operations stays the same array, so that caches keyed by it still apply.
         """
         of_model = set(self.ops["map"][self.ops["model"] == model].tolist())
         early, maps = self.early, []

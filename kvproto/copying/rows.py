@@ -1,7 +1,7 @@
-"""Which rows of which items go: the row map of one request, of a pair of groups and a pair of token classes.
+"""Which rows of which items move: the row map of one request, for a pair of groups and a pair of token classes.
 
-Both sides' items and deals are intervals on the axis of rows, and a run is what is left where they are laid over each
-other. So the cost of a map depends on its runs alone.
+Both sides' items and deals are intervals on the axis of rows, and runs are their intersections. So the cost of a map
+depends on its runs alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Deals", "row_map"]
 
 _FURTHEST = 1 << 62
-"""Rows beyond this are refused: no sum of them may leave 64 bits."""
+"""Rows beyond this are refused, so that no sum of them leaves 64 bits."""
 
 
 @attrs.frozen
@@ -33,18 +33,19 @@ class Deals:
     source_class: int
     sink_class: int
     source_flat: bool
-    """Whether the items of the side touch, in every column, so that runs go on across them."""
+    """Whether the source's items touch in every column, so that runs continue across them."""
     sink_flat: bool
     whole: bool
     """Whether a part of the group is opaque, so that items move whole."""
 
     @property
     def plain(self) -> bool:
-        """Whether rows go from page to page, in their order."""
+        """Whether rows move from page to page in their order."""
         return not self.whole and all(kind_of(g).paged and g.cp_size == 1 for g in (self.source, self.sink))
 
 
 def row_map(m: Deals, source: Window, sink: Window) -> RowMap:
+    """The rows of the sink's window, at both sides; raises BAD_GRANT if a window lacks the items that hold them."""
     if m.whole:
         return _whole_items(m, source, sink)
     if kind_of(m.sink).is_state:
@@ -88,7 +89,7 @@ def row_map(m: Deals, source: Window, sink: Window) -> RowMap:
 
 
 _FEW = 32
-"""Pages up to which Python's own numbers are faster than calls of numpy."""
+"""Pages up to which Python's integers are faster than numpy calls."""
 
 
 def _few_pages(m: Deals, source: Window, sink: Window, lo: int, hi: int) -> RowMap:
@@ -126,7 +127,7 @@ def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
 
 
 def _whole_items(m: Deals, source: Window, sink: Window) -> RowMap:
-    """Opaque parts: items as they are, whole; both sides deal and page alike. A window begins where an item does."""
+    """The map of opaque parts, whose items move whole: both sides deal and page alike, windows begin with an item."""
     group = m.sink
     if not kind_of(group).paged:
         ours, theirs = source.items[:1], sink.items[:1]
@@ -159,7 +160,7 @@ _ZERO = np.zeros(1, np.int64)
 
 
 def _lengths(at: IntArray, total: int) -> IntArray:
-    """How long each segment is that begins at these places of an axis."""
+    """The length of each of the segments that begin at these places of an axis of `total` rows."""
     made = np.empty(at.size, np.int64)
     if at.size:
         np.subtract(at[1:], at[:-1], out=made[:-1])
@@ -168,7 +169,7 @@ def _lengths(at: IntArray, total: int) -> IntArray:
 
 
 def _next(item: IntArray | None, row: IntArray, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """Whether each segment but the first goes on where the one before ends."""
+    """Whether each segment but the first begins where the one before it ends."""
     touch: npt.NDArray[np.bool_] = row[:-1] + rows[:-1] == row[1:]
     return touch if item is None else touch & (item[1:] == item[:-1])
 
@@ -201,7 +202,7 @@ def _segments(
     axis: IntArray,
     flat: bool,
 ) -> tuple[IntArray, IntArray | None, IntArray]:
-    """Where on the axis of all rows a new item begins, with the item (None: the pool is one) and the row within it."""
+    """Where on the axis of all rows an item begins, the item (None if the pool is one), and the row within it."""
     if not first.size:
         return starts, starts, starts
     items = window.items.astype(np.int64, copy=False)
@@ -221,7 +222,7 @@ def _segments(
     low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base
     if kind_of(group).paged and (low < 0 or high >= items.size):
         raise _short(group, items.size, f"items {low} to {high} of the window")
-    if group.rows == 1 and first.size == 1:  # every row its own item
+    if group.rows == 1 and first.size == 1:  # each row is an item
         at, picked = axis, items[low : high + 1] if kind_of(group).paged else None
         row = np.broadcast_to(_ZERO, axis.shape)
     else:
@@ -240,7 +241,7 @@ def _segments(
             at = starts[which] + np.maximum(nth * group.rows - row[which], 0)
             row = np.where(nth, 0, row[which])
             picked = items[head[which] - base + nth] if kind_of(group).paged else None
-    if kind_of(group).wraps:  # one item, whose rows begin again
+    if kind_of(group).wraps:  # one item, which wraps
         return at, np.full(at.size, items[0]), row
     if flat and picked is not None:
         return at, None, picked * group.rows + row if group.rows > 1 else picked

@@ -1,4 +1,4 @@
-"""Which groups hold the scales of which others, and that a transfer asks for both from the same token."""
+"""Which groups hold the scales of which others, and the check that a transfer requests both from the same token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvproto.wire.messages import Grants
 __all__ = ["Scaling", "check_scales", "scaling"]
 
 Scaling = tuple[tuple[Group, Group], ...]
-"""Groups whose rows are scales of several tokens, each with a group that has what they scale."""
+"""Groups whose rows are scales of several tokens, each with a group of values that they scale."""
 
 
 def scaling(groups: Iterable[Group], owns: Callable[[int], Owns]) -> Scaling:
@@ -48,5 +48,5 @@ def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
         origin = max(scales.origin, values.origin)
         if (ours.count or theirs.count) and max(ours.first, origin) != max(theirs.first, origin):
             mine = f"{theirs.first}, as of {values.name!r}, whose rows these scale"
-            advice = "ask for both from where a row of the scales begins"
+            advice = "request both from where a row of the scales begins"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", mine, str(ours.first), advice)

@@ -1,7 +1,7 @@
 """Items that are granted after their Transfer: at once (feature INTENT), or piece by piece (feature SPANS).
 
 What is granted so far is kept as grants whose windows begin where the Transfer's do and end where the last Grant said.
-They are whole when they end where the Transfer's do, and no item is lacking.
+They are whole when they end where the Transfer's do and no item is missing.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def bare(side: RankLayout, grants: Sequence[Grants]) -> bool:
 
 
 def nothing(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
-    """Nothing is granted yet of the windows that a Transfer asks for."""
+    """What is granted of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
         attrs.evolve(g, count=0, items=_NO_ITEMS) if kind_of(side.group(g.group)).has_memory else g for g in asked
     )
 
 
 def numbered(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grants, ...]:
-    """Grants with items that nobody writes, for who needs their number alone."""
+    """The grants with placeholder items, for callers that need only their number."""
     return tuple(attrs.evolve(g, items=np.arange(_need(side, g, g), dtype=np.uint32)) for g in grants)
 
 
 def is_whole(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
-    """Whether everything that was asked for is granted."""
+    """Whether everything that was requested is granted."""
     return all(g.count == a.count and size_of(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
 
 
@@ -80,7 +80,7 @@ def extended(
 
 
 def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
-    """What a Grant says after `before` was granted: the windows of now, and the items that are new."""
+    """What a Grant says once `before` has been granted: the windows of `now`, and the items that are new."""
     return tuple(
         attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
         for old, g in zip(before, now, strict=True)
@@ -88,9 +88,9 @@ def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]
 
 
 def up_to(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
-    """What of these grants should be granted for tokens below `tokens`; from `end` on, everything.
+    """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
 
-    What moves when prefill is over is granted last: slots, and opaque or other axes' pages.
+    What moves only when prefill is over is granted last: slots, opaque pages, and pages of other axes.
     """
     if tokens >= end:
         return tuple(asked)
@@ -107,7 +107,7 @@ def up_to(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> t
 
 
 def granted_to(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> int | None:
-    """The token below which every row that may move before prefill is over has its item; None: all of them have."""
+    """The token below which every row that may move before prefill is over has its item; None if all of them do."""
     ends = [
         g.first + g.count
         for g, a in zip(granted, asked, strict=True)

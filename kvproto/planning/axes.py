@@ -1,4 +1,4 @@
-"""What rows stand for positions of: the tokens of the prompt, or an axis of their own (spec/v1/model.md)."""
+"""The axis that a group's rows lie along: the tokens of the prompt, or another such as "image" (spec/v1/model.md)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["NO_AXES", "TOKENS", "axis_of", "length_of"]
 TOKENS = "tokens"
 """The axis of a group that names none."""
 NO_AXES: Mapping[str, int] = MappingProxyType({})
-"""Of a request that is tokens alone."""
+"""The axes of a request that consists of tokens alone."""
 
 
 def axis_of(group: Group) -> str:
-    """The axis of a group's rows."""
+    """The name of the axis that a group's rows lie along."""
     return group.axis or TOKENS
 
 
 def length_of(group: Group, tokens: int, axes: Mapping[str, int]) -> int:
-    """How long a group's axis is, of a request of so many tokens and other axes; what is not named is empty."""
+    """Positions on a group's axis in a request of `tokens` tokens and other `axes`; 0 on an axis that is not named."""
     return tokens if axis_of(group) == TOKENS else axes.get(axis_of(group), 0)

@@ -1,6 +1,6 @@
 """Whether two Descriptions fit at all: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
 
-Of each error `mine` is the source's value and `yours` the sink's; the session turns them round when the sink refuses.
+In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator
 
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
-from kvproto.planning.deals import dealt, same_deal
+from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
-__all__ = ["check_facts", "check_pair", "differences", "incompatible", "missing", "name_of", "scaled_by", "unscaled"]
+__all__ = ["check_facts", "check_pair", "differences", "missing", "name_of", "scaled_by", "unscaled"]
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
@@ -27,7 +27,7 @@ def check_facts(source: Geometry, sink: Geometry) -> None:
     """Raise IDENTITY_MISMATCH for the first fact of rule EQUAL that differs."""
     for path, mine, yours, rule in _fact_differences(source, sink):
         if rule == FactRule.EQUAL:
-            raise incompatible(ErrorCode.IDENTITY_MISMATCH, path, mine, yours, "load the same model on both sides")
+            raise PlanError(ErrorCode.IDENTITY_MISMATCH, path, mine, yours, "load the same model on both sides")
 
 
 def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str, FactRule]]:
@@ -41,7 +41,7 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
 
 
 def check_pair(src: Group, dst: Group, name: str) -> None:
-    """Raise KIND_, AXIS_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE where the part of that name cannot be mapped."""
+    """Raise KIND_, AXIS_, DTYPE_, LANE_, ROW_MISMATCH or LAYOUT_OPAQUE if the part of that name cannot be mapped."""
     a, b = (next(p for p in group.parts if p.name == name) for group in (src, dst))
     path = f"groups[{dst.name}]"
     at, sizes = f"{path}.parts[{name}]", (lane_bytes(a), lane_bytes(b))
@@ -49,7 +49,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     if src.kind != dst.kind and (opaque or dst.kind not in kind_of(src).maps_to):
         mine, yours = ItemKind(src.kind).name, ItemKind(dst.kind).name
         advice = "keep the cache in items of one kind on both sides" + ", as opaque items move whole" * opaque
-        raise incompatible(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
+        raise PlanError(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
     for code, where, mine, yours in (
         (ErrorCode.AXIS_MISMATCH, f"{path}.axis", axis_of(src), axis_of(dst)),
         (ErrorCode.DTYPE_MISMATCH, f"{at}.dtype", word(DType, a.dtype), word(DType, b.dtype)),
@@ -61,18 +61,18 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     ):
         same = a.lanes * sizes[0] == b.lanes * sizes[1] if code == ErrorCode.LANE_MISMATCH else mine == yours
         if not same:
-            raise incompatible(code, where, mine, yours, "make the two sides equal")
+            raise PlanError(code, where, mine, yours, "make the two sides equal")
     if max(sizes) % min(sizes):
         mine, yours = map(str, sizes)
-        raise incompatible(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
+        raise PlanError(ErrorCode.LANE_MISMATCH, f"{at}.lane_bytes", mine, yours, "use an integer multiple")
     if opaque:
         deals = [
-            f"{g.rows} rows" + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None) + dealt(g)
+            f"{g.rows} rows" + f" of {p.lane_bytes} bytes a lane" * (a.encoding is not None) + deal_text(g)
             for g, p in ((src, a), (dst, b))
         ]
         if deals[0] != deals[1] or not same_deal(src, dst):
             advice = "items of a group with an opaque part move whole: page and deal all its parts alike"
-            raise incompatible(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
+            raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"{path}.rows", deals[0], deals[1], advice)
 
 
 def _extent(part: Part) -> str:
@@ -84,46 +84,41 @@ def _live(group: Group) -> str:
 
 
 def missing(group: Group, part: str, layer: int, known: Collection[str]) -> PlanError:
-    """What the source lacks, of whose parts of that model the names are `known`; an alias of the part is named."""
+    """The error for a part or layer that the source lacks; `known` are the names of its parts of that model."""
     path = f"groups[{group.name}].parts[{part}]"
     if part in known:
         mine, yours, advice = f"no layer {layer}", f"layer {layer} of model {group.model}", "serve the same layers"
-        return incompatible(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
+        return PlanError(ErrorCode.LAYER_MISSING, path, mine, yours, advice)
     for other in known:
         if name_of(other) == name_of(part):
             advice = f"both are {name_of(part)} in the registry of parts: state that name on both sides"
-            return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
+            return PlanError(ErrorCode.PART_MISSING, path, other, part, advice)
         if name_of(part) == SHARE_OF.get(name_of(other)) or name_of(other) == SHARE_OF.get(name_of(part)):
             share, whole = sorted((name_of(other), name_of(part)), key=lambda name: name not in SHARE_OF)
             advice = (
                 f"{share} is the registered name of a share of {whole}: keep it alike on both sides, or as a section"
             )
-            return incompatible(ErrorCode.PART_MISSING, path, other, part, advice)
+            return PlanError(ErrorCode.PART_MISSING, path, other, part, advice)
     advice = "serve the same models and caches"
     if group.model and not known:
         advice += ", or choose feature COLD_DRAFT on both sides, with which a draft starts cold (Options.cold_draft)"
     mine = f"{', '.join(sorted(known))} of model {group.model}" if known else "(absent)"
-    return incompatible(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
+    return PlanError(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
 
 
 def unscaled(group: Group, part: str, layer: int) -> PlanError:
-    """The sink takes a part of a layer without the scales that the source has for it (KVP-PLAN-SCALES)."""
+    """The error for a part of a layer that the sink takes without the scales that the source has (KVP-PLAN-SCALES)."""
     scales = next(name for name, of in SCALES.items() if of == name_of(part))
     mine, yours = f"{part} and {scales} of layer {layer}", f"{part} alone, no {scales}"
     advice = f"quantized values mean nothing without their scales: keep {scales} on both sides, or on neither"
-    return incompatible(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
+    return PlanError(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
 
 
 def scaled_by(part: str) -> str | None:
-    """The registered name of the part that a part of that name scales; none if it is no scale."""
+    """The registered name of what a part of this name scales; None if it is not a scale."""
     return SCALES.get(name_of(part))
 
 
 def name_of(part: str) -> str:
-    """The registered name of a part that has it as an alias; else the part's own name."""
+    """The registered name of which `part` is an alias, or else `part` itself."""
     return ALIASES.get(part, part)
-
-
-def incompatible(code: ErrorCode, path: str, mine: str, yours: str, advice: str) -> PlanError:
-    """`mine` is the source's value, `yours` the sink's; the session turns them when the sink refuses."""
-    return PlanError(code, path, mine, yours, advice)

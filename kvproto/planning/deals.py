@@ -1,4 +1,4 @@
-"""Which rank owns which rows: closed forms over a deal that repeats (spec/v1/dcp.md).
+"""Which cp rank owns which rows: closed forms over a deal that repeats (spec/v1/dcp.md).
 
 A deal hands out runs of `interleave` tokens, in turn or in the group's `order`. Rows here are global rows of the group,
 each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvproto.wire.messages import Group
 
 __all__ = [
-    "IntArray", "deal", "dealt", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
+    "IntArray", "deal", "deal_text", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
     "runs", "same_deal", "shared_classes",
 ]  # fmt: skip
 
@@ -27,18 +27,18 @@ Count = TypeVar("Count", int, IntArray)
 
 @attrs.frozen(eq=False)
 class _Turn:
-    """What a deal by a table repeats: runs, one after the other, each of which one cp rank takes."""
+    """One turn of a deal by a table: consecutive runs, each of which one cp rank takes."""
 
     order: IntArray
     """cp rank of each run [runs]."""
     nth: IntArray
-    """How many runs of the turn its rank took before, of each run [runs]."""
+    """For each run, how many earlier runs of the turn its rank takes [runs]."""
     taken: IntArray
     """How many runs each cp rank takes [cp_size]."""
     runs: IntArray
-    """The runs of cp rank 0, ascending, then those of the others [runs]."""
+    """The runs of cp rank 0, ascending, then those of cp rank 1, and so on [runs]."""
     ends: IntArray
-    """Where the runs of each cp rank end there [cp_size]."""
+    """Where the runs of each cp rank end in `runs` [cp_size]."""
 
     def of(self, cp_rank: int) -> IntArray:
         """The runs of a cp rank, ascending."""
@@ -57,24 +57,24 @@ def _turn(group: Group) -> _Turn:
 
 
 def _in_turn(group: Group) -> bool:
-    """Whether cp ranks take a run each, in turn; so the deal of one rank, whatever its order says."""
+    """Whether cp ranks take one run each in turn; a single rank does, whatever its order says."""
     return group.order is None or group.cp_size == 1
 
 
 def _order(group: Group) -> IntArray:
-    """cp rank of each run, until they repeat [runs]."""
+    """cp rank of each run until they repeat [runs]."""
     return np.arange(group.cp_size) if _in_turn(group) else np.asarray(group.order, np.int64)
 
 
 def deal(group: Group) -> tuple[int, int]:
-    """Rows that a cp rank owns at a stretch, and the row with which the deal begins."""
+    """Rows of a run, and the row with which the deal begins."""
     if group.cp_size == 1:
         return 1, 0
     return group.interleave // group.tokens_per_row, group.origin // group.tokens_per_row
 
 
 def runs(group: Group) -> int:
-    """After how many runs a deal repeats."""
+    """The number of runs after which a deal repeats."""
     return group.cp_size if group.order is None or group.cp_size == 1 else group.order.size
 
 
@@ -87,8 +87,8 @@ def same_deal(a: Group, b: Group) -> bool:
     return np.array_equal(_order(a), _order(b))
 
 
-def dealt(group: Group) -> str:
-    """The deal in words, the first runs of a long order; nothing for one cp rank."""
+def deal_text(group: Group) -> str:
+    """The deal in words, with the first runs of a long order; nothing for one cp rank."""
     if group.cp_size == 1:
         return ""
     said = f", dealt {group.cp_size} x {group.interleave} from {group.origin}"
@@ -102,14 +102,14 @@ _SHOWN = 16
 
 
 def owner(group: Group, rows: IntArray) -> IntArray:
-    """cp rank [rows] that owns each global row [rows]."""
+    """The cp rank that owns each of the global rows; both arrays are [n]."""
     run, origin = deal(group)
     nth = ((rows - origin) // run) % runs(group)
     return nth if _in_turn(group) else _turn(group).order[nth]
 
 
 def local_row(group: Group, rows: IntArray) -> IntArray:
-    """Row [rows] within its owner's share, of each global row [rows]."""
+    """The row within its owner's share for each of the global rows; both arrays are [n]."""
     run, origin = deal(group)
     turn, rest = np.divmod(rows - origin, run * runs(group))
     if _in_turn(group):
@@ -139,14 +139,17 @@ def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
 
 
 def most_before(group: Group, row: int) -> int:
-    """Rows below `row` that the cp rank owns which has most of them."""
+    """The most global rows below `row` that any one cp rank owns."""
     if group.order is None:
         return owned_before(group, 0, row)
     return max(owned_before(group, cp_rank, row) for cp_rank in range(group.cp_size))
 
 
 def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    """Intervals of global rows in [lo, hi), none below the origin, that a cp rank owns: first rows and lengths."""
+    """Intervals of global rows in [lo, hi) that a cp rank owns: first rows [n] and lengths [n].
+
+    `lo` is not below the origin.
+    """
     if hi <= lo:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if group.cp_size == 1:
@@ -162,7 +165,7 @@ def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray
 
 
 def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
-    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows and lengths."""
+    """Local rows [lo, hi) of a cp rank as intervals of global rows: first rows [n] and lengths [n]."""
     if hi <= lo:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     if group.cp_size == 1:
@@ -180,7 +183,7 @@ def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray,
 def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     """Pairs (source cp rank, sink cp rank) that share a row at all, ascending.
 
-    A deal repeats after its turn, so a run of each side share a row where they meet modulo the greatest common divisor
+    A deal repeats after each turn, so runs of the two sides share a row if they meet modulo the greatest common divisor
     of both turns.
     """
     both = gcd(*(deal(g)[0] * runs(g) for g in (source, sink)))
@@ -193,7 +196,7 @@ def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
 
 
 def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
-    """Whether runs of two cp ranks, of one group and the other [cp_size, cp_size], meet on a circle of `both` rows."""
+    """Whether runs of a cp rank of each group meet on a circle of `both` rows [cp_size of one, cp_size of other]."""
     (run, starts), (other_run, others) = ((deal(g)[0], _starts(g, both)) for g in (one, other))
     at = np.argsort(others, kind="stable")
     places = np.concatenate([others[at], others[at] + both])  # twice round, so that no interval is cut

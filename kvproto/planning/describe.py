@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import check_whole
+from kvproto.errors import bad, check_whole
 from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
 from kvproto.planning.families import (
     HYBRID,
@@ -15,7 +15,6 @@ from kvproto.planning.families import (
     SAYS_LAYERS,
     STATE_SIZE,
     Config,
-    bad,
     layer_kinds,
     nested,
     number,
@@ -34,11 +33,11 @@ def describe(
     kv_dtype: DType | str | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
     sharded: Collection[str] = (), replicated: Collection[str] = (), own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Geometry:  # fmt: skip
-    """The Geometry of one replica; `facts` are compared for equality by the other side.
+    """The Geometry of one replica of a model and its drafts, from their config.json files.
 
-    `sharded` and `replicated` name caches that context-parallel ranks deal among them, or store whole, where that is not
-    what most engines do (`Cache.dealt`); `own` has the sizes that a cache has apart from the others, by its name, as
-    `Cache.over` takes them. Raises LocalError.
+    `page` is in tokens, and the peer must state equal `facts`. `sharded` and `replicated` name caches whose tokens
+    context-parallel ranks deal among themselves, or all store, where that is not the default (`Cache.dealt`); `own` has
+    arguments of `Cache.over` by cache name. Raises LocalError(OUT_OF_RANGE).
     """
     drafts = tuple(drafts)
     found = {
@@ -59,7 +58,7 @@ def describe(
 
 
 def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
-    """The Geometry with a fact of rule WARN of each model whose layers reach the last tokens only, if it lacks one."""
+    """The Geometry with a WARN fact for each model with windowed or chunked layers, unless it states one already."""
     stated = {fact.name for fact in geometry.facts}
     more = []
     for model, config in enumerate(map(text, configs)):
@@ -74,7 +73,7 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
 
 
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-"""Where a config says how many tokens layers of a kind reach."""
+"""Where a config says how many tokens a layer of each kind attends to."""
 
 
 def _named(model: int) -> str:
@@ -82,11 +81,11 @@ def _named(model: int) -> str:
 
 
 _OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", "copies")
-"""What a cache may have of its own."""
+"""Arguments of `Cache.over`."""
 
 
 def draft_of(config: Config) -> Config | None:
-    """The multi-token-prediction layers of a checkpoint, as a draft of attention layers; None where it has none."""
+    """The multi-token-prediction layers of a checkpoint as a draft of attention layers; None if it has none."""
     config = {**text(config), "text_config": {}} if nested(config) else config
     key = next((key for key in PREDICTING if config.get(key)), None)
     if key is None:
@@ -100,10 +99,10 @@ def specs(
     config: Config, model: int = 0, page: int = 64, kv_dtype: DType | str | None = None,
     state_dtype: DType | None = None,
 ) -> list[Cache]:  # fmt: skip
-    """The caches of one model, attention first; raises LocalError for a config that lacks a size.
+    """The caches of one model, attention first, in pages of `page` tokens.
 
-    `kv_dtype` is the element type of pages, or a name of `BLOCK_SCALED`; `state_dtype` that of recurrent states, F32 by
-    default.
+    `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
+    F32 by default. Raises LocalError(OUT_OF_RANGE) for a config that lacks a size.
     """
     config = text(config)
     check_whole("page", page, 1)
@@ -115,7 +114,7 @@ def specs(
     made: list[Cache] = []
     for kind in _ATTENTION:
         if some := layers.get(kind):
-            # windowed layers are a group of their own: a request may ask for their last tokens only
+            # windowed layers are a separate group, since a request may ask for their last tokens only
             full = name if kind == "attention" else f"{name} {kind}"
             made += _attention(config, full, some, model, page, _element(kv_dtype or element_type(config)))
     for kind, recurrent in _RECURRENT.items():
@@ -127,7 +126,7 @@ def specs(
 
 
 def _element(kv_dtype: DType | str) -> Mapping[str, Any]:
-    """The arguments of a constructor that say what elements are."""
+    """The constructor arguments that state the element type and its scales."""
     if isinstance(kv_dtype, DType):
         return {"dtype": kv_dtype}
     if not isinstance(kv_dtype, str) or kv_dtype not in BLOCK_SCALED:
@@ -183,7 +182,7 @@ def _linear(config: Config, name: str, layers: list[int], model: int, state_dtyp
 
 
 def _kda(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    """Kimi delta attention: a gated delta net whose q, k and v have heads alike."""
+    """Kimi delta attention: a gated delta net whose q, k and v have the same heads."""
     sizes = config["linear_attn_config"]
     heads, dim = number(sizes, "num_heads"), number(sizes, "head_dim")
     return Cache.gdn(
@@ -193,7 +192,7 @@ def _kda(config: Config, name: str, layers: list[int], model: int, state_dtype: 
 
 
 def _lightning(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    """Lightning attention: a square state a query head."""
+    """Lightning attention: a square state for each query head."""
     heads, dim = number(config, "num_attention_heads"), _head_dim(config)
     parts = {"ssm": (state_dtype, heads, bytes_of(state_dtype, dim * dim))}
     yield Cache.state(f"{name} ssm", layers, parts=parts, model=model)
@@ -211,7 +210,7 @@ _RECURRENT = {"mamba": _mamba, "linear": _linear, "kda": _kda, "lightning": _lig
 
 
 def _kv_heads(config: Config) -> int:
-    """As many as the query heads where nothing says otherwise."""
+    """The number of KV heads, which is that of query heads unless the config says otherwise."""
     named = _KV_HEADS.get(str(config.get("model_type")))
     if config.get("num_key_value_heads") is None and named and config.get(named):
         return number(config, named)
@@ -222,7 +221,7 @@ def _kv_heads(config: Config) -> int:
 
 
 _KV_HEADS = {"step3_text": "num_attention_groups", "falcon": "num_kv_heads"}
-"""What a class calls them, where its config.json does not have num_key_value_heads."""
+"""By model type: what a config.json calls num_key_value_heads if it lacks that."""
 
 
 def _head_dim(config: Config) -> int:
@@ -239,7 +238,7 @@ def _divided(config: Config) -> int:
 
 
 def element_type(config: Config) -> DType:
-    """Of activations: paged caches may have another, the conv states of recurrent layers have this one."""
+    """The element type of activations, which conv states have too; paged caches may have another."""
     name = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     known = {"float32": DType.F32, "float16": DType.F16, "bfloat16": DType.BF16, "float8_e4m3fn": DType.F8E4M3}
     if name not in known:
@@ -277,4 +276,4 @@ PRESETS: dict[str, tuple[Config, ...]] = {
         },
     ),
 }  # fmt: skip
-"""Shapes of well-known models, the target first, then drafts; dtypes are bfloat16 unless told otherwise."""
+"""Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""

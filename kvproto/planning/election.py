@@ -1,4 +1,4 @@
-"""Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, step 3)."""
+"""Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.planning.compare import incompatible
+from kvproto.errors import PlanError
 from kvproto.planning.deals import runs, shared_classes
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
@@ -42,6 +42,7 @@ Claims = dict[tuple[int, str], list[Claim]]
 
 
 def claims_of(geometry: Geometry) -> Claims:
+    """What the ranks of a Description own, by model and part name."""
     groups = {g.id: g for g in geometry.groups}
     claims: Claims = defaultdict(list)
     for rank in geometry.ranks:
@@ -53,7 +54,7 @@ def claims_of(geometry: Geometry) -> Claims:
                 found, size = claims[group.model, part.name], lane_bytes(part)
                 if size == part.lane_bytes:
                     bounds = [(span.lo * size, span.hi * size)]
-                else:  # bytes of a section lie apart, in each lane
+                else:  # a section has bytes in each lane, which lie apart
                     first = part.at or 0
                     bounds = [
                         (x, x + part.lane_bytes) for x in range(span.lo * size + first, span.hi * size + first, size)
@@ -72,10 +73,11 @@ def _intervals(numbers: npt.NDArray[Any]) -> Layers:
 
 
 Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
+"""Claims of the source, claims of the sink, and the layers that all of them own."""
 
 
 def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
-    """Sets of the sink's layers that the same claims own on both sides, with these claims, by the sink's group."""
+    """By the sink's group id: sets of its layers that the same claims own on both sides, with these claims."""
     by_layers: tuple[dict[Layers, list[int]], ...] = (defaultdict(list), defaultdict(list))
     for claims, some in zip((sources, sinks), by_layers, strict=True):
         for n, claim in enumerate(claims):
@@ -104,9 +106,9 @@ def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
 def whole(
     sources: tuple[Claim, ...], sinks: tuple[Claim, ...], part: str
 ) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...]]]:
-    """Families of an opaque part, which moves whole: sinks and sources that own the same intervals in the same order.
+    """The families (sources, sinks) of an opaque part, which own the same intervals in the same order.
 
-    Raises LAYOUT_OPAQUE (KVP-PLAN-OPAQUE).
+    Raises LAYOUT_OPAQUE for sinks without such sources (KVP-PLAN-OPAQUE).
     """
     families: tuple[dict[tuple[tuple[int, int], ...], list[Claim]], ...] = ({}, {})
     for found, claims in zip(families, (sources, sinks), strict=True):
@@ -120,7 +122,7 @@ def whole(
         if spans not in have:
             where = f"groups[{sinks[0].group.name}].parts[{part}]"
             theirs = str(sorted(have)[:_SHOWN])
-            raise incompatible(ErrorCode.LAYOUT_OPAQUE, where, theirs, str(spans[:_SHOWN]), "divide opaque parts alike")
+            raise PlanError(ErrorCode.LAYOUT_OPAQUE, where, theirs, str(spans[:_SHOWN]), "divide opaque parts alike")
         yield tuple(have[spans]), tuple(needy)
 
 
@@ -129,16 +131,16 @@ _MOST = {"pieces": MAX_PIECES, "shares": MAX_SHARES}
 
 @attrs.define(eq=False)
 class Cutter:
-    """Cuts what both sides claim into pieces that the same ranks own throughout, and counts them."""
+    """Cuts what both sides claim into pieces that the same ranks own throughout, and keeps their number in bounds."""
 
     _rows: list[tuple[int, ...]] = attrs.field(factory=list)
-    """The columns of `Pieces`, one after the other."""
+    """The pieces, each with the values of the columns of `Pieces`."""
     _layers: list[Layers] = attrs.field(factory=list)
     _sets: list[Ranks] = attrs.field(factory=list)
     _numbers: dict[Ranks, int] = attrs.field(factory=dict)
-    """Of the sets."""
+    """The index in `_sets` of each set of ranks."""
     _pairs: dict[tuple[int, int], tuple[tuple[int, int], ...]] = attrs.field(factory=dict)
-    """`class_pairs`, by ids of groups."""
+    """`class_pairs` by the ids of both groups."""
     _spent: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_MOST, 0))
 
     def elect(self, ordinal: int, features: Collection[int]) -> tuple[Pieces, Shares]:
@@ -148,7 +150,7 @@ class Cutter:
         return pieces, elect(pieces, self._layers, self._sets, ordinal, features)
 
     def meet(self, src: Group, dst: Group, part: int) -> None:
-        """Find the token classes that share rows; `part` is an index at the sink.
+        """Find the token classes of two groups that share rows; errors name the sink's part of index `part`.
 
         Raises ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
         """
@@ -160,7 +162,7 @@ class Cutter:
     def cut(
         self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int, unit: int | None
     ) -> None:
-        """Add the pieces of claims of the same layers, whose groups have met; `unit` is that of `uneven`.
+        """Add the pieces of claims to the same layers, after `meet` for their groups; `unit` is what `uneven` returned.
 
         Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
         """
@@ -181,7 +183,7 @@ class Cutter:
                 if candidates is None:
                     mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
                     yours, advice = f"rank {self._sets[needy][0]} needs them", "state every rank in the Description"
-                    raise incompatible(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
+                    raise PlanError(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
                 self._rows.append((dst.id, part, lo, hi, c, d, some, candidates, needy))
                 shares += len(self._sets[needy]) * lanes
                 fewer |= len(self._sets[needy]) < len(self._sets[candidates])
@@ -191,10 +193,10 @@ class Cutter:
         self._spent[what] += number
         if self._spent[what] > _MOST[what]:
             mine, advice = f"at most {_MOST[what]} {what}", "state fewer ranks, runs or intervals, or layers in one run"
-            raise incompatible(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(self._spent[what]), advice)
+            raise PlanError(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(self._spent[what]), advice)
 
     def _by_cut(self, claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, int]]:
-        """For each interval between two cuts: the number of the set of ranks that own it, by cp rank."""
+        """For each interval between two cuts: the index of the set of ranks that own it, by cp rank."""
         at = {x: i for i, x in enumerate(cuts)}
         found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
         for claim in claims:
@@ -210,7 +212,10 @@ class Cutter:
 
 
 def uneven(src: Group, dst: Group, part: str) -> int | None:
-    """Bytes of the lanes that count apart, where lanes have other bytes on the other side: of sections the smaller."""
+    """If lanes differ in size: bytes of the lanes by which shares are counted (KVP-PLAN-SIZE); None if they do not.
+
+    It is the larger of both sizes, or the smaller if the part is in sections on a side.
+    """
     parts = [[p for p in group.parts if p.name == part] for group in (src, dst)]
     sizes = [lane_bytes(some[0]) for some in parts]
     if sizes[0] == sizes[1]:
@@ -223,11 +228,11 @@ def _where(dst: Group, part: int) -> str:
 
 
 _COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")
-"""Types of the columns of `Pieces`: bytes of a lane axis may be beyond 63 bits."""
+"""Dtypes of the columns of `Pieces`: places on a lane axis may need 64 bits."""
 
 
 def _text(layers: Layers) -> str:
-    """Layers for people."""
+    """Layers in words."""
     one = len(layers) == 1 and layers[0][1] - layers[0][0] == 1
     spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in layers)
     return f"layer{'s' * (not one)} {spans}"
@@ -239,5 +244,5 @@ def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
         return ((0, 0),)
     if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
         path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
-        raise incompatible(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
+        raise PlanError(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
     return shared_classes(src, dst)

@@ -1,7 +1,7 @@
 """The pools of today's engines by name: `pools("vllm", config)` is a Description and the tensors of each rank.
 
 The tables say what the releases in `ENGINES` allocate; `make engines` compares them with the packages' own functions.
-A pool that is not here is stated by `Cache`, `lay_out` and the strides of its tensors.
+State a pool that is not here with `Cache`, `lay_out` and the strides of its tensors.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
-from kvproto.errors import check_type
+from kvproto.errors import bad, check_type
 from kvproto.planning import vllm
 from kvproto.planning.cache import Cache
 from kvproto.planning.describe import with_windows
-from kvproto.planning.families import Config, bad, number, text
+from kvproto.planning.families import Config, number, text
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import lay_out
 from kvproto.planning.pools import Memory, Slab, memory
@@ -42,14 +42,14 @@ class Pools:
     arranged: Arranged
 
     def memory(self, rank: int = 0, blocks: int = 1024) -> Memory:
-        """Allocations, tensors and columns of one rank whose pool has so many blocks."""
+        """The allocations, tensors and columns of one rank whose pool has `blocks` blocks; raises LocalError."""
         items = {g.id: blocks * self.arranged.pieces.get(g.id, 1) for g in self.geometry.groups}
         return memory(self.geometry, rank, self.arranged.slabs(self.geometry, rank, blocks), items)
 
 
 @attrs.frozen
 class Engine:
-    """What one engine does wherever a setup does not say otherwise."""
+    """What one engine supports, and does unless its `Setup` says otherwise."""
 
     releases: str
     dtypes: Mapping[str, KvDtype]
@@ -64,7 +64,10 @@ def pools(
     engine: str, target: Config, drafts: Iterable[Config] = (), setup: Setup | None = None, replica: int = 0,
     facts: Mapping[str, str] | None = None,
 ) -> Pools:  # fmt: skip
-    """A model as an engine runs it: its Description, and where the tensors of each rank put it; raises LocalError."""
+    """A model as an engine runs it: its Description, and where each rank's tensors hold it.
+
+    Raises LocalError(OUT_OF_RANGE) for an engine, config or setup that is not known or cannot be.
+    """
     if not isinstance(engine, str) or engine not in ENGINES:
         raise bad("engine", ", ".join(ENGINES), engine)
     setup = Setup() if setup is None else setup
@@ -78,9 +81,9 @@ def pools(
     if setup.layout is not None and setup.layout not in row.layouts:
         raise bad("layout", ", ".join(row.layouts) or "the engine's only one", setup.layout)
     if setup.backend is not None and engine != "vllm":
-        raise bad("backend", "vllm's alone: other engines' pools do not depend on it", setup.backend)
+        raise bad("backend", "none, as only vllm's pools depend on it", setup.backend)
     if setup.state_layout != "SD" and engine != "vllm":
-        raise bad("state_layout", "SD, but for vllm", setup.state_layout)
+        raise bad("state_layout", "SD, except for vllm", setup.state_layout)
     kv = kv_dtype(setup.kv_dtype, row.dtypes, setup)
     setup = attrs.evolve(
         setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp), page=setup.page or kv.page,
@@ -103,9 +106,9 @@ def pools(
 
 _TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}
 _SGLANG = {"NHD": _TOKENS_OUT, "HND": _TOKENS_OUT | {"attention": "L|PBHN"}}
-"""A tensor a layer of K then V, tokens of heads or heads of tokens; states of all layers are one tensor."""
+"""A tensor for each layer: K, then V, each [block, token, head] or [block, head, token]; all states share one."""
 _TRTLLM = {"attention": "BLPHN", "mla": "BLPHN", "scales": "BLPHN", "conv": "LBHN", "ssm": "LBNH"}
-"""One pool [block, layer, K or V, head, token, dim] for layers alike; states of all layers are one tensor."""
+"""One pool [block, layer, K or V, head, token, dim] for all layers of one shape; all states share a tensor."""
 
 
 def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
@@ -114,8 +117,8 @@ def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
     if indexed and page != 64:
         raise bad("page", "64, with an index", page)
     if indexed and dcp > 1:
-        raise bad("dcp", "1 with an index, whose pages are others than the latent's then", dcp)
-    # a draft is whole on each rank, in pages as wide as those of all ranks together
+        raise bad("dcp", "1 with an index, as its pages would differ from the latent's", dcp)
+    # each rank stores the whole draft, in pages as long as those of all ranks together
     drafts = [c for c in make(page * dcp) if c.group.model]
     made = [c for c in make(page) if not c.group.model] + drafts
     orders = _SGLANG[setup.layout or "NHD"]
@@ -140,7 +143,7 @@ def _trtllm(make: Make, setup: Setup, target: Config) -> Arranged:
 
 
 def _apart(made: list[Cache], order: Callable[[Cache], str], joined: bool = False) -> Arranged:
-    """Pools of which each has one cache; or, where they are `joined`, all scales of the same values."""
+    """A pool for each cache; if `joined`, the scales of the same values share one."""
     pools: dict[str, list[int]] = {}
     for i, c in enumerate(made):
         name = c.group.name
@@ -156,7 +159,7 @@ def _apart(made: list[Cache], order: Callable[[Cache], str], joined: bool = Fals
 
 _NVFP4 = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E4M3), of=("attention",))
 _NVFP4_MIXED = attrs.evolve(_NVFP4, apart={"v_scale": 4})
-"""As the kernels of Blackwell's large GPUs want it: scales of V are mixed among four tokens of a head."""
+"""As kernels for Blackwell's data-center GPUs need it: the scales of V are interleaved over four tokens of a head."""
 _DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 _VLLM_NVFP4 = KvDtype(
     by_sm={
@@ -189,7 +192,7 @@ ENGINES: dict[str, Engine] = {
         {
             "auto": KvDtype(), "bf16": _BF16, "bfloat16": _BF16,
             "fp8_e4m3": KvDtype(DType.F8E4M3, row="indexed"), "fp8_e5m2": KvDtype(DType.F8E5M2),
-            # on SM 100 it does not hand such pages over itself, and keeps scales in two orders at once
+            # on SM 100 SGLang does not hand such pages over itself, and keeps their scales in two orders at once
             "nvfp4": KvDtype(by_sm={120: attrs.evolve(_NVFP4, layouts=("NHD",))}),
             "fp4_mx_block16": _FP4_MX,
             "mxfp8": KvDtype(

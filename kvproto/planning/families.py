@@ -1,4 +1,4 @@
-"""Which layer of a model has which cache, as its Hugging Face config.json says it: a table of ways to say it."""
+"""Which layer of a model has which cache, according to its Hugging Face config.json; there are many ways to say it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import U32, LocalError
-from kvproto.wire.enums import ErrorCode
+from kvproto.errors import U32, bad
 
 __all__ = [
-    "HYBRID", "MOST_LAYERS", "PREDICTING", "SAYS_LAYERS", "STATE_SIZE", "Config", "bad", "layer_kinds",
-    "nested", "number", "text",
+    "HYBRID", "MOST_LAYERS", "PREDICTING", "SAYS_LAYERS", "STATE_SIZE", "Config", "layer_kinds", "nested", "number",
+    "text",
 ]  # fmt: skip
 
 Config = Mapping[str, Any]
@@ -30,17 +29,17 @@ IMPLIED: dict[str, Config] = {
     "qwen3_next": {"full_attention_interval": 4},
     "nemotron_h": {"mamba_ssm_cache_dtype": "float32"},
 }  # fmt: skip
-"""What the class of a model type says where its config.json says nothing."""
+"""By model type: defaults of its configuration class for fields that a config.json may leave out."""
 HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
-"""How names begin that only hybrids have."""
+"""Prefixes of fields that only hybrid models have."""
 UNREAD = (
     "_block_types", "block_configs", "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
     "hybrid_layer_ids", "hybrid_layer_pattern", "layer_group_size", "n_mamba_heads",
 )  # fmt: skip
-"""What gives some layers another cache, or none, in a way that is not read here."""
+"""Fields that give some layers another cache, or none, in a way that is not supported here."""
 MOST_LAYERS = 1 << 12
-"""Several times those of any model."""
-_BY_HAND = "absent: which layers have which cache is not known of this model, state it by GroupSpecs", "present"
+"""Several times as many as any model has."""
+_BY_HAND = "absent: which layers of this model have which cache is not known, state them by kvproto.Cache", "present"
 _LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window",
@@ -50,9 +49,10 @@ _KINDS = {
 
 
 def layer_kinds(config: Config, count: int) -> list[str]:
-    """attention, window, chunked, mamba, linear, kda, lightning, conv or none, layer by layer; two are joined by "+".
+    """The kind of each layer: attention, window, chunked, mamba, linear, kda, lightning, conv, none, or two with a "+".
 
-    Layers that take the cache of another one have none of their own.
+    A layer that reads the cache of another one counts as none. Raises LocalError(OUT_OF_RANGE) for a config that does
+    not say the kind of each of the `count` layers.
     """
     if count > MOST_LAYERS:
         raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
@@ -67,7 +67,7 @@ def layer_kinds(config: Config, count: int) -> list[str]:
 
 
 def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
-    """Without the layers that read what another layer wrote: the last ones, or all but the first of each few."""
+    """The kinds, with none for layers that read another's cache: the last ones, or all but the first of each few."""
     if config.get("num_kv_shared_layers"):
         last = number(config, "num_kv_shared_layers")
         if last >= count:
@@ -112,7 +112,7 @@ def _by_period(config: Config, count: int) -> list[str] | None:
 
 
 def _by_interval(config: Config, count: int) -> list[str] | None:
-    """Every nth layer is full attention, and the others what the name of the interval says."""
+    """Every nth layer is full attention, and the name of the interval says what the others are."""
     for key, rest in _INTERVALS.items():
         if config.get(key) and (rest != "window" or config.get("sliding_window")):
             if isinstance(config[key], str):  # LLLG
@@ -124,7 +124,7 @@ def _by_interval(config: Config, count: int) -> list[str] | None:
 
 
 def _by_numbers(config: Config, count: int) -> list[str] | None:
-    """Full attention or lightning attention, 1 or 0; without any 0 they are all attention."""
+    """1 stands for full attention, 0 for lightning attention."""
     types = config.get("attn_type_list")
     return ["attention" if kind == 1 else "lightning" for kind in types] if types else None
 
@@ -141,7 +141,7 @@ def _by_delta(config: Config, count: int) -> list[str] | None:
 
 
 def _by_rope(config: Config, count: int) -> list[str] | None:
-    """Attention within chunks wherever positions are rotated."""
+    """Chunked attention in every layer that rotates positions."""
     if not config.get("attention_chunk_size"):
         return None
     period = number(config, "no_rope_layer_interval") if config.get("no_rope_layer_interval") else count + 1
@@ -150,7 +150,7 @@ def _by_rope(config: Config, count: int) -> list[str] | None:
 
 
 def _by_window(config: Config, count: int) -> list[str] | None:
-    """A window that nothing says the layers of is that of all."""
+    """All layers have the window if nothing says which do."""
     return ["window"] * count if config.get("sliding_window") and config.get("use_sliding_window", True) else None
 
 
@@ -173,9 +173,9 @@ SAYS_LAYERS = (
     *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
     "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
 )  # fmt: skip
-"""What says which layer of a target has which cache."""
+"""Fields that say which layer of a target has which cache."""
 PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Layers of a checkpoint that are a draft of it."""
+"""Fields that say how many layers of a checkpoint are a draft of it."""
 _WHOLE = (
     "attention_chunk_size", "attention_head_dim", "attn_layer_offset", "attn_layer_period", "full_attention_interval",
     "head_dim", "index_head_dim", "kv_lora_rank", "no_rope_layer_interval", "num_attention_heads",
@@ -186,7 +186,7 @@ _WORDS = ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "to
 
 @attrs.frozen
 class _Said:
-    """What a field may say."""
+    """What a field may hold."""
 
     mine: str
     types: tuple[type, ...]
@@ -215,11 +215,11 @@ _FIELDS: dict[str, _Said] = {
     "linear_attn_config": _Said("an object", (dict,)),
     "text_config": _Said("an object", (dict,)),
 }
-"""Fields whose absence, or 0, or null, says something too: of another type they would say it by mistake."""
+"""Fields whose absence, 0 or null means something, which a value of a wrong type must not be taken for."""
 
 
 def _check(config: Config) -> None:
-    """Raise LocalError for a field of another type than its name says."""
+    """Raise LocalError for a field of a wrong type."""
     for name, said in _FIELDS.items():
         value = config.get(name)
         if value is None:
@@ -233,7 +233,7 @@ _WAYS: tuple[Callable[[Config, int], list[str] | None], ...] = (
     _by_letters, _by_list, _by_indices, _by_period, _by_interval, _by_delta, _by_numbers, _by_rope, _by_window,
     _by_sizes,
 )  # fmt: skip
-"""The first that a config uses says the kinds of all layers."""
+"""The first of these that returns a list decides."""
 
 
 def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
@@ -243,9 +243,9 @@ def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
 
 
 def text(config: Config) -> Config:
-    """The language model of a checkpoint that also sees or hears, with what its class implies.
+    """The config of a checkpoint's language model, taken out of a multimodal one, with the defaults of its class.
 
-    Raises LocalError for a field of another type than its name says, and for an encoder-decoder.
+    Raises LocalError(OUT_OF_RANGE) for a field of a wrong type and for an encoder-decoder.
     """
     if not isinstance(config, Mapping):
         raise bad("config", "an object, as a config.json is", type(config).__name__)
@@ -261,12 +261,12 @@ def text(config: Config) -> Config:
 
 
 def nested(config: Config) -> bool:
-    """Whether sizes that are absent may be the defaults of a class (Gemma 3 has 256 for head_dim), not shares."""
+    """Whether an absent size may be a default of the class (head_dim of Gemma 3 is 256) and not follow from others."""
     return isinstance(config.get("text_config"), dict)
 
 
 def number(config: Config, *names: str) -> int:
-    """The first of these that is there; raises LocalError where it is no size, or none is there."""
+    """The first of these fields that is present; raises LocalError(OUT_OF_RANGE) if it is not a size, or none is."""
     for name in names:
         value = config.get(name)
         if value is not None:
@@ -274,8 +274,3 @@ def number(config: Config, *names: str) -> int:
                 raise bad(f"config.{name}", "a whole number, at least 1", value)
             return value
     raise bad(f"config.{names[0]}", "a number", "absent")
-
-
-def bad(path: str, mine: str, yours: object) -> LocalError:
-    """What is wrong with a config or an option."""
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))

@@ -32,9 +32,10 @@ def gqa(
     id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32,
     v_head_bytes: int | None = None, **more: Any,
 ) -> Group:  # fmt: skip
-    """Paged K and V of multi-head or grouped-query attention; one lane a KV head, `head_bytes` long (V its own size).
+    """Paged K and V of multi-head or grouped-query attention, with one lane of `head_bytes` bytes for each KV head.
 
-    Joint or apart, NHD or HND, padded or not, is said by the strides of Register, not here.
+    Lanes of V have `v_head_bytes` if given. Whether K and V are joint or apart, NHD or HND, padded or not, is stated by
+    the strides of Register, not here.
     """
     sizes = {"k": head_bytes, "v": v_head_bytes or head_bytes}
     parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p, size in sizes.items())
@@ -48,7 +49,7 @@ def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: D
 
 
 def handoff(id: int, name: str, parts: Mapping[str, tuple[DType, int]]) -> Group:
-    """Bytes that ride in Done, such as the first token: part name to element type and length in bytes."""
+    """Bytes that Done carries, such as the first token: part name to element type and length in bytes."""
     made = tuple(Part(name=n, dtype=d, lanes=1, lane_bytes=size) for n, (d, size) in parts.items())
     return _group(id, name, 0, ItemKind.HANDOFF, 1, made)
 
@@ -59,7 +60,7 @@ def _group(id: int, name: str, model: int, kind: ItemKind, rows: int, parts: tup
 
 
 def owns(group: Group, layers: Iterable[int], lanes: Sequence[tuple[int, int]] | None = None, cp_rank: int = 0) -> Owns:
-    """A rank's share: layer ids and lane intervals in local order (the same of each part; all lanes by default)."""
+    """A rank's share: layer ids and lane intervals in local order (the same for each part; all lanes by default)."""
     spans = tuple(
         LaneSpan(part=p, lo=lo, hi=hi)
         for p, part in enumerate(group.parts)
@@ -75,7 +76,7 @@ def facts(equal: Mapping[str, str], warn: Mapping[str, str] | None = None) -> tu
 
 
 def encode_geometry(geometry: Geometry) -> bytes:
-    """Canonical bytes of a Description, of which the digest is taken."""
+    """Canonical bytes of a Description, over which `digest` is taken."""
     return encode_struct(geometry)
 
 
@@ -99,7 +100,7 @@ def lane_bytes(part: Part) -> int:
 
 
 def column_names(group: Group) -> list[str]:
-    """The columns of a layer by name: that of the part, and of a section its bytes too, as `latent[0:1024]`."""
+    """Names of a layer's columns: the part's, and for a section its bytes too, such as `latent[0:1024]`."""
     return [
         p.name if lane_bytes(p) == p.lane_bytes else f"{p.name}[{p.at or 0}:{(p.at or 0) + p.lane_bytes}]"
         for p in group.parts
@@ -113,7 +114,7 @@ def validate(geometry: Geometry) -> None:
 
 
 def _check(geometry: Geometry) -> None:
-    """The same of what was decoded, whose fields are as they must be."""
+    """The same for a Description whose single fields are known to be valid, as after decoding."""
     groups = {g.id: g for g in geometry.groups}
     _check_size(geometry, groups)
     for i, group in enumerate(geometry.groups):
@@ -135,7 +136,7 @@ def _check(geometry: Geometry) -> None:
 
 
 def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
-    """Raise BAD_GEOMETRY for more than any fleet has (KVP-GEO-SIZE)."""
+    """Raise BAD_GEOMETRY for a Description that is larger than any fleet needs (KVP-GEO-SIZE)."""
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
         ("groups", limits.MAX_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
@@ -190,7 +191,7 @@ def _check_deal(group: Group, path: str) -> None:
 
 
 def _check_sections(group: Group, path: str) -> None:
-    """Raise where the parts of one name are not sections that tile a lane, one after the other."""
+    """Raise BAD_GEOMETRY unless the parts of one name are sections that tile a lane, one after the other."""
     last: dict[str, int] = {}
     for j, part in enumerate(group.parts):
         at, before = f"{path}.parts[{j}]", group.parts[last[part.name]] if part.name in last else part
@@ -216,7 +217,7 @@ def _check_sections(group: Group, path: str) -> None:
 
 
 def _intervals(group: Group | None, share: Owns) -> int:
-    """Layers times lane intervals of a share; those of a section are one a lane."""
+    """Layers times lane intervals of a share; a section has one interval for each lane."""
     apart = {i for i, p in enumerate(group.parts) if lane_bytes(p) != p.lane_bytes} if group else set()
     return share.layers.size * sum(span.hi - span.lo if span.part in apart else 1 for span in share.lanes)
 
@@ -239,9 +240,9 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
         spans = sorted(by_part.get(p, ()))
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
             raise _bad(
-                f"{path}.lanes", f"disjoint spans of each part, one at least for {group.parts[p].name}", str(spans)
+                f"{path}.lanes", f"disjoint spans of each part, at least one for {group.parts[p].name}", str(spans)
             )
 
 
 def _bad(path: str, mine: str, yours: str) -> PlanError:
-    return PlanError(ErrorCode.BAD_GEOMETRY, path, mine, yours, "mend the Description")
+    return PlanError(ErrorCode.BAD_GEOMETRY, path, mine, yours, "correct the Description")

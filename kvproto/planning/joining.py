@@ -1,4 +1,4 @@
-"""From what is sent of each piece to boxes (spec/v1/planning.md, step 5): the longest intervals, and so unique."""
+"""Joins what is sent of each piece into boxes, as long as they can be and so unique (spec/v1/planning.md, step 5)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.planning.spreading import IntArray, Pieces, Shares, distinct, each, stretches
+from kvproto.planning.spreading import IntArray, Pieces, Shares, each, stretches, unique_rows
 
-__all__ = ["LAYER_BITS", "Rows", "rows_of"]
+__all__ = ["LAYER_BITS", "Boxes", "boxes_of"]
 
 Bytes = npt.NDArray[Any]
 """Places on lane axes, u64."""
 
 
 @attrs.frozen(eq=False)
-class Rows:
-    """Boxes, ascending, without what is the same for all boxes of a sink group: columns [n]."""
+class Boxes:
+    """Boxes in ascending order, without what all boxes of a sink group share: columns [n]."""
 
     source: IntArray
     sink: IntArray
@@ -32,28 +32,28 @@ class Rows:
     sink_class: IntArray
 
 
-def rows_of(pieces: Pieces, shares: Shares) -> Rows:
-    """Per layer the longest lane intervals, then boxes of equal ones in consecutive layers."""
+def boxes_of(pieces: Pieces, shares: Shares) -> Boxes:
+    """Join each layer's pieces into the longest lane intervals, then equal ones of consecutive layers into boxes."""
     p = shares.piece
     cells = shares.source, shares.sink, pieces.group[p], pieces.part[p], pieces.source_class[p], pieces.sink_class[p]
-    first, cell = distinct(*cells)
+    first, cell = unique_rows(*cells)
     lo, hi, x, y = pieces.lo[p], pieces.hi[p], shares.layer_lo, shares.layer_hi
     if first.size < cell.size:
         cell, lo, hi, x, y = _joined(*_by_layers(cell, lo, hi, x, y))
     source, sink, group, part, c, d = (column[first[cell]] for column in cells)
     columns: tuple[npt.NDArray[Any], ...] = source, sink, group, x, y, part, lo, hi, c, d
     order = np.lexsort(columns[::-1])
-    return Rows(*(column[order] for column in columns))
+    return Boxes(*(column[order] for column in columns))
 
 
 LAYER_BITS = 33
-"""Of a key that orders places by cell and layer."""
+"""Bits of the layer in a key that orders places by cell and layer."""
 _Cut = tuple[IntArray, Bytes, Bytes, IntArray, IntArray]
 """Cell, bytes [lo, hi) and layers [x, y) of each row."""
 
 
 def _by_layers(cell: IntArray, lo: Bytes, hi: Bytes, x: IntArray, y: IntArray) -> _Cut:
-    """The same, cut at each layer where another row of the cell begins or ends: layers are then equal or apart."""
+    """The same rows, cut at each layer where another row of the cell begins or ends; layers are then equal or apart."""
     from_, to = ((cell << LAYER_BITS) + layer for layer in (x, y))
     places = np.sort(np.concatenate([from_, to]))
     places = places[stretches(places[1:] == places[:-1])[0]]

@@ -1,4 +1,4 @@
-"""What the kinds of items differ in, as a table: every other room asks for a property, never for a kind."""
+"""How the kinds of items differ, as a table: all other code asks for a property, never for a kind."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Kind:
     wraps: bool = False
     """Whether a request's one item is a ring that holds its last rows: row = position mod rows."""
     is_state: bool = False
-    """Whether a request's one item is the state after one position, which exists when that is computed."""
+    """Whether a request's one item is the state after one position, which exists once that position is computed."""
     maps_to: frozenset[int]
-    """Kinds that the sink's items may be of, since their rows stand for the same."""
+    """Kinds that the sink's items may have, because their rows stand for the same positions."""
 
 
 _TOKENS = frozenset({ItemKind.PAGE, ItemKind.RING})

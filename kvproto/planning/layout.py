@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import attrs
 import numpy as np
 
-from kvproto.errors import LocalError, RemoteError, check_type, check_whole
+from kvproto.errors import LocalError, RemoteError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
@@ -27,68 +27,70 @@ DEALS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "cyclic": lambda ranks: tuple(range(ranks)),
     "zigzag": lambda ranks: (*range(ranks), *reversed(range(ranks))),
 }
-"""The cp rank of each run of so many ranks, until they repeat, by the name of the deal."""
+"""By the name of a deal: the cp rank of each run until they repeat, for a number of ranks."""
 
 
 @attrs.frozen
 class Parallel:
     """How an engine divides its ranks; rank = (pp * cp + cp_rank) * tp + tp_rank.
 
-    With cp and dcp of 1 each rank stores every token: what says how tokens are dealt has no effect then, so that one
+    With cp and dcp of 1 each rank stores every token, and interleave, origin and deal have no effect, so that one
     configuration serves any number of ranks.
     """
 
     tp: int = 1
-    """Tensor parallel: KV heads, latents and states."""
+    """Tensor-parallel size, which divides KV heads and states; latents are whole on every rank."""
     pp: int = 1
-    """Pipeline parallel: layers of the target; a draft is on the last stage."""
+    """Pipeline-parallel size, which divides the target's layers; a draft is on the last stage."""
     cp: int = 1
-    """Context parallel: tokens, over ranks of their own (prefill)."""
+    """Context-parallel size (prefill), which divides tokens over additional ranks."""
     dcp: int = 1
-    """Decode context parallel: tokens, over the TP ranks that would otherwise hold the same heads."""
+    """Decode-context-parallel size, which divides tokens over TP ranks that would otherwise hold the same heads."""
     interleave: int = 1
-    """Consecutive tokens that one cp or dcp rank takes."""
+    """Consecutive tokens that one cp or dcp rank takes at a time."""
     origin: int = 0
-    """First token that is dealt, to cp rank 0; requests begin there or later."""
+    """The first token that is dealt; requests begin there or later."""
     stages: tuple[int, ...] | None = None
-    """Layers of each pipeline stage, or chunk of `virtual` ones; by default equal, the first ones one more."""
+    """Number of layers of each pipeline stage, or of each chunk if `virtual` is above 1; by default as even as can be,
+    the larger ones first.
+    """
     virtual: int = 1
     """Virtual stages: chunks of layers that each pipeline rank holds; chunk i is on stage i mod pp."""
     deal: str | tuple[int, ...] = "cyclic"
     """Which cp or dcp rank takes each run of `interleave` tokens: a name of `DEALS`, or the ranks until they repeat."""
 
     def check(self, of: str = "") -> None:
-        """Raise LocalError for sizes that no engine can have; `of` begins the names of arguments."""
+        """Raise LocalError(OUT_OF_RANGE) for sizes that no engine can have; `of` goes before names of arguments."""
         for name in ("tp", "pp", "cp", "dcp", "interleave"):
             check_whole(of + name, getattr(self, name), 1)
         check_whole(f"{of}virtual", self.virtual, 1, _MOST_CHUNKS)
         if (ranks := self.tp * self.pp * self.cp) > MAX_RANKS:
-            raise _bad(
+            raise bad(
                 f"{of}tp", f"at most {MAX_RANKS} ranks in all", f"tp {self.tp}, pp {self.pp}, cp {self.cp}: {ranks}"
             )
         check_whole(f"{of}origin", self.origin, 0, (1 << 64) - 1)
         if self.tp % self.dcp:
-            raise _bad(f"{of}dcp", f"a divisor of tp {self.tp}", self.dcp)
+            raise bad(f"{of}dcp", f"a divisor of tp {self.tp}", self.dcp)
         if self.cp > 1 and self.dcp > 1:
-            raise _bad(f"{of}dcp", "1 with cp above 1: tokens are dealt once", self.dcp)
+            raise bad(f"{of}dcp", "1 with cp above 1: tokens are dealt once", self.dcp)
         if self.stages is not None:
             chunks = self.pp * self.virtual
             for count in self.stages:
                 check_whole(f"{of}stages", count, 0)
             if len(self.stages) != chunks:
-                raise _bad(f"{of}stages", f"layers of {chunks} stages", self.stages)
+                raise bad(f"{of}stages", f"layers of {chunks} stages", self.stages)
         self.order(of)
 
     def bounds(self, depth: int, of: str = "") -> list[tuple[int, int]]:
-        """Layers [lo, hi) of each stage of a model of `depth` layers; of each chunk, where stages are virtual."""
+        """Layers [lo, hi) of each stage of a model of `depth` layers, or of each chunk if `virtual` is above 1."""
         chunks = self.pp * self.virtual
         counts = self.stages or [depth // chunks + (i < depth % chunks) for i in range(chunks)]
         if sum(counts) != depth:
-            raise _bad(f"{of}stages", f"{depth} layers in all", tuple(counts))
+            raise bad(f"{of}stages", f"{depth} layers in all", tuple(counts))
         return list(pairwise(accumulate(counts, initial=0)))
 
     def order(self, of: str = "") -> tuple[int, ...] | None:
-        """The cp rank of each run until they repeat; None where ranks take one each in turn. Raises LocalError."""
+        """The cp rank of each run until they repeat; None if ranks take one each in turn. Raises LocalError."""
         ranks = self.cp if self.cp > 1 else self.dcp
         check_type(f"{of}deal", self.deal, (str, tuple, list), _A_DEAL)
         if isinstance(self.deal, str):
@@ -100,12 +102,12 @@ class Parallel:
             if set(made) != set(range(ranks)):
                 one = "runs of rank 0 alone, as neither cp nor dcp is above 1"
                 many = f"runs of each of the ranks 0 to {ranks - 1}, and of no other"
-                raise _bad(f"{of}deal", one if ranks == 1 else many, made)
+                raise bad(f"{of}deal", one if ranks == 1 else many, made)
         return None if ranks == 1 or made == DEALS["cyclic"](ranks) else made
 
 
 _MOST_CHUNKS = 1 << 10
-"""Of layers, on one pipeline rank."""
+"""Chunks of layers that one pipeline rank may hold."""
 _A_DEAL = f"{', '.join(repr(name) for name in DEALS)}, or the cp rank of each run"
 _NO_TABLE = (
     "who stores a token follows from its position alone: a zigzag whose chunks are a share of each request's length is"
@@ -118,17 +120,18 @@ def lay_out(
     specs: Sequence[Cache], parallel: Parallel | None = None, replica: int = 0,
     facts: Mapping[str, str] | None = None, depth: int | None = None, warn: Mapping[str, str] | None = None,
 ) -> Geometry:  # fmt: skip
-    """The Geometry of one replica; group ids count up. `depth`: layers of the target, where the last have no cache.
+    """The Geometry of one replica of an engine; the id of each cache's group is its index in `specs`.
 
-    `facts` are compared for equality by the other side, and differences in those of `warn` reported. Raises
-    LocalError: no layer or lane is nobody's, and what is returned is a Description that `validate` accepts.
+    The peer must state equal `facts`, and differences in those of `warn` are reported. `depth` is the target's number
+    of layers, to state if its last layers have no cache. Raises LocalError unless each layer and lane has an owner and
+    the result is a Description that `validate` accepts.
     """
     check_type("specs", specs, Sequence, "a list of kvproto.Cache")
     for i, spec in enumerate(specs):
         check_type(f"specs[{i}]", spec, Cache, "a kvproto.Cache", "Cache.mamba1, mamba2, gdn return two: unpack")
     names = [spec.group.name for spec in specs]
     if again := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise _bad("specs", "names that differ", f"{again[0]!r} twice")
+        raise bad("specs", "names that differ", f"{again[0]!r} twice")
     if parallel is not None:
         check_type("parallel", parallel, Parallel, "a kvproto.Parallel")
     sizes = parallel or Parallel()
@@ -151,7 +154,7 @@ def lay_out(
     try:
         g.validate(geometry)
     except RemoteError as error:
-        raise LocalError(error.code, error.path, error.mine, error.yours, "state other caches or sizes") from None
+        raise LocalError(error.code, error.path, error.mine, error.yours, "state different caches or sizes") from None
     return geometry
 
 
@@ -162,9 +165,9 @@ class _Laid:
     spec: Cache
     group: Group
     sizes: Parallel
-    """Its own."""
+    """The engine's, with those that differ for this cache."""
     layers: tuple[tuple[int, ...], ...]
-    """Of each pipeline stage."""
+    """Layers of the cache on each pipeline stage."""
     ranks: int
     """Ranks of a pipeline stage."""
 
@@ -197,7 +200,7 @@ class _Laid:
         return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
 
     def share(self, stage: int, nth: int) -> Owns | None:
-        """What the nth rank of a stage owns; None where it has no layers, or is none of those that hold the cache."""
+        """What the nth rank of a stage owns; None if the stage has no layers, or the rank does not hold the cache."""
         held = self.sizes.cp * self.sizes.tp
         nth = nth * held // self.ranks if self.spec.copies else nth
         if not self.layers[stage] or nth >= held:
@@ -217,7 +220,7 @@ class _Laid:
 
 
 def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:
-    """The sizes of one cache: the engine's, but for those that it names. Raises LocalError."""
+    """The sizes of one cache: the engine's, except for those that it names. Raises LocalError."""
     if not spec.own:
         return engine
     base = engine if _dealt(spec) else attrs.evolve(engine, dcp=1, deal="cyclic")
@@ -226,27 +229,27 @@ def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:
     ranks, held = engine.cp * engine.tp, sizes.cp * sizes.tp
     if held > ranks or (spec.copies and ranks % held):
         wanted = f"cp * tp {'a divisor of' if spec.copies else 'at most'} {ranks}, the ranks of a pipeline stage"
-        raise _bad(f"{path}.over", wanted, f"cp {sizes.cp}, tp {sizes.tp}")
+        raise bad(f"{path}.over", wanted, f"cp {sizes.cp}, tp {sizes.tp}")
     return sizes
 
 
 def _check(spec: Cache, path: str, depth: int | None) -> None:
-    """Raise LocalError where some layers or lanes of a cache would be nobody's."""
+    """Raise LocalError if some layers or lanes of a cache would have no owner."""
     if not spec.layers:
-        raise _bad(f"{path}.layers", "one at least", "none")
+        raise bad(f"{path}.layers", "at least one", "none")
     for layer in spec.layers:
         check_whole(f"{path}.layers", layer, 0)
     if depth and _deep(spec) and max(spec.layers) >= depth:
-        raise _bad(f"{path}.layers", f"below depth {depth}", max(spec.layers))
+        raise bad(f"{path}.layers", f"below depth {depth}", max(spec.layers))
     for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):
         if sum(b.lanes for b in blocks) != part.lanes or any(b.unit < 1 or b.lanes % b.unit for b in blocks):
-            raise _bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
+            raise bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
 
 
 def _check_scales(specs: Sequence[Cache]) -> None:
     """Raise LocalError for scales whose values no cache has, or whose last row would not move with its values.
 
-    Scales alone are no mistake: nothing of that model is stated that would arrive without them.
+    A model may have scales alone, as no values are stated that could arrive without them.
     """
     stated = {
         (spec.group.model, name_of(part.name), layer): spec.group
@@ -272,12 +275,12 @@ _OF_LATENT = 'of="latent"'
 
 
 def _deep(spec: Cache) -> bool:
-    """Whether pipeline stages divide its layers: those of a draft, and hand-off data, are on the last."""
+    """Whether pipeline stages divide its layers; a draft and hand-off data are on the last stage."""
     return spec.group.model == 0 and kind_of(spec.group).has_memory
 
 
 def _staged(spec: Cache) -> bool:
-    """The same, where a draft may name stages of its own."""
+    """The same, and also true of a draft that names its own stages."""
     return _deep(spec) or "stages" in dict(spec.own)
 
 
@@ -286,7 +289,3 @@ def _dealt(spec: Cache) -> bool:
     if spec.dealt is not None:
         return spec.dealt
     return spec.group.model == 0 and kind_of(spec.group).paged and axis_of(spec.group) == TOKENS
-
-
-def _bad(path: str, mine: str, yours: object) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))

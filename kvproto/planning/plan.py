@@ -19,8 +19,8 @@ import numpy as np
 from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
 from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, uneven, whole
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.joining import LAYER_BITS, Rows, rows_of
-from kvproto.planning.spreading import IntArray, Layers, distinct, each, stretches
+from kvproto.planning.joining import LAYER_BITS, Boxes, boxes_of
+from kvproto.planning.spreading import IntArray, Layers, each, stretches, unique_rows
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -34,7 +34,7 @@ class Box(NamedTuple):
     layer_lo: int
     layer_hi: int
     part: int
-    """Index into the parts of the sink's group; of a part in sections, that of the first."""
+    """Index into the parts of the sink's group; for a part in sections, the first one's."""
     lo: int
     hi: int
     source_class: int
@@ -117,46 +117,41 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
         have, want = claims_of(source), claims_of(sink)
     except LookupError:
         for geometry in (source, sink):
-            validate(geometry)  # names what contradicts itself; else too slow to do each time
+            validate(geometry)  # says what is wrong, but is too slow to be done each time
         raise
     cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
-    rows = rows_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
-    models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], rows.group)]
+    found = boxes_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
+    models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], found.group)]
     columns = (
-        rows.source, rows.sink, rows.group, models, rows.layer_lo, rows.layer_hi, rows.part, rows.lo, rows.hi,
-        rows.source_class, rows.sink_class, np.full(rows.group.size, sink.replica),
+        found.source, found.sink, found.group, models, found.layer_lo, found.layer_hi, found.part, found.lo, found.hi,
+        found.source_class, found.sink_class, np.full(found.group.size, sink.replica),
     )  # fmt: skip
     data = np.stack([column.astype("<u8") for column in columns], axis=1).tobytes()
-    return Plan(tuple(_routes(sink, have, rows, models, data)), hashlib.sha256(data).digest(), cold)
+    return Plan(tuple(_routes(sink, have, found, models, data)), hashlib.sha256(data).digest(), cold)
 
 
-def _routes(sink: Geometry, have: Claims, rows: Rows, models: IntArray, data: bytes) -> Iterator[Route]:
-    """The routes of all boxes, whose rows of the digest are `data`; the source's group cuts a box where it changes."""
+def _routes(sink: Geometry, have: Claims, found: Boxes, models: IntArray, data: bytes) -> Iterator[Route]:
+    """The routes of all boxes, cut where the source's group changes; `data` holds the boxes as rows of the digest."""
     if not data:
         return
     names = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
-    parts, part = distinct(rows.group, rows.part)
-    keys = [names[key] for key in zip(rows.group[parts].tolist(), rows.part[parts].tolist(), strict=True)]
+    parts, part = unique_rows(found.group, found.part)
+    keys = [names[key] for key in zip(found.group[parts].tolist(), found.part[parts].tolist(), strict=True)]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     part = np.array([number[key] for key in keys])[part]
     homes = [_homes(have[key]) for key in number]
-    row, x, y, id = _within(homes, part, rows.layer_lo, rows.layer_hi)
-    begin, _ = stretches(
-        (rows.source[1:] == rows.source[:-1]) & (rows.sink[1:] == rows.sink[:-1]) & (rows.group[1:] == rows.group[:-1])
-    )
+    row, x, y, id = _within(homes, part, found.layer_lo, found.layer_hi)
+    same = [column[1:] == column[:-1] for column in (found.source, found.sink, found.group)]
+    begin, _ = stretches(np.logical_and.reduce(same))
+    inner = [column[row] for column in (found.part, found.lo, found.hi, found.source_class, found.sink_class)]
+    columns = [models[row], x, y, *inner, id]
     if row.size > part.size:
-        route = np.searchsorted(begin, row, "right")
-        order = np.lexsort(
-            (rows.sink_class[row], rows.source_class[row], rows.hi[row], rows.lo[row], rows.part[row], y, x, route)
-        )
-        row, x, y, id = row[order], x[order], y[order], id[order]
-    columns = (
-        models[row], x, y, rows.part[row], rows.lo[row], rows.hi[row], rows.source_class[row], rows.sink_class[row], id
-    )  # fmt: skip
+        order = np.lexsort((*inner[::-1], y, x, np.searchsorted(begin, row, "right")))
+        row, columns = row[order], [column[order] for column in columns]
     boxes = list(starmap(Box, zip(*(column.tolist() for column in columns), strict=True)))
     ends = [*begin[1:].tolist(), part.size]
     cuts = np.searchsorted(row, ends).tolist()
-    ranks = (column[begin].tolist() for column in (rows.source, rows.sink, rows.group))
+    ranks = (column[begin].tolist() for column in (found.source, found.sink, found.group))
     start = first = 0
     for a, b, group, end, last in zip(*ranks, ends, cuts, strict=True):
         digest = hashlib.sha256(data[start * _ROW : end * _ROW]).digest()
@@ -169,7 +164,7 @@ _ROW = 12 * 8
 
 
 def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> Cutter:
-    """All that the sink's ranks need, cut by owners; raises what does not fit, in the order of the sink's groups."""
+    """All that the sink's ranks need, cut by owners; raises the first mismatch, in the order of the sink's groups."""
     shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
     names: dict[int, list[str]] = defaultdict(list)
     for model, name in have:
@@ -210,7 +205,7 @@ def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
 
 
 def _scaled(claims: Claims) -> dict[tuple[int, str], set[int]]:
-    """The layers of which there are scales, by the model and the registered name of what they scale."""
+    """The layers that have scales, by model and the registered name of what is scaled."""
     found: dict[tuple[int, str], set[int]] = defaultdict(set)
     for (model, name), some in claims.items():
         if scaled := scaled_by(name):
@@ -239,7 +234,7 @@ def _homes(claims: Iterable[Claim]) -> Homes:
 def _within(
     homes: list[Homes], part: IntArray, lo: IntArray, hi: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Layers [lo, hi) of rows of a part, cut where the source's group changes: row, first, after the last, group."""
+    """Layers [lo, hi) of boxes of a part, cut where the source's group changes: box, first, after the last, group."""
     starts, ends, ids = np.array([home for some in homes for home in some]).reshape(-1, 3).T
     key = np.repeat(np.arange(len(homes)), [len(some) for some in homes]) << LAYER_BITS
     first = np.searchsorted(key + starts, (part << LAYER_BITS) + lo, "right") - 1
@@ -250,5 +245,5 @@ def _within(
 
 
 def _cold(have: Claims, want: Claims) -> tuple[int, ...]:
-    """Draft models of the sink of which no source rank owns anything."""
+    """The sink's draft models that no source rank owns anything of."""
     return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))

@@ -23,7 +23,7 @@ class Planner:
         self._plans: dict[tuple[bytes, bytes, int, frozenset[int]], Plan] = {}
 
     def plan(self, source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Plan:
-        """Return what `plan.plan` returns; raise what it raises, each time."""
+        """What `plan.plan` returns, made once for equal arguments; errors are raised each time."""
         key = self._key(source), self._key(sink), sink.replica, frozenset(features)
         made = self._plans.get(key)
         if made is None:
@@ -31,7 +31,7 @@ class Planner:
         return made
 
     def _key(self, geometry: Geometry) -> bytes:
-        """Digest of a geometry without its replica, remembered by the object, which never changes."""
+        """Digest of a geometry without its replica, kept by identity, as geometries never change."""
         held = self._keys.get(id(geometry))
         if held is None:
             key = digest(encode_geometry(attrs.evolve(geometry, replica=0)))

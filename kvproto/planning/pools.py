@@ -1,8 +1,8 @@
 """Where an engine's tensors put the caches of a rank: pools as orders of axes, and the columns that follow.
 
 An order names axes, outermost first: L layer, P part, B block (an item), N token (a row), H head (a lane); the elements
-of a lane come last and are not named. Axes before a bar are tensors of their own. "L|PBNH": a tensor a layer, K before
-V, in each blocks of tokens of heads. "LBNHP": one tensor, where K and V of a head lie side by side.
+of a lane come last and are not named. Each place on the axes before a bar has its own tensor. "L|PBNH" is a tensor for
+each layer, with all of K before all of V; "LBNHP" is one tensor, in which K and V of a head lie side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 import attrs
 import numpy as np
 
-from kvproto.planning.families import bad
+from kvproto.errors import bad
 from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.messages import Columns, UIntArray
@@ -30,20 +30,20 @@ class Slab:
     name: str
     order: str
     layers: tuple[tuple[int, tuple[int, ...]], ...]
-    """Of each place on axis L: the layer, and the ids of the groups whose parts are on axis P."""
+    """For each place on axis L: the layer, and the ids of the groups whose parts are on axis P."""
     page: int = 0
-    """Bytes of a layer's block, at least: what is more than its parts is padding."""
+    """Least bytes of a layer's block; what its parts do not fill is padding."""
     block: int = 0
-    """Bytes from block to block, at least, where blocks are outermost."""
+    """Least bytes from one block to the next, if blocks are outermost."""
     arena: str | None = None
-    """Allocation that several slabs share; by default each tensor is one."""
+    """An allocation that several slabs share; by default each tensor has its own."""
     offset: int = 0
-    """Byte of the arena where the slab begins."""
+    """The byte of the arena at which the slab begins."""
 
 
 @attrs.frozen
 class Array:
-    """One allocation and the view of it that an engine has: lengths and byte strides by axis, outermost first."""
+    """An engine's view of an allocation: lengths and byte strides by axis, outermost first."""
 
     name: str
     axes: tuple[str, ...]
@@ -58,7 +58,7 @@ class Memory:
     """What a rank registers: its allocations, the views of them, and columns group by group."""
 
     regions: tuple[tuple[str, int], ...]
-    """Name and bytes of each allocation; its id is its place."""
+    """Name and bytes of each allocation; its region id is its index."""
     arrays: tuple[Array, ...]
     columns: tuple[Columns, ...]
 
@@ -68,9 +68,9 @@ class _Part:
     """One part on axis P: its extents, the strides found so far, and the bytes that they span."""
 
     nth: int
-    """Which of the groups of a layer has it."""
+    """Index of its group among those of the layer."""
     index: int
-    """Among the parts of that group."""
+    """Index among the parts of that group."""
     name: str
     extent: dict[str, int]
     span: int
@@ -80,21 +80,21 @@ class _Part:
 
 @attrs.define
 class _Regions:
-    """Allocations by name: their ids count up, and their bytes grow with what is put into them."""
+    """Allocations by name, with ascending ids and bytes that grow with what is put into them."""
 
     sizes: dict[str, int] = attrs.field(factory=dict)
     ids: dict[str, int] = attrs.field(factory=dict)
 
     def hold(self, name: str, size: int) -> int:
-        """The id of a region that is `size` bytes long, at least."""
+        """The id of a region of at least `size` bytes."""
         self.sizes[name] = max(self.sizes.get(name, 0), size)
         return self.ids.setdefault(name, len(self.ids))
 
 
 def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> Memory:
-    """The tensors and columns of one rank, with `items` blocks or slots of each group; raises LocalError.
+    """The tensors and columns of one rank, with `items[id]` blocks or slots of each group.
 
-    Each group with memory that the rank owns must be in the slabs with all of its layers.
+    Raises LocalError(OUT_OF_RANGE) unless the slabs hold every layer of every group with memory that the rank owns.
     """
     groups = {g.id: g for g in geometry.groups}
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
@@ -125,7 +125,7 @@ def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[
 
 
 def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers: int, items: int) -> list[_Part]:
-    """The parts of a layer, with the stride of each axis: from the elements of a lane outwards."""
+    """The parts of a layer with the stride of each axis, computed from the elements of a lane outwards."""
     parts: list[_Part] = []
     for nth, (group, share) in enumerate(held):
         for index, stated in enumerate(group.parts):
@@ -149,7 +149,7 @@ def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers:
 
 
 def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: int) -> Array:
-    """A tensor as an engine sees it: parts side by side in a lane are one axis, and so are parts of unequal shape."""
+    """A tensor as an engine sees it: parts side by side in a lane share an axis, and so do parts of unequal shape."""
     axes, shape, strides = [], [], []
     beside = inner.endswith("P")
     flat = len({(p.extent["N"], p.extent["H"], 0 if beside else p.stride[inner[-1]]) for p in parts}) > 1
@@ -170,7 +170,7 @@ def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: in
 
 
 def _columns(group: Group, share: Owns, items: int, found: Mapping[tuple[int, int], tuple[int, int, _Part]]) -> Columns:
-    """One entry for each owned layer, then part."""
+    """One entry for each owned layer and, within it, each part."""
     entries = [(layer, part) for layer in share.layers.tolist() for part in range(len(group.parts))]
     if missing := [entry for entry in entries if entry not in found]:
         raise bad(f"pools of {group.name!r}", f"a tensor with part {missing[0][1]}", f"none of layer {missing[0][0]}")

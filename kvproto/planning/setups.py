@@ -1,4 +1,4 @@
-"""How an engine is started, as far as its pools depend on it, and the caches of a model in its element types."""
+"""The options of an engine that its pools depend on, and the caches of a model in its element types."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import NoneType
 
 import attrs
 
-from kvproto.errors import check_type, check_whole
+from kvproto.errors import bad, check_type, check_whole
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
 from kvproto.planning.describe import element_type, specs
-from kvproto.planning.families import Config, bad, number, text
+from kvproto.planning.families import Config, number, text
 from kvproto.planning.geometry import Geometry, Part
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.layout import Parallel
@@ -22,27 +22,27 @@ __all__ = ["Arranged", "KvDtype", "Make", "Setup", "caches", "check_heads", "kin
 
 @attrs.frozen
 class Setup:
-    """Options of an engine; None is its default."""
+    """Options of an engine; None stands for its default."""
 
     parallel: Parallel = attrs.field(factory=Parallel)
     page: int | None = None
-    """Tokens of a page: block_size, page_size, tokens_per_block."""
+    """Tokens of a page: what engines call block_size, page_size or tokens_per_block."""
     kv_dtype: str = "auto"
     backend: str | None = None
     """Attention backend of vLLM."""
     layout: str | None = None
     """Order of a pool: LBNHC and five more of vLLM, NHD or HND of SGLang."""
     state_layout: str = "SD"
-    """Order of vLLM's conv states: SD, or DS with channels outside."""
+    """Order of vLLM's conv states: SD, or DS with channels outermost."""
     dp: int = 1
     """Attention data parallel over the tensor-parallel ranks (SGLang): a replica has tp / dp ranks."""
     state_dtype: DType | None = None
-    """Of recurrent states."""
+    """Element type of recurrent states."""
     sm: int | None = None
-    """Compute capability of the GPUs, 10 times the major one, where a pool depends on it: 90, 100, 120."""
+    """Compute capability of the GPUs, such as 90, 100 or 120, if a pool depends on it."""
 
     def check(self) -> None:
-        """Raise LocalError for what no engine has."""
+        """Raise LocalError(OUT_OF_RANGE) for an option that no engine has."""
         check_type("parallel", self.parallel, Parallel, "a kvproto.Parallel")
         self.parallel.check()
         for name in ("page", "dp", "sm"):
@@ -60,44 +60,44 @@ class KvDtype:
     """What a cache dtype of an engine makes of K and V, and of a latent."""
 
     element: DType | None = None
-    """None: that of the model."""
+    """Element type of K and V; None for that of the model."""
     scaled: bool = False
-    """Behind K and V of each token and head lies an F32 scale."""
+    """Whether an F32 scale follows K and V of each token and head."""
     row: str = "never"
-    """When a latent and its rotary key are a packed row with scales: never, always, or indexed."""
+    """When a latent and its rotary key form a packed row with scales: never, always, or indexed (with an indexer)."""
     packed: tuple[DType, int, DType, DType, str | None] = (DType.F8E4M3, 128, DType.F32, DType.BF16, None)
-    """Such a row: element of the latent, how many have a scale, its type, element of the rotary key, and the encoding
-    of scales that lie in another order.
+    """Fields of such a row: element type of the latent, elements that share a scale, type of the scales, element type
+    of the rotary key, and the encoding of scales that lie in an order of their own.
     """
     blocks: tuple[int, DType] | None = None
-    """So many elements of K and V, or of a latent, have a scale of this type."""
+    """How many elements of K and V, or of a latent, share a scale, and its type."""
     apart: Mapping[str, int] = {}
-    """Scales that are a group of their own, and how many tokens a row of them stands for: within it they are mixed."""
+    """Scales that are a separate group, and the number of tokens whose scales each of their rows interleaves."""
     of: tuple[str, ...] = ("attention", "mla", "indexer", "conv", "ssm")
-    """The kinds of caches that an engine has beside such pages."""
+    """The kinds of caches that a model may have for this dtype to be possible."""
     backends: tuple[str, ...] = ()
-    """Attention backends that take it; none: any."""
+    """Attention backends that support it; empty for all."""
     layouts: tuple[str, ...] = ()
-    """Orders of a pool that it may have; none: any."""
+    """Pool layouts that support it; empty for all."""
     page: int | None = None
-    """Tokens of its pages, where no other number will do."""
+    """Tokens of its pages, if it supports only one size."""
     by_sm: Mapping[int, KvDtype] = {}
-    """What it is on GPUs of these compute capabilities, where it is not the same on all."""
+    """What it is by compute capability, if it is not the same on all GPUs."""
 
 
 Make = Callable[[int], list[Cache]]
-"""The caches of a model and its drafts, in pages of so many tokens."""
+"""Makes the caches of a model and its drafts, in pages of that many tokens."""
 
 
 @attrs.frozen
 class Arranged:
-    """An engine's caches, group ids in order, and its pools."""
+    """An engine's caches, in the order of their group ids, and its pools."""
 
     caches: list[Cache]
     slabs: Callable[[Geometry, int, int], list[Slab]]
-    """Of a Description's rank whose pool has a number of blocks."""
+    """Makes the slabs of one rank from a Description, the rank, and the number of blocks of its pool."""
     pieces: Mapping[int, int] = {}
-    """Items of a group that one block of the engine's tables is, where that is more than one."""
+    """By group id: how many items one block of the engine's tables is, if more than one."""
 
 
 def caches(configs: Sequence[Config], page: int, kv: KvDtype, state: Callable[[Config], DType]) -> list[Cache]:
@@ -112,13 +112,13 @@ def caches(configs: Sequence[Config], page: int, kv: KvDtype, state: Callable[[C
                 sizes = number(text(config), "kv_lora_rank"), number(text(config), "qk_rope_head_dim")
                 cache = _row(cache, *sizes, kv.packed)
             if kind not in kv.of:
-                raise bad("kv_dtype", f"one that layers of kind {kind} have too", "one that they lack")
+                raise bad("kv_dtype", f"one that supports layers of kind {kind}", "one that does not")
             made += _blocks(cache, kv) if kv.blocks and kind in ("attention", "mla") else [cache]
     return made
 
 
 def kv_dtype(name: str, known: Mapping[str, KvDtype], setup: Setup) -> KvDtype:
-    """The row of a cache dtype; raises LocalError for a setup that it cannot have."""
+    """The cache dtype of that name under a setup; raises LocalError(OUT_OF_RANGE) if the setup does not support it."""
     if name not in known:
         raise bad("kv_dtype", ", ".join(known), name)
     kv = known[name]
@@ -136,14 +136,14 @@ def kv_dtype(name: str, known: Mapping[str, KvDtype], setup: Setup) -> KvDtype:
 
 
 def kind_of_cache(cache: Cache) -> str:
-    """attention, mla, indexer, conv or ssm: the group of the registry of parts; scales, where they are apart."""
+    """attention, mla, indexer, conv or ssm, as the registry groups parts; scales for a cache of scales alone."""
     first = cache.group.parts[0].name
     kinds = {"k": "attention", "latent": "mla", "index": "indexer", "k_scale": "scales", "v_scale": "scales"}
     return kinds.get(first, first)
 
 
 def model_dtype(config: Config) -> DType:
-    """Of activations, unless the config has one for states; delta attention of Kimi keeps F32."""
+    """The element type of states: the config's for them, F32 for Kimi delta attention, else that of activations."""
     for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         if config.get(key):
             return element_type({"dtype": config[key]})
@@ -176,7 +176,7 @@ def _row(cache: Cache, latent: int, rope: int, packed: tuple[DType, int, DType, 
 
 
 def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
-    """A cache with the scales of its blocks, and those that are apart as caches of their own."""
+    """A cache with the scales of its blocks, and a separate cache for each part of scales that lies apart."""
     assert kv.blocks is not None
     block, dtype = kv.blocks
     scales = {}
@@ -205,7 +205,7 @@ def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
 
 
 def check_heads(cache: Cache, ranks: int) -> None:
-    """Raise LocalError where an engine does not divide heads so; heads of states are never on several ranks."""
+    """Raise LocalError unless an engine can divide heads over so many ranks; heads of states are never replicated."""
     for part, blocks in zip(cache.group.parts, cache.blocks, strict=True):
         for block in blocks:
             units = block.lanes // block.unit

@@ -1,4 +1,4 @@
-"""Sizes and layers as the constructors of `Cache` take them, and what of them cannot be."""
+"""Sizes and layers as the constructors of `Cache` accept them, and their checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, ParamSpec, TypeVar
 
-from kvproto.errors import LocalError, check_type, check_whole
+from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning.geometry import Part
 from kvproto.wire.enums import DType, ErrorCode
 
@@ -28,7 +28,7 @@ Given = ParamSpec("Given")
 
 
 def called(make: Callable[Given, Made]) -> Callable[Given, Made]:
-    """Refuse arguments that `make` does not have, or lacks, as a LocalError."""
+    """Make missing and unknown arguments of `make` a LocalError instead of a TypeError."""
     signature = inspect.signature(make)
 
     @wraps(make)
@@ -43,39 +43,39 @@ def called(make: Callable[Given, Made]) -> Callable[Given, Made]:
 
 
 def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:
-    """Bytes of so many elements that lie without gaps; raises LocalError where the last byte would be half full."""
+    """Bytes of packed elements; raises LocalError(OUT_OF_RANGE) if the last byte would be half full."""
     size, rest = divmod(elements * BITS[dtype], 8)
     if rest:
-        raise _bad(path, f"an even number of {dtype.name}, two of which make a byte", elements)
+        raise bad(path, f"an even number of {dtype.name}, two of which make a byte", elements)
     return size
 
 
 def ids_of(layers: int | Iterable[int]) -> tuple[int, ...]:
-    """Layer ids; of a number, so many from 0 on."""
+    """Layer ids; a number n stands for layers 0 to n - 1."""
     if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
         return tuple(range(check_whole("Cache.layers", layers, 0)))
     return tuple(check_whole("Cache.layers", layer, 0) for layer in layers)
 
 
 def check_size(path: str, dtype: DType, size: Any) -> int:
-    """`size` as bytes of whole elements."""
+    """`size`, once it is known to be bytes of whole elements of `dtype`; raises LocalError otherwise."""
     check_type(path, dtype, DType, "a kvproto.DType")
     if check_whole(path, size, 1) * 8 % BITS[dtype]:
-        raise _bad(path, f"a multiple of {BITS[dtype] // 8} bytes, an element of {dtype.name}", size)
+        raise bad(path, f"a multiple of {BITS[dtype] // 8} bytes, an element of {dtype.name}", size)
     return int(size)
 
 
 def check_parts(parts: Any, values: int, mine: str) -> None:
-    """Raise LocalError where `parts` is no mapping of names to so many values each."""
+    """Raise LocalError unless `parts` maps names to `values` values each."""
     check_type("Cache.parts", parts, Mapping, f"a mapping of part name to {mine}")
     for name, given in parts.items():
         check_type("Cache.parts", name, str, "names of parts, each a str")
         if not isinstance(given, tuple | list) or len(given) != values:
-            raise _bad(f'Cache.parts["{name}"]', mine, given)
+            raise bad(f'Cache.parts["{name}"]', mine, given)
 
 
 def parts_of(parts: Mapping[str, Sizes]) -> tuple[Part, ...]:
-    """A part of each name; of several sizes, a section of each."""
+    """A part for each name, or a section for each of several sizes."""
     check_parts(parts, 3, "element type, lanes, and bytes of a lane or of each of its sections")
     made = []
     for name, (dtype, lanes, given) in parts.items():
@@ -86,7 +86,7 @@ def parts_of(parts: Mapping[str, Sizes]) -> tuple[Part, ...]:
             continue
         sizes = [check_size(path, dtype, size) for size in given]
         if not sizes:
-            raise _bad(path, "a section at least", "none")
+            raise bad(path, "a section at least", "none")
         for at, end in pairwise(accumulate(sizes, initial=0)):
             made.append(Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=end - at, at=at, whole=sum(sizes)))
     return tuple(made)
@@ -95,23 +95,19 @@ def parts_of(parts: Mapping[str, Sizes]) -> tuple[Part, ...]:
 def scales_of(
     elements: Mapping[str, int], lanes: int, block: int | None, dtype: DType | None = None
 ) -> dict[str, Sizes]:
-    """A part beside each part, with a scale (F32 by default) for each block of a lane's elements; none without blocks.
+    """For each part, a part with a scale (F32 by default) for each block of a lane's elements; none without blocks.
 
-    As blocks are whole, sides whose scales are as long as each other's have equal blocks.
+    Blocks divide a lane, so two sides whose scales are equally long have equal blocks.
     """
     if block is None:
         if dtype is not None:
-            raise _bad("Cache.scale_dtype", "nothing without scale_block", dtype.name)
+            raise bad("Cache.scale_dtype", "nothing without scale_block", dtype.name)
         return {}
     for part, n in elements.items():
         if n % block:
-            raise _bad("Cache.scale_block", f"a divisor of {n}, the elements of a lane of {part}", block)
+            raise bad("Cache.scale_block", f"a divisor of {n}, the elements of a lane of {part}", block)
     chosen = DType.F32 if dtype is None else dtype
     return {
         f"{part}_scale": (chosen, lanes, bytes_of(chosen, n // block, "Cache.scale_block"))
         for part, n in elements.items()
     }
-
-
-def _bad(path: str, mine: str, yours: object) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))

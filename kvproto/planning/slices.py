@@ -22,11 +22,11 @@ class Column:
     """Lanes of a part, or of one of its sections."""
 
     name: str
-    """That of the part; of a section its bytes too, as `latent[0:1024]`."""
+    """The part's name; for a section with its bytes, such as `latent[0:1024]`."""
     lanes: Intervals
-    """In bytes of the column's lane axis; on a rank, of its own lanes, one after the other as it states them."""
+    """In bytes along the column's lane axis; on a rank, along its own lanes in the order in which it states them."""
     lane_bytes: int
-    """Of one lane, on the side that the range is of."""
+    """Bytes of one lane on the side that the range belongs to."""
 
 
 @attrs.frozen
@@ -35,10 +35,11 @@ class Range:
 
     layers: Layers
     columns: tuple[Column, ...]
-    """One; of a part in sections those that have some of the bytes."""
+    """One; for a part in sections, those that hold some of the bytes."""
     cp_rank: int = 0
+    """Which share of the tokens it is."""
     cp_size: int = 1
-    """Which share of the tokens it is, of how many."""
+    """How many shares there are."""
     interleave: int = 1
     """Tokens of each run of the deal."""
     origin: int = 0
@@ -49,18 +50,18 @@ class Range:
 
 @attrs.frozen
 class Slice:
-    """What one sink rank gets of one part from one source rank, of equal lanes in all of its layers."""
+    """What one sink rank gets of one part from one source rank, with the same lanes in all of its layers."""
 
     sink: int
     source: int
     cache: str
-    """The sink's group and the part, as `target.latent`."""
+    """The sink's group and the part, such as `target.latent`."""
     whole: Range
-    """Within the cache of all ranks, in lanes of the sink; of the tokens, those that are in both sides' shares."""
+    """The range in the cache of all ranks, in lanes of the sink; of its tokens, those in both sides' shares move."""
     local: Range
-    """At the sink."""
+    """The range at the sink."""
     remote: Range
-    """At the source."""
+    """The range at the source."""
 
 
 def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
@@ -91,7 +92,7 @@ class _Side:
         self._shares: dict[tuple[int, int], Owns] = {(r.rank, o.group): o for r in geometry.ranks for o in r.owns}
 
     def local(self, rank: int, group: int, part: str, layers: Layers, lo: int, hi: int, cp_rank: int) -> Range:
-        """Where a rank has bytes [lo, hi) of global layers: by its own layers and lanes, counted from 0."""
+        """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
         share, stated = self._shares[rank, group], self.groups[group]
         names = column_names(stated)
         found = [
@@ -107,12 +108,12 @@ class _Side:
 
 
 def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
-    """Bytes [lo, hi) of a part's lane axis, as far as a column has them, in bytes of the rank's own lanes of it."""
+    """The part of bytes [lo, hi) of a lane axis that a column holds, in bytes along the rank's own lanes of it."""
     whole, size, at = lane_bytes(part), part.lane_bytes, part.at or 0
     before, found = 0, []
     for span in spans:
         first, last = max(span.lo, lo // whole), min(span.hi, -(-hi // whole))
-        # lanes that lie side by side are one interval; those of a section are not
+        # adjacent lanes of a whole part are one interval; those of a section are not
         pieces = [(first, last)] if size == whole else [(lane, lane + 1) for lane in range(first, last)]
         for a, b in pieces:
             x, y = max(lo, a * whole + at), min(hi, (b - 1) * whole + at + size)

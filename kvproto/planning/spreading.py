@@ -1,8 +1,8 @@
 """Which candidate each needy rank reads from (spec/v1/planning.md, step 4).
 
-The rules look at all pieces of a plan at once, because what they promise of a source's load holds over all layers and
-groups that the same candidates own. Pieces, layers and ranks are columns of tables here, so that a plan of many costs
-little more than one of few.
+The rules look at all pieces of a plan at once, because they bound a source's load over all layers and groups that the
+same candidates own. Pieces, layers and ranks are columns of tables here, so that a plan with many costs little more
+than one with few.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvproto.wire.enums import Feature
 
-__all__ = ["IntArray", "Layers", "Pieces", "Ranks", "Shares", "distinct", "each", "elect", "joined", "stretches"]
+__all__ = ["IntArray", "Layers", "Pieces", "Ranks", "Shares", "each", "elect", "joined", "stretches", "unique_rows"]
 
 Layers = tuple[tuple[int, int], ...]
 """Ascending intervals [lo, hi) of layers."""
@@ -25,12 +25,12 @@ Ranks = tuple[int, ...]
 """Ascending ranks."""
 IntArray = npt.NDArray[np.int64]
 FACTOR = 2
-"""By FEW_SOURCES a candidate serves at most so many times what the busiest one serves by dealing."""
+"""With FEW_SOURCES a candidate serves at most this many times as many units as the busiest one does when dealt."""
 
 
 @attrs.frozen(eq=False)
 class Pieces:
-    """Bytes [lo, hi) of parts and rows of one token class, in layers in which the same ranks own them: columns [n]."""
+    """Bytes [lo, hi) of a part and rows of one token class, in layers in which the same ranks own them: columns [n]."""
 
     group: IntArray
     """The sink's group id."""
@@ -41,11 +41,11 @@ class Pieces:
     source_class: IntArray
     sink_class: IntArray
     layers: IntArray
-    """Number of a tuple of intervals of layers."""
+    """Index of a tuple of intervals of layers."""
     candidates: IntArray
-    """Number of a set of ranks."""
+    """Index of the set of source ranks that own it."""
     needy: IntArray
-    """Number of a set of ranks."""
+    """Index of the set of sink ranks that own it."""
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +62,10 @@ class Shares:
 def elect(
     pieces: Pieces, layers: Sequence[Layers], sets: Sequence[Ranks], ordinal: int, features: Collection[int]
 ) -> Shares:
-    """For each piece: (source rank, sink rank, layers) for all of its needy ranks; `ordinal` is the sink's replica."""
+    """Who sends each piece to its needy ranks, in which layers (KVP-PLAN-TURN, KVP-PLAN-SPREAD).
+
+    `layers` and `sets` are what `Pieces` has indices into; `ordinal` is the sink's replica.
+    """
     ranks = _Rows.of(sets)
     c, m = (ranks.size[some] for some in (pieces.candidates, pieces.needy))
     dealt = np.zeros(c.size, np.bool_) if Feature.SPREAD_ONE in features else m < c
@@ -83,7 +86,7 @@ def elect(
 
 
 def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, with those that touch made one."""
+    """Ascending intervals, with those that touch merged."""
     made: list[tuple[int, int]] = []
     for lo, hi in intervals:
         if made and made[-1][1] == lo:
@@ -94,13 +97,13 @@ def joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def each(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """The index of each count, so many times, and the numbers from 0 to below the count."""
+    """Each index repeated by its count, and the number of each repetition from 0 on: both [sum of counts]."""
     which = np.repeat(np.arange(counts.size), counts)
     return which, np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
-    """Where each distinct row of a table is first, in ascending order of rows, and the number of each row therein."""
+def unique_rows(*columns: IntArray) -> tuple[IntArray, IntArray]:
+    """The first place of each distinct row of a table [n], in ascending order, and the index of each row in these."""
     order = np.lexsort(columns[::-1])
     new = np.ones(order.size, np.bool_)
     new[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
@@ -110,7 +113,7 @@ def distinct(*columns: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def stretches(goes_on: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """The first and the last of each stretch of rows of which each but the first goes on from the one before."""
+    """The first and the last row of each stretch, where `goes_on` [n - 1] says which rows continue the one before."""
     breaks = np.flatnonzero(~goes_on)
     return np.append(0, breaks + 1), np.append(breaks, goes_on.size)
 
@@ -142,7 +145,7 @@ def _deal(
     awaited: set[tuple[int, int]] | None,
 ) -> Shares:  # fmt: skip
     """Shares of pieces with fewer needy ranks than candidates; with FEW_SOURCES `awaited` has (sink, source) ranks."""
-    kinds, kind = distinct(*(some[dealt] for some in (pieces.candidates, pieces.group, pieces.needy, pieces.layers)))
+    kinds, kind = unique_rows(*(some[dealt] for some in (pieces.candidates, pieces.group, pieces.needy, pieces.layers)))
     kinds = dealt[kinds]
     # all layers of each kind
     of, nth = each(runs.size[pieces.layers[kinds]] // 2)
@@ -153,7 +156,9 @@ def _deal(
     # entries: the same layer, group and needy ranks of the same candidates, counted in the order of the specification
     by_list = np.empty(len(sets), np.int64)
     by_list[sorted(range(len(sets)), key=sets.__getitem__)] = np.arange(len(sets))
-    first, entry = distinct(ranks.size[candidates], by_list[candidates], pieces.group[kinds][of], layer, by_list[needy])
+    first, entry = unique_rows(
+        ranks.size[candidates], by_list[candidates], pieces.group[kinds][of], layer, by_list[needy]
+    )
     m, c, owners = ranks.size[needy[first]], ranks.size[candidates[first]], candidates[first]
     unit = np.cumsum(m) - m
     new = np.flatnonzero(np.diff(owners, prepend=-1))
@@ -180,7 +185,7 @@ def _deal(
 def _few(
     owners: IntArray, ranks: IntArray, sets: Sequence[Ranks], ordinal: int, awaited: set[tuple[int, int]]
 ) -> IntArray:
-    """Places [n] of units of the needy `ranks` [n] among their candidates, as few for each rank as FACTOR allows."""
+    """The place [n] among its candidates of each unit of the needy `ranks` [n]: as few for a rank as FACTOR allows."""
     known: dict[int, int] = defaultdict(int)
     """By needy rank: the sources that it awaits, as bits."""
     bit = {rank: i for i, rank in enumerate(sorted({rank for some in set(owners.tolist()) for rank in sets[some]}))}
@@ -189,7 +194,7 @@ def _few(
             known[rank] |= 1 << bit[source]
     new = np.flatnonzero(np.diff(owners, prepend=-1))
     turn = np.repeat(np.arange(new.size), np.diff(new, append=owners.size))
-    first, whose = distinct(turn, ranks)
+    first, whose = unique_rows(turn, ranks)
     x = np.bincount(whose)
     order = np.argsort(whose, kind="stable")
     nth = np.empty(ranks.size, np.int64)
@@ -209,7 +214,7 @@ def _few(
 def _runs(
     candidates: Ranks, needs: list[list[int]], ordinal: int, bit: dict[int, int], known: dict[int, int]
 ) -> list[list[int]]:
-    """Places of the runs of each needy rank with its number of units, of one set of candidates; adds to `known`."""
+    """The places of the runs of each (needy rank, number of units) among one set of candidates; adds to `known`."""
     few = len(candidates)
     most = FACTOR * -(-sum(x for _, x in needs) // few)
     runs = []

@@ -1,7 +1,7 @@
 """vLLM's pools: one allocation of blocks, which the layers of every block table overlay; releases 0.32 and 0.33.
 
 A layer's block is [heads, tokens, content], and a layout orders these, layers and blocks: LBNHC and five more.
-Layers that need equal blocks share a block table; hybrids have several tables, of equally many layers each.
+Layers that need equal blocks share a block table; hybrids have several tables with equally many layers each.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from math import lcm
 
 import attrs
 
+from kvproto.errors import bad
 from kvproto.planning.cache import Cache
-from kvproto.planning.families import Config, bad
+from kvproto.planning.families import Config
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.pools import Slab
@@ -22,20 +23,20 @@ __all__ = ["BACKENDS", "LAYOUTS", "Backend", "arrange"]
 
 @attrs.frozen
 class Backend:
-    """An attention backend: the layouts and block sizes that its kernels take."""
+    """An attention backend: the layouts and block sizes that its kernels support."""
 
     layouts: tuple[str, ...] = ()
-    """The preferred one first; none: any."""
+    """The preferred one first; empty for all."""
     multiple: int = 1
     sizes: tuple[int, ...] = ()
-    """Block sizes of its kernels, where they are few; a larger block is several of them."""
+    """Block sizes of its kernels in tokens, if there are only a few; a larger block consists of several of them."""
     planes: bool = False
-    """K and V are planes of a block, of all heads each, instead of side by side in each head."""
+    """Whether a block is K of all heads, then V of all heads, instead of K and V side by side in each head."""
     encoding: str | None = None
-    """Of bytes that strides do not describe."""
+    """Encoding of bytes that strides cannot describe."""
 
     def kernel_block(self, block: int) -> int:
-        """Tokens of a kernel's block within a block; raises LocalError where none fits."""
+        """Tokens of a kernel's block within a block of `block` tokens; raises LocalError if none fits."""
         fits = [n for n in self.sizes or (block,) if block % n == 0 and block % self.multiple == 0]
         if not fits:
             raise bad("page", f"a multiple of {self.sizes or self.multiple}", block)
@@ -48,7 +49,7 @@ class Backend:
 
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC")
-"""All layouts, the default first. With KV connectors vLLM takes LBHNC where the backend does."""
+"""All layouts, the default first. With KV connectors vLLM chooses LBHNC if the backend supports it."""
 BACKENDS: dict[str, dict[str, Backend]] = {
     "attention": {
         "FLASH_ATTN": Backend(multiple=16),
@@ -81,27 +82,25 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "FLASHINFER_MLA_SPARSE_SM90": Backend(multiple=64),
     },
 }  # fmt: skip
-"""By what a model has: K and V, a latent, or a latent with an index; the default first."""
+"""By what a model caches: K and V, a latent, or a latent with an index; the default first."""
 _BLOCK = 16
 _MLA_BLOCK = 128
-
-
 _BY_PLANES = ("nvfp4", "nvfp4_4over6")
-"""Cache dtypes by which a block is all of K, the scales of K, all of V, and its scales."""
+"""Cache dtypes whose blocks are all of K, the scales of K, all of V, and the scales of V."""
 
 
 def _values(cache: Cache) -> str:
-    """The name of the group whose blocks these are: of scales apart, that of what they scale."""
+    """The name of the group in whose blocks a cache lies: for separate scales, that of what they scale."""
     name = cache.group.name
     return name.removesuffix(f" {cache.group.parts[0].name}") if kind_of_cache(cache) == "scales" else name
 
 
 @attrs.frozen
 class _Layer:
-    """A layer as vLLM's cache manager sees it: what decides its block table, its bytes, and the caches that it has."""
+    """A layer as vLLM's cache manager sees it: what decides its block table, its bytes, and its caches."""
 
     table: tuple[str, bool]
-    """Layers of one kind, dealt over ranks alike, may share a block table."""
+    """Its kind, and whether its tokens are dealt over ranks: layers that agree in both may share a block table."""
     page: int
     order: str
     layer: int
@@ -109,7 +108,7 @@ class _Layer:
 
 
 def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
-    """Caches, one group for each block table, and the slabs of the one allocation; raises LocalError."""
+    """The caches, divided into a group for each block table, and the slabs of the one allocation; raises LocalError."""
     block = setup.page or _default_block(make(_BLOCK), setup)
     caches = make(block)
     backends = _backends(caches, setup)
@@ -127,7 +126,7 @@ def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
 
 
 def _needs(cache: Cache, caches: list[Cache]) -> str:
-    """Which kind of backend a cache is for."""
+    """The kind of attention backend that a cache needs."""
     indexed = {c.group.model for c in caches if kind_of_cache(c) == "indexer"}
     kind = kind_of_cache(cache)
     if kind == "scales":
@@ -144,24 +143,24 @@ def _backends(caches: list[Cache], setup: Setup) -> dict[str, Backend]:
 
 
 def _default_block(caches: list[Cache], setup: Setup) -> int:
-    """16 tokens, or what the kernels of every backend take at least."""
+    """16 tokens, or more if the kernels of a backend need more."""
     return max([_BLOCK, *(b.least for b in _backends(caches, setup).values())])
 
 
 def _layout(backends: list[Backend], caches: list[Cache], setup: Setup) -> str:
-    """The layout that is asked for, or the first that all backends take; unequal blocks are of one piece each."""
+    """The requested layout, or the first that all backends support; blocks of unequal size must be contiguous."""
     known = [layout for layout in LAYOUTS if all(layout in (b.layouts or LAYOUTS) for b in backends)]
     ranks = setup.parallel.tp
     if len({(_width(c, 0, ranks), _bytes(c, ranks), kind_of(c.group).is_state) for c in caches}) > 1:
         known = [layout for layout in known if {*layout[:2]} == {"L", "B"}]
     preferred = [b.layouts[0] for b in backends if b.layouts and b.layouts[0] in known]
     if not known or (setup.layout is not None and setup.layout not in known):
-        raise bad("layout", ", ".join(known) or "a backend with a layout of blocks that are of one piece", setup.layout)
+        raise bad("layout", ", ".join(known) or "a backend with a layout of contiguous blocks", setup.layout)
     return setup.layout or next(iter([*preferred, *known]))
 
 
 def _aligned(make: Make, block: int, backends: list[Backend], setup: Setup) -> int:
-    """Tokens of a block that is as large as a recurrent layer's state, at least."""
+    """Tokens of a block that is at least as large as a recurrent layer's state."""
     least = max(backends[0].least, block)
     latent = any(kind_of_cache(c) == "mla" for c in make(block))
     least = max(least, _MLA_BLOCK) if latent else least
@@ -185,7 +184,7 @@ def _bytes(cache: Cache, ranks: int) -> int:
 
 
 def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setup: Setup) -> list[_Layer]:
-    """All layers, the target's first; conv and recurrent state of a layer are one."""
+    """All layers, the target's first; the conv and recurrent states of a layer count as one."""
     made: dict[tuple[int, bool, str, int], _Layer] = {}
     outer = layout.translate({ord(c): None for c in "HNC"})
     for i, cache in enumerate(caches):
@@ -211,7 +210,7 @@ def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setu
 
 
 def _tables(layers: list[_Layer], layout: str) -> list[list[_Layer]]:
-    """The layers of each block table: all in one where blocks are of one kind, else tables of equally many layers."""
+    """The layers of each block table: one table if all are of one kind, else tables of equally many layers."""
     if len({one.table for one in layers}) == 1:
         return [layers]
     if len({one.page for one in layers}) > 1:
@@ -233,7 +232,7 @@ def _divided(
     caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int,
     setup: Setup,
 ) -> Arranged:  # fmt: skip
-    """A group for each cache and block table, and the slabs that the tables' layers make up."""
+    """A group for each cache and block table, and the slabs that hold the tables' layers."""
     made: list[Cache] = []
     pieces: dict[int, int] = {}
     ids: dict[tuple[int, int], int] = {}
@@ -257,7 +256,7 @@ def _divided(
             made.append(attrs.evolve(cache, group=group, layers=layers))
 
     def slabs(geometry: Geometry, rank: int, blocks: int) -> list[Slab]:
-        """Tables overlay from byte 0; within one, layers of another size come behind the others."""
+        """All tables begin at byte 0; within one, layers of another size follow the others."""
         owned = {o.group: set(o.layers.tolist()) for r in geometry.ranks if r.rank == rank for o in r.owns}
         mine = [
             [one for one in table if all(one.layer in owned.get(ids[c, t], ()) for c in one.caches)]

@@ -52,7 +52,7 @@ class Memory(Protocol):
 
     @property
     def region(self) -> Region:
-        """What Register says of it; raises NO_TRANSPORT, with a way out, for memory that cannot be shared."""
+        """Its entry in Register; raises NO_TRANSPORT, with advice, for memory that cannot be shared."""
 
     def __dlpack__(self, **options: Any) -> Any:
         """The bytes, as a one-dimensional array of uint8, without a copy."""
@@ -88,9 +88,9 @@ class Move:
     after: tuple[int, ...] = ()
     """Handles of the device events after which the source's rows are there."""
     layers: tuple[int, int] | None = None
-    """Copy layers [lo, hi) only. Stated apart from the program, so that its table of operations stays cached."""
+    """Copy only layers [lo, hi). It is not selected in the program, so that its table of operations stays cached."""
     grows: bool = False
-    """Whether no row is there yet, so that `Copying.stream` has to be told of layers; of packed copies only."""
+    """For packed copies: whether no row is there yet, and `Copying.stream` is told as layers become ready."""
     background: bool = False
     """Whether more of the same request is still being computed: nobody waits for this copy, so it yields to compute."""
 
@@ -125,11 +125,11 @@ class Copying(Protocol):
 
     @property
     def stream(self) -> Stream | None:
-        """The stream that it is, where its bytes are packed."""
+        """The stream of a packed copy; None for others."""
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
+        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
 
     def stop(self) -> Proof | None:
         """Start nothing more; None while writes are under way, then whether any can still arrive."""
@@ -143,27 +143,27 @@ SUMMED = 4 << 20
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a transport can do, for callers that must not know which one it is."""
+    """What a transport can do, for callers that do not know which one it is."""
 
     code: TransportCode
     """Its name on the wire, in handles and in Registered."""
     features: tuple[Feature, ...] = ()
-    """Features that a session must offer for all of it to work."""
+    """Features that a session must offer for every part of it to work."""
     reads: bool
     """Whether a sink can read a source's memory with it (feature PULL)."""
     death_is_proof: bool
     """Whether the end of the writer's process proves that nothing of it can arrive any more (KVP-END-PROVEN)."""
     batches: bool
-    """Whether several moves to several sinks are better started together: they then end together."""
+    """Whether moves to several sinks are better started together, in which case they end together."""
     incremental: bool
     """Whether a request may go in several copies, the first of them while later layers are being computed."""
     first_part_ratio: float = 0.0
     """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
     poll_interval: float | None
-    """Seconds between looks at a copy under way that no descriptor announces; None: no copy outlives
-    `start`, or its peer's messages move it on."""
+    """Seconds between polls of a copy under way whose progress no descriptor announces; None if no copy outlives
+    `start`, or the peer's messages advance it."""
     summed_at_once: int = SUMMED
-    """Bytes whose checksums one call takes: as many as take about a millisecond, in which nothing else goes on."""
+    """Bytes whose checksums one call computes: about a millisecond's worth, as nothing else happens meanwhile."""
 
 
 class Link(Protocol):
@@ -187,10 +187,10 @@ class Receiver(Protocol):
         """Expect the stream of a transfer."""
 
     def finish(self, sequence: int, attempt: int) -> bool:
-        """No more bytes come: whether all is unpacked; raises KvprotoError where bytes are missing."""
+        """Whether all is unpacked, when no more bytes come; raises KvprotoError if bytes are missing."""
 
     def close(self, sequence: int, attempt: int) -> bool:
-        """Discard the stream: whether nothing unpacks any more."""
+        """Discard the stream; returns whether nothing is being unpacked any more."""
 
 
 @attrs.frozen
@@ -199,21 +199,21 @@ class StreamDelivery:
 
     receiver: Receiver
     unpacker: Callable[[CopyProgram], Packer]
-    """Makes what scatters one transfer's stream into the pages."""
+    """Makes the packer that scatters one transfer's stream into the pages."""
     close: Callable[[], None] = lambda: None
-    """Lets go of what was registered for it; the peer may not write it any more."""
+    """Releases what was registered for it, which the peer may no longer write."""
 
 
 @attrs.frozen
 class Exposure:
-    """What one peer is told of this process's memory so that it can reach it."""
+    """What one peer is told so that it can reach memory of this process."""
 
     handles: Mapping[int, tuple[Handle, ...]]
     """For every region that was passed, by its id."""
     regions: tuple[Region, ...] = ()
     """Further regions that the peer needs: staging slots, or memory to measure the link with."""
     packed: StreamDelivery | None = None
-    """Set where the peer packs bytes and does not write the pages."""
+    """Set if the peer packs bytes and does not write the pages."""
 
 
 @attrs.define(eq=False)
@@ -222,7 +222,7 @@ class Connection:
 
     mapped: dict[int, Mapped] = attrs.Factory(dict)
     link: Link | None = None
-    """Where bytes are packed, as the peer's pages cannot be written directly."""
+    """Set if bytes are packed, because the peer's pages cannot be written directly."""
 
     def close(self) -> None:
         """Unmap all of them; no copy that uses them may be under way."""
@@ -234,7 +234,7 @@ class Connection:
 class Transport(Protocol):
     """Runs copy programs between memory of this process and mapped memory of peers; for use by one thread.
 
-    A transport that derives from it has nothing to prepare, to announce or to release unless it says so.
+    By default a transport has nothing to prepare, announce or release.
     """
 
     capabilities: Capabilities
@@ -242,17 +242,18 @@ class Transport(Protocol):
     def expose(self, memory: Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]) -> Exposure:
         """Let one peer reach these regions; further regions get ids from `next_id` on.
 
-        `program` is any of the rank pair's, for what can be prepared; `runs` estimates the runs of a typical request.
+        `program` is any program of the rank pair, to prepare what its requests share; `runs` estimates the runs of a
+        typical request.
         Raises NO_TRANSPORT for memory that this transport cannot share.
         """
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> Connection:
-        """Reach the peer's regions whose ids are in `used`, to write or else to read them.
+        """Reach the peer's regions whose ids are in `used`, to write them, or else to read them.
 
-        `features` are those of the session. Raises NO_TRANSPORT or TRANSPORT_FAILED with the path
-        `regions[i]` of what is wrong; nothing stays mapped then.
+        `features` are those of the session. Raises NO_TRANSPORT or TRANSPORT_FAILED at `regions[i]`, and then leaves
+        nothing mapped.
         """
 
     def prepare(self, move: Move) -> None:
@@ -260,7 +261,7 @@ class Transport(Protocol):
         return
 
     def start(self, moves: Sequence[Move]) -> Copying:
-        """Start all moves, or none; several only where the transport `batches`. Raises BUSY while too many run."""
+        """Start all moves, or none; several only if the transport `batches`. Raises BUSY while too many run."""
 
     def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
         """As `kvproto.copying.execute.checksums`, over memory of this process; the program's copies are over."""
@@ -270,11 +271,11 @@ class Transport(Protocol):
         return partial(self.checksums, program, memory, sink)
 
     def forget(self, memory: Regions) -> None:
-        """These regions are not exposed any more, and no copy uses them: keep nothing of them."""
+        """Drop what is kept for these regions, which are no longer exposed and which no copy uses."""
         return
 
     def unreachable(self) -> None:
-        """Peers say that they cannot reach what was exposed: expose it in another way from now on, if there is one."""
+        """Expose memory in another way from now on, if there is one, as peers cannot reach what was exposed."""
         return
 
     def fileno(self) -> int | None:
@@ -282,7 +283,7 @@ class Transport(Protocol):
         return None
 
     def acknowledge(self) -> None:
-        """Make the descriptor unreadable again, before asking after copies."""
+        """Make the descriptor unreadable again, before copies are polled."""
         return
 
     def close(self) -> None:
@@ -293,7 +294,7 @@ class Transport(Protocol):
 def connect_each(
     regions: Sequence[Region], used: Collection[int], connect: Callable[[Region, str], Mapped]
 ) -> Connection:
-    """Map every region in `used` by `connect(region, path)`, or none where it raises."""
+    """Map every region in `used` by `connect(region, path)`, or none if it raises."""
     made = Connection()
     try:
         for i, region in enumerate(regions):
@@ -307,12 +308,12 @@ def connect_each(
 
 @attrs.frozen
 class Allocation:
-    """An allocation of this process, of which one region may hold many tensors."""
+    """An allocation of this process; one region of it may hold many tensors."""
 
     key: Hashable
-    """Equal for all bytes of it."""
+    """Equal for all of its bytes."""
     adopt: Callable[[int, int], tuple[Memory, int]] = attrs.field(eq=False)
-    """Memory that holds the addresses [begin, end) of it, and where that memory begins."""
+    """Returns memory that holds its addresses [begin, end), and the address at which that memory begins."""
 
 
 @cache
@@ -321,7 +322,7 @@ def _installed(name: str) -> bool:
 
 
 class Provider(ABC):
-    """What an entry point of `kvproto.transports` names; to import it needs none of the transport's libraries."""
+    """What an entry point of `kvproto.transports` names; importing it needs none of the transport's libraries."""
 
     name: str
     requires: tuple[str, ...] = ()
@@ -334,16 +335,16 @@ class Provider(ABC):
         return next((name for name in self.requires if not _installed(name)), None)
 
     def allocate(self, length: int, device: int | None, id: int) -> Memory | None:
-        """Zeroed memory of a GPU, or of the host where `device` is None; raises LocalError(TRANSPORT_FAILED).
+        """Zeroed memory of a GPU, or of the host if `device` is None; raises LocalError(TRANSPORT_FAILED).
 
-        None where this transport does not allocate memory of that kind.
+        Returns None if this transport does not allocate memory of that kind.
         """
         return None
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
-        """The allocation of this process that holds these bytes, where this transport can share it.
+        """The allocation of this process that holds these bytes, or None if this transport cannot share it.
 
-        `device`: type and number, as DLPack states them.
+        `device` is a type and number, as DLPack states them.
         """
         return None
 
@@ -358,19 +359,19 @@ class Provider(ABC):
 
     @abstractmethod
     def preference(self, memory: Memory) -> int:
-        """How well the transport suits this memory: 0 not at all; the highest is used where nobody chooses."""
+        """How well the transport suits this memory, 0 being not at all; by default the highest is used."""
 
     @abstractmethod
     def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
-        """A transport for a pool of these regions; raises NO_TRANSPORT where it does not suit them.
+        """A transport for a pool of these regions; raises NO_TRANSPORT if it does not suit them.
 
-        `measured`: what `kvproto probe` found on this machine, for choices that depend on it.
+        `measured` is what `kvproto probe` found on this machine, for choices that depend on it.
         """
 
     def pager(self, memory: Regions, stream: int) -> Pager | None:
-        """What copies between a pool of these regions and memory of the host, where this transport has that.
+        """A pager between a pool of these regions and memory of the host, or None if this transport has none.
 
-        `stream`: handle of the stream on which the engine computes, 0 for the default one.
+        `stream` is the handle of the stream on which the engine computes, 0 for the default one.
         """
         return None
 
@@ -379,14 +380,14 @@ class Provider(ABC):
     floors: tuple[Floor, ...] = ()
     """Rates below which something is wrong."""
     costs: tuple[CostedWay, ...] = ()
-    """The ways that plans are costed with, and what they took on one machine."""
+    """The ways of copying that plans are costed by, with their constants on one machine."""
 
     def gpus(self) -> tuple[tuple[str, ...], str | None]:
         """The names of the GPUs that this transport sees, in order, and the version of their driver."""
         return (), None
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
-        """How to time each way on a machine of so many GPUs in `memory` bytes; and what cannot be timed."""
+        """Jobs that time each way on a machine of `gpus` GPUs within `memory` bytes, and what cannot be timed."""
         return [], []
 
 

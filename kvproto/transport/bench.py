@@ -1,7 +1,7 @@
 """Measuring transports: results, paths that can be timed, and programs of runs of one length.
 
-A transport says in its own folder how to measure it (`Provider.bench`), and `kvproto.calibration` does it. A path is
-expected to take start + bytes / link + runs * run seconds.
+A transport says how to measure it (`Provider.bench`), and `kvproto.calibration` measures. A path is expected to take
+start + bytes / link + runs * run seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = [
 ]  # fmt: skip
 
 RunOnce = Callable[[], float]
-"""Copies once; returns the seconds that it took."""
+"""Copies once and returns the seconds that it took."""
 HOST = "host"
 """The place of host memory; those of GPUs are `gpu0`, `gpu1`, ..."""
 CostKind = Literal["direct", "packed", "copy"]
-"""One descriptor for each run; gathered and scattered; copied by a side that maps the other's memory."""
+"""direct: one descriptor for each run. packed: gathered and scattered. copy: by a side that maps the other's memory."""
 LAYERS = 64
-"""Layers of a program for measuring, where its runs divide by them."""
+"""Layers of a program for measuring, if they divide its runs."""
 
 
 # results
@@ -56,7 +56,7 @@ class Constants:
     link: float
     """Bytes a second at long runs."""
     run: float
-    """Seconds that each run costs beside its bytes."""
+    """Seconds that each run costs in addition to its bytes."""
     start: float
     """Seconds before the first byte."""
     error: float = 0.0
@@ -69,15 +69,15 @@ class Constants:
 
 @attrs.frozen
 class CostedWay:
-    """A way that people compare plans by."""
+    """A way of copying that plans are compared by."""
 
     way: str
-    """As the transport calls it."""
+    """The transport's name for it."""
     name: str
-    """As people call it."""
+    """Its name in reports."""
     kind: CostKind
     reference: Constants | None = None
-    """Measured between two H200; None where only `kvproto probe` can tell."""
+    """Measured between two H200; None if only `kvproto probe` can tell."""
     doc: str = ""
 
 
@@ -87,7 +87,7 @@ class Measured:
 
     transport: str
     way: str
-    """As the transport calls it, such as `pull`."""
+    """The transport's name for it, such as `pull`."""
     source: str
     sink: str
     samples: tuple[Sample, ...]
@@ -95,7 +95,7 @@ class Measured:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Its name in reports."""
         ends = f" {self.source} to {self.sink}" if self.gpus else ""
         return f"{self.transport} {self.way}{ends}"
 
@@ -118,7 +118,7 @@ class Absent:
     reason: str
     advice: str = ""
     slow: bool = False
-    """Whether it should be there: transfers take a slower path without it."""
+    """Whether it should be there, because transfers take a slower path without it."""
 
 
 @attrs.frozen
@@ -128,13 +128,13 @@ class Floor:
     transport: str
     ways: tuple[str, ...]
     gpus: bool
-    """Whether between two GPUs, or on the host."""
+    """Whether it holds for ways between GPUs, or on the host."""
     floor: float
     advice: str
 
 
 def same_path(this: Measured, measured: Iterable[Measured], way: str) -> list[Measured]:
-    """What was measured of another way of the same transport between the same places."""
+    """The measurements of another way of the same transport between the same places."""
     wanted = attrs.evolve(this, way=way).name
     return [m for m in measured if m.name == wanted]
 
@@ -156,7 +156,7 @@ class BenchPath(ABC):
 
     @abstractmethod
     def runner(self, run: int, runs: int) -> RunOnce:
-        """Prepares a program of `runs` runs of `run` bytes; what is returned copies it each time that it is called."""
+        """Prepare a program of `runs` runs of `run` bytes; returns what copies it each time that it is called."""
 
 
 @attrs.frozen
@@ -172,7 +172,7 @@ class BenchJob:
 
 
 def program(run: int, runs: int, pool: int) -> CopyProgram:
-    """`runs` scattered runs of `run` bytes in pools of `pool` bytes; as many layers as a model has, if they divide."""
+    """`runs` scattered runs of `run` bytes in pools of `pool` bytes, over `LAYERS` layers if they divide `runs`."""
     width = min(run, 4096)
     layers = LAYERS if not runs % LAYERS else 1
     return scattered(width, runs // layers, layers, pool // layers // width, seed=run, run=run // width)

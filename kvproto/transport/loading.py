@@ -41,12 +41,12 @@ def find(name: str) -> Provider:
         raise LocalError(ErrorCode.NO_TRANSPORT, "transport", entry.value, said, "reinstall its package") from error
     if not isinstance(provider, Provider):
         found = type(provider).__name__
-        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"a Provider at {entry.value}", found, "mend its package")
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"a Provider at {entry.value}", found, "fix its package")
     return provider
 
 
 def load(name: str) -> Provider:
-    """The provider of a transport that can be used here; raises LocalError(NO_TRANSPORT) that says what to install."""
+    """The provider of a transport whose libraries are installed; raises LocalError(NO_TRANSPORT), saying what to do."""
     provider = find(name)
     missing = provider.missing()
     if missing is not None:
@@ -56,7 +56,7 @@ def load(name: str) -> Provider:
 
 
 def usable() -> Iterator[Provider]:
-    """The transports whose libraries are installed; raises LocalError(NO_TRANSPORT) where none is known at all."""
+    """The transports whose libraries are installed; raises LocalError(NO_TRANSPORT) if none is known at all."""
     if not names():
         raise LocalError(ErrorCode.NO_TRANSPORT, "transport", "kvproto's own", "no transport at all", _INSTALL)
     return (provider for provider in map(find, names()) if provider.missing() is None)
@@ -66,9 +66,9 @@ _INSTALL = "install kvproto itself (pip install -e . in a checkout): its metadat
 
 
 def default(memory: Regions) -> Transport:
-    """The transport that suits the memory of a pool best, for use where nobody has chosen one.
+    """The transport that suits the memory of a pool best, for callers that have not chosen one.
 
-    Raises LocalError(NO_TRANSPORT) where none suits all regions.
+    Raises LocalError(NO_TRANSPORT) if none suits all regions.
     """
     best = next(_suited(memory), None)
     if best is None:
@@ -80,9 +80,9 @@ def default(memory: Regions) -> Transport:
 
 
 def pager(memory: Regions, stream: int = 0) -> Pager:
-    """What copies between a pool and memory of the host, of the transport that suits the pool best.
+    """A pager between a pool and memory of the host, from the transport that suits the pool best.
 
-    `stream`: handle of the stream on which the engine computes. Raises LocalError(NO_TRANSPORT) where there is none.
+    `stream` is the handle of the stream on which the engine computes. Raises LocalError(NO_TRANSPORT) if there is none.
     """
     device = {each.device for each in memory.values()}
     for provider in _suited(memory) if len(device) == 1 else ():

@@ -20,7 +20,7 @@ __all__ = ["adopt", "adopt_all", "allocate"]
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
     """`length` zeroed bytes of a GPU, or by default of host memory that other processes can map.
 
-    Raises LocalError: TRANSPORT_FAILED where memory is short, NO_TRANSPORT where no installed transport knows GPUs.
+    Raises LocalError: TRANSPORT_FAILED if memory is short, NO_TRANSPORT if no installed transport knows GPUs.
     """
     for provider in usable():
         made = provider.allocate(length, device, id)
@@ -34,7 +34,7 @@ def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
 
 
 def adopt(address: int, length: int) -> Memory:
-    """CUDA memory that an engine keeps owning; raises LocalError: NO_TRANSPORT or OUT_OF_REGION."""
+    """`length` bytes of CUDA memory that an engine continues to own; raises LocalError(NO_TRANSPORT, OUT_OF_REGION)."""
     return _allocation_of((_CUDA, 0), address, length, "address").adopt(address, address + length)[0]
 
 
@@ -64,8 +64,8 @@ Key = TypeVar("Key")
 def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Key, tuple[int, int]]]:
     """The regions that hold all of these tensors, one for each allocation; and for each tensor (region id, address).
 
-    The address is the region's. Tensors on the host must lie in memory that `allocate` gave. Raises
-    LocalError(NO_TRANSPORT), with a way out, for memory that cannot be shared.
+    The address is that of the region. Tensors on the host must lie in memory from `allocate`. Raises
+    LocalError(NO_TRANSPORT), with advice, for memory that cannot be shared.
     """
     members: dict[Allocation, list[Key]] = {}
     for key, tensor in tensors.items():

@@ -19,24 +19,24 @@ class Paging(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether every byte is at its destination; raises KvprotoError where that can no longer happen."""
+        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
 
     def hold(self, layer: int | None = None) -> None:
-        """Let what the engine's stream is given from now on wait for layers 0 to `layer` of it, or for all."""
+        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
 
     def wait(self) -> None:
-        """Return when it is done; raises as `done`."""
+        """Return when it is done; raises what `done` raises."""
 
 
 class Pager(Protocol):
     """Runs copy programs between one pool and memory that it allocates.
 
-    A copy begins when all that the engine's stream has been given by then is done. Each raises LocalError, and has
-    then written nothing that is not over.
+    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
+    write under way.
     """
 
     def allocate(self, length: int) -> Memory:
-        """Zeroed memory of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
+        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
 
     def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
         """Start a copy to the host."""
@@ -45,4 +45,4 @@ class Pager(Protocol):
         """Start a copy to the pool, its layers in ascending order."""
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the memory that was allocated."""
+        """Wait for what is under way, and release the memory that was allocated."""

@@ -1,4 +1,4 @@
-"""Processes of one host: names that are never used again, and proof that one has ended.
+"""Processes of one host: names that are never reused, and proof that one has ended.
 
 The pidfd is opened before the start times are compared, so that a reused PID is never mistaken for the process. A
 readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
@@ -28,7 +28,7 @@ def pid_namespace() -> int:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process; None where /proc does not say."""
+    """State and start time of a process; None if /proc does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -37,7 +37,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot; None where it has ended. With the pid this names one process."""
+    """When a process began, in ticks since boot; None if it has ended. Together with the PID it names one process."""
     found = _stat(pid)
     return None if found is None or found[0] in "ZX" else found[1]
 
@@ -66,7 +66,7 @@ class Watch:
 
     @classmethod
     def of(cls, process: Process) -> Watch | None:
-        """None where its end cannot be seen from here: another host, namespace or start, or a /proc that hides it."""
+        """A watch of a process; None if its end cannot be seen: another host, namespace or start, or a hidden /proc."""
         if (bytes(process.boot), process.namespace) != (boot_id(), pid_namespace()):
             return None
         try:
@@ -84,12 +84,12 @@ class Watch:
         return cls(None) if found is None and ended else None
 
     def fileno(self) -> int | None:
-        """A descriptor that is readable once the process has ended; None: that is known already."""
+        """A descriptor that is readable once the process has ended; None if that is known already."""
         return self._fd
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: nothing of it runs any more."""
+        """Whether it has ended, so that none of its threads runs any more."""
         if not self._ended:
             self._ended = bool(self._poll.poll(0))
         return self._ended

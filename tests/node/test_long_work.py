@@ -22,7 +22,7 @@ def test_a_short_request_ends_while_a_long_one_is_copied_and_summed(
 ) -> None:
     """KVP-SES-BEAT, KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: 4 MiB in 256 looks, of which the short one needs a handful."""
     monkeypatch.setattr(shm, "_PART", 16 << 10)
-    monkeypatch.setattr(shm, "_LOOK", 0.0)
+    monkeypatch.setattr(shm, "_POLL", 0.0)
     part = attrs.evolve(shm.ShmTransport.capabilities, summed_at_once=16 << 10)
     monkeypatch.setattr(shm.ShmTransport, "capabilities", part)
     options, address = Options(thread=False, pull=pull), address_in(tmp_path)

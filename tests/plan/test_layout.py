@@ -358,5 +358,5 @@ def test_shares_that_leave_a_head_out_or_are_none_are_refused(shares: list[tuple
 
 def test_shares_of_another_number_of_ranks_are_refused() -> None:
     cache = Cache.gqa("kv", 2, kv_heads=4, head_dim=8, page=16).divided([(0, 2), (2, 4)])
-    with pytest.raises(LocalError, match=r"each of the 4 ranks"):
+    with pytest.raises(LocalError, match=r"each of 4 ranks"):
         lay_out([cache], Parallel(tp=4))

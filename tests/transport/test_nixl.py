@@ -32,7 +32,7 @@ from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Costs, Direct, WriteMode, choose, descriptors, probe, require_fast, threshold
-from kvproto.transport.nixl.handle import Memory
+from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.nixl.regions import Peer
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.memory import SharedMemory
@@ -115,7 +115,7 @@ def started(target: Any, *args: Any) -> Iterator[tuple[BaseProcess, Connection, 
         process.join()
 
 
-def written(peer: Peer, source: Memory, to: int = 0) -> bool:
+def written(peer: Peer, source: ByteRange, to: int = 0) -> bool:
     return peer.write(source, peer.memory.part(to, source.length)).wait(LONG)
 
 

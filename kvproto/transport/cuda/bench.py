@@ -25,7 +25,7 @@ _MOST_COPIES = 256
 
 def count() -> int:
     """The number of GPUs that this process sees; 0 without a driver."""
-    with contextlib.suppress(RuntimeError):  # cuda-core is installed, a driver is not
+    with contextlib.suppress(RuntimeError):  # cuda-core is installed, but no driver
         if driver.cuInit(0)[0] == driver.CUresult.CUDA_SUCCESS:
             return int(call(driver.cuDeviceGetCount(), "devices"))
     return 0
@@ -47,7 +47,7 @@ def driver_version() -> str:
 
 
 def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Ordered pairs of GPUs that reach each other, (0, 0) for one alone; and those that do not."""
+    """Ordered pairs of GPUs that reach each other, (0, 0) for a single one; and the pairs that do not."""
     some = [(a, b) for a in range(count()) for b in range(count()) if a != b]
     peers = [p for p in some if Device(p[0]).can_access_peer(p[1]) and Device(p[1]).can_access_peer(p[0])]
     return (peers if some else [(0, 0)] * count()), [p for p in some if p not in peers]
@@ -116,7 +116,7 @@ class _Engine(BenchPath):
 
 
 def job(memory: int, source: int, sink: int) -> BenchJob:
-    """The job of pull, push and the engine between two GPUs, or within one; `memory` bytes on both together."""
+    """The job of pull, push and the copy engine between two GPUs, or within one, in `memory` bytes in all."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:

@@ -21,8 +21,8 @@ from kvproto.transport.cuda import launch as launches
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.direct import Mark, is_done
 from kvproto.transport.cuda.driver import call, copy_all, current, driver
-from kvproto.transport.cuda.jobs import Bytes, Copy, Job, LaunchBuffers, Prepared, Series
-from kvproto.transport.cuda.stream import PART, Chunk
+from kvproto.transport.cuda.jobs import Copy, DeviceBytes, Job, LaunchBuffers, Prepared, Series
+from kvproto.transport.cuda.stream import PART, ChunkCopies
 from kvproto.transport.cuda.sums import SumTable, sum_table
 from kvproto.wire.enums import ErrorCode
 
@@ -33,13 +33,13 @@ Sums = dict[int, int]
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _EVENTS = 64
-"""Chunks of a stream whose ends are told apart: more than the slots that are under way at once."""
+"""Chunks of a stream whose ends have separate events: more than the slots that are under way at once."""
 _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
 @lru_cache
 def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
-    """The kernels for words of one width, compiled once a process."""
+    """The kernels for words of one width, compiled once in a process."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
         ("FEW_CLASSES", str(tables.FEW_CLASSES)), ("FEW_WORDS", str(tables.FEW_WORDS)),
@@ -50,7 +50,7 @@ def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ..
 
 
 def _works(jobs: Sequence[Job]) -> list[launches.Work]:
-    """What they copy; raises OUT_OF_RANGE, or OUT_OF_REGION for rows beyond the pools."""
+    """What the jobs copy; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
     if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
     works = [launches.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
@@ -60,7 +60,7 @@ def _works(jobs: Sequence[Job]) -> list[launches.Work]:
 
 @attrs.frozen
 class _Whole:
-    """What is launched in here is launched whole; where an error leaves it, what was launched is over."""
+    """Launches that belong together; if an error interrupts them, waits until those that were made are over."""
 
     streams: Sequence[Stream]
 
@@ -76,21 +76,21 @@ class _Whole:
 class Copier:
     """Runs copy programs on one GPU; not for use by several threads at once.
 
-    blocks: thread blocks of a launch, one for each multiprocessor that copies may use. slots: launches of many runs at
-    once; a copy of very many runs takes up to half of them. long: runs of at least so many bytes go by the copy engine,
-    which uses no multiprocessors.
+    `blocks`: thread blocks of a launch, one for each multiprocessor that copies may use. `slots`: launches of many runs
+    that may be under way at once; a copy of very many runs uses up to half of them. `long`: runs of at least this many
+    bytes go by the copy engine, which uses no multiprocessors. `timed`: whether `Copy.seconds` is known.
     """
 
     def __init__(
         self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG
     ) -> None:  # fmt: skip
         if blocks is not None and blocks < 1:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "blocks", "1 at least", str(blocks))
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "blocks", "at least 1", str(blocks))
         self._device = current(device)
         self.device, self._long = device, long
         self.stream: Stream = self._device.create_stream()
         self._ahead: Stream = self._device.create_stream()
-        """Where rows of a part are expanded while those of the part before move."""
+        """The stream on which rows of a part are expanded while those of the part before move."""
         self.streams = self._ahead, self.stream
         self._aside: Stream = self._device.create_stream(options=StreamOptions(priority=-1))
         """Where checksums are taken, ahead of copies that wait for the device."""
@@ -112,8 +112,8 @@ class Copier:
         self._timed = timed
         self._slots = slots
         self._buffers: list[LaunchBuffers] = []
-        """Of launches, the latest last."""
-        self._nothing = Bytes(tables.MAP.itemsize)
+        """Buffers of launches, the latest last."""
+        self._nothing = DeviceBytes(tables.MAP.itemsize)
         """A map without rows."""
         self._loaded: set[int] = set()
         self._load(16)
@@ -125,7 +125,7 @@ class Copier:
             self._load(word)
 
     def _load(self, word: int) -> None:
-        """Load and launch the kernels of a width: a first launch may wait for everything that the GPU does."""
+        """Load and launch the kernels of a width, as a first launch may wait for everything that the GPU does."""
         if word in self._loaded:
             return
         nothing = self._nothing
@@ -140,7 +140,7 @@ class Copier:
         self._loaded.add(word)
 
     def check(self) -> None:
-        """Raise DeviceFault where the context is lost, as the driver's other errors mean nothing then."""
+        """Raise DeviceFault if the context is lost, as the driver's other errors mean nothing then."""
         direct.enter(self._context)
         direct.idle(int(self.stream.handle))
 
@@ -148,7 +148,7 @@ class Copier:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
         direct.enter(self._context)
         made = tables.table(program, sources, sinks)
-        memory = Bytes(max(made.ops.nbytes, 1))
+        memory = DeviceBytes(max(made.ops.nbytes, 1))
         if made.ops.nbytes:
             ahead = self._ahead.handle  # waits for no producer
             call(driver.cuMemcpyHtoDAsync(memory.address, made.ops.ctypes.data, made.ops.nbytes, ahead), "upload")
@@ -157,10 +157,10 @@ class Copier:
         return Prepared(made, memory)
 
     def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:
-        """Copy in stream order, after what is under way here and after the events `after` (handles of producers').
+        """Copy in stream order, after what is under way here and after the producers' events `after`, by handle.
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
-        where memory is short. After an error nothing is being written, and before the first launch nothing was.
+        if memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
         direct.enter(self._context)
         works = _works(jobs)
@@ -186,9 +186,9 @@ class Copier:
         return Copy(all_buffers[-1].event, total, began, jobs)
 
     def series(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Series:
-        """The same in one upload, where each job's copy is over by itself, and starts when somebody wants it.
+        """Upload jobs together as copies that `Series.go_on` starts, each of which ends by itself; raises as `submit`.
 
-        The jobs best share their maps: rows are expanded once then.
+        Jobs should share their maps, whose rows are then expanded once.
         """
         direct.enter(self._context)
         works = _works(jobs)
@@ -217,7 +217,7 @@ class Copier:
             self._kernels(group, buffers)
 
     def _prelude(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
-        """Expand rows while producers compute (`after` is their events), or else while the part before moves."""
+        """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""
         stream, ahead = int(self.stream.handle), after is None
         if any(group.classes for group in made.groups):
             self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
@@ -226,7 +226,7 @@ class Copier:
             direct.follow(stream, expanded.handle)
         self.follow(after or ())
 
-    def _kernels(self, group: launches.Group, buffers: LaunchBuffers) -> None:
+    def _kernels(self, group: launches.LaunchGroup, buffers: LaunchBuffers) -> None:
         stream = self.stream.handle
         for long in group.long:
             copy_all(long.runs(), int(stream))
@@ -239,8 +239,8 @@ class Copier:
         size = 1 << max(image - 1, 4095).bit_length()
         host = core.LegacyPinnedMemoryResource().allocate(size)
         view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
-        expanded = Bytes(1 << max(rows - 1, 4095).bit_length())
-        return LaunchBuffers(host, view, Bytes(size), expanded, self._record())
+        expanded = DeviceBytes(1 << max(rows - 1, 4095).bit_length())
+        return LaunchBuffers(host, view, DeviceBytes(size), expanded, self._record())
 
     def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
         """Upload the image of a stream, which begins with its maps, and expand their rows."""
@@ -255,13 +255,13 @@ class Copier:
         self._run(16, "expand", (tall, n_maps), image, stream=stream)
 
     def follow(self, events: Sequence[int]) -> None:
-        """What is submitted from now on waits for these events (handles of producers')."""
+        """Make what is submitted from now on wait for these events of producers, given by handle."""
         if events:
             direct.enter(self._context)
         for event in events:
             direct.follow(int(self.stream.handle), event)
 
-    def chunk(self, chunk: Chunk, buffers: LaunchBuffers, bytes_: int) -> Copy:
+    def chunk(self, chunk: ChunkCopies, buffers: LaunchBuffers, bytes_: int) -> Copy:
         """Copy a chunk of the stream whose maps and operations are in these buffers."""
         direct.enter(self._context)
         stream = self.stream.handle
@@ -275,7 +275,7 @@ class Copier:
         return Copy(buffers.event, bytes_)
 
     def _end(self, buffers: LaunchBuffers) -> Mark:
-        """Record the end of a chunk; after many chunks events are recorded again, so an earlier one may be late."""
+        """Record the end of a chunk; after `_EVENTS` chunks events are reused, and an earlier chunk may seem late."""
         at, buffers.chunks = buffers.chunks % _EVENTS, buffers.chunks + 1
         if at == len(buffers.ends):
             buffers.ends.append(Mark(int(self.stream.handle)))
@@ -290,7 +290,7 @@ class Copier:
         self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None,
         stream: Stream | None = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel by the driver's own call, which takes a third of the time of cuda-core's."""
+        """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
         function = self._functions.get((word, name))
         if function is None:
             function = self._functions[word, name] = _kernels(self._arch, word, tables.THREADS, tables.DEPTH)[
@@ -355,7 +355,7 @@ class Copier:
         return [self._unused(image, rows, taken) for taken, (image, rows) in enumerate(sizes)]
 
     def _unused(self, image: int, rows: int, taken: int) -> LaunchBuffers:
-        """Buffers that no launch uses: large enough ones, or new ones, if need be in place of the oldest."""
+        """Buffers that no launch uses: large enough ones, or new ones, in place of the oldest if slots are full."""
         for i, buffers in enumerate(self._buffers):
             if not is_done(buffers.event.handle):
                 break

@@ -1,4 +1,4 @@
-"""The CUDA driver: calls that raise where they fail, names of devices, and access between them."""
+"""The CUDA driver: calls that raise if they fail, names of devices, and access between them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,8 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "FAULTS",
-    "call",
-    "copy_all",
-    "current",
-    "driver",
-    "enable_peer",
-    "has_nvlink",
-    "ordinal_of",
-    "uuid",
-]
+    "FAULTS", "call", "copy_all", "current", "driver", "enable_peer", "has_nvlink", "ordinal_of", "uuid",
+]  # fmt: skip
 
 
 _R = driver.CUresult
@@ -44,7 +36,7 @@ def call(result: tuple[Any, ...], what: str, advice: str = "") -> Any:
         said = driver.cuGetErrorString(code)[1]
         text = f"{code.name}: {said.decode() if said else code}"
         if code.value in FAULTS:
-            raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", what, text, "end this process, start another"))
+            raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", what, text, "restart this process"))
         raise LocalError(ErrorCode.TRANSPORT_FAILED, "", what, text, advice)
     return values[0] if len(values) == 1 else tuple(values)
 
@@ -60,7 +52,7 @@ _ATTRIBUTES, _FIRST = _Attributes(1, (0, 0, 0, 0), 1), ctypes.c_size_t(0)
 
 @cache
 def _batch() -> tuple[Any, tuple[Any, ...]]:
-    """The driver's own call, and what its first form has at the end; lists cost cuda-python 1 us a number."""
+    """The driver's function, and the last arguments of its older form; cuda-python would take 1 us for each number."""
     library = ctypes.CDLL("libcuda.so.1")
     newer = getattr(library, "cuMemcpyBatchAsync_v2", None)
     return (newer, ()) if newer else (library.cuMemcpyBatchAsync, (ctypes.byref(ctypes.c_size_t(0)),))
@@ -96,12 +88,12 @@ def ordinal_of(name: str) -> int | None:
 
 
 def has_nvlink(device: int) -> bool:
-    """Whether this process sees peers, and each is reached by a link with atomics, which PCIe does not have."""
+    """Whether this process sees peers, each over a link with atomics, which PCIe does not have."""
     kind, reach = driver.CUdevice_P2PAttribute, []
     for peer in range(call(driver.cuDeviceGetCount(), "devices")):
         if peer != device and Device(device).can_access_peer(peer):
-            asked = driver.cuDeviceGetP2PAttribute(kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, device, peer)
-            reach.append(bool(call(asked, "link")))
+            found = driver.cuDeviceGetP2PAttribute(kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, device, peer)
+            reach.append(bool(call(found, "link")))
     return bool(reach) and all(reach)
 
 
@@ -109,7 +101,7 @@ _peers: set[tuple[int, int]] = set()
 
 
 def enable_peer(device: int, owner: int) -> bool:
-    """Let kernels on `device` touch memory of `owner`; False where the hardware cannot."""
+    """Let kernels on `device` access memory of `owner`; False if the hardware cannot."""
     if device == owner or (device, owner) in _peers:
         return True
     if not Device(device).can_access_peer(owner):

@@ -1,4 +1,4 @@
-"""What copiers are given and return: prepared tables, jobs, copies that are under way."""
+"""What copiers are given and return: prepared tables, jobs, and copies that are under way."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvproto.wire.enums import Proof
 if TYPE_CHECKING:
     from kvproto.transport.cuda.copier import Copier
 
-__all__ = ["Bytes", "Copy", "Job", "LaunchBuffers", "Prepared", "Series"]
+__all__ = ["Copy", "DeviceBytes", "Job", "LaunchBuffers", "Prepared", "Series"]
 
 
-class Bytes:
-    """Device memory that is freed with this object."""
+class DeviceBytes:
+    """`size` bytes of device memory, freed with this object; raises LocalError(TRANSPORT_FAILED)."""
 
     def __init__(self, size: int) -> None:
         self.address, self.size = int(call(driver.cuMemAlloc(size), f"{size} bytes")), size
@@ -40,12 +40,12 @@ class Prepared:
     """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
 
     table: tables.Table
-    memory: Bytes
+    memory: DeviceBytes
 
 
 @attrs.frozen
 class Job:
-    """A request's maps for one rank pair; only layers [lo, hi) where given."""
+    """A request's maps for one rank pair; only layers [lo, hi) if given."""
 
     prepared: Prepared
     maps: Sequence[RowMap]
@@ -54,20 +54,20 @@ class Job:
 
 @attrs.define(eq=False)
 class LaunchBuffers:
-    """Memory of one launch: pinned memory where an image is written, its place on the device, and expanded rows."""
+    """Memory of one launch: pinned memory for an image, its place on the device, and expanded rows."""
 
     host: core.Buffer
     view: npt.NDArray[np.uint8]
-    image: Bytes
-    rows: Bytes
+    image: DeviceBytes
+    rows: DeviceBytes
     event: Event | Mark
-    """After which they may be used again."""
+    """The event after which they may be used again."""
     ends: list[Mark] = attrs.field(factory=list)
-    """Of chunks, recorded in turn."""
+    """Events of the ends of chunks, recorded in turn."""
     chunks: int = 0
 
     def holds(self, image: int, rows: int) -> bool:
-        """Whether an image and rows of so many bytes fit."""
+        """Whether an image and rows of these sizes in bytes fit."""
         return self.view.size >= image and self.rows.size >= rows
 
 
@@ -78,21 +78,21 @@ class Copy(Copying):
     event: Event | Mark
     bytes: int
     began: Event | Mark | None = None
-    """Before the upload, where the copier times."""
+    """The event before the upload, if the copier is timed."""
     jobs: Sequence[Job] = attrs.field(default=(), repr=False)
     """Held because the launch reads their tables."""
     stream: None = None
 
     @property
     def seconds(self) -> float:
-        """Device time from the upload to the last byte, where the copier times."""
+        """Device time in seconds from the upload to the last byte; the copier must be timed."""
         assert isinstance(self.began, Event)
         assert isinstance(self.event, Event)
         return float(self.event - self.began) / 1000
 
     @property
     def done(self) -> bool:
-        """As `Copying.done`; raises DeviceFault, whoever caused it."""
+        """As `Copying.done`; raises DeviceFault, whatever caused it."""
         return is_done(self.event.handle)
 
     def ready(self) -> bool:
@@ -110,7 +110,7 @@ class Copy(Copying):
 
 @attrs.define(eq=False)
 class Series:
-    """Copies of one upload, in their order, as far as they have been started."""
+    """Copies of one upload, of which the first ones have been started."""
 
     copier: Copier
     jobs: Sequence[Job]
@@ -118,14 +118,14 @@ class Series:
     buffers: LaunchBuffers
     copies: list[Copy] = attrs.field(factory=list)
     held: bool = True
-    """Whether the buffers are kept from other launches."""
+    """Whether other launches may not use the buffers yet."""
 
     def go_on(self, count: int) -> None:
-        """Let the first `count` have been started."""
+        """Start copies until the first `count` of them have been started."""
         if count > len(self.copies):
             self.copier.go_on(self, min(count, len(self.jobs)))
 
     def finish(self) -> Copy:
-        """The last, once all have been started."""
+        """Start all copies, and return the last one."""
         self.go_on(len(self.jobs))
         return self.copies[-1]

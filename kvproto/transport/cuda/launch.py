@@ -21,14 +21,23 @@ from kvproto.transport.cuda.table import Shape, Table, write_runs
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "INLINE_BYTES", "Group", "InlineLaunch", "Launch", "Long", "Work", "check", "inline_launch", "launch", "parts",
+    "INLINE_BYTES",
+    "InlineLaunch",
+    "Launch",
+    "LaunchGroup",
+    "Long",
+    "Work",
+    "check",
+    "inline_launch",
+    "launch",
+    "parts",
     "sizes",
 ]  # fmt: skip
 
 
 @attrs.frozen
 class Long:
-    """Runs of operations that the copy engine takes."""
+    """Runs of operations that go by the copy engine."""
 
     ops: npt.NDArray[np.void]
     map: RowMap
@@ -49,7 +58,7 @@ class Long:
 
 
 @attrs.frozen
-class Group:
+class LaunchGroup:
     """Launches whose end is one event."""
 
     classes: tuple[tuple[int, int, int, int], ...]
@@ -67,8 +76,8 @@ class Launch:
     n_maps: int
     most_rows: int
     """Rows of the longest map."""
-    groups: tuple[Group, ...]
-    """One of all works, or one of each."""
+    groups: tuple[LaunchGroup, ...]
+    """One for all works, or one for each."""
 
     @property
     def bytes(self) -> int:
@@ -105,7 +114,7 @@ def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
 
 
 def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
-    """The share of a map's runs that [a, b) is of `of`."""
+    """The same share of a map's runs as [a, b) is of `of`."""
     some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
     return attrs.evolve(
         m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
@@ -114,7 +123,7 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
 
 
 def check(works: Sequence[Work]) -> None:
-    """Raise OUT_OF_REGION where a map names an item or row beyond the pools."""
+    """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
     for work in _apart(works):
         for m, extents in zip(work.maps, work.table.bounds, strict=True):
             (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
@@ -131,7 +140,7 @@ _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
 
 
 def sizes(works: Sequence[Work]) -> tuple[int, int]:
-    """Bytes of image and of rows that `launch` needs at most."""
+    """The most bytes of image and of rows that `launch` needs."""
     some = _apart(works)
     runs = sum(len(m.rows) for w in some for m in w.maps)
     maps = sum(len(w.maps) for w in some)
@@ -143,7 +152,7 @@ def sizes(works: Sequence[Work]) -> tuple[int, int]:
 
 
 def _apart(works: Sequence[Work]) -> list[Work]:
-    """Those with maps of their own, and not those of the work before."""
+    """The works that do not share the maps of the work before."""
     return [w for i, w in enumerate(works) if not i or w.maps is not works[i - 1].maps]
 
 
@@ -158,8 +167,8 @@ def launch(
 ) -> Launch:  # fmt: skip
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
-    `image` has room for `sizes`; the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
-    With `each` the kernels of one work follow those of the work before. Works that share their maps share their rows.
+    `image` has room for `sizes`, and the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
+    With `each` the kernels of each work have their own end. Works that share their maps share their rows.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
@@ -178,14 +187,14 @@ def launch(
                 n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
         group = k if each else 0
         for shape, lo, hi in _wanted(work):
-            rows_of, width = work.maps[shape.map], shape.words * shape.units
-            totals[group] += rows_of.size * shape.word * width * (hi - lo)
+            m, width = work.maps[shape.map], shape.words * shape.units
+            totals[group] += m.size * shape.word * width * (hi - lo)
             if _is_long(work, shape, lo, hi, long):
-                engine[group].append(Long(work.table.ops[lo:hi], rows_of, shape.word * shape.words))
+                engine[group].append(Long(work.table.ops[lo:hi], m, shape.word * shape.words))
                 continue
             ops = work.address + lo * tables.OP.itemsize
-            for skip in range(0, rows_of.size, tables.MOST // width):
-                rows = min(tables.MOST // width, rows_of.size - skip)
+            for skip in range(0, m.size, tables.MOST // width):
+                rows = min(tables.MOST // width, m.size - skip)
                 chunks = -(-rows * width // (tables.THREADS * tables.DEPTH))
                 kernel = group, shape.word
                 first, begin = chunks_of.get(kernel, 0), begins[shape.map] + 16 * skip
@@ -209,7 +218,7 @@ def launch(
         for numbers in some:
             tables.CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
             at += tables.CLASS.itemsize
-    groups = (Group(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
+    groups = (LaunchGroup(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
     return Launch(end, len(maps), most_rows, tuple(groups))
 
 
@@ -231,10 +240,10 @@ class InlineLaunch:
 def inline_launch(
     works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = tables.LONG
 ) -> InlineLaunch | None:
-    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image`, INLINE_BYTES; None where it is larger.
+    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image` [INLINE_BYTES]; None if it is larger.
 
     The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
-    costs; the rest is the number of calls of numpy, so there are few.
+    costs; the rest is numpy calls, so there are few.
     """
     if sum(len(m.rows) for w in works for m in w.maps) > tables.FEW_RUNS:
         return None
@@ -270,7 +279,7 @@ def inline_launch(
 
 
 def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
-    """Whether the runs are long enough for the copy engine, which starts each by itself."""
+    """Whether the runs are long enough for the copy engine, which starts each of them separately."""
     m, width = work.maps[shape.map], shape.word * shape.words
     if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
         return False

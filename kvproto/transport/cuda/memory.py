@@ -29,7 +29,7 @@ __all__ = ["DeviceMemory", "Mapped", "connect"]
 _LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
 """Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
 _NONCE = secrets.token_bytes(16)
-"""Names this process, also to itself."""
+"""Names this process, so that it recognizes its own handles."""
 _Attribute = driver.CUpointer_attribute
 _FACTS = {
     "type": _Attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -43,9 +43,9 @@ _FACTS = {
 
 
 def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
-    """An attribute of an address; 0 where the driver knows none.
+    """An attribute of an address; 0 if the driver knows none.
 
-    Not by cuda-python, whose wrapper is slower and gets one attribute wrong in some releases.
+    It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
     """
     known, value = direct.attribute(attribute.value, address)
     if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
@@ -54,7 +54,7 @@ def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
 
 
 def facts(address: int) -> dict[str, int]:
-    """The attributes of the allocation at an address; zeros where there is none."""
+    """The attributes of the allocation at an address; zeros if there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
     found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
@@ -62,7 +62,7 @@ def facts(address: int) -> dict[str, int]:
 
 
 def allocation_at(address: int) -> int | None:
-    """The start of the device allocation that holds `address`; None where there is none."""
+    """The start of the device allocation that holds `address`; None if there is none."""
     known = facts(address)
     return known["start"] if known["type"] == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value else None
 
@@ -84,7 +84,7 @@ class DeviceMemory:
 
     @classmethod
     def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
-        """An engine's own pool; raises LocalError where [address, address + length) is not in one device allocation."""
+        """An engine's own pool; raises LocalError if [address, address + length) is not in one device allocation."""
         made = cls.__new__(cls)
         made._set(address, length, id, owned=False)
         return made
@@ -124,7 +124,7 @@ class DeviceMemory:
 
     @property
     def region(self) -> Region:
-        """What Register says of it; raises NO_TRANSPORT, with a way out, for an allocation that cannot be shared."""
+        """Its entry in Register; raises NO_TRANSPORT, with advice, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
         made = []
@@ -183,12 +183,12 @@ class DeviceMemory:
         call(driver.cuCtxSynchronize(), "fill")
 
     def check(self) -> None:
-        """Raise POOL_MOVED where the allocation was freed or replaced."""
+        """Raise POOL_MOVED if the allocation was freed or replaced."""
         if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
-        """Offer its descriptors no more, which keep its bytes; what is mapped stays mapped."""
+        """Stop offering its descriptors, which keep its memory alive; what is mapped stays mapped."""
         if self._shared is not None:
             for token, _ in self._shared[1]:
                 withdraw(token)
@@ -218,7 +218,7 @@ class _Opened:
 
 
 _opened: dict[tuple[int, bytes], _Opened] = {}
-"""A context opens an allocation once, however many regions lie in it."""
+"""Allocations by device and handle: a context opens one only once, however many regions lie in it."""
 _Read = tuple[int, int, int, bytes, int, int, Any]
 """The fields of a handle: kind, process, its start, nonce, offset, size, and what opens the allocation."""
 
@@ -231,7 +231,7 @@ class Mapped:
     length: int
     device: int
     owner: int
-    """Process; this one's own for a region of its own."""
+    """PID of the process that owns it, which may be this one."""
     _key: tuple[int, bytes] | None = None
 
     def close(self) -> None:

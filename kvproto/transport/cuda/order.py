@@ -17,7 +17,7 @@ _NONE_NEEDED = -1
 class After:
     """Memory as a framework may see it when a copy is complete: `from_dlpack(After(memory, copy))`.
 
-    The framework's stream waits for the copy. Where it names no stream, the host does.
+    The framework's stream waits for the copy, or the host if the framework names no stream.
     """
 
     def __init__(self, memory: Memory, copy: Copy) -> None:
@@ -35,7 +35,7 @@ class After:
 
 
 def follow(copier: Copier, array: Any) -> None:
-    """Let what is submitted from now on wait for the work that makes an array, of torch or JAX.
+    """Make what is submitted from now on wait for the work that makes a torch or JAX array.
 
     The array's own `__dlpack__` orders the two streams; its capsule is dropped at once, so that nothing stays shared.
     """

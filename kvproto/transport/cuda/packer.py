@@ -26,7 +26,7 @@ class DevicePacker:
         self._sides = PerProgramCache[StreamSide]()
 
     def prepare(self, program: CopyProgram, side: Side, memory: Mapping[int, DeviceMemory]) -> StreamSide:
-        """What all requests of a rank pair share, made once; memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""
+        """What a rank pair's requests share, made once, over memory by region id. Raises OUT_OF_REGION, POOL_MOVED."""
         for each in memory.values():
             each.check()
         places = tuple((i, m.address, m.length) for i, m in sorted(memory.items()))
@@ -73,7 +73,7 @@ class DeviceStream(Packer):
         return self._table.order.length
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """To the end of a record, so that the kernel alone copies."""
+        """Up to the end of a record, so that the kernel copies everything."""
         return self._table.chunk_size(offset, most)
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:

@@ -1,4 +1,4 @@
-"""Pages of a GPU's pool in pinned memory of the host, copied by the kernel beside what the engine computes."""
+"""A pager between a GPU's pool and pinned host memory, whose kernel copies while the engine computes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from kvproto.transport.paging import Pager, Paging
 __all__ = ["CudaPager"]
 
 _BLOCKS = 8
-"""Thread blocks of a launch, for each direction: enough for the bus, and few of those that compute."""
+"""Thread blocks of a launch in each direction: enough to fill the bus, and few of those that compute."""
 _PART = 8 << 20
-"""Bytes, at least, of the layers that one event tells of: a sixth of a millisecond of the bus."""
+"""Least bytes of the layers that share an event: a sixth of a millisecond on the bus."""
 _AHEAD = 3
 """Intervals of layers that are started before anybody waits for them."""
 _LONG = 16 << 10
-"""Runs of at least so many bytes are loaded by the copy engine, which takes no multiprocessor from those that compute.
+"""Runs of at least this many bytes are loaded by the copy engine, which leaves all multiprocessors to compute.
 
-They are saved by the kernel: an engine need not wait for that, and it costs the host less.
+They are saved by the kernel, as an engine need not wait for that, and it costs the host less.
 """
 _LAUNCHES = 16
-"""Copies of one direction that are under way at once."""
+"""Copies that may be under way at once in one direction."""
 
 
 @attrs.frozen
 class _Copies(Paging):
     """Copies of ascending intervals of layers, the first few of which have been started.
 
-    To start one takes the host 0.2 ms where the copy engine makes a copy of each run, so an engine does it while its
-    GPU computes the layers before.
+    Starting one takes the host 0.2 ms if the copy engine copies each run, so an engine does it while its GPU computes
+    the layers before.
     """
 
     series: Series
     lasts: Sequence[int]
-    """The last layer of each."""
+    """The last layer of each interval."""
     stream: int
     bytes: int
 
@@ -74,7 +74,7 @@ class _Way:
         self, program: CopyProgram, sources: dict[int, int], sinks: dict[int, int], cuts: Sequence[tuple[int, int]],
         after: int,
     ) -> Series:  # fmt: skip
-        """A copy of each interval of layers, in order; where too many are under way, once one is over."""
+        """A copy of each interval of layers, in order; waits for an earlier copy if too many are under way."""
         table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, sources, sinks))
         while self._flying and (len(self._flying) >= _LAUNCHES or self._flying[0].finish().done):
             self._flying.popleft().finish().wait()
@@ -91,7 +91,7 @@ class _Way:
 
 
 class CudaPager(Pager):
-    """As `Pager`, between regions of one GPU and what it allocated; `stream` is the handle of the engine's stream."""
+    """`Pager` between regions of one GPU and memory that it allocates; `stream` is a handle of the engine's stream."""
 
     def __init__(self, device: int, stream: int = 0, blocks: int = _BLOCKS, long: int = _LONG) -> None:
         current(device)
@@ -134,7 +134,7 @@ class CudaPager(Pager):
 
 
 def _address(memory: Memory) -> int:
-    """Where a GPU finds it; raises POOL_MOVED."""
+    """The address at which a GPU finds it; raises POOL_MOVED."""
     if isinstance(memory, DeviceMemory):
         memory.check()
         return memory.address

@@ -62,7 +62,7 @@ class _Cuda(Provider):
     floors = (
         Floor(
             "cuda", ("pull", "push", "engine"), True, 10e9,
-            "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, others on the GPU",
+            "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU",
         ),
     )  # fmt: skip
     costs = (
@@ -93,9 +93,9 @@ _NEVER = sys.maxsize
 
 
 def long_runs(measured: Sequence[Measured]) -> int | None:
-    """For `CudaTransport(long=...)`: from this many bytes on, runs are no slower by the copy engine than by the kernel.
+    """For `CudaTransport(long=...)`: the bytes from which the copy engine is no slower for a run than the kernel.
 
-    It holds between any two GPUs, and exceeds any run where the engine is always slower. None if nothing was measured.
+    This holds between any two GPUs; it exceeds any run if the engine is always slower. None if nothing was measured.
     """
     longest = []
     for engine in measured:
@@ -107,8 +107,8 @@ def long_runs(measured: Sequence[Measured]) -> int | None:
 
 
 def _from(engine: Measured, kernel: Measured) -> int:
-    """The shortest run from which on the engine is no slower at any length that both were measured at."""
-    of_kernel = {s.run: s.rate for s in kernel.samples}  # of one length the larger program comes last
+    """The shortest run from which the engine is no slower at any length that both were measured at."""
+    of_kernel = {s.run: s.rate for s in kernel.samples}  # for one length the larger program comes last
     of_engine = {s.run: s.rate for s in engine.samples}
     found = _NEVER
     for run in sorted(of_kernel.keys() & of_engine.keys(), reverse=True):

@@ -1,4 +1,4 @@
-"""The packed stream as work for the copy kernel: one side's rows on one end, a linear region on the other.
+"""The packed stream as work for the copy kernel: one side's rows at one end, a linear region at the other.
 
 A record is a row of the stream, so the rows of a program's maps are expanded once, and a chunk is a few classes of
 operations over an interval of them: its cost on the host does not depend on its runs. The kernel adds the address of
@@ -23,7 +23,7 @@ from kvproto.transport.cuda import table as tables
 from kvproto.transport.staging.packed import Order, Side, StreamColumns
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PART", "Chunk", "Part", "StreamSide", "StreamTable"]
+__all__ = ["PART", "ChunkCopies", "Part", "StreamSide", "StreamTable"]
 
 _HEAD = struct.Struct("<IIQQ")
 PART = _HEAD.size + tables.FEW_CLASSES * tables.CLASS.itemsize
@@ -45,8 +45,8 @@ class Part:
 
 
 @attrs.frozen
-class Chunk:
-    """Launches, and bytes of records that are cut."""
+class ChunkCopies:
+    """What copies a chunk of a stream: launches, and copies of bytes of records that are cut."""
 
     parts: tuple[Part, ...]
     pieces: tuple[tuple[int, int, int], ...]
@@ -56,7 +56,7 @@ class Chunk:
 class StreamSide:
     """What all streams of a rank pair share on one side; `addresses` and `lengths` of its regions are by region id.
 
-    Raises OUT_OF_REGION where the operations leave the regions.
+    Raises OUT_OF_REGION if the operations leave the regions.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StreamSide:
         numbers = np.diff(columns.first)
         bytes_ = columns.ops["lanes"] * columns.ops["lane_bytes"]
         self.place = np.cumsum(bytes_) - bytes_
-        """Of each operation, in its record."""
+        """The byte of its record at which each operation begins."""
         self.place -= np.repeat(self.place[columns.first[:-1]], numbers)
         ops = columns.ops.copy()
         ops["layer"] = np.repeat(np.arange(len(numbers)), numbers)  # so that an interval of columns is one of layers
@@ -80,19 +80,19 @@ class StreamSide:
             ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
         self.table = tables.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
-        # for Python: what a chunk asks for is too little for numpy
+        # lists, as a chunk looks up too few for numpy to pay off
         self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
-        """Of each column; of each operation of the table."""
+        """The bytes of a record in each column, and the column of each operation of the table."""
 
     @property
     def words(self) -> list[int]:
-        """Widths of words that chunks may use: where a column lies in the stream depends on those before it."""
+        """Widths of words that chunks may use, as the place of a column in the stream depends on those before it."""
         found = {shape.word for shape in self.table.shapes}
         return [w for w in tables.WORDS if found and min(found) <= w <= max(found)]
 
 
 class StreamTable:
-    """One request's stream; raises OUT_OF_REGION where its maps leave the pools."""
+    """One request's stream; raises OUT_OF_REGION if its maps leave the pools."""
 
     def __init__(self, side: StreamSide, maps: Sequence[RowMap]) -> None:
         self._side, self._maps, self._stream = side, maps, side.stream
@@ -101,14 +101,14 @@ class StreamTable:
             raise LocalError(ErrorCode.OUT_OF_REGION, "", f"items and rows below {_WIDE}", str(order.most))
         table = side.table
         self._places = table.ops[self._stream] + order.start.astype(np.uint64)[table.layers]
-        """Of each operation of the table, in the stream."""
+        """The byte of the stream at which each operation of the table begins."""
         self._ops_at, self._rows_at = 0, [0] * len(maps)
         self._start, self._end, self._sizes = order.start.tolist(), order.end.tolist(), [m.size for m in maps]
         places = self._places % tables.WORDS[0]
         self._misaligned = [
             int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
-        """Of each shape: where its operations begin in a word, if all begin alike."""
+        """For each shape: where its operations begin within a word, if all begin at the same byte."""
         self.n_maps, self.most_rows = len(maps), max(self._sizes, default=0)
         """Maps to expand, and rows of the longest one."""
         self._ops_begin = tables.up(len(maps) * tables.MAP.itemsize)
@@ -135,7 +135,7 @@ class StreamTable:
         return at
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """Bytes of a chunk at `offset`: at most `most`, up to the end of a record where one ends."""
+        """Bytes of a chunk at `offset`: at most `most`, and up to the end of a record if one ends there."""
         order = self.order
         if offset + most >= order.length:
             return most
@@ -143,7 +143,7 @@ class StreamTable:
         cut = (offset + most - self._start[c]) % self._side.width[c]
         return most - cut if most > cut else most
 
-    def chunk(self, offset: int, length: int, address: int) -> Chunk:
+    def chunk(self, offset: int, length: int, address: int) -> ChunkCopies:
         """The launches that copy stream bytes [offset, offset + length) from or to `address`; raises OUT_OF_RANGE."""
         end = offset + length
         self.order.check(offset, end)
@@ -172,7 +172,7 @@ class StreamTable:
                 if begin + last * width < stop:
                     pieces += self._pieces(shift, c, last, 0, stop - begin - last * width)
             at, c = stop, c + 1
-        return Chunk(tuple(self._parts(found, shift)), tuple(pieces))
+        return ChunkCopies(tuple(self._parts(found, shift)), tuple(pieces))
 
     def _classes(
         self, found: dict[int, list[tuple[int, ...]]], shift: int, first: int, last: int, row: int, rows: int | None

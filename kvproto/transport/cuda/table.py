@@ -31,7 +31,7 @@ WORDS = (16, 8, 4, 2, 1)
 RUN_WORDS = 5
 """A run has this many numbers of 32 bits: its first row, and item and row on both sides."""
 FEW_CLASSES, FEW_RUNS = 8, 180
-"""The most that a launch in a kernel's parameters of 4 KiB has: the `few` of kernel.cu."""
+"""The most classes and runs of a launch that fits into a kernel's 4 KiB of parameters: `Few` in kernel.cu."""
 FEW_WORDS = FEW_RUNS * RUN_WORDS
 RUN_BYTES = 4 * RUN_WORDS
 
@@ -49,14 +49,14 @@ SUM = np.dtype(
 
 MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
 LONG = 16 << 20
-"""Runs of at least so many bytes go by the copy engine, which is 6 % faster then (benchmarks/transfer_gpu.py)."""
+"""Runs of at least this many bytes go by the copy engine, which is 6 % faster then (benchmarks/transfer_gpu.py)."""
 MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of an operation; one with more is cut into several classes."""
 
 
 @attrs.frozen
 class Shape:
-    """Operations [start, stop) of a table: alike in map, word, width of a row; ascending by layer."""
+    """Operations [start, stop) of a table with the same map, word and width of a row, in ascending order of layers."""
 
     map: int
     word: int
@@ -88,7 +88,7 @@ def table(
 ) -> Table:
     """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
 
-    The addresses of a `free` side are known at each launch only, and do not limit how wide words are.
+    The addresses of a `free` side are known only at each launch, and do not limit how wide words are.
     """
     ops = program.ops
     made = np.zeros(len(ops), OP)
@@ -144,7 +144,7 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = No
 class PerProgramCache(Generic[T]):
     """Keeps what is made once for the operations of a rank pair for as long as their array lives.
 
-    What is kept must not hold the array, which would then live for ever.
+    What is kept must not refer to the array, which would then live for ever.
     """
 
     def __init__(self) -> None:

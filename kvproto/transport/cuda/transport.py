@@ -25,8 +25,8 @@ __all__ = ["CudaTransport"]
 class CudaTransport(base.Transport):
     """Runs copy programs on one GPU; tables of operations are uploaded once for a rank pair.
 
-    `blocks` and `long` are those of `Copier`; `kvproto probe` measures `long`. `background`: thread blocks of a launch
-    while later layers are being computed. Raises OUT_OF_RANGE.
+    `blocks` and `long` are those of `Copier`, and `kvproto probe` measures `long`. `background` is the number of thread
+    blocks of a launch while later layers are being computed. Raises LocalError: OUT_OF_RANGE, NO_TRANSPORT.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CudaTransport(base.Transport):
     ) -> None:
         long = LONG if long is None else long
         if background < 1:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "background", "1 at least", str(background))
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "background", "at least 1", str(background))
         self.copier = Copier(device, blocks, _LAUNCHES, long=long)
         self._background = Copier(device, min(background, self.copier.blocks), _LAUNCHES, long=long)
         """A separate copier, so that urgent copies do not queue behind background ones."""
@@ -54,7 +54,7 @@ class CudaTransport(base.Transport):
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
-        """Map each region; raises as `kvproto.transport.cuda.memory.connect`."""
+        """Map each region; raises what `kvproto.transport.cuda.memory.connect` raises."""
         device = self.copier.device
         return base.connect_each(regions, used, lambda region, path: connect_device(region, path, device))
 

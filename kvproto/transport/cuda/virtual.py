@@ -82,7 +82,7 @@ def by_fabric(data: bytes) -> Any:
 class VirtualMap:
     """A peer's allocations, one after the other, as kernels of one device see them.
 
-    Of each allocation: what makes the driver's handle of it, and its length.
+    `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
     """
 
     def __init__(self, device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> None:

@@ -28,7 +28,7 @@ class InlineReceiver:
 
     kind: ClassVar[CreditKind] = CreditKind.INLINE
     busy = False
-    """Bytes of host memory are in their places when `data` returns."""
+    """Never, since bytes are in their places when `data` returns."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -63,7 +63,7 @@ class InlineReceiver:
             stream.error = fault.kept()
 
     def finish(self, sequence: int, attempt: int) -> bool:
-        """True, when no more Data comes; raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        """True, when no more Data comes; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.error:
             raise stream.error.again()
@@ -73,6 +73,6 @@ class InlineReceiver:
         return True
 
     def close(self, sequence: int, attempt: int) -> bool:
-        """Drop what still comes of a transfer."""
+        """Drop what still comes for a transfer."""
         self._streams.pop((sequence, attempt), None)
         return True

@@ -47,21 +47,21 @@ class InlineLink:
     def __init__(self) -> None:
         self.room = 0
         self.active: set[InlineStream] = set()
-        """Streams that are not packed to their end."""
+        """Streams of which bytes are still to be packed."""
 
     def allow(self, bytes: int) -> None:
-        """So many more bytes may be packed."""
+        """Let this many more bytes be packed."""
         self.room += bytes
 
     def restart(self) -> None:
-        """What was sent may be lost, and nothing may be sent: streams that have begun fail (KVP-INL-BROKEN)."""
+        """Forget all credit; streams that have begun fail, as what they sent may be lost (KVP-INL-BROKEN)."""
         self.room = 0
         for stream in self.active:
             stream.broken = stream.begun
 
 
 class InlineStream(Stream):
-    """A packed stream that is under way; a `Copying` and its own `Stream`. Each look at `done` packs what may go."""
+    """A packed stream that is under way; a `Copying` and its own `Stream`. Each poll of `done` packs what may go."""
 
     def __init__(self, link: InlineLink, packer: PackedStream, grows: bool) -> None:
         self._link, self._packer, self.bytes = link, packer, packer.length
@@ -78,7 +78,7 @@ class InlineStream(Stream):
 
     @property
     def begun(self) -> bool:
-        """Whether any byte of it was packed."""
+        """Whether any of its bytes was packed."""
         return self._at > 0
 
     @property
@@ -90,7 +90,7 @@ class InlineStream(Stream):
 
     @property
     def done(self) -> bool:
-        """Pack what credit allows: whether `take` returns the last piece; raises PEER_LOST."""
+        """Whether every byte is packed, after packing what credit allows; raises PEER_LOST."""
         if self.broken:
             yours = f"{self._at} of {self.bytes} bytes sent when the connection broke"
             raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
@@ -116,6 +116,6 @@ class InlineStream(Stream):
         return pieces
 
     def stop(self) -> Proof:
-        """Send nothing more. The sink alone writes its pages, so nothing that is on its way can arrive in one."""
+        """Send nothing more. Only the sink writes its pages, so nothing that is on its way can arrive in one."""
         self._link.active.discard(self)
         return Proof.PROVEN

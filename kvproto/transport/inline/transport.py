@@ -1,6 +1,6 @@
 """Transport `inline`: a source packs bytes into Data of the session, and the sink unpacks them into its own pages.
 
-It maps nothing and needs no library, so it goes between any two hosts. Memory of the host alone.
+It maps nothing and needs no library, so it works between any two hosts, on host memory only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOW = 2 << 20
 
 @attrs.frozen
 class _Apart(base.Mapped):
-    """A peer's region that nothing reaches: its peer fills it from Data."""
+    """A peer's region, which only the peer itself writes, from Data."""
 
     link: InlineLink
 
@@ -62,7 +62,7 @@ class InlineTransport(base.Transport):
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
-        """Nothing is mapped; raises NO_TRANSPORT without INLINE, or to read (KVP-REG-INLINE)."""
+        """Map nothing; raises NO_TRANSPORT without feature INLINE, or to read (KVP-REG-INLINE)."""
         if not writes or Feature.INLINE not in features:
             mine = "INLINE in this session" if writes else "a transport that reads"
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, "INLINE", "use another transport")

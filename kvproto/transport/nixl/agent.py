@@ -1,15 +1,15 @@
 """Transport `nixl`: one-sided writes by NIXL over UCX, between hosts or over loopback.
 
 One thread at a time has the turn to call NIXL, so nothing depends on NIXL's own locking. Callers queue work and get a
-`Write`, which any thread may ask after. As a rule the agent's thread does the work: a post that copies before it
-returns (shared memory) blocks that thread alone, and NIXL lets Python run meanwhile. The callers of an `eager` agent do
-the work themselves: a write between GPUs ends sooner than a thread wakes.
+`Write`, which any thread may poll. As a rule the agent's thread does the work: a post that copies before it returns
+(shared memory) blocks only that thread, and NIXL releases the GIL meanwhile. The callers of an `eager` agent do the
+work themselves, because a write between GPUs ends sooner than a thread wakes.
 
 What can be proved: NIXL says DONE when the bytes are at the peer, so nothing of a write that is ready can arrive later.
 A write that is released before it is ready may still arrive (over TCP it does), so it is UNPROVABLE. To abort with
 proof, post nothing more and wait for what was posted. A write that the peer's death ended is UNPROVABLE too.
 
-What is posted again: the transfer of a complete write from slot to slot is cached for the next write of the same two
+The transfer of a complete write from slot to slot is cached, to be posted again for the next write of the same two
 slots and length. It is released before either side's memory is closed or registered again.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.base import no_handle
 from kvproto.transport.nixl.binding import Descriptors, Nixl
-from kvproto.transport.nixl.handle import Memory, Named
+from kvproto.transport.nixl.handle import ByteRange, Named
 from kvproto.transport.nixl.regions import Make, Peer, Registered, Write
 from kvproto.transport.nixl.transfers import Transfers, closed, failed, unreachable
 from kvproto.wire.enums import ErrorCode, MemoryKind
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _SOON, _LATE = 20e-6, 500e-6
 """Seconds between polls of writes under way: the pause doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
-"""The same for an eager agent's thread, which serves callers that do not ask."""
+"""The same for an eager agent's thread, which serves callers that do not poll."""
 
 Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
 """Descriptors here, their kind of memory, descriptors at a peer, and the peer."""
@@ -50,8 +50,8 @@ Posting = tuple[Descriptors, MemoryKind, Descriptors, Peer]
 class Agent:
     """A rank's NIXL agent; close it, or use it in a `with` block.
 
-    With `eager`, whoever posts a write or asks after one advances NIXL. Raises NO_TRANSPORT where NIXL is not
-    installed, TRANSPORT_FAILED where UCX cannot start.
+    With `eager`, posting or polling a write advances NIXL. Raises NO_TRANSPORT if NIXL is not installed,
+    TRANSPORT_FAILED if UCX cannot start.
     """
 
     def __init__(self, eager: bool = False) -> None:
@@ -59,20 +59,20 @@ class Agent:
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[Nixl], None]] = deque()
         self._bell = threading.Event()
-        """Not a SimpleQueue: one may wait for ever in spite of a short timeout, which Python counts down below 0."""
+        """Not a SimpleQueue, which may wait for ever in spite of a short timeout, as Python counts it down below 0."""
         self._rests = False
-        """Whether the thread waits for the bell alone."""
+        """Whether the thread waits for nothing but the bell."""
         self._lively = False
-        """Of an eager agent: whether something was posted since the thread last polled; waking it would cost more."""
+        """For an eager agent: whether something was posted since the thread last polled; waking it would cost more."""
         self._turn = threading.Lock()
         self._nixl: Nixl | None = None
         self._transfers = Transfers(self._tell)
         self._open: set[Registered] = set()
-        """Registered memory, which must live as long as peers may write it, even where nobody else holds it."""
+        """Registered memory, which must live as long as peers may write it, even if nothing else refers to it."""
         self._closed, self._door = False, threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._told, self._telling = False, threading.Lock()
-        """Whether that is readable."""
+        """Whether `_wake` is readable."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvproto-nixl", daemon=True)
         self._thread.start()
@@ -88,12 +88,12 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def register(self, memory: Memory | Any, slot_bytes: int = 0) -> Registered:
+    def register(self, memory: ByteRange | Any, slot_bytes: int = 0) -> Registered:
         """Register memory, or a contiguous buffer; with `slot_bytes` as staging memory of slots of that size.
 
-        Raises OUT_OF_RANGE where no slot fits, TRANSPORT_FAILED where NIXL refuses the memory.
+        Raises OUT_OF_RANGE if no slot fits, TRANSPORT_FAILED if NIXL refuses the memory.
         """
-        some = memory if isinstance(memory, Memory) else Memory.of(memory)
+        some = memory if isinstance(memory, ByteRange) else ByteRange.of(memory)
         most = min(some.length, 0xFFFF_FFFF)
         if not 0 <= slot_bytes <= most:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "slot_bytes", f"1 to {most}", str(slot_bytes))
@@ -133,7 +133,7 @@ class Agent:
         return self._wake
 
     def wait(self, timeout: float) -> bool:
-        """Wait until a write has ended, or `timeout` seconds; whether one has."""
+        """Wait until a write has ended, but at most `timeout` seconds; returns whether one has."""
         poller = select.poll()  # `select` knows 1024 descriptors
         poller.register(self._wake, select.POLLIN)
         poller.poll(timeout * 1000)
@@ -185,7 +185,7 @@ class Agent:
     # whoever has the turn
 
     def _move_all(self) -> bool:
-        """Do what was queued, and ask after what is under way; returns whether anything happened."""
+        """Do what was queued, and poll what is under way; returns whether anything happened."""
         if self._nixl is None:
             return False
         some = self._work(self._nixl)
@@ -208,9 +208,9 @@ class Agent:
     # any thread
 
     def advance(self, write: Write | None = None) -> None:
-        """Of an eager agent: do what was queued, and ask after one write; its thread asks after all of them.
+        """In an eager agent, do what was queued and poll one write, as its thread polls all of them.
 
-        It waits for its turn: the thread that has it needs the interpreter, which waiting releases.
+        It waits for its turn; the thread that has the turn needs the GIL, which waiting releases.
         """
         if not self._eager:
             return
@@ -229,7 +229,7 @@ class Agent:
             return write.bell
 
     def patience(self, seconds: float) -> float:
-        """How long a caller that waits leaves the work to the agent's thread."""
+        """The seconds for which a caller that waits leaves the work to the agent's thread."""
         return min(seconds, _SOON) if self._eager else seconds
 
     def _enqueue(self, job: Callable[[Nixl], None]) -> None:

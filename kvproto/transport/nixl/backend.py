@@ -1,4 +1,4 @@
-"""Memory of one kind for transport `nixl`: the host's here, a GPU's in `kvproto.transport.nixl.device`."""
+"""One kind of memory for transport `nixl`: the host's is here, a GPU's in `kvproto.transport.nixl.device`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import LocalError
 from kvproto.transport.base import SUMMED, Memory, Regions
-from kvproto.transport.nixl.handle import Memory as Bytes
+from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream, Packer, Side
 from kvproto.wire.enums import ErrorCode
@@ -18,25 +18,25 @@ __all__ = ["HostBackend", "MemoryBackend"]
 
 
 class MemoryBackend(Protocol):
-    """Memory of one kind: pools, staging slots, and what packs from the one into the other."""
+    """One kind of memory: pools, staging slots, and packing between the two."""
 
     slot_bytes: int
     """Bytes of a staging slot by default."""
     eager: bool
-    """Whether callers that ask after a write advance NIXL themselves, because writes end sooner than a thread wakes."""
+    """Whether callers that poll a write advance NIXL themselves, because writes end sooner than a thread wakes."""
     summed_at_once: int
     """As `Capabilities` say it."""
     device_name: str | None = None
     """UUID of the GPU, as regions state it; None on the host."""
 
-    def allocate(self, length: int) -> Bytes:
+    def allocate(self, length: int) -> ByteRange:
         """Staging memory, until `free` or `close`."""
 
-    def free(self, memory: Bytes) -> None:
+    def free(self, memory: ByteRange) -> None:
         """Release staging memory; no write of it may be under way."""
         return
 
-    def of(self, memory: Memory) -> Bytes:
+    def of(self, memory: Memory) -> ByteRange:
         """The bytes of a pool; raises NO_TRANSPORT for memory of another kind."""
 
     def mappable(self, memory: Memory) -> bool:
@@ -44,14 +44,14 @@ class MemoryBackend(Protocol):
         return True
 
     def prepare(self, program: CopyProgram, side: Side, memory: Regions) -> None:
-        """Make what all streams of a rank pair share, so that no request waits for it; any program of the pair does."""
+        """Make what all streams of a rank pair share, so that no request waits for it, from any program of the pair."""
         return
 
     def packer(self, program: CopyProgram, side: Side, memory: Regions, after: Sequence[int] = ()) -> Packer:
-        """One side's end of a program's stream; what is packed is read after these device events."""
+        """One side's end of a program's stream, which is read after these device events."""
 
     def happened(self, events: Sequence[int]) -> bool:
-        """Whether device events are complete; waits for nothing."""
+        """Whether device events are complete, without waiting."""
         return True
 
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
@@ -71,11 +71,11 @@ class HostBackend(MemoryBackend):
 
     slot_bytes, eager, summed_at_once = 1 << 20, False, SUMMED
 
-    def allocate(self, length: int) -> Bytes:
-        return Bytes.of(bytearray(length))
+    def allocate(self, length: int) -> ByteRange:
+        return ByteRange.of(bytearray(length))
 
-    def of(self, memory: Memory) -> Bytes:
-        return Bytes.of(_buffer(memory))
+    def of(self, memory: Memory) -> ByteRange:
+        return ByteRange.of(_buffer(memory))
 
     def packer(self, program: CopyProgram, side: Side, memory: Regions, after: Sequence[int] = ()) -> Packer:
         return PackedStream(program, side, {i: _buffer(m) for i, m in memory.items()})

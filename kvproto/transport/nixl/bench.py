@@ -1,4 +1,4 @@
-"""Transport `nixl` between two processes of this host: a descriptor a run, and packed into staging slots.
+"""Times transport `nixl` between two processes of this host: a descriptor for each run, and packed into staging slots.
 
 `python -m kvproto.transport.nixl.bench FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
 """
@@ -24,7 +24,7 @@ from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Direct
-from kvproto.transport.nixl.handle import Memory
+from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.staging.packed import PackedStream, Packer, Side
 from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
@@ -46,20 +46,20 @@ def _slot(memory: int, place: str) -> int:
 class _Place:
     """Pages and staging slots of one process."""
 
-    pages: Memory
-    slots: Memory
+    pages: ByteRange
+    slots: ByteRange
     device: str | None
-    """Its name."""
+    """UUID of its GPU."""
     eager: bool
     packer: Callable[[CopyProgram, Side], Packer]
 
 
 @contextmanager
 def _open(place: str, memory: int) -> Iterator[_Place]:
-    """Open pages and slots; to be left after the agent that registers them."""
+    """Open pages and slots, which must outlive the agent that registers them."""
     length, slots = memory * 3 // 10 // 4096 * 4096, _SLOTS * _slot(memory, place)
     if place == HOST:
-        pages, staging = (Memory.of(np.ones(n, np.uint8)) for n in (length, slots))
+        pages, staging = (ByteRange.of(np.ones(n, np.uint8)) for n in (length, slots))
         assert pages.buffer is not None
         regions = {0: pages.buffer}
         yield _Place(pages, staging, None, HostBackend.eager, lambda made, side: PackedStream(made, side, regions))
@@ -150,7 +150,7 @@ def _late(found: str, advice: str = "") -> LocalError:
 
 
 def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
-    """The job of both ways; both processes together use less than `memory` bytes."""
+    """The job of both ways, whose two processes together use less than `memory` bytes."""
 
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:

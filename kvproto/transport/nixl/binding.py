@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
-from kvproto.transport.nixl.handle import Memory, Named
+from kvproto.transport.nixl.handle import ByteRange, Named
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["Descriptors", "Nixl"]
 
 Descriptors = npt.NDArray[np.uint64]
-"""[descriptor, (address, bytes, device)]"""
+"""Rows (address, bytes, device) [n, 3]."""
 Located = tuple[Descriptors, MemoryKind]
 
 
 class Nixl:
-    """The calls of NIXL that kvproto uses, by its bindings; raises what NIXL raises, NO_TRANSPORT without NIXL.
+    """The calls of NIXL that kvproto uses, by its bindings; raises what NIXL raises, and NO_TRANSPORT without NIXL.
 
-    NIXL's Python wrapper sets the progress thread's delay to 0, which keeps a core busy for ever. With a delay that
+    NIXL's Python wrapper sets the progress thread's delay to 0, which keeps a core busy all the time. With a delay the
     thread sleeps until UCX has work or the delay is over.
     """
 
@@ -40,7 +40,7 @@ class Nixl:
         self._ucx = [self._agent.createBackend("UCX", {})]
         self._segment = {MemoryKind.HOST: api.DRAM_SEG, MemoryKind.CUDA: api.VRAM_SEG}
 
-    def register(self, memory: Memory) -> tuple[Any, bytes]:
+    def register(self, memory: ByteRange) -> tuple[Any, bytes]:
         """Register memory; returns the registration and the metadata that names this memory alone."""
         made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
         self._agent.registerMem(made, self._ucx)
@@ -83,5 +83,5 @@ class Nixl:
         self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """End UCX now, even where a traceback keeps this object; it reads none of our memory from then on."""
+        """End UCX now, even if a traceback keeps this object alive; it reads none of our memory from then on."""
         del self._agent, self._ucx

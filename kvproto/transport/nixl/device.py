@@ -13,7 +13,7 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
 from kvproto.transport.cuda.sums import SUMMED
 from kvproto.transport.nixl.backend import MemoryBackend
-from kvproto.transport.nixl.handle import Memory as Bytes
+from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.staging.packed import Side
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
@@ -32,22 +32,22 @@ class DeviceBackend(MemoryBackend):
         self.device_name = uuid(device)
         self._allocated: dict[int, DeviceMemory] = {}
 
-    def allocate(self, length: int) -> Bytes:
-        """One cuMemAlloc, which UCX can share."""
+    def allocate(self, length: int) -> ByteRange:
+        """`length` bytes in one cuMemAlloc, which UCX can share."""
         made = DeviceMemory(length, self.device)
         self._allocated[made.address] = made
         return self.of(made)
 
-    def free(self, memory: Bytes) -> None:
-        """Waits for what is packed or unpacked."""
+    def free(self, memory: ByteRange) -> None:
+        """Release staging memory, once what is being packed or unpacked is done."""
         self._allocated.pop(memory.address).close()
 
-    def of(self, memory: Memory) -> Bytes:
+    def of(self, memory: Memory) -> ByteRange:
         own = self._own(memory)
-        return Bytes(own.address, own.length, MemoryKind.CUDA, own.device)
+        return ByteRange(own.address, own.length, MemoryKind.CUDA, own.device)
 
     def mappable(self, memory: Memory) -> bool:
-        """Whether cuda_ipc opens it: it does memory of cuMemAlloc, not virtual memory."""
+        """Whether cuda_ipc can open it, as it can memory of cuMemAlloc but not virtual memory."""
         return self._own(memory).legacy
 
     def prepare(self, program: CopyProgram, side: Side, memory: Regions) -> None:

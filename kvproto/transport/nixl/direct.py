@@ -1,4 +1,4 @@
-"""Descriptor lists, for programs whose runs are long; and whether they, or packed streams, are the better way."""
+"""Descriptor lists, for programs whose runs are long, and the choice between them and packed streams."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
 def descriptors(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]
 ) -> dict[tuple[int, int], tuple[IntArray, IntArray, IntArray]]:
-    """The addresses at the source and at the sink and the bytes of every run, each an array, by pair of regions.
+    """By pair of regions: the source addresses, sink addresses and bytes of all runs, each an array [runs].
 
-    `sources` and `sinks` are the addresses of regions, by id.
+    `sources` and `sinks` are the addresses of regions by id.
     """
     found: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
     for op in program.ops:
@@ -81,7 +81,7 @@ class WriteMode(Enum):
     """How the bytes of a program reach the sink."""
 
     DIRECT = "direct"
-    """One descriptor a run, into the peer's pages."""
+    """One descriptor for each run, into the peer's pages."""
     PACKED = "packed"
     """Gathered into chunks, into the peer's staging slots."""
 
@@ -91,7 +91,7 @@ class Costs:
     """The measured costs that the choice of a mode depends on."""
 
     descriptor: float
-    """Seconds that a descriptor costs beside its bytes: 6.5e-6 on a pair of H200."""
+    """Seconds that a descriptor costs in addition to its bytes: 6.5e-6 on a pair of H200."""
     link: float
     """Bytes a second of one long write."""
     packed: float = 0.85
@@ -104,7 +104,7 @@ def threshold(costs: Costs) -> float:
 
 
 def choose(runs: Runs, costs: Costs) -> WriteMode:
-    """DIRECT where the mean run is long enough, else PACKED."""
+    """DIRECT if the mean run is long enough, else PACKED."""
     return WriteMode.DIRECT if runs.mean >= threshold(costs) else WriteMode.PACKED
 
 
@@ -135,6 +135,6 @@ def require_fast(rate: float, peer: Peer, floor: float = DEVICE_FLOOR) -> None:
     """Refuse device memory that is reached neither by cuda_ipc nor by RDMA: raises TRANSPORT_FAILED below the floor."""
     if peer.memory.kind == MemoryKind.CUDA and rate < floor:
         raise RemoteError(
-            ErrorCode.TRANSPORT_FAILED, peer.path, f"{floor / 1e9:g} GB/s at least", f"{rate / 1e9:.2f} GB/s",
+            ErrorCode.TRANSPORT_FAILED, peer.path, f"at least {floor / 1e9:g} GB/s", f"{rate / 1e9:.2f} GB/s",
             "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and GPUDirect on both hosts",
         )  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["Memory", "Named"]
+__all__ = ["ByteRange", "Named"]
 
 _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
@@ -30,8 +30,8 @@ _NAME = re.compile(r"kvproto-[0-9a-f]{32}")
 
 
 @attrs.frozen
-class Memory:
-    """Bytes of this process, on the host or on a device."""
+class ByteRange:
+    """Bytes of a process, on the host or on a device."""
 
     address: int = attrs.field(repr=False)
     length: int
@@ -39,34 +39,34 @@ class Memory:
     device: int = 0
     """CUDA ordinal in this process; 0 on the host."""
     buffer: memoryview | None = attrs.field(default=None, repr=False, eq=False)
-    """On the host: the same bytes."""
+    """The same bytes, if they are this process's on the host."""
 
     @classmethod
-    def of(cls, buffer: Any) -> Memory:
+    def of(cls, buffer: Any) -> ByteRange:
         """A contiguous buffer of the host."""
         view = memoryview(buffer).cast("B")
         address = np.ndarray(view.nbytes, np.uint8, view).ctypes.data
         return cls(address, view.nbytes, buffer=view)
 
-    def part(self, offset: int, length: int) -> Memory:
+    def part(self, offset: int, length: int) -> ByteRange:
         """Bytes [offset, offset + length); raises OUT_OF_RANGE beyond."""
         if not 0 <= offset <= offset + length <= self.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
         buffer = None if self.buffer is None else self.buffer[offset : offset + length]
-        return Memory(self.address + offset, length, self.kind, self.device, buffer)
+        return ByteRange(self.address + offset, length, self.kind, self.device, buffer)
 
     @property
     def descriptor(self) -> tuple[int, int, int]:
-        """Address, bytes, device: as NIXL takes it."""
+        """Address, bytes and device, as NIXL wants them."""
         return self.address, self.length, self.device
 
 
 @attrs.frozen
 class Named:
-    """What a handle says."""
+    """The contents of a handle."""
 
     name: str
-    memory: Memory
+    memory: ByteRange
     slot_bytes: int
     metadata: bytes = attrs.field(repr=False)
 
@@ -84,22 +84,22 @@ class Named:
 
     @classmethod
     def decode(cls, data: bytes) -> Named:
-        """The inverse; raises ValueError with what is wrong."""
+        """Decode a handle; raises ValueError that says what is wrong."""
         if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
             raise ValueError("not a handle of NIXL")
         if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:
             raise ValueError("its digest differs")
         fields = msgpack.unpackb(data[_HEAD:])
         if not isinstance(fields, list) or [type(f) for f in fields] != [str, int, int, int, int, int, bytes]:
-            raise ValueError("its fields have other types")
+            raise ValueError("its fields have the wrong types")
         name, address, length, device, kind, slot_bytes, metadata = fields
         if not _NAME.fullmatch(name):
-            raise ValueError("its agent has another kind of name")
+            raise ValueError("its agent's name is not one that kvproto gives")
         if address <= 0 or length <= 0 or address + length >= 1 << 63 or not 0 <= device < 1 << 16:
-            raise ValueError("its memory is none")
+            raise ValueError("its memory is out of range")
         if not 0 <= slot_bytes <= length:
-            raise ValueError("its slots are none")
+            raise ValueError("its slots are out of range")
         tagged = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"
         if not metadata.startswith(tagged):
             raise ValueError("its metadata is another agent's")
-        return cls(name, Memory(address, length, MemoryKind(kind), device), slot_bytes, metadata)
+        return cls(name, ByteRange(address, length, MemoryKind(kind), device), slot_bytes, metadata)

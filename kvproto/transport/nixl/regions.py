@@ -13,7 +13,7 @@ import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.nixl.binding import Nixl
-from kvproto.transport.nixl.handle import Memory, Named
+from kvproto.transport.nixl.handle import ByteRange, Named
 from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.enums import Transport as TransportCode
@@ -32,7 +32,7 @@ Make = Callable[[Nixl], Iterator[int]]
 
 
 @attrs.frozen
-class Slot(Memory):
+class Slot(ByteRange):
     """The first bytes of a staging slot."""
 
     owner: Slotted | None = attrs.field(default=None, repr=False, eq=False)
@@ -41,15 +41,15 @@ class Slot(Memory):
 class Slotted:
     """Memory that may be divided into equal staging slots."""
 
-    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int) -> None:
+    def __init__(self, agent: Agent, memory: ByteRange, slot_bytes: int) -> None:
         self.agent, self.memory = agent, memory
         self.slot_bytes = slot_bytes
-        """Bytes of each slot; 0 where there is none."""
+        """Bytes of each slot; 0 if there is none."""
         self.slots = memory.length // slot_bytes if slot_bytes else 0
         """Number of staging slots."""
         self._made: dict[int, Slot] = {}
 
-    def slot(self, number: int, length: int) -> Memory:
+    def slot(self, number: int, length: int) -> ByteRange:
         """The first bytes of a staging slot."""
         known = self._made.get(number)
         if known is None or known.length != length:
@@ -61,7 +61,7 @@ class Slotted:
 class Registered(Slotted):
     """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
 
-    def __init__(self, agent: Agent, memory: Memory, slot_bytes: int, list_: Any, metadata: bytes) -> None:
+    def __init__(self, agent: Agent, memory: ByteRange, slot_bytes: int, list_: Any, metadata: bytes) -> None:
         super().__init__(agent, memory, slot_bytes)
         self._list, self._metadata = list_, metadata
 
@@ -77,7 +77,7 @@ class Registered(Slotted):
         return Handle(transport=TransportCode.NIXL, data=named.encode())
 
     def region(self, id: int, device: str | None = None) -> Region:
-        """What Register says of it; `device` is the UUID of CUDA memory."""
+        """Its entry in Register; `device` is the UUID of the GPU of CUDA memory."""
         memory = self.memory
         return Region(
             id=id, base=0, length=memory.length, kind=memory.kind, device=device, boot=boot_id(), handles=(self.handle,)
@@ -103,9 +103,9 @@ class Peer(Slotted):
         self.name, self.path = named.name, path
         """The name of the peer's agent; the path of the region for errors."""
         self.lost: KvprotoError | None = None
-        """Why no write can succeed any more."""
+        """Why no write to it can succeed any more."""
 
-    def write(self, source: Memory, to: Memory) -> Write:
+    def write(self, source: ByteRange, to: ByteRange) -> Write:
         """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
@@ -123,7 +123,7 @@ class Peer(Slotted):
         return self.agent.begin(write, make)
 
     def close(self) -> None:
-        """Write no more; writes under way end UNPROVABLE. The connection ends with the last memory of its agent."""
+        """Stop writing it; writes under way end UNPROVABLE. The connection ends with the last memory of its agent."""
         self.agent.disconnect(self)
 
 
@@ -133,10 +133,10 @@ class SlotPair:
 
     source: Registered
     at: int
-    """Address."""
+    """Address at the source."""
     peer: Peer
     to: int
-    """Address."""
+    """Address at the peer."""
     length: int
 
     @property
@@ -156,14 +156,14 @@ class Write:
         self._proof: Proof | None = None
         self._error: KvprotoError | None = None
         self._over = False
-        """Set last, so that whoever sees it set sees the others too."""
+        """Set last, so that a thread that sees it set sees the others too."""
         self.bell: threading.Event | None = None
-        """Wakes those who wait, if any do."""
+        """Wakes threads that wait, if any do."""
         self.handles: list[int] = []
         self.cancelled = False
 
     def ready(self) -> bool:
-        """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED where that failed."""
+        """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED if that failed."""
         if not self._over:
             self._agent.advance(self)
             if not self._over:
@@ -183,11 +183,11 @@ class Write:
 
     @property
     def proof(self) -> Proof | None:
-        """PROVEN where no byte can arrive any more, or UNPROVABLE, once the write is over; None while under way."""
+        """PROVEN if no byte can arrive any more, else UNPROVABLE, once the write is over; None before that."""
         return self._proof
 
     def abandon(self) -> None:
-        """Give the write up; `proof` soon says PROVEN where it was complete or never posted, else UNPROVABLE."""
+        """Give the write up; `proof` is soon PROVEN if it was complete or never posted, else UNPROVABLE."""
         self.cancelled = True
         with contextlib.suppress(KvprotoError):  # a closed agent has ended it
             self._agent.abandon(self)

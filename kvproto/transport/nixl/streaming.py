@@ -40,7 +40,7 @@ class Writing(Copying):
         return self._write.ready()
 
     def stop(self) -> Proof | None:
-        """What is known once the write is over; PROVEN where it was never posted."""
+        """The write's proof once it is over; PROVEN if it was never posted."""
         return Proof.PROVEN if self._write is None else self._write.proof
 
 
@@ -59,8 +59,8 @@ class Streaming(Stream):
 
     @property
     def done(self) -> bool:
-        """Advance the stream: whether every byte is in a slot of the sink; raises PEER_LOST, TRANSPORT_FAILED."""
-        # the host asks after events: if the device awaited them, chunks of other streams would queue behind
+        """Whether every byte is in a slot of the sink, after advancing it; raises PEER_LOST, TRANSPORT_FAILED."""
+        # the host polls events: if the device awaited them, chunks of other streams would queue behind them
         while self._coming and self._happened(self._coming[0][1]):
             self._sender.mark_ready(self._coming.popleft()[0])
         while True:

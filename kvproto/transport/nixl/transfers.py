@@ -1,6 +1,6 @@
 """The transfers that NIXL has for one agent: under way, cached to be posted again, or stuck; and its peers.
 
-Nothing here locks: whoever calls has the agent's turn.
+Nothing here locks, because callers have the agent's turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.nixl.binding import Nixl
-from kvproto.transport.nixl.handle import Memory, Named
+from kvproto.transport.nixl.handle import ByteRange, Named
 from kvproto.transport.nixl.regions import Make, Peer, SlotPair, Write
 from kvproto.wire.enums import ErrorCode, Proof
 
@@ -41,14 +41,14 @@ def unreachable(path: str, reason: str, advice: str) -> RemoteError:
 
 
 class TransferCache:
-    """NIXL's transfers from slot to slot that are posted again, as making one costs more than posting it."""
+    """NIXL's transfers from slot to slot, kept to be posted again, as making one costs more than posting it."""
 
     def __init__(self) -> None:
         self.handles: dict[SlotPair, int] = {}
-        """Of transfers that are not under way, the least recently used first."""
+        """Handles of transfers that are not under way, the least recently used first."""
 
     def keep(self, slots: SlotPair, handle: int) -> int | None:
-        """Keep a handle; returns the one to release: the least recently used, or this one where the pair has one."""
+        """Keep a handle; returns the one to release: the least recently used, or this one if the pair has one."""
         if slots in self.handles:
             return handle
         oldest = self.handles.pop(next(iter(self.handles))) if len(self.handles) == _MOST_KEPT else None
@@ -66,10 +66,10 @@ class Transfers:
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
         self.posted: dict[Write, None] = {}
-        """Under way."""
+        """Writes that are under way."""
         self.cache = TransferCache()
         self.peers: dict[str, tuple[bytes, list[Peer]]] = {}
-        """By the name of their agent: what connects to it, and its memory."""
+        """By name of an agent: what connects to it, and its memory."""
         self._stuck: list[int] = []
         """Handles that NIXL would not release."""
 
@@ -77,7 +77,7 @@ class Transfers:
         """Make a peer's memory writable; raises TRANSPORT_FAILED."""
         connection, peers = self.peers.get(named.name, (named.connection, []))
         if connection != named.connection:
-            raise unreachable(path, "another agent has its name", "make an agent anew after a restart")
+            raise unreachable(path, "another agent has its name", "make a new agent after a restart")
         self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may replace the keys of this agent
         for write in self.posted:  # these use the old keys, and must not be cached
             if write.slots and write.slots.peer.name == named.name:
@@ -120,7 +120,7 @@ class Transfers:
             self.posted[write] = None
 
     def look(self, nixl: Nixl, write: Write) -> bool:
-        """Ask NIXL after a posted write; returns whether it ended."""
+        """Poll a posted write; returns whether it ended."""
         try:
             for handle in write.handles:
                 if not nixl.ask(handle):
@@ -149,21 +149,21 @@ class Transfers:
     def _drop(self, nixl: Nixl, handle: int) -> None:
         try:
             nixl.release(handle)
-        except Exception:  # under way and not to be cancelled: NIXL keeps it
+        except Exception:  # it is under way and cannot be cancelled, so NIXL keeps it
             self._stuck.append(handle)
 
     def _let_go(self, nixl: Nixl, which: Callable[[SlotPair], bool]) -> None:
         for handle in self.cache.let_go(which):
             self._drop(nixl, handle)
 
-    def deregister(self, nixl: Nixl, memory: Memory, registration: Any) -> None:
-        """Let nobody write this memory any more."""
+    def deregister(self, nixl: Nixl, memory: ByteRange, registration: Any) -> None:
+        """Forbid all further writes of this memory."""
         begin, end = memory.address, memory.address + memory.length  # NIXL may have used it for overlapping memory
         self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
         nixl.deregister(registration)
 
     def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
-        """The typed error for what NIXL raised; where the peer is gone, all its memory is lost."""
+        """The typed error for what NIXL raised; if the peer is gone, all of its memory is lost."""
         if isinstance(cause, KvprotoError):
             return cause
         if "Disconnect" not in type(cause).__name__:
@@ -182,7 +182,7 @@ class Transfers:
             self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
 
     def disconnect(self, nixl: Nixl, peer: Peer) -> None:
-        """Write this peer's memory no more; the connection ends with the last memory of its agent."""
+        """Stop writing this peer's memory; the connection ends with the last memory of its agent."""
         _, peers = self.peers.get(peer.name, (b"", []))
         if peer not in peers:
             return

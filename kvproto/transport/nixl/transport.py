@@ -1,11 +1,11 @@
 """Transport `nixl`: writes between hosts over UCX, on memory of the host or of one GPU.
 
 Direct: the peer's pages are registered with NIXL and written. Packed: only its staging memory is; a program becomes a
-packed stream through slots, and the node passes Chunk and Credit on. The sink chooses, by what it registers.
+packed stream through slots, and the node passes Chunk and Credit on. The sink chooses by what it registers.
 
 NIXL does not say how UCX reaches a GPU, and UCX's last resort is a hundred times slower than the others. So a source
-writes into some staging memory of the sink before it says Registered, and refuses a slow link; a sink whose GPU pages
-are written directly registers some staging memory for that alone.
+writes to staging memory of the sink before it says Registered, and refuses a slow link; a sink whose GPU pages are
+written directly registers some staging memory for that purpose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _POLL = 20e-6, 10e-3
 
 @attrs.define
 class StagedRegion:
-    """A peer's pages that are reached through its staging slots alone."""
+    """A peer's pages that are reached only through its staging slots."""
 
     path: str
     link: Link | None = None
@@ -51,9 +51,9 @@ class StagedRegion:
 class NixlTransport(base.Transport):
     """Writes peers' memory by NIXL; `mode` and the slots are what this side registers as a sink.
 
-    With `Costs` as the mode, pages are registered where runs are long, else staging memory. `device` is the GPU of the
-    pools, None the host; the size of slots suits that by default. `floor`: bytes a second below which a link to a GPU
-    is refused as slow; 0 accepts any. Raises NO_TRANSPORT where NIXL or the GPU is missing, TRANSPORT_FAILED where UCX
+    With `Costs` as the mode, pages are registered if runs are long, else staging memory. `device` is the GPU of the
+    pools, or None for the host, which `slot_bytes` depends on by default. `floor`: bytes a second below which a link to
+    a GPU is refused as slow; 0 accepts any. Raises NO_TRANSPORT if NIXL or the GPU is missing, TRANSPORT_FAILED if UCX
     cannot start.
     """
 
@@ -70,9 +70,9 @@ class NixlTransport(base.Transport):
             poll_interval=_POLL[device is None], summed_at_once=self.backend.summed_at_once,
         )  # fmt: skip
         self._former: Agent | None = None
-        """The one before, until nothing of it is in use."""
-        self._anew = False
-        """Whether another agent is to expose memory."""
+        """The agent before this one, until nothing uses it."""
+        self._renewing = False
+        """Whether the next exposure is to be made by a new agent."""
         self._registered: dict[tuple[int, str], tuple[base.Memory, Registered]] = {}
         """By identity of the memory and name of the agent."""
         self._probed: Registered | None = None
@@ -90,7 +90,7 @@ class NixlTransport(base.Transport):
         """
         for each in memory.values():
             self.backend.of(each)
-        if self._anew:
+        if self._renewing:
             self._renew()
         mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
         if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
@@ -168,7 +168,7 @@ class NixlTransport(base.Transport):
         return link
 
     def prepare(self, move: base.Move) -> None:
-        """Make what the streams of a rank pair share; `connect` has done the rest."""
+        """Make what the streams of a rank pair share."""
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
@@ -198,15 +198,15 @@ class NixlTransport(base.Transport):
             self._registered.pop(key)[1].close()
 
     def unreachable(self) -> None:
-        """Expose memory by another agent: UCX hears nobody any more once it had no descriptor for whoever connected."""
+        """Expose memory by a new agent: UCX accepts no connection any more once it lacked a descriptor for one."""
         self._retire()
-        self._anew = self._former is None
+        self._renewing = self._former is None
 
     def _renew(self) -> None:
-        """Leave the agent to what uses it; where no other can be made, it is tried again with the next exposure."""
+        """Make a new agent, and leave the former one to what uses it; if that fails, the next exposure tries again."""
         with contextlib.suppress(KvprotoError):
             made = Agent(self.backend.eager)
-            self._former, self.agent, self._anew, self._probed = self.agent, made, False, None
+            self._former, self.agent, self._renewing, self._probed = self.agent, made, False, None
 
     def _retire(self) -> None:
         """Close the former agent once nothing uses it."""
@@ -228,7 +228,7 @@ class NixlTransport(base.Transport):
         self.backend.close()
 
     def _register(self, memory: base.Memory, agent: Agent) -> Registered:
-        """Register a region, once with each agent."""
+        """Register a region with an agent, once."""
         known = self._registered.get((id(memory), agent.name))
         if known is None:
             known = memory, agent.register(self.backend.of(memory))
@@ -270,7 +270,7 @@ def _own(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, base.Memory
 
 
 def _backend_of(device: int | None) -> MemoryBackend:
-    """The backend of a GPU, or of the host; raises NO_TRANSPORT where there is no such GPU."""
+    """The backend of a GPU, or of the host; raises NO_TRANSPORT if there is no such GPU."""
     if device is None:
         return HostBackend()
     from kvproto.transport.nixl.device import DeviceBackend

@@ -2,8 +2,8 @@
 
 A region is a memfd. Its handle names the owner's process, descriptor and a random nonce; a peer opens it through /proc,
 checks the nonce in the file's name, and maps it. Byte 0 of the region is offset 0 of the file. Nothing has a name in
-the file system, so nothing is left behind, however a process ends. No mapping is inherited by a forked child: a copy of
-it there would outlive the end of this process, which is what proves that nothing is written any more.
+the file system, so nothing is left behind, however a process ends. No mapping is inherited by a forked child, where it
+would outlive this process, whose end proves that nothing is written any more.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """The first bytes of a file, mapped until the last view of them is gone; raises OSError.
+    """The first `length` bytes of a file, mapped until the last view of them is gone; raises OSError.
 
-    It holds no descriptor, where Python's own mmap keeps a duplicate for as long as the mapping lives.
+    It holds no descriptor, unlike Python's mmap, which keeps a duplicate for as long as the mapping lives.
     """
 
     def __init__(self, fd: int, length: int) -> None:
@@ -78,7 +78,7 @@ _CPU = 1, 0
 
 
 class _Exported:
-    """Bytes of a region for DLPack: a tensor made of them keeps the region too, so that peers can map it."""
+    """Bytes of a region for DLPack; a tensor made of them keeps the region alive too, so that peers can map it."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory, self._bytes = memory, memoryview(memory.buffer)
@@ -88,7 +88,7 @@ class _Exported:
 
 
 class SharedMemory:
-    """A zeroed region that this process owns; raises LocalError(TRANSPORT_FAILED) where memory is short."""
+    """A zeroed region of `length` bytes of this process; raises LocalError(TRANSPORT_FAILED) if memory is short."""
 
     kind, device = MemoryKind.HOST, None
 
@@ -97,7 +97,7 @@ class SharedMemory:
         try:
             self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(self._fd, 0, length)
-            # a peer that has mapped it must not be killed by our making it shorter
+            # truncating it would kill peers that have mapped it
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._bytes = Mapping(self._fd, length)
         except OSError as e:
@@ -124,13 +124,13 @@ class SharedMemory:
 
     @property
     def region(self) -> Region:
-        """What Register says of it."""
+        """Its entry in Register."""
         data = msgpack.packb([os.getpid(), self._fd, self._nonce])
         handle = Handle(transport=TransportCode.SHM, data=data)
         return Region(id=self.id, base=0, length=self.length, kind=MemoryKind.HOST, boot=boot_id(), handles=(handle,))
 
     def close(self) -> None:
-        """Release it; peers that have mapped it keep it until they unmap. Raises BufferError while arrays use it."""
+        """Release it; peers that have mapped it keep it until they unmap it. Raises BufferError while arrays use it."""
         self._bytes.close()
         _owned.discard(self)
         self._close_file()
@@ -142,7 +142,7 @@ def owner_of(address: int, length: int) -> SharedMemory | None:
 
 
 def connect(region: Region, path: str) -> Mapping:
-    """Map a peer's region; raises RemoteError (NO_TRANSPORT or TRANSPORT_FAILED) that says what is wrong with it."""
+    """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`."""
     handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
     if handle is None:
         raise no_handle(path, TransportCode.SHM)
@@ -176,7 +176,7 @@ def connect(region: Region, path: str) -> Mapping:
         return Mapping(opened, region.length)
     except OSError as error:
         said = error.strerror or type(error).__name__
-        raise _failed(path, f"{region.length} bytes mapped", said, "raise the limits of memory") from None
+        raise _failed(path, f"{region.length} bytes mapped", said, "raise the memory limits") from None
     finally:
         os.close(opened)
 
@@ -210,7 +210,7 @@ def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
 def buffers(
     side: Memories[int, Any], wanted: str, *kinds: type[SharedMemory] | type[Mapping]
 ) -> dict[int, memoryview]:  # fmt: skip
-    """The bytes of regions by id; raises LocalError, NO_TRANSPORT, for memory that is of none of these kinds."""
+    """The bytes of regions by id; raises LocalError(NO_TRANSPORT) for memory that is of none of these kinds."""
     found = {}
     for id, memory in side.items():
         if not isinstance(memory, kinds):

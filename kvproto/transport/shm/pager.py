@@ -1,4 +1,4 @@
-"""Pages of a pool in memory of the host: copies are over when they have been started."""
+"""A pager for pools in memory of the host, whose copies are done when they have been started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Done(Paging):
 
 
 class HostPager(Pager):
-    """As `Pager`; the engine has no stream."""
+    """`Pager` of an engine on the host, which has no stream."""
 
     def allocate(self, length: int) -> SharedMemory:
         return SharedMemory(length)

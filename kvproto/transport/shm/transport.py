@@ -18,14 +18,14 @@ __all__ = ["ShmCopy", "ShmTransport"]
 
 
 _PART = 16 << 20
-"""Bytes that are copied before anybody asks whether the time of a look is over."""
-_LOOK = 0.01
-"""Seconds that one look at a copy goes on with it."""
+"""Bytes copied between two looks at the clock."""
+_POLL = 0.01
+"""Seconds for which one poll continues a copy."""
 _Part = tuple[CopyProgram, Mapping[int, memoryview], Mapping[int, memoryview]]
 
 
 class ShmCopy(base.Copying):
-    """A copy that each look goes on with, so that whoever looks can do something else in between."""
+    """A copy that each poll of `done` continues, so that the caller can do something else in between."""
 
     stream = None
 
@@ -40,7 +40,7 @@ class ShmCopy(base.Copying):
 
     @property
     def done(self) -> bool:
-        until = time.monotonic() + _LOOK
+        until = time.monotonic() + _POLL
         while self._parts:
             execute(*self._parts.popleft())
             if time.monotonic() > until:
@@ -53,7 +53,7 @@ class ShmCopy(base.Copying):
 
 
 class ShmTransport(base.Transport):
-    """Runs copy programs between shared memory of one host, those that are short within `start`."""
+    """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
     capabilities = base.Capabilities(
         code=TransportCode.SHM, reads=True, death_is_proof=True, batches=True, incremental=True, poll_interval=0.0
@@ -62,18 +62,18 @@ class ShmTransport(base.Transport):
     def expose(
         self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
     ) -> base.Exposure:
-        """Name each region's file; raises NO_TRANSPORT for memory other than `SharedMemory`."""
+        """State each region's file; raises NO_TRANSPORT for memory other than `SharedMemory`."""
         _buffers(memory)
         return base.Exposure({id: each.region.handles for id, each in memory.items()})
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
-        """Map each region; raises as `kvproto.transport.shm.memory.connect`."""
+        """Map each region; raises what `kvproto.transport.shm.memory.connect` raises."""
         return base.connect_each(regions, used, shared.connect)
 
     def start(self, moves: Sequence[base.Move]) -> ShmCopy:
-        """Begin to run them; the first look at each is in here."""
+        """Start the moves, and poll them once."""
         parts: list[_Part] = []
         for move in moves:
             program = move.program if move.layers is None else move.program.select(layers=range(*move.layers))

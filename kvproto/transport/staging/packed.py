@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, IntArray, RowMap
+from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
@@ -32,20 +32,19 @@ __all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "Side", "StreamC
 
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""
-Side = Literal["source", "sink"]
 Bytes = npt.NDArray[np.uint8]
 
 _LONG = 64 << 10
 """Runs of at least this many bytes are copied one by one: a slice costs less than a tenth of the copy."""
 _BLOCK = 256 << 10
-"""Bytes of a temporary: few enough to stay in the CPU's cache."""
+"""Bytes of a temporary array, few enough to stay in the CPU's cache."""
 
 
 class Ready(Protocol):
     """Packing or unpacking that has been started."""
 
     def ready(self) -> bool:
-        """Whether it is complete; raises what went wrong."""
+        """Whether it is complete; raises KvprotoError if it failed."""
 
 
 class Packer(Protocol):
@@ -56,10 +55,10 @@ class Packer(Protocol):
         """Bytes of the stream."""
 
     def chunk_size(self, offset: int, most: int) -> int:
-        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer where that is faster."""
+        """Bytes of the next chunk, which begins at `offset`: `most`, or fewer if that is faster."""
 
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
-        """Bytes of the stream before the first that belongs to another layer."""
+        """Bytes of the stream before the first byte that belongs to a layer outside `layers`."""
 
     def pack(self, offset: int, out: Any) -> Ready:
         """Begin to write stream bytes [offset, offset + length of `out`) to `out`; raises OUT_OF_RANGE."""
@@ -74,9 +73,9 @@ class _Done:
 
 
 class StreamColumns:
-    """The columns of one rank pair's operations on one side, in order; `lengths` are those of its regions, by id.
+    """The columns of one rank pair's operations on one side, in order; `lengths` has the bytes of its regions, by id.
 
-    Raises OUT_OF_REGION where the operations leave them.
+    Raises OUT_OF_REGION if the operations leave the regions.
     """
 
     def __init__(self, program: CopyProgram, side: Side, lengths: Mapping[int, int]) -> None:
@@ -86,7 +85,7 @@ class StreamColumns:
         if len(ops):
             new[1:] = np.any([ops[n][1:] != ops[n][:-1] for n in ("model", "layer", "part", "map")], axis=0)
         self.side, self.ops = side, ops
-        """Column after column, in each as bytes of a record follow each other."""
+        """By column, and in a column in the order of a record's bytes."""
         self.first = np.append(np.flatnonzero(new), len(ops))
         """Operations of column c are [first[c], first[c + 1])."""
         heads = self.first[:-1]
@@ -98,7 +97,7 @@ class StreamColumns:
         for k, name in enumerate(("items", "rows")):
             np.minimum.at(bounds[:, k], ops["map"], ops[f"{side}_{name}"])
         self.bounds: list[list[int]] = bounds.tolist()
-        """Items and rows of the pool, for each map: the least of any operation."""
+        """For each map, items and rows of the pool: the least of any operation."""
 
     def _check(self, ops: npt.NDArray[np.void], side: str, regions: Mapping[int, int]) -> None:
         reach = ops[f"{side}_offset"] + ops["lane_bytes"]
@@ -115,12 +114,12 @@ class StreamColumns:
 
 
 class Order:
-    """Where each column lies in the stream of one request; raises OUT_OF_REGION where its maps leave the pools."""
+    """Where each column lies in the stream of one request; raises OUT_OF_REGION if its maps leave the pools."""
 
     def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
         self.columns, self.maps = columns, maps
         self.most = 0
-        """The greatest item, or end of a row, that is named."""
+        """The greatest number that any map names as an item or as the end of a run of rows."""
         for i, (m, (items, rows)) in enumerate(zip(maps, columns.bounds, strict=True)):
             least, item, row = m.source_reach if columns.side == "source" else m.sink_reach
             if least < 0 or item >= items or row >= rows:
@@ -142,10 +141,14 @@ class Order:
         return next((int(self.start[c]) for c in other if self.start[c] < self.end[c]), self.length)
 
     def check(self, offset: int, end: int) -> None:
-        """Raise OUT_OF_RANGE where the stream does not have bytes [offset, end)."""
+        """Raise OUT_OF_RANGE if the stream does not have bytes [offset, end)."""
         if not 0 <= offset <= end <= self.length:
             raise LocalError(
-                ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to the stream"
+                ErrorCode.OUT_OF_RANGE,
+                "",
+                f"{self.length} bytes of stream",
+                f"{offset} to {end}",
+                "keep to its length",
             )
 
     def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -158,7 +161,7 @@ class Order:
 class PackedStream(Packer):
     """One side's end of the packed stream of one program; the cost of a chunk does not depend on the other chunks.
 
-    Regions are this side's, by region id. Raises OUT_OF_REGION where the program leaves its pools or their memory.
+    `regions` are this side's, by id. Raises OUT_OF_REGION if the program leaves its pools or their memory.
     """
 
     def __init__(self, program: CopyProgram, side: Side, regions: Mapping[int, memoryview]) -> None:
@@ -195,7 +198,7 @@ class PackedStream(Packer):
         return _Done()
 
     def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
-        """Bytes [at, at + data.size) of a column: the rest of a record, whole records, the beginning of another."""
+        """Bytes [at, at + data.size) of a column: the rest of a record, whole records, and the beginning of another."""
         width = int(self._order.columns.width[c])
         row, skip = divmod(at, width)
         done = 0
@@ -240,7 +243,7 @@ class PackedStream(Packer):
             place += piece
 
     def _piece(self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: Bytes, into: bool) -> None:
-        """One operation over some runs; `data` [row, byte] is not contiguous where a record has several pieces."""
+        """One operation over some runs; `data` [row, byte] is not contiguous if a record has several pieces."""
         items, rows, item_stride, row_stride, lane_stride, offset, region = (
             int(op[f"{self._side}_{n}"])
             for n in ("items", "rows", "item_stride", "row_stride", "lane_stride", "offset", "region")
@@ -261,7 +264,7 @@ class PackedStream(Packer):
             return
         at = item * item_stride + row * row_stride
         if row_stride == width and data.flags.c_contiguous:
-            # runs of equal length, one after the other, are copied together
+            # consecutive runs of equal length are copied together
             cuts = [0, *(np.flatnonzero(length[1:] != length[:-1]) + 1).tolist(), len(length)]
             if len(cuts) * 8 <= len(length) + 16:
                 flat, done = data.reshape(-1), 0
@@ -284,7 +287,7 @@ class PackedStream(Packer):
 
 
 def _flat(data: Any) -> Bytes:
-    data = getattr(data, "buffer", data)  # of registered memory
+    data = getattr(data, "buffer", data)  # registered memory has one
     if isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1:
         return data
     return np.ndarray(memoryview(data).nbytes, np.uint8, data)
@@ -300,7 +303,7 @@ def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:
 
 
 def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:
-    """Copy `size` bytes at each place of memory from or to `data`, in order."""
+    """Copy `size` bytes at each place of memory to `data` in order, or with `into` from it."""
     if size >= _LONG:
         for i, a in enumerate(at.tolist()):
             here, there = memory[a : a + size], data[i * size : (i + 1) * size]

@@ -9,9 +9,9 @@ slots are under way at once.
     source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
 
 A source writes only staging slots, so a late write of an aborted attempt never reaches a page: the sink's pages are
-free when its own unpacking has ended. A slot whose write failed is not written again in its session. Where a session is
-resumed, all slots that are not being emptied are granted again, and the source writes into one again only when what it
-had under way there is over.
+free when its own unpacking has ended. A slot whose write failed is not written again in its session. When a session is
+resumed, all slots that are not being emptied are granted again, and the source writes into one again only when its
+earlier write to that slot is over.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvproto.wire.messages import Chunk, Credit
 __all__ = ["LEAST_SLOTS", "Link", "Piece", "StagedReceiver", "StagedSender", "Staging", "Target"]
 
 LEAST_SLOTS = 3
-"""One is being filled, one is on its way, and one is being emptied."""
+"""One to fill, one under way, and one to empty."""
 
 
 class Staging(Protocol):
     """Slots of equal size in this process, such as `nixl.regions.Registered`."""
 
     slots: int
-    """How many there are."""
+    """Number of slots."""
     slot_bytes: int
-    """Bytes of each."""
+    """Bytes of each slot."""
 
     def slot(self, number: int, length: int) -> Any:
-        """The first bytes of a slot, as packers and `Target.write` take them."""
+        """The first `length` bytes of a slot, in the form that packers and `Target.write` accept."""
 
 
 class Target(Staging, Protocol):
@@ -76,7 +76,7 @@ class Piece:
 class Link:
     """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
 
-    Raises OUT_OF_RANGE where either side has fewer than three slots.
+    Raises OUT_OF_RANGE if either side has fewer than three slots.
     """
 
     kind: ClassVar[CreditKind] = CreditKind.STAGING
@@ -87,15 +87,15 @@ class Link:
         _enough(own.slots, own.slot_bytes)
         _enough(target.slots, target.slot_bytes)
         self.free = deque(range(own.slots))
-        """Own slots."""
+        """Own slots that are not in use."""
         self.granted: deque[int] = deque()
         """The sink's slots that may be written."""
         self._away = set(range(target.slots))
-        """The sink's slots that it may grant: all of them at first, then those that a Chunk has named."""
+        """The sink's slots that it may grant: all of them at first, later those that a Chunk has named."""
         self._used: set[int] = set()
-        """The sink's slots that a stream packs for, or writes."""
+        """The sink's slots that a stream is packing for or writing."""
         self.active: set[StagedSender] = set()
-        """Streams of which bytes are still to be announced."""
+        """Streams with bytes that are still to be announced."""
 
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
@@ -119,8 +119,8 @@ class Link:
         return slot
 
     def leave(self, slot: int, named: bool) -> None:
-        """Nothing writes a slot any more: a Chunk goes out that names it, so that the sink may grant it again; or else
-        it serves the next piece, if it is granted.
+        """Release a slot that nothing writes any more: the sink may grant it again if a Chunk names it (`named`), and
+        otherwise it serves the next piece, if it is granted.
         """
         self._used.discard(slot)
         if named:
@@ -129,7 +129,7 @@ class Link:
             self.granted.append(slot)
 
     def restart(self) -> None:
-        """What was said may be lost: no slot is granted, and streams that have begun fail (KVP-STG-RESUMED)."""
+        """Forget all grants; streams that have begun fail, as their Chunks may be lost (KVP-STG-RESUMED)."""
         self.granted.clear()
         self._away = set(range(self.target.slots))
         for stream in self.active:
@@ -138,7 +138,7 @@ class Link:
 
 @attrs.define
 class _Part:
-    """A piece on its way."""
+    """A piece that is being packed or written."""
 
     piece: Piece
     own: int
@@ -155,17 +155,17 @@ class StagedSender:
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_Part] = deque()
         self._writing = 0
-        """How many of them are being written; they are the first ones."""
+        """How many of `_parts`, counted from the first, are being written."""
         self._stopped = False
         self._lost = False
         self.broken = False
-        """Whether a Chunk of it may be lost."""
+        """Whether one of its Chunks may be lost."""
         if packer.length:
             link.active.add(self)
 
     @property
     def begun(self) -> bool:
-        """Whether any byte of it was packed."""
+        """Whether any of its bytes was packed."""
         return self._at > 0
 
     @property
@@ -190,8 +190,8 @@ class StagedSender:
     def step(self) -> list[Piece]:
         """Poll what is under way, and begin one more piece if slots allow; returns pieces now at the sink, in order.
 
-        Pieces are polled up to the first that is not ready. Raises what a write or the packer raises: the transfer has
-        failed then, and `abort` says what is known.
+        Pieces are polled up to the first that is not ready. Raises what a write or the packer raises; the transfer has
+        then failed, and `abort` says what is known.
         """
         try:
             link, packer = self._link, self._packer
@@ -241,8 +241,8 @@ class StagedSender:
     def abort(self) -> Proof | None:
         """Begin nothing more; call again until the result is not None.
 
-        PROVEN: no write of this stream can arrive in a slot any more, and its slots serve the link again. UNPROVABLE: a
-        write failed, and its slots are lost to the link. No page is written in either case.
+        PROVEN: no write of this stream can arrive in a slot any more, and the link can use its slots again. UNPROVABLE:
+        a write failed, and its slots are lost to the link. No page is written in either case.
         """
         self._stopped = True
         self._link.active.discard(self)
@@ -281,7 +281,7 @@ class _Stream:
 class StagedReceiver:
     """A sink's slots for the source of one session; transfers are named by (sequence, attempt).
 
-    Raises OUT_OF_RANGE where there are fewer than three slots.
+    Raises OUT_OF_RANGE if there are fewer than three slots.
     """
 
     kind: ClassVar[CreditKind] = CreditKind.STAGING
@@ -294,7 +294,7 @@ class StagedReceiver:
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     def credit(self, session: int) -> Credit | None:
-        """Grant every free slot; None where there is none. Send it at once (KVP-STG-RETURN)."""
+        """Grant every free slot; None if there is none. Send it at once (KVP-STG-RETURN)."""
         self.step()
         if not self._free:
             return None
@@ -304,7 +304,7 @@ class StagedReceiver:
         return Credit(session=session, kind=CreditKind.STAGING, slots=slots)
 
     def restart(self) -> None:
-        """What was said may be lost: slots that are granted come back (KVP-STG-RESUMED)."""
+        """Take back the slots that are granted, as their Credit may be lost (KVP-STG-RESUMED)."""
         self._free |= self._granted
         self._granted.clear()
 
@@ -372,7 +372,7 @@ class StagedReceiver:
         return stream.at == stream.packer.length and not stream.unpacking
 
     def finish(self, sequence: int, attempt: int) -> bool:
-        """As `complete`, when no more chunks come: raises OUT_OF_RANGE where bytes are missing (KVP-STG-END)."""
+        """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.at < stream.packer.length:
             wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
@@ -396,4 +396,4 @@ def _enough(slots: int, slot_bytes: int) -> None:
     if slots < LEAST_SLOTS or slot_bytes < 1:
         advice = "register more staging memory, or smaller slots"
         found = f"{slots} of {slot_bytes} bytes"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "slots", f"at least {LEAST_SLOTS} slots of a byte", found, advice)
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "slots", f"at least {LEAST_SLOTS} slots, not empty", found, advice)
