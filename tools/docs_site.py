@@ -76,6 +76,7 @@ _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
 _DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+_NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*|\d+\. .*)?\n)*", re.MULTILINE)
 
 
 def _clauses() -> dict[str, Clause]:
@@ -107,7 +108,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = f"spec/v1/{known[name].page}"
         return f"#{name}" if target == here else f"{_relative(target, here)}#{name}"
 
-    text = _ONLY_CODE.sub(lambda m: m[0] + "\n\n" + _code(here, m[1]), markdown)
+    text = _NUMBERED.sub(lambda m: _nested(m[0]), markdown)
+    text = _ONLY_CODE.sub(lambda m: m[0] + "\n\n" + _code(here, m[1]), text)
     text = _DRAWING.sub(lambda m: _drawing(here, m[1], m[2]), text)
     anchor = '* <span id="{0}" class="clause">[`{0}`](#{0})</span> '
     text = _BULLET.sub(lambda m: anchor.format(m[1]) if m[1] in own else m[0], text)
@@ -115,11 +117,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _LINK.sub(lambda m: _link(here, m, files), text)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Mark long code within a sentence or a cell: site.css lets only that wrap."""
+    return re.sub(r"<code>([^<]{25,})</code>", r'<code class="long">\1</code>', html)
+
+
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
     """Hide the list of pages where a tab has only one."""
     alone = page.parent is None or len(page.parent.children) == 1
     page.meta["hide"] = ["navigation"] if alone else []
     return context
+
+
+def _nested(items: str) -> str:
+    """A numbered list as Python-Markdown nests it: four spaces, and a blank line between items of several paragraphs."""
+    wider = re.sub("^ {3}", " " * 4, items, flags=re.MULTILINE)
+    return re.sub(r"(?<!\n)\n(?=\d+\. )", "\n\n", wider) if "\n\n    " in wider else wider
 
 
 def _relative(target: str, here: str) -> str:

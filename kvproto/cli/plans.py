@@ -39,7 +39,8 @@ def add(commands: Any) -> None:
     """The three commands and their options."""
     made = commands.add_parser("describe", help="write the Description of a model and its parallel sizes, as JSON")
     made.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
-    made.add_argument("--preset", choices=sorted(PRESETS), help="a well-known shape instead of a file")
+    known = ", ".join(sorted(PRESETS))
+    made.add_argument("--preset", choices=sorted(PRESETS), metavar="NAME", help=f"a known model, not a file: {known}")
     made.add_argument(
         "--draft", action="append", type=Path, default=[], metavar="CONFIG", help="a draft model; may be repeated"
     )
