@@ -1,13 +1,13 @@
 VENV := .venv
 PY := $(VENV)/bin/python
-# Without --no-compile pip would compile all of torch, of which a demo needs a part.
+# --no-compile: otherwise pip compiles all of torch, and a demo needs only a part of it.
 PIP := $(PY) -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 CORES := $(shell nproc)
-# One more than there are cores: tests of processes wait for each other.
+# One more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
 .PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix demo-real clean
-# $(VENV)/.X says that the extras of X are there. Each target installs its own and no more.
+# $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
 $(VENV)/.check: EXTRAS = torch,cli,check
@@ -20,11 +20,11 @@ $(VENV)/.real: EXTRAS = real
 $(VENV)/.jax: EXTRAS = torch,jax
 $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
-	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, half a minute or less from a near mirror"
+	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, up to half a minute from a nearby mirror"
 	@$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-# Weights, for the demo with --real alone; they say how large they are.
+# Weights, only for the demo with --real; the download says how large they are.
 $(VENV)/smollm2: | $(VENV)/.demo $(VENV)/.real
 	@$(PY) -m kvproto_reference.smollm2 $@
 
@@ -34,7 +34,7 @@ demo: $(VENV)/.demo $(if $(findstring --real,$(ARGS)),$(VENV)/smollm2)
 demo-gpu: $(VENV)/.demo $(VENV)/.gpu
 	@$(PY) -m kvproto_reference.demo --transport cuda $(ARGS)
 
-# Bytecode is kept also where the environment says not to: each worker, and each process of a test, would compile all anew.
+# Keep bytecode even if the environment says not to: otherwise each worker and each process of a test compiles everything.
 test quick: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.test
@@ -53,20 +53,20 @@ check: $(VENV)/.check
 	@$(PY) benchmarks/dcp_report.py --check
 	@$(PY) -m tools.layout_vectors --check
 
-# All testees by the conformance suite, as far as they claim; a page of each, and one of all, in build/conformance.
+# The conformance suite on every testee, as far as its claim goes; a page for each, and one for all, in build/conformance.
 conformance: $(VENV)/.demo
 	@test -e /usr/include/zmq.h || { echo "installing libzmq3-dev, for the sink in C"; apt-get install -y -qq libzmq3-dev > /dev/null 2>&1 || true; }
 	@$(PY) -m tools.conformance $(ARGS)
 
-# Whether the suite notices what is wrong: mutants of the registry and of code, bugs that engines have had.
+# Does the suite notice what is wrong? Mutants of the registry and of code, and bugs that engines have had.
 prove: $(VENV)/.test
 	@PYTHONDONTWRITEBYTECODE= $(PY) -m tools.prove $(ARGS)
 
-# Its parts that are not drawn by chance: every fact of the registry, and every bug.
+# The parts of `prove` that are not random: every fact of the registry, and every bug.
 prove-quick: $(VENV)/.test
 	@PYTHONDONTWRITEBYTECODE= $(PY) -m tools.prove bugs registry $(ARGS)
 
-# The models of spec/v1/lifecycle, searched by Debian's spin.
+# The models in spec/v1/lifecycle, searched by spin (Debian's package).
 check-model: $(VENV)/.check
 	@command -v spin > /dev/null || { echo "installing spin"; apt-get install -y -qq spin > /dev/null 2>&1 || true; }
 	@$(PY) -m tools.model
@@ -77,7 +77,7 @@ format: $(VENV)/.check
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
-	@echo "the site is in build/site: open build/site/index.html, or $(PY) -m mkdocs serve"
+	@echo "the site is in build/site: open build/site/index.html, or run $(PY) -m mkdocs serve"
 
 coverage: $(VENV)/.test $(VENV)/.coverage
 	@$(PY) -m tools.coverage_figures $(ARGS) -- -n $(JOBS)
@@ -94,20 +94,20 @@ bench: $(VENV)/.demo $(VENV)/.bench
 fuzz: $(VENV)/.test $(VENV)/.fuzz
 	@$(PY) -m tests.fuzz.run $(or $(SECONDS),60)
 
-# vLLM and SGLang themselves, on the CPU, in an environment of their own: their pools beside `kvproto describe --engine`,
-# and engines that hand prompts over to each other through integrations/.
+# vLLM and SGLang themselves, on the CPU, in a separate environment: compares their pools with `kvproto describe --engine`,
+# and has the engines hand prompts over to each other through integrations/.
 engines: $(VENV)/.demo $(VENV)/.jax $(VENV)/smollm2
 	@tools/engines/install.sh .engines
 	@$(PY) -m tools.engines
 
-# The demo with --real, and beside it one bit that flips on the way.
+# The demo with --real, and again with one bit flipped on the way.
 demo-real: $(VENV)/.demo $(VENV)/smollm2
 	@$(PY) -m tests.demo.real
 
 demo-matrix: $(VENV)/.demo
 	@$(PY) -m tests.demo.matrix
 
-# Engines in processes of their own to which everything happens (docs/chaos.md); about three minutes.
+# Engines in separate processes, with faults of every kind (docs/chaos.md); about three minutes.
 chaos: $(VENV)/.test
 	@$(PY) -m kvproto_reference.chaos --seeds $(or $(SEEDS),0..59) --jobs 2 $(ARGS)
 

@@ -1,7 +1,7 @@
-"""An adapter as engines need one: they step, and nothing here ever waits for a peer. `python examples/adapter.py`
+"""An adapter for engines that step: nothing here ever waits for a peer. `python examples/adapter.py`
 
-`Prefill` and `Decode` are what a scheduler calls: `add` when a request comes, `step` in each of its steps, `abort` when
-the client is gone. docs/your-engine.md goes through them line by line.
+A scheduler calls `Prefill` and `Decode`: `add` when a request arrives, `step` in each of its steps, `abort` when the
+client is gone. docs/your-engine.md explains them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ GEOMETRY = lay_out(
 
 
 def open_pool() -> tuple[Engine, Pool]:
-    """An engine whose caches lie in memory that kvproto can share, and the pool that says where."""
+    """An engine whose caches are in memory that kvproto can share, and the pool that says where."""
     engine = Engine(allocate(BYTES))
     return engine, Pool(GEOMETRY, {"kv": engine.layers}, axes="part page token head dim")
 
 
 @dataclass
 class Job:
-    """A request inside one of the two engines."""
+    """A request in one of the two engines."""
 
     ticket: Ticket
     tokens: Sequence[int]
@@ -65,10 +65,10 @@ class Prefill:
         self.jobs: list[Job] = []
 
     def add(self, job: Job) -> None:
-        """A request comes. It is told before it is computed: a sink that asks for it now is answered."""
+        """Accept a request. kvproto learns of it before it is computed, so a sink that asks for it now is answered."""
         try:
             job.request = self.source.request(job.ticket, Prompt(job.tokens))
-        except KvprotoError as error:  # of this request alone
+        except KvprotoError as error:  # concerns this request alone
             job.error = str(error)
             return
         if self.engine.free < -(-len(job.tokens) // PAGE):
@@ -78,12 +78,12 @@ class Prefill:
         self.jobs.append(job)
 
     def abort(self, job: Job) -> None:
-        """The client is gone; the pages come back in `step`, when nobody reads them any more."""
+        """The client is gone; `step` frees the pages when nobody reads them any more."""
         if job.request is not None:
             job.request.fail("the client is gone")
 
     def step(self) -> None:
-        """Compute a chunk of one prompt and say so; take pages back."""
+        """Compute a chunk of one prompt and report it; free the pages of finished requests."""
         for job in self.jobs:
             if job.request is not None and not job.request.done and job.done < len(job.tokens):
                 self._compute(job, job.request)
@@ -107,7 +107,7 @@ class Prefill:
 
 
 class Decode:
-    """The engine that goes on from there."""
+    """The engine that continues them."""
 
     def __init__(self, address: str) -> None:
         self.engine, pool = open_pool()
@@ -118,7 +118,7 @@ class Decode:
         self.failed: list[Job] = []
 
     def add(self, job: Job) -> None:
-        """A request comes; `pages` and `done` say what a prefix cache holds of it already."""
+        """Accept a request; `pages` and `done` say what a prefix cache already holds of it."""
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
@@ -130,13 +130,13 @@ class Decode:
             self.engine.release(job.pages)
 
     def step(self) -> None:
-        """Begin fetches that there are pages for, and see which are over."""
+        """Start the fetches that have enough pages, and see which have finished."""
         while self.waiting and self.engine.free >= self._lacks(self.waiting[0]):
             job = self.waiting.pop(0)
             job.pages += self.engine.take(PAGE * self._lacks(job))
             try:
                 job.fetch = self.sink.fetch(job.ticket, Prompt(job.tokens), {"kv": job.pages}, cached=job.done)
-            except KvprotoError as error:  # nothing was begun
+            except KvprotoError as error:  # nothing has started
                 self._lost(job, error)
             else:
                 self.fetching.append(job)
@@ -146,7 +146,7 @@ class Decode:
             try:
                 assert job.fetch.result is not None
             except KvprotoError as error:
-                if job.fetch.pages_free:  # else a peer might still write them
+                if job.fetch.pages_free:  # otherwise a peer might still write them
                     self.fetching.remove(job)
                     self._lost(job, error)
             else:
@@ -155,7 +155,7 @@ class Decode:
                 self.running.append(job)
 
     def _lacks(self, job: Job) -> int:
-        """Pages that it needs beside those that it has."""
+        """How many more pages it needs."""
         return -(-len(job.tokens) // PAGE) - len(job.pages)
 
     def _lost(self, job: Job, error: KvprotoError) -> None:
@@ -165,7 +165,7 @@ class Decode:
 
 
 def main() -> None:
-    """Three requests: one whose first 32 tokens decode has already, one that is aborted, and one more."""
+    """Three requests: one whose first 32 tokens decode already has, one that is aborted, and one more."""
     address = f"ipc://{tempfile.mkdtemp()}/prefill"
     prefill, decode = Prefill(address), Decode(address)
     whole = decode.engine.free
@@ -174,7 +174,7 @@ def main() -> None:
         held = decode.engine.prefill(long[:32])  # what an earlier request left in the prefix cache
         jobs = []
         for tokens, pages, done in ((long, held, 32), (short[::-1], [], 0), (short, [], 0)):
-            ticket = new_ticket("prefill")  # the router's
+            ticket = new_ticket("prefill")  # the router does this
             prefill.add(Job(ticket, tokens))
             jobs.append(Job(ticket, tokens, list(pages), done))
             decode.add(jobs[-1])
@@ -184,7 +184,7 @@ def main() -> None:
             select.select([prefill.source.fileno(), decode.sink.fileno()], [], [], 0.01)
             for event in (*prefill.source.events(), *decode.sink.events()):
                 if type(event).__name__ in ("Disconnected", "Refused", "Suspected", "ProtocolError"):
-                    print(event)  # an engine writes these into its log
+                    print(event)  # an engine logs these
             prefill.step()
             decode.step()
         for job in decode.running:

@@ -1,4 +1,4 @@
-"""Both roles in one asyncio loop, many requests at a time, no thread: `python examples/asyncio_engine.py`."""
+"""Both roles in one asyncio loop, many requests at a time, without threads: `python examples/asyncio_engine.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def prefill(source: Source, engine: Engine, ticket: Ticket, tokens: list[i
 
 
 async def decode(sink: Sink, engine: Engine, ticket: Ticket, tokens: list[int]) -> bool:
-    """One request at the sink: whether what has arrived is right."""
+    """One request at the sink; return whether the right bytes have arrived."""
     pages = engine.take(len(tokens))
     await wait(sink.fetch(ticket, Prompt(tokens), {"kv": pages}))
     right = engine.holds(tokens, pages)
@@ -33,7 +33,7 @@ async def decode(sink: Sink, engine: Engine, ticket: Ticket, tokens: list[int]) 
 
 
 async def main() -> None:
-    """Eight requests side by side."""
+    """Eight requests at once."""
     mine, theirs = Engine(allocate(BYTES)), Engine(allocate(BYTES))
     ours, options = f"ipc://{tempfile.mkdtemp()}/prefill", Options(thread=False)
     pools = [Pool(GEOMETRY, {"kv": engine.layers}, axes=AXES) for engine in (mine, theirs)]

@@ -1,7 +1,7 @@
-"""A paged engine as small as can be, in numpy: it stands for your own in these examples and knows nothing of kvproto.
+"""A minimal paged engine in numpy: it stands for your own engine in these examples, and knows nothing of kvproto.
 
-One tensor a layer holds K and V, [2, page, token, head, dim]. What "attention" computes is a function of the tokens so
-far, so that a decode engine can tell whether the cache that it was handed is the one of its prompt.
+One tensor per layer holds K and V, [2, page, token, head, dim]. "Attention" computes a function of the tokens so far,
+so a decode engine can tell whether the cache that it received belongs to its prompt.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ BYTES = LAYERS * int(np.prod(SHAPE)) * 4
 
 
 class Engine:
-    """Pages, who has them, and what is in them."""
+    """Pages, which of them are free, and what is in them."""
 
     def __init__(self, memory: Any) -> None:
-        """`memory` holds BYTES bytes; anything that DLPack exports."""
+        """`memory` is any object that exports BYTES bytes by DLPack."""
         self.layers = list(np.from_dlpack(memory).view(np.float32).reshape(LAYERS, *SHAPE))
-        """A tensor a layer, float32 [2, page, token, head, dim]."""
+        """One tensor per layer, float32 [2, page, token, head, dim]."""
         self._free = list(range(PAGES))
 
     def take(self, tokens: int) -> list[int]:
-        """Pages for so many tokens."""
+        """Allocate pages for this many tokens."""
         return [self._free.pop() for _ in range(-(-tokens // PAGE))]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Nobody needs them any more."""
+        """Free pages that nobody needs any more."""
         self._free += pages
 
     def prefill(self, tokens: Sequence[int]) -> list[int]:
-        """The page table of a prompt whose K and V are computed."""
+        """Compute K and V of a prompt; return its page table."""
         pages = self.take(len(tokens))
         self.compute(tokens, pages, 0, len(tokens))
         return pages
 
     def compute(self, tokens: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
-        """K and V of some of a prompt's tokens, into its pages."""
+        """Compute K and V of tokens [start, stop) of a prompt into its pages."""
         for layer, rows in zip(self.layers, _attention(tokens), strict=True):
             for token in range(start, stop):
                 layer[:, pages[token // PAGE], token % PAGE] = rows[:, token]
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """The number of free pages."""
         return len(self._free)
 
     def holds(self, tokens: Sequence[int], pages: Sequence[int]) -> bool:

@@ -1,9 +1,9 @@
 """Nine hand-overs that today's engines refuse, run for real: `python examples/handovers.py [NAME ...] [--list]`.
 
-Every rank is a Source or a Sink of its own with a pool of its own. Before a transfer each byte of the source's pools
-says which model, layer, part, token and KV head it stands for; afterwards every byte of the sink's pools is compared
-with what should be there, also those that nobody may have touched. The rule that places a token here counts tokens
-one by one and shares nothing with the planner.
+Every rank is a separate Source or Sink with its own pool. Before a transfer, each byte of the source's pools says which
+model, layer, part, token and KV head it stands for. Afterwards every byte of the sink's pools is compared with what
+should be there, including bytes that must not have changed. The rule that places a token here counts tokens one by one
+and shares nothing with the planner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNTOUCHED = 0xEE
 
 
 def held(group: Group, cp_rank: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Token, index in the rank's page table, and row in the page, of each token that a rank holds."""
+    """For each token that a rank holds: the token, its index in the rank's page table, and its row in the page."""
     row = 0
     turn, left = 0, group.interleave
     for token in range(tokens):
@@ -58,7 +58,7 @@ class RankCache:
 
     @classmethod
     def of(cls, geometry: Geometry, rank: int, tokens: int, seed: int) -> RankCache:
-        """Pages in random order, one page table for all groups: a draft that is whole on each rank has wider pages."""
+        """Pages in random order, one page table for all groups: a draft that is whole on each rank has longer pages."""
         pool = Pool.allocate(geometry, PAGES, rank=rank)
         tables = {}
         order = np.random.default_rng(seed + rank).permutation(PAGES)
@@ -68,7 +68,7 @@ class RankCache:
         return cls(pool, tables)
 
     def image(self, first: int, tokens: int, background: int) -> dict[tuple[str, int, str], npt.NDArray[np.uint8]]:
-        """What tokens [first, tokens) look like here: by group, layer and part, [page, row, lane, byte]."""
+        """What tokens [first, tokens) should look like here, by group, layer and part: [page, row, lane, byte]."""
         found = {}
         for group, share in shares(self.pool.geometry, self.pool.rank):
             places = [at for at in held(group, share.cp_rank, tokens) if at[0] >= first]
@@ -91,7 +91,7 @@ def shares(geometry: Geometry, rank: int) -> list[tuple[Group, Owns]]:
 
 
 def run(case: HandOver) -> dict[str, float]:
-    """Hand the prompt over between all ranks and compare every byte; what moved, and how long it took."""
+    """Hand the prompt over between all ranks and compare every byte; return what moved, and how long it took."""
     prompt, ticket = Prompt(range(1000, 1000 + case.tokens)), new_ticket("prefill")
     addresses = f"ipc://{tempfile.mkdtemp()}/prefill-{{rank}}"
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def run(case: HandOver) -> dict[str, float]:
 
 
 def check(case: HandOver, cache: RankCache) -> int:
-    """Raise AssertionError where any byte of a sink's pool is not what it should be; the number of bytes."""
+    """Return the number of bytes compared; raise AssertionError if any byte of a sink's pool is wrong."""
     compared = 0
     for place, image in cache.image(case.cached, case.tokens, UNTOUCHED).items():
         wrong = np.argwhere(cache.pool.array(*place) != image)
@@ -130,7 +130,7 @@ def check(case: HandOver, cache: RankCache) -> int:
 
 
 def picture(geometry: Geometry, tokens: int, width: int = 64) -> Iterator[str]:
-    """A line for each rank and group: the first tokens, `#` where the rank holds them."""
+    """One line for each rank and group: the first tokens, `#` where the rank holds them."""
     for rank in geometry.ranks:
         for group, share in shares(geometry, rank.rank):
             mine = {token for token, _, _ in held(group, share.cp_rank, min(tokens, width))}
@@ -141,9 +141,9 @@ def picture(geometry: Geometry, tokens: int, width: int = 64) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the named ones, or all."""
+    """Run the named hand-overs, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(c.name for c in HANDOVERS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(c.name for c in HANDOVERS)}")
     parser.add_argument("--list", action="store_true", help="print the table in Markdown and run nothing")
     parser.add_argument("--quiet", action="store_true", help="no pictures")
     args = parser.parse_args()

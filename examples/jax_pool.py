@@ -1,13 +1,13 @@
-"""Pools of engines that compute in JAX: `python examples/jax_pool.py`.
+"""Pools for engines that compute in JAX: `python examples/jax_pool.py`.
 
-A JAX array never changes, while a pool is written by peers; so the pool is kvproto's memory and XLA only reads it.
-The prefill engine's pool takes what XLA has computed by a copy; the decode engine views the pages that have arrived
-as arrays, `jax.dlpack.from_dlpack`, without one. Such a view is made after the transfer and dropped before its pages
-are fetched into again: XLA may assume that the bytes of an array stay the same. Never donate it either, as XLA would
-then write into the pool.
+A JAX array never changes, but peers write a pool. So the pool is kvproto's memory, and XLA only reads it. The prefill
+engine copies what XLA has computed into its pool. The decode engine views the pages that have arrived as arrays,
+without a copy (`jax.dlpack.from_dlpack`). Make such a view after the transfer, and drop it before you fetch into its
+pages again: XLA may assume that the bytes of an array stay the same. Never donate it either, as XLA would then write
+into the pool.
 
-On a GPU pass `device` to `Pool.allocate`; or give Pool the arrays of JAX that you write by kernels of your own.
-On the CPU memory that JAX allocates belongs to this process alone, and Pool says so.
+On a GPU, pass `device` to `Pool.allocate`, or give Pool JAX arrays that only your own kernels write. On the CPU, memory
+that JAX allocates belongs to this process alone, and Pool says so.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Memory:
     def __init__(self) -> None:
         self._bytes = allocate(4 * int(np.prod(SHAPE)))
         self.array = np.from_dlpack(self._bytes).view(np.float32).reshape(SHAPE)
-        """For what is written on the host: float32 [layer, part, page, token, head, dim]."""
+        """For writes from the host: float32 [layer, part, page, token, head, dim]."""
         self.pool = Pool(GEOMETRY, {"kv": self.array}, axes=AXES)
 
     def view(self) -> jax.Array:
-        """What the pool holds now, for XLA to read, without a copy."""
+        """What the pool holds now, for XLA to read without a copy."""
         return jax.lax.bitcast_convert_type(
             jax.dlpack.from_dlpack(self._bytes).reshape(*SHAPE, 4), jnp.float32
         )  # fmt: skip
@@ -52,12 +52,12 @@ def prefill(tokens: jax.Array) -> jax.Array:
 
 @jax.jit  # type: ignore[untyped-decorator]
 def gather(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """The rows of a page table, [layer, part, token, head, dim]."""
+    """The rows that a page table names, [layer, part, token, head, dim]."""
     return pool[:, :, pages].reshape(LAYERS, 2, -1, HEADS, DIM)
 
 
 def refused(pool: Any) -> str:
-    """What Pool says to memory that JAX allocated on the host."""
+    """What Pool says about memory that JAX allocated on the host."""
     try:
         Pool(GEOMETRY, {"kv": pool}, axes=AXES)
     except LocalError as error:

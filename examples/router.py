@@ -1,8 +1,8 @@
-"""A router: it chooses a prefill engine, makes the ticket, hands it to both sides beside the prompt, and tries again.
+"""A router chooses a prefill engine, makes the ticket, gives ticket and prompt to both sides, and retries.
 
-`python examples/router.py`. Several requests are under way at once. One of the two prefill engines is out of memory,
-so what is sent there is refused; a second try is a new ticket, for an engine that may be another one. kvproto itself
-never tries a prompt again. The first token, which the prefill engine samples, comes with the pages.
+`python examples/router.py`. Several requests are under way at once. One of the two prefill engines is out of memory and
+refuses what it gets. A retry needs a new ticket, and may go to another engine; kvproto itself never retries a prompt.
+The first token, which the prefill engine samples, comes with the pages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GEOMETRY = lay_out(
 
 
 def sampled(tokens: Sequence[int]) -> int:
-    """The first token of the answer; it stands for a forward and a sampler."""
+    """The first token of the answer, in place of a forward pass and a sampler."""
     return sum(tokens) % 1000
 
 
@@ -51,22 +51,22 @@ def pool_of(engine: Engine) -> Pool:
 
 
 class Prefill:
-    """A prefill engine behind whatever carries requests: HTTP, say."""
+    """A prefill engine behind whatever carries requests, such as HTTP."""
 
     def __init__(self, name: str, address: str, full: bool = False) -> None:
         self.engine, self.full = Engine(allocate(BYTES)), full
-        self.lock = threading.Lock()  # requests come from several threads, `on_free` from the I/O thread
+        self.lock = threading.Lock()  # several threads submit requests; the I/O thread calls `on_free`
         self.source = Source(name, pool_of(self.engine), address)
 
     def submit(self, ticket: Ticket, tokens: Sequence[int]) -> None:
-        """Compute a prompt for whoever has the ticket."""
+        """Compute a prompt for the sinks that have the ticket."""
         if self.full:
             self.source.request(ticket, Prompt(tokens)).fail("no free pages")
             return
         with self.lock:
             pages = self.engine.prefill(tokens)
 
-        def free(_: Request) -> None:  # each request gives back its own pages
+        def free(_: Request) -> None:  # each request frees its own pages
             with self.lock:
                 self.engine.release(pages)
 
@@ -75,7 +75,7 @@ class Prefill:
 
 
 class Decode:
-    """A decode engine: its cache, and a lock because it serves requests of several threads."""
+    """A decode engine: its cache, and a lock, because several threads send requests."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self.engine, self.lock = Engine(allocate(BYTES)), threading.Lock()
@@ -83,7 +83,7 @@ class Decode:
         self._lost: list[tuple[Fetch, list[int]]] = []
 
     def take(self, tokens: int) -> list[int]:
-        """Pages for so many tokens; those of lost requests are taken again once nobody can write them any more."""
+        """Allocate pages for this many tokens; reuse those of lost requests once nobody can write them any more."""
         with self.lock:
             for lost in [each for each in self._lost if each[0].pages_free]:
                 self._lost.remove(lost)
@@ -91,12 +91,12 @@ class Decode:
             return self.engine.take(tokens)
 
     def lose(self, fetch: Fetch, pages: list[int]) -> None:
-        """This request did not arrive; a peer may still write its pages."""
+        """Note a request that did not arrive; a peer may still write its pages."""
         with self.lock:
             self._lost.append((fetch, pages))
 
     def release(self, pages: Sequence[int]) -> None:
-        """Nobody needs them any more."""
+        """Free pages that nobody needs any more."""
         with self.lock:
             self.engine.release(pages)
 
@@ -108,7 +108,7 @@ class Router:
         self._engines, self._decode, self._tries = engines, decode, tries
 
     def serve(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """The decode engine's pages that hold the prompt, and the first token; raises what the last try failed with."""
+        """The decode engine's pages that hold the prompt, and the first token; raises the error of the last attempt."""
         names = itertools.cycle(self._engines)
         for left in reversed(range(self._tries)):
             name, pages = next(names), self._decode.take(len(tokens))
@@ -118,7 +118,7 @@ class Router:
             try:
                 arrived = fetch.wait(30)
             except KvprotoError as error:
-                print(f"{name}: {error}\n", end="")  # in one piece, beside other threads
+                print(f"{name}: {error}\n", end="")  # one write, as other threads print too
                 self._decode.lose(fetch, pages)
                 if not left:
                     raise

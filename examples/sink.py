@@ -1,6 +1,6 @@
 """A decode engine that fetches a request: `python examples/source.py | python examples/sink.py`.
 
-The lines that are marked are the engine's own, or the router's that would carry ticket and prompt between the two.
+Lines marked `own` belong to the engine, or to the router that would carry the ticket and the prompt between the two.
 """
 
 import json  # own

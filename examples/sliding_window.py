@@ -1,7 +1,7 @@
 """A sliding window whose old pages are given up while the prompt is computed: `python examples/sliding_window.py`.
 
-Prefill has 6 pages for the window, too few for a prompt of 12: it gives a page up as soon as the window has left it,
-and says so by `since`. Decode fetches the last tokens alone, the ones that its next token looks at.
+Prefill has 6 pages for the window, too few for a prompt of 12 pages. It gives a page up as soon as the window has left
+it, and reports that by `since`. Decode fetches only the last tokens, the ones that its next token attends to.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvproto import Cache, DType, Pool, Prompt, Sink, Source, lay_out, new_ticke
 
 PAGE, WINDOW, TOKENS, CHUNK = 16, 48, 190, 32
 NULL = 0
-"""The page that tables name where there is none."""
+"""The page that a table names where it has none."""
 
 
 class Engine:
-    """A pool of two groups: layers 0 and 2 look at all tokens, 1 and 3 at the last WINDOW."""
+    """A pool of two groups: layers 0 and 2 attend to all tokens, 1 and 3 to the last WINDOW."""
 
     def __init__(self, full: int, window: int) -> None:
         layers = {"full": [0, 2], "window": [1, 3]}
@@ -31,7 +31,7 @@ class Engine:
         self.pages: dict[str, list[int]] = {"full": [], "window": []}
 
     def grow(self, group: str, tokens: int, since: int) -> None:
-        """Give up pages before token `since`, then take some for `tokens`."""
+        """Give up the pages before token `since`, then allocate enough for `tokens`."""
         table = self.pages[group]
         for i in range(min(since // PAGE, len(table))):
             if table[i] != NULL:
@@ -41,7 +41,7 @@ class Engine:
             table.append(self.free[group].popleft() if len(table) >= since // PAGE else NULL)
 
     def rows(self, group: str, layer: int, part: str, first: int, tokens: int) -> tuple[Any, Any]:
-        """Where rows [first, tokens) of a layer are: index its array by what this returns."""
+        """Where rows [first, tokens) of a layer are: an index into its array."""
         at = np.arange(first, tokens)
         return np.array(self.pages[group])[at // PAGE], at % PAGE
 

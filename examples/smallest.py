@@ -1,4 +1,4 @@
-"""Both roles in one program, as short as can be: `python examples/smallest.py`."""
+"""Both roles in one program, as short as possible: `python examples/smallest.py`."""
 
 import tempfile
 

@@ -1,7 +1,7 @@
-"""A storage node without an engine takes pages from one engine and serves another: `python examples/storage_node.py`.
+"""A storage node without an engine fetches pages from one engine and serves another: `python examples/storage_node.py`.
 
-It is an ordinary Sink of those who compute, an ordinary Source for those who want, and Tiers between the two. Engines
-need nothing for it: to them it is one more peer. Here it is started again before it serves, so that pages come from
+It is an ordinary Sink to the engines that compute, an ordinary Source to those that fetch, with Tiers in between.
+Engines need no changes: to them it is one more peer. Here the node restarts before it serves, so that pages come from
 its folder, and prefill is gone by then.
 """
 
@@ -19,39 +19,39 @@ from kvproto.tiered import Lease
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
 NAMES = {"weights.target": "example 1", "rope.target": "none", "dtype.target": "F32"}
-"""What its pages are computed by."""
+"""What its pages were computed with."""
 WAIT = 60.0
 
 
 class StorageNode:
-    """A pool through which pages come and go, and what keeps them."""
+    """A pool through which pages come and go, and the tiers that keep them."""
 
     def __init__(self, name: str, storage: Path, listen: str, sources: dict[str, str]) -> None:
-        """`sources`: addresses of the engines that pages are taken from."""
+        """`sources`: addresses of the engines to fetch pages from."""
         pool = Pool.allocate(GEOMETRY, 32)
         self.tiers = Tiers(pool, NAMES, page=PAGE, host=64, storage=storage)
         self.source, self.sink = Source(name, pool, listen), Sink(name, pool, sources)
-        self.source.tell(self.tiers)  # routers find what it has, as they do of an engine
+        self.source.tell(self.tiers)  # routers find what it has, as with an engine
 
     def take(self, ticket: Ticket, prompt: Prompt) -> int:
-        """Fetch what is not here of a prompt and keep its whole pages; how many tokens came. Raises KvprotoError."""
+        """Fetch what is missing of a prompt, keep its full pages; return how many tokens came. Raises KvprotoError."""
         lease = self._open(prompt)
         kept, had = 0, lease.pages * PAGE
         try:
             fetch = self.sink.fetch(ticket, prompt, {"kv": lease.slots}, cached=had)
             try:
-                fetch.wait()  # it ends by itself, with its ticket's deadline or its source
+                fetch.wait()  # it ends by itself, at its ticket's deadline or with its source
                 kept = len(prompt)
             finally:
                 while not (kept or fetch.pages_free):
-                    time.sleep(0.001)  # somebody may still write there
+                    time.sleep(0.001)  # a peer may still write there
         finally:
             lease.leave(kept)
             self.tiers.drain()
         return len(prompt) - had
 
     def serve(self, ticket: Ticket, prompt: Prompt) -> str:
-        """Hand a prompt over if all of it is here; where it was."""
+        """Hand a prompt over if all of it is here; return where it was."""
         request = self.source.request(ticket, prompt)
         lease = self._open(prompt)
         try:
@@ -59,21 +59,21 @@ class StorageNode:
                 request.fail(f"{lease.pages * PAGE} of {len(prompt)} tokens are here: compute it")
                 return "not all here"
             request.finish({"kv": lease.slots})
-            request.wait()  # it ends by itself, with its ticket's deadline
+            request.wait()  # it ends by itself, at its ticket's deadline
         finally:
             lease.leave()
             self.tiers.step()
         return f"{lease.found['device']} pages of the device, {lease.found['host']} of the host"
 
     def close(self) -> None:
-        """Once storage has everything."""
+        """Close, once storage has everything."""
         self.source.close()
         self.sink.close()
         self.tiers.drain()
         self.tiers.close()
 
     def _open(self, prompt: Prompt) -> Lease:
-        """The prompt's pages, those that are here loaded, and room for the rest."""
+        """The prompt's pages: load those that are here, and make room for the rest."""
         chain = self.tiers.chain(prompt.tokens)
         fetch = self.tiers.fetch(chain, deadline=time.monotonic() + WAIT)
         while not fetch.over(time.monotonic()):
@@ -92,7 +92,7 @@ def pool_of(engine: Engine) -> Pool:
 
 
 def prefill(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
-    """An engine computes a prompt, the node takes it, and the engine is gone."""
+    """An engine computes a prompt, the node fetches it, and the engine ends."""
     engine = Engine(allocate(BYTES))
     with Source("prefill", pool_of(engine), listen) as source:
         ticket, prompt = new_ticket("prefill"), Prompt(tokens)
@@ -117,7 +117,7 @@ def decode(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Two turns of a conversation, of which decode wants the second; and a prompt that nobody has computed."""
+    """Two turns of a conversation, of which decode fetches the second, and a prompt that nobody has computed."""
     text = [n * 7 % 11 for n in range(16 * PAGE)]
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = f"ipc://{folder}/prefill", f"ipc://{folder}/store"

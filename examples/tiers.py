@@ -1,6 +1,6 @@
-"""An engine that finds again what it computed, on the device, on the host or in a folder: `python examples/tiers.py`.
+"""An engine that reuses what it computed, from the device, the host or a folder: `python examples/tiers.py`.
 
-Its pool has 32 pages. Three conversations of 17 pages do not fit; the host holds two of them, and the folder all.
+Its pool has 32 pages. Three conversations of 17 pages do not fit; the host holds two of them, and the folder all three.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvproto import Cache, DType, Pool, Tiers, allocate, lay_out
 
 
 def serve(engine: Engine, tiers: Tiers, tokens: Sequence[int]) -> str:
-    """Compute what is not there of a prompt, and keep all of it."""
+    """Compute what is missing of a prompt, and keep all of it."""
     chain = tiers.chain(tokens)
     fetch = tiers.fetch(chain, deadline=time.monotonic() + 10)  # from the folder to the host
     while not fetch.over(time.monotonic()):

@@ -1,8 +1,8 @@
-"""A paged torch engine with a tensor a layer in HND, whose tensors become the pool as they are.
+"""A paged torch engine with one tensor per layer in HND, whose tensors become the pool as they are.
 
-`python examples/torch_paged.py [--apart] [--device N]`. Joint: one tensor a layer, [2, page, head, token, dim];
-apart: K and V are tensors of their own. On the host the engine's memory comes from `kvproto.allocate`, because other
-processes must be able to map it; memory of a GPU is taken as torch allocates it.
+`python examples/torch_paged.py [--apart] [--device N]`. Joint: one tensor per layer, [2, page, head, token, dim].
+Apart: separate tensors for K and V. On the host the engine's memory comes from `kvproto.allocate`, because other
+processes must be able to map it; GPU memory is used as torch allocates it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAYERS, HEADS, DIM, PAGE, PAGES = 4, 2, 16, 16, 24
 
 
 def zeros(shape: tuple[int, ...], device: int | None) -> torch.Tensor:
-    """A tensor of the cache: this one line is all that differs from `torch.zeros` on the host."""
+    """A tensor of the cache: on the host, the last line is all that differs from `torch.zeros`."""
     if device is not None:
         return torch.zeros(shape, dtype=torch.bfloat16, device=f"cuda:{device}")
     return torch.utils.dlpack.from_dlpack(allocate(2 * prod(shape))).view(torch.bfloat16).view(shape)
@@ -56,8 +56,8 @@ class Engine:
 def main() -> None:
     """Hand one request over, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--apart", action="store_true", help="K and V in tensors of their own")
-    parser.add_argument("--device", type=int, help="a GPU; by default the host's memory")
+    parser.add_argument("--apart", action="store_true", help="separate tensors for K and V")
+    parser.add_argument("--device", type=int, help="a GPU number (default: host memory)")
     args = parser.parse_args()
     geometry = lay_out([Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=DIM, page=PAGE, dtype=DType.BF16)])
     prefill, decode = Engine(args.apart, args.device), Engine(not args.apart, args.device)  # the two need not be alike
@@ -70,7 +70,7 @@ def main() -> None:
         request, fetch = source.request(ticket, prompt), sink.fetch(ticket, prompt, {"kv": [9, 3, 20, 11, 0]})
         keys, values = torch.randn(2, LAYERS, len(prompt), HEADS, DIM, device=prefill.k[0].device).bfloat16()
         prefill.write([4, 5, 6, 7, 8], keys, values)
-        # on a GPU pass after=event.cuda_event, so that nothing here waits for the device
+        # an engine would pass after=event.cuda_event, so that nothing here waits for the device
         if args.device is not None:
             torch.cuda.synchronize(args.device)
         request.finish({"kv": [4, 5, 6, 7, 8]})

@@ -1,7 +1,7 @@
-"""The hook of mkdocs: the site has the repository's own pages at their own paths, so links work in both.
+"""The mkdocs hook: the site has the repository's own pages at their own paths, so links work in both.
 
-It adds to them: an anchor for each clause and a link wherever one is named, source files below paragraphs that only link to one, drawings
-inside their pages, and the pages that are made from code and data (clauses, registry, examples, command line, API).
+It adds an anchor for each clause and a link wherever one is named, source files below paragraphs that only link to one, drawings
+inside their pages, and the pages that are generated from code and data (clauses, registry, examples, command line, API).
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ STANDS_FOR = {
     r"kvproto/events\.py": "docs/api.md#kvproto.events",
     r"spec/v1/registry/\w+\.toml": "docs/registry.md",
 }
-"""Files of the repository that the site shows on a page made here."""
+"""Files of the repository that the site shows on a generated page."""
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` ", re.MULTILINE)
 _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
 _DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+_NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*|\d+\. .*)?\n)*", re.MULTILINE)
 
 
 def _clauses() -> dict[str, Clause]:
@@ -83,13 +84,13 @@ def _clauses() -> dict[str, Clause]:
 
 
 def on_config(config: Any) -> None:
-    """`mkdocs serve` builds anew when any of this changes."""
+    """`mkdocs serve` rebuilds when any of this changes."""
     config.watch += [str(ROOT / name) for name in WATCHED if (ROOT / name).exists()]
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The repository's pages and assets at their own paths, and the pages made here."""
-    found = [f for f in files if f.src_dir != config.docs_dir]  # of the theme and of plugins
+    """The repository's pages and assets at their own paths, and the generated pages."""
+    found = [f for f in files if f.src_dir != config.docs_dir]  # from the theme and plugins
     for pattern in (*PAGES, *ASSETS):
         for path in sorted(ROOT.glob(pattern)):
             found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
@@ -98,7 +99,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Clauses are anchors, mentions of them links; files that are not pages are shown or named."""
+    """Clauses become anchors, mentions of them links; files that are not pages are shown or named."""
     here = page.file.src_uri
     known = _clauses()
     own = {name for name, clause in known.items() if here == f"spec/v1/{clause.page}"}
@@ -107,7 +108,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = f"spec/v1/{known[name].page}"
         return f"#{name}" if target == here else f"{_relative(target, here)}#{name}"
 
-    text = _ONLY_CODE.sub(lambda m: m[0] + "\n\n" + _code(here, m[1]), markdown)
+    text = _NUMBERED.sub(lambda m: _nested(m[0]), markdown)
+    text = _ONLY_CODE.sub(lambda m: m[0] + "\n\n" + _code(here, m[1]), text)
     text = _DRAWING.sub(lambda m: _drawing(here, m[1], m[2]), text)
     anchor = '* <span id="{0}" class="clause">[`{0}`](#{0})</span> '
     text = _BULLET.sub(lambda m: anchor.format(m[1]) if m[1] in own else m[0], text)
@@ -115,11 +117,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _LINK.sub(lambda m: _link(here, m, files), text)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Mark long code within a sentence or a cell: site.css lets only that wrap."""
+    return re.sub(r"<code>([^<]{25,})</code>", r'<code class="long">\1</code>', html)
+
+
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """A page that is alone below its tab has no list of pages beside it."""
+    """Hide the list of pages where a tab has only one."""
     alone = page.parent is None or len(page.parent.children) == 1
     page.meta["hide"] = ["navigation"] if alone else []
     return context
+
+
+def _nested(items: str) -> str:
+    """A numbered list as Python-Markdown nests it: four spaces, and a blank line between items of several paragraphs."""
+    wider = re.sub("^ {3}", " " * 4, items, flags=re.MULTILINE)
+    return re.sub(r"(?<!\n)\n(?=\d+\. )", "\n\n", wider) if "\n\n    " in wider else wider
 
 
 def _relative(target: str, here: str) -> str:
@@ -131,7 +144,7 @@ def _target(here: str, link: str) -> str:
 
 
 def _link(here: str, match: re.Match[str], files: Files) -> str:
-    """The link, to the page that stands for its target if there is one; else its text and the path within the repository."""
+    """The link, to the page that stands for its target if there is one; otherwise its text and the path within the repository."""
     target = _target(here, match[2])
     if files.get_file_from_path(target) is not None or not (ROOT / target).exists():
         return match[0]
@@ -148,11 +161,13 @@ def _code(here: str, link: str) -> str:
 
 
 def _drawing(here: str, title: str, link: str) -> str:
-    """A drawing of docs/assets stands in the page itself, so that it takes the page's colours."""
+    """A drawing of docs/assets becomes part of the page, so that it has the page's colours; a terminal keeps its own."""
     path = ROOT / _target(here, link)
     if path.parent != ROOT / "docs/assets" or not path.exists():
         return f"![{title}]({link})"
-    drawing = re.sub(r"<style>.*?</style>", "", path.read_text(), flags=re.DOTALL)  # site.css has the page's colours
+    if 'class="rich-terminal"' in (text := path.read_text()):
+        return f"![{title}]({link}){{ .terminal }}"
+    drawing = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)  # site.css has the page's colours
     drawing = re.sub(r"\s*\n\s*", " ", drawing.strip())
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 
@@ -162,8 +177,8 @@ def _registry() -> str:
     rows = [
         "# Registry",
         "",
-        "Every fact has one home, `spec/v1/registry/*.toml`; for programs it is [registry.json](../spec/v1/registry.json). Messages, structs and enums",
-        "are on [their own page](../spec/v1/messages.md), states in [session](../spec/v1/session.md).",
+        "Every fact has one home, `spec/v1/registry/*.toml`; programs read [registry.json](../spec/v1/registry.json). Messages, structs and enums",
+        "have [their own page](../spec/v1/messages.md), and [session](../spec/v1/session.md) has the states.",
     ]
     tables = {
         "Features": ("feature", ("value", "status", "doc")),
@@ -192,7 +207,7 @@ def _docstring(path: Path) -> str:
 
 
 def _examples() -> str:
-    rows = ["# Examples", "", "Each of these files is in `examples/` and runs in `make test`."]
+    rows = ["# Examples", "", "These files are in `examples/`, and `make test` runs each of them."]
     for path in sorted((ROOT / "examples").glob("*.py")):
         if path.name.startswith("_"):
             continue
@@ -211,13 +226,13 @@ def _examples() -> str:
 
 
 def _handovers() -> str:
-    """From the table of examples/handover_table.py, which examples/handovers.py runs."""
+    """From the table in examples/handover_table.py, which examples/handovers.py runs."""
     rows = [
         "# Hand-overs that other engines refuse",
         "",
-        "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Each of these, which serving engines of today",
-        "refuse, is one command: it opens a Source or a Sink for every rank and compares every byte.",
-        "All of them run between [the reference engines](../reference/README.md#hand-overs-that-engines-refuse), too.",
+        "kvproto plans from what each rank owns, so it needs no rule for any pair of parallel layouts. Today's serving engines refuse each of",
+        "these hand-overs. One command runs it: it opens a Source or a Sink for every rank, and compares every byte.",
+        "All of them also run between [the reference engines](../reference/README.md#hand-overs-that-engines-refuse).",
     ]
     folder = ROOT / "examples"
     if not (folder / "handover_table.py").exists():
@@ -228,7 +243,7 @@ def _handovers() -> str:
     finally:
         sys.path.remove(str(folder))
     for row in table:
-        rows += ["", f"## {row.name}", "", f"{row.what}.", "", f"*Why it is refused elsewhere.* {row.refused}", ""]
+        rows += ["", f"## {row.name}", "", f"{row.what}.", "", f"*Why engines refuse it.* {row.refused}", ""]
         rows += ["```", f"python examples/handovers.py {row.name}", "```"]
     return "\n".join(rows)
 
@@ -255,8 +270,8 @@ def _api() -> str:
     rows = [
         "# Python",
         "",
-        "An engine needs `kvproto` alone: `from kvproto import Source, Sink, Prompt, Options, Pool`. The packages below it are for tools, and for those who",
-        "build something else on the same parts.",
+        "An engine needs only `kvproto`: `from kvproto import Source, Sink, Prompt, Options, Pool`. The packages below it are for tools, and for anything",
+        "else that you build from the same parts.",
         "",
     ]
     for name in API:
@@ -271,14 +286,14 @@ def _results(name: str) -> Any:
 
 
 def _host() -> str:
-    """Tables and bars of what is measured on a host: medians of benchmarks/results."""
+    """Tables and bars of what is measured on a host: medians from benchmarks/results."""
     codec, planned, moved = _results("codec"), _results("plan"), _results("transfer_host")
     rows = [
         "# On the host",
         "",
-        "Medians of what is in `benchmarks/results`; each section names the script that measures it.",
+        "Medians from `benchmarks/results`; each section names the script that measures it.",
     ]
-    said = "Microseconds a message, beside msgspec, the fastest typed msgpack there is for Python, which checks less."
+    said = "Microseconds per message, next to msgspec, the fastest typed msgpack for Python, which checks less."
     rows += ["", "## Codec", "", f"{said} `python benchmarks/codec.py`", ""]
     rows += _figures(
         {shape: {k: median(v) for k, v in row["samples_us"].items()} for shape, row in codec["shapes"].items()}, "us"
@@ -313,7 +328,7 @@ def _short(value: float) -> str:
 
 
 def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> str:
-    """Horizontal bars as a drawing that takes the page's colours."""
+    """Horizontal bars, as a drawing in the page's colours."""
     most = max(max(row.values()) for row in table.values())
     out, y = [], 20
     for i, name in enumerate(columns if len(columns) > 1 else []):

@@ -19,16 +19,22 @@ __all__ = ["add", "run"]
 
 def add(commands: Any) -> None:
     """Add the command and its options."""
-    made = commands.add_parser("find", help="which source engines have most of a prompt's cache")
-    made.add_argument("sources", metavar="ADDRESS[=KEY]", nargs="+", help="of one rank of each, and its public key")
+    made = commands.add_parser("find", help="say which source engines have most of a prompt's cache")
     made.add_argument(
-        "--tokens", metavar="FILE", help="token ids of the prompt, apart by blanks or commas; - for stdin"
+        "sources", metavar="ADDRESS[=KEY]", nargs="+", help="address of any one rank of each source, and its public key"
     )
-    made.add_argument("--name", help="what allow-lists know this router by (default: one that nobody has)")
-    made.add_argument("--keys", metavar="DIR", help="CURVE keys of this router, as `kvproto keygen` makes them")
-    made.add_argument("--insecure", action="store_true", help="TCP without keys")
     made.add_argument(
-        "--wait", type=float, default=5.0, metavar="SECONDS", help="for all of them (default %(default).0f)"
+        "--tokens", metavar="FILE", help="token ids of the prompt, separated by blanks or commas; - for standard input"
+    )
+    made.add_argument("--name", help="name of this router in allow-lists (default: a unique one)")
+    made.add_argument("--keys", metavar="DIR", help="folder with this router's CURVE keys, made by `kvproto keygen`")
+    made.add_argument("--insecure", action="store_true", help="allow TCP without keys")
+    made.add_argument(
+        "--wait",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for all of them (default %(default).0f)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -19,15 +19,15 @@ __all__ = ["add", "run"]
 
 def add(commands: Any) -> None:
     """Add the commands and their options."""
-    where = "socket of Options(feed=...), or a file with what `kvproto tail --json` wrote"
+    where = "socket of Options(feed=...), or a file that `kvproto tail --json` wrote"
     tail = commands.add_parser("tail", help="print what happens at a Source or Sink")
     tail.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
     tail.add_argument(
-        "--json", action="store_true", help="every line of the feed, metrics too, for programs and for `top FILE`"
+        "--json", action="store_true", help="print every line of the feed, metrics too, for programs and for `top FILE`"
     )
-    top = commands.add_parser("top", help="show Sources and Sinks as they work, in a terminal")
+    top = commands.add_parser("top", help="watch Sources and Sinks at work, in a terminal")
     top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
-    top.add_argument("--once", action="store_true", help="print the state once, after two seconds of looking")
+    top.add_argument("--once", action="store_true", help="watch for two seconds, print the state, and exit")
 
 
 def run(args: argparse.Namespace) -> int:

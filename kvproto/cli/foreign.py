@@ -30,23 +30,34 @@ UNTOLD = 4
 
 def add(commands: Any) -> None:
     """Add `import`, and the options of `check` for captures."""
-    made = commands.add_parser("import", help="read what another engine said: a capture of its messages")
-    made.add_argument("capture", help="a file, or - for standard input: docs/import.md says in which forms")
-    made.add_argument("--engine", choices=sorted(engines()), help="whose messages these are, where they do not show it")
-    made.add_argument("--release", metavar="N.N.N", help="its release, where the messages do not show it")
-    made.add_argument("--json", action="store_true", help="for programs")
+    made = commands.add_parser("import", help="read a capture of another engine's messages")
+    made.add_argument("capture", help="a file, or - for standard input, in any form of docs/import.md")
+    made.add_argument("--engine", choices=sorted(engines()), help="the engine, if the messages do not show it")
+    made.add_argument("--release", metavar="N.N.N", help="its release, if the messages do not show it")
+    made.add_argument("--json", action="store_true", help="print JSON, for programs")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the Description there")
     for one, both in (
         (made, ""),
-        (commands.choices["check"], " of a capture; prefill.NAME or decode.NAME is of one side"),
+        (commands.choices["check"], " of a capture; prefill.NAME or decode.NAME for one side"),
     ):
         one.add_argument(
-            "--say", action="append", default=[], metavar="NAME=VALUE", help=f"what the messages leave unsaid{both}"
+            "--say",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"state what the messages leave unsaid{both}",
         )
         one.add_argument("--config", type=Path, help=f"the model's config.json{both and ', for captures'}")
-        one.add_argument("--draft", action="append", type=Path, default=[], metavar="CONFIG", help="a draft model's")
         one.add_argument(
-            "--fact", action="append", default=[], metavar="NAME=VALUE", help="identity that both sides must share"
+            "--draft",
+            action="append",
+            type=Path,
+            default=[],
+            metavar="CONFIG",
+            help="a draft model's config.json; may be repeated",
+        )
+        one.add_argument(
+            "--fact", action="append", default=[], metavar="NAME=VALUE", help="an identity that both sides must share"
         )
 
 

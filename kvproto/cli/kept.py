@@ -27,13 +27,13 @@ _LEAST = 8
 
 def add(commands: Any) -> None:
     """Add the command and its options."""
-    made = commands.add_parser("tiers", help="which cached pages are stored; verify, prune")
+    made = commands.add_parser("tiers", help="list stored pages; verify them, prune them")
     made.add_argument("place", metavar="PLACE", help="a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
-    made.add_argument("--verify", action="store_true", help="read every byte, and compare it with its digest")
-    made.add_argument("--prune", action="store_true", help="delete damaged pages, and old files that belong to none")
-    text = "how old those files have to be, as their writer may not be done (default %(default).0f)"
+    made.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    made.add_argument("--prune", action="store_true", help="delete damaged pages, and old files that belong to no page")
+    text = "how old those files must be, as their writer may still be at work (default %(default).0f)"
     made.add_argument("--grace", type=float, default=GRACE, metavar="SECONDS", help=text)
-    made.add_argument("--drop", metavar="HEX", help="delete all pages of the namespace that begins so")
+    made.add_argument("--drop", metavar="HEX", help="delete all pages of the namespace whose name begins with HEX")
     made.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -15,7 +15,9 @@ __all__ = ["add", "run"]
 def add(commands: Any) -> None:
     """Add the command and its options."""
     made = commands.add_parser("keygen", help="make the CURVE keys of an engine")
-    made.add_argument("folder", metavar="DIR", type=Path, help="where secret.key and public.key go; made if missing")
+    made.add_argument(
+        "folder", metavar="DIR", type=Path, help="folder for secret.key and public.key; created if missing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

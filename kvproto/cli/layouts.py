@@ -24,19 +24,23 @@ _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Add the options of `describe` that need `--engine`."""
-    made.add_argument("--engine", choices=ENGINES, help="describe that engine's own pools, with its defaults")
+    made.add_argument("--engine", choices=ENGINES, help="describe this engine's own pools, with its defaults")
     backends = ", ".join(name for kind in BACKENDS.values() for name in kind)
     made.add_argument("--backend", metavar="NAME", help=f"attention backend of vLLM: {backends}")
     layouts = "; ".join(f"{name}: {', '.join(e.layouts)}" for name, e in ENGINES.items() if e.layouts)
     made.add_argument("--layout", metavar="ORDER", help=f"order of the engine's pool ({layouts})")
-    made.add_argument("--state-layout", choices=("SD", "DS"), default="SD", help="order of vLLM's conv states")
+    made.add_argument("--state-layout", choices=("SD", "DS"), default="SD", help="order of vLLM's convolution states")
     made.add_argument("--state-dtype", choices=_STATE_DTYPES, help="element type of recurrent states")
-    made.add_argument("--dp", type=int, default=1, metavar="N", help="attention data parallel over TP ranks (SGLang)")
-    made.add_argument("--sm", type=int, metavar="N", help="compute capability of the GPUs: NVFP4 depends on it")
-    made.add_argument("--tensors", action="store_true", help="its tensors and their strides, not a Description")
-    made.add_argument("--rank", type=int, default=0, metavar="N", help="whose tensors")
-    made.add_argument("--blocks", type=int, default=1024, metavar="N", help="blocks of its pools")
-    made.add_argument("--json", action="store_true", help="tensors for programs")
+    made.add_argument(
+        "--dp", type=int, default=1, metavar="N", help="attention data parallel size over TP ranks (SGLang)"
+    )
+    made.add_argument("--sm", type=int, metavar="N", help="compute capability of the GPUs; NVFP4 depends on it")
+    made.add_argument(
+        "--tensors", action="store_true", help="print the tensors and their strides instead of a Description"
+    )
+    made.add_argument("--rank", type=int, default=0, metavar="N", help="rank whose tensors to print (default 0)")
+    made.add_argument("--blocks", type=int, default=1024, metavar="N", help="blocks in each pool (default 1024)")
+    made.add_argument("--json", action="store_true", help="print the tensors as JSON")
 
 
 _ALONE = {

@@ -36,17 +36,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line, with every command and its options."""
-    parser = argparse.ArgumentParser(prog="kvproto", description="The contract for handing over KV caches.")
+    parser = argparse.ArgumentParser(
+        prog="kvproto", description="Tools for the contract by which LLM engines hand over KV caches."
+    )
     parser.add_argument(
         "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("decode", help="print one frame, field by field; secrets are left out")
     show.add_argument("frame", help="a file, - for standard input, or hex digits")
-    show.add_argument("--struct", metavar="NAME", help="a bare struct, such as Geometry, instead of a frame")
+    show.add_argument("--struct", metavar="NAME", help="decode a bare struct, such as Geometry, instead of a frame")
     how = show.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="the JSON form, for programs")
-    how.add_argument("--bytes", action="store_true", help="every byte with its meaning, up to the first that is wrong")
+    how.add_argument("--json", action="store_true", help="print the JSON form, for programs")
+    how.add_argument(
+        "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
+    )
     plans.add(commands)
     foreign.add(commands)
     probe.add(commands)
@@ -55,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     finding.add(commands)
     following.add(commands)
     commands.add_parser("errors", help="print every error code, its class and what to do")
+    for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
+        said = listed.help or ""
+        commands.choices[listed.dest].description = f"{said[:1].upper()}{said[1:]}."
     return parser
 
 

@@ -37,45 +37,46 @@ _LETTERS = "TDEFGHIJ"
 
 def add(commands: Any) -> None:
     """Add the three commands and their options."""
-    made = commands.add_parser("describe", help="write the Description of a model and parallel sizes, as JSON")
+    made = commands.add_parser("describe", help="write the Description of a model and its parallel sizes, as JSON")
     made.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
-    made.add_argument("--preset", choices=sorted(PRESETS), help="a well-known shape instead of a file")
+    known = ", ".join(sorted(PRESETS))
+    made.add_argument("--preset", choices=sorted(PRESETS), metavar="NAME", help=f"a known model, not a file: {known}")
     made.add_argument(
         "--draft", action="append", type=Path, default=[], metavar="CONFIG", help="a draft model; may be repeated"
     )
     made.add_argument(
-        "--nextn", action="store_true", help="the checkpoint's own multi-token-prediction layers are a draft"
+        "--nextn", action="store_true", help="use the checkpoint's own multi-token-prediction layers as a draft"
     )
     sizes.add_options(made)
-    made.add_argument("--page", type=int, metavar="TOKENS", help="64 unless the engine has another")
+    made.add_argument("--page", type=int, metavar="TOKENS", help="tokens per page (default: the engine's, or 64)")
     dtypes = "; ".join(
         [f"without --engine {', '.join(_KV_DTYPES)}"]
         + [f"with --engine {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()]
     )
     made.add_argument("--kv-dtype", metavar="NAME", help=f"element type of pages: {dtypes}")
-    made.add_argument("--replica", type=int, default=0, metavar="N")
+    made.add_argument("--replica", type=int, default=0, metavar="N", help="number of this replica (default 0)")
     made.add_argument(
-        "--fact", action="append", default=[], metavar="NAME=VALUE", help="identity that both sides must share"
+        "--fact", action="append", default=[], metavar="NAME=VALUE", help="an identity that both sides must share"
     )
     layouts.add_options(made)
     for name, text in (
-        ("check", "whether two Descriptions fit: exit status 0, or 3 and why not"),
-        ("plan", "who sends what to whom"),
+        ("check", "say whether two Descriptions fit: exit status 0, or 3 and why not"),
+        ("plan", "say who sends what to whom"),
     ):
         one = commands.add_parser(name, help=text)
         one.add_argument("source", type=Path, help="Description of the prefill side")
         one.add_argument("sink", type=Path, help="Description of the decode side")
-        one.add_argument("--json", action="store_true", help="for programs")
+        one.add_argument("--json", action="store_true", help="print JSON, for programs")
         one.add_argument(
-            "--spread-one", action="store_true", help="feature SPREAD_ONE: replicas are read from the lowest rank"
+            "--spread-one", action="store_true", help="feature SPREAD_ONE: read replicated bytes from the lowest rank"
         )
         one.add_argument(
             "--few-sources",
             action="store_true",
-            help="feature FEW_SOURCES: few of the ranks with the same bytes are awaited",
+            help="feature FEW_SOURCES: await few of the ranks that have the same bytes",
         )
         one.add_argument(
-            "--cold-draft", action="store_true", help="feature COLD_DRAFT: a draft that prefill lacks starts cold"
+            "--cold-draft", action="store_true", help="feature COLD_DRAFT: let a draft that prefill lacks start cold"
         )
         if name == "plan":
             one.add_argument(
@@ -83,23 +84,29 @@ def add(commands: Any) -> None:
                 type=_tokens,
                 default=8192,
                 metavar="N",
-                help="tokens of the request that is costed, and positions on its other axes",
+                help="tokens of the request to cost, and positions on its other axes (default 8192)",
             )
             for side in ("source", "sink"):
-                one.add_argument(f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page")
-            one.add_argument("--first-token", type=_tokens, default=0, metavar="K", help="the first of them")
+                one.add_argument(
+                    f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page (default NHD)"
+                )
+            one.add_argument(
+                "--first-token", type=_tokens, default=0, metavar="K", help="first token to transfer (default 0)"
+            )
             one.add_argument(
                 "--costs",
                 type=Path,
                 metavar="FILE",
-                help="constants of `kvproto probe --out FILE`, instead of a pair of H200",
+                help="costs measured by `kvproto probe --out FILE`, instead of those of a pair of H200",
             )
             one.add_argument(
                 "--slices",
                 action="store_true",
-                help="for each cache: remote rank, and the global, local and remote range",
+                help="for each cache, print the remote rank, and the global, local and remote range",
             )
-            one.add_argument("--html", type=Path, metavar="FILE", help="the picture, one self-contained page")
+            one.add_argument(
+                "--html", type=Path, metavar="FILE", help="write the plan as a picture, one self-contained page"
+            )
 
 
 def _tokens(text: str) -> int:

@@ -26,16 +26,20 @@ Tell = Callable[[str, int, int], None]
 
 def add(commands: Any) -> None:
     """Add the command and its options."""
-    made = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 where one is slow")
-    made.add_argument("--quick", action="store_true", help="under 10 seconds instead of 60")
-    made.add_argument("--json", action="store_true", help="everything, for programs; what --out writes")
-    made.add_argument("--out", type=Path, metavar="FILE", help="keep it for `kvproto plan --costs FILE`")
+    made = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 if one is slow")
+    made.add_argument("--quick", action="store_true", help="take under 10 seconds instead of 60")
+    made.add_argument("--json", action="store_true", help="print everything that --out writes, for programs")
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the results for `kvproto plan --costs FILE`")
     made.add_argument(
         "--transport", nargs="+", action="extend", choices=names(), metavar="NAME",
-        help=f"only some of {', '.join(names())}",
+        help=f"measure only these: {', '.join(names())}",
     )  # fmt: skip
     made.add_argument(
-        "--memory", type=int, default=512, metavar="MB", help=f"of all pools together; {LEAST_MEMORY >> 20} at least"
+        "--memory",
+        type=int,
+        default=512,
+        metavar="MB",
+        help=f"memory of all pools together, at least {LEAST_MEMORY >> 20} (default %(default)s)",
     )
 
 

@@ -13,23 +13,34 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["add_options", "own_of", "parallel_of"]
 
 
+_SIZES = {
+    "tp": "tensor parallel ranks",
+    "pp": "pipeline stages",
+    "cp": "context parallel ranks for each TP rank",
+    "dcp": "TP ranks that deal the tokens among themselves in decode",
+    "interleave": "consecutive tokens that a cp or dcp rank stores",
+}
+
+
 def add_options(made: argparse.ArgumentParser) -> None:
     """Add the options for parallel sizes, of all caches and of single ones."""
-    for name in ("tp", "pp", "cp", "dcp", "interleave"):
-        made.add_argument(f"--{name}", type=int, default=1, metavar="N")
-    made.add_argument("--origin", type=int, default=0, metavar="N", help="first token that cp or dcp ranks deal")
+    for name, text in _SIZES.items():
+        made.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{text} (default 1)")
+    made.add_argument(
+        "--origin", type=int, default=0, metavar="N", help="token at which cp or dcp ranks begin the deal (default 0)"
+    )
     made.add_argument(
         "--deal", default="cyclic", metavar="NAME|R,R,...",
-        help=f"{', '.join(DEALS)}, or the cp rank of each run of --interleave tokens until they repeat",
+        help=f"{', '.join(DEALS)}, or the cp rank of each run of --interleave tokens until the pattern repeats",
     )  # fmt: skip
-    for name, what in (("sharded", "deal among them"), ("replicated", "each store whole")):
-        text = f"a cache, by name, that cp or dcp ranks {what}; may be repeated"
+    for name, what in (("sharded", "deal among themselves"), ("replicated", "each store whole")):
+        text = f"name of a cache that cp or dcp ranks {what}; may be repeated"
         made.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=text)
-    made.add_argument("--pp-layers", metavar="N,N,...", help="layers of each stage, where not equal")
-    made.add_argument("--virtual", type=int, default=1, metavar="N", help="chunks of layers that each stage holds")
+    made.add_argument("--pp-layers", metavar="N,N,...", help="layers of each stage, if not equal")
+    made.add_argument("--virtual", type=int, default=1, metavar="N", help="chunks of layers per stage (default 1)")
     made.add_argument(
         "--own", action="append", default=[], metavar="NAME:SIZE=N,...",
-        help=f"sizes of one cache, by name ({', '.join(_OWN)}; lists as 1+2+1); may be repeated",
+        help=f"sizes of the cache NAME ({', '.join(_OWN)}; lists as 1+2+1); may be repeated",
     )  # fmt: skip
 
 

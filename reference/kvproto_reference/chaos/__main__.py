@@ -27,19 +27,30 @@ __all__ = ["main", "seeds_of"]
 def parser() -> argparse.ArgumentParser:
     """Of the command."""
     made = argparse.ArgumentParser(prog="python -m kvproto_reference.chaos", description=__doc__)
-    made.add_argument("--seed", type=int, help="the first seed; with --minutes as many as fit")
-    made.add_argument("--seeds", metavar="A..B", help="seeds A to B")
-    made.add_argument("--minutes", type=float, help="go on for so long")
-    made.add_argument("--seconds", type=float, default=2.6, help="of faults in each seed; the end takes as long again")
-    made.add_argument("--transport", choices=sorted(WAYS), default="", help="in place of the seed's own")
+    made.add_argument("--seed", type=int, help="the seed to run; with --minutes, the first of as many as fit")
+    made.add_argument("--seeds", metavar="A..B", help="run seeds A to B")
+    made.add_argument("--minutes", type=float, help="go on for this long")
     made.add_argument(
-        "--break", dest="broken", choices=BREAKS, default="", help="build a fault into the engines; 0 if it is found"
+        "--seconds",
+        type=float,
+        default=2.6,
+        help="duration of faults in each seed; the end takes as long again (default 2.6)",
     )
-    made.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    made.add_argument("--show", action="store_true", help="print what the seeds do, and do nothing")
+    made.add_argument(
+        "--transport", choices=sorted(WAYS), default="", help="use this transport instead of the seed's own"
+    )
+    made.add_argument(
+        "--break",
+        dest="broken",
+        choices=BREAKS,
+        default="",
+        help="build a fault into the engines; exit status 0 if it is found",
+    )
+    made.add_argument("--jobs", type=int, default=1, help="seeds to run at a time (default 1)")
+    made.add_argument("--show", action="store_true", help="print what the seeds would do, and do nothing")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--nixl", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument("--json", type=Path, help="where the summary goes")
+    made.add_argument("--json", type=Path, help="write the summary to this file")
     return made
 
 

@@ -90,24 +90,26 @@ class DemoOptions:
 def parse(argv: list[str] | None) -> DemoOptions:
     """Options from the command line."""
     parser = argparse.ArgumentParser(
-        prog="make demo", description="Hand over target and draft KV of real text, and prove it."
+        prog="make demo", description="Hand over the KV cache of a target and a draft for real text, and prove it."
     )
     add = parser.add_argument
     add(
-        "--real", action="store_true", help="SmolLM2-135M-Instruct (Apache-2.0) answers a batch of chats, page 16 to 32"
+        "--real",
+        action="store_true",
+        help="let SmolLM2-135M-Instruct (Apache-2.0) answer a batch of chats, page 16 to 32",
     )
-    add("--prefill-tp", type=int, default=2, help="ranks of the prefill engine (default 2)")
-    add("--decode-tp", type=int, default=1, help="ranks of the decode engine (default 1)")
+    add("--prefill-tp", type=int, default=2, help="tensor-parallel ranks of the prefill engine (default 2)")
+    add("--decode-tp", type=int, default=1, help="tensor-parallel ranks of the decode engine (default 1)")
     for role in ("prefill", "decode"):
         add(
             f"--{role}-framework",
             choices=FRAMEWORKS,
             default="torch",
-            help=f"what {role} computes with (default torch)",
+            help=f"framework in which {role} computes (default torch)",
         )
         add_stages(parser, f"{role}-")
-    add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
-    add("--prefill-interleave", type=int, default=16, help="consecutive tokens of one of them (default 16)")
+    add("--prefill-cp", type=int, default=1, help="context-parallel ranks of prefill for each TP rank (default 1)")
+    add("--prefill-interleave", type=int, default=16, help="consecutive tokens that one of them stores (default 16)")
     add("--prefill-deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
     add("--prefill-dp", type=int, default=1, help="data-parallel replicas of the prefill engine (default 1)")
     add("--decode-dp", type=int, default=1, help="data-parallel replicas of the decode engine (default 1)")
@@ -116,36 +118,38 @@ def parse(argv: list[str] | None) -> DemoOptions:
     add_captured(parser)
     add_models(parser)
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
-    gpus = "GPUs of its ranks in turn, with --transport cuda (default: {} half of all) or nixl (default: the host)"
-    add("--prefill-devices", metavar="N,N,...", help=gpus.format("the first"))
-    add("--decode-devices", metavar="N,N,...", help=gpus.format("the second"))
+    gpus = "GPUs of its ranks, in turn; with --transport cuda (default: the {} half) or nixl (default: the host)"
+    add("--prefill-devices", metavar="N,N,...", help=gpus.format("first"))
+    add("--decode-devices", metavar="N,N,...", help=gpus.format("second"))
     add("--prompt-file", type=Path, help="prompts separated by blank lines")
-    add("--chat", action="store_true", help="each prompt is what a user says, put into the model's chat template")
+    add("--chat", action="store_true", help="treat each prompt as a user's message, in the model's chat template")
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--no-verify", dest="verify", action="store_false", help="do not use feature VERIFY")
-    add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
-    add("--pull", action="store_true", help="decode reads what prefill offers (draft feature PULL)")
-    add("--intent", action="store_true", help="decode claims pages when prefill is over (draft feature INTENT)")
-    add("--spans", action="store_true", help="decode claims pages piece by piece while prefill runs (draft SPANS)")
+    add("--no-verify", dest="verify", action="store_false", help="leave out feature VERIFY, the checksums")
+    add("--pools", choices=POOLS, default="own", help="who allocates the pools: kvproto, or JAX with --transport cuda")
+    add("--pull", action="store_true", help="let decode read what prefill offers (draft feature PULL)")
+    add("--intent", action="store_true", help="let decode claim pages when prefill is over (draft feature INTENT)")
+    add("--spans", action="store_true", help="let decode claim pages piece by piece while prefill runs (draft SPANS)")
     add("--max-new", type=int, default=48, help="tokens to generate for each prompt (default 48)")
-    add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add("--page-size", type=int, default=16, help="tokens per page (default 16)")
     for role in ("prefill", "decode"):
-        add(f"--{role}-page-size", type=int, metavar="N", help=f"the same of {role} alone")
-    add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
-    add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
-    add("--pages", type=int, default=160, help="pages of each pool (default 160)")
-    add("--part", type=int, help="bytes that prefill sends at least while it computes (default 16 MiB)")
-    add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
-    add("--tcp", action="store_true", help="sessions over loopback TCP, encrypted by CURVE, instead of ipc")
-    add("--namespaces", action="store_true", help="as --tcp, each engine in a network namespace of its own (root)")
-    add("--attach", type=Path, metavar="DIR", help="use engines that run already with --dir DIR")
+        add(f"--{role}-page-size", type=int, metavar="N", help=f"tokens per page of {role}, if different")
+    add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
+    add("--speculate", type=int, default=4, help="tokens that the draft proposes per step (default 4)")
+    add("--pages", type=int, default=160, help="pages in each pool (default 160)")
+    add("--part", type=int, help="least bytes that prefill sends at a time while it computes (default 16 MiB)")
+    add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
+    add("--tcp", action="store_true", help="run sessions over loopback TCP, encrypted by CURVE, instead of ipc")
+    add(
+        "--namespaces", action="store_true", help="the same, with each engine in its own network namespace (needs root)"
+    )
+    add("--attach", type=Path, metavar="DIR", help="use engines that already run with --dir DIR")
     for kind in KINDS:
-        text = f"have prefill {kind.says} in the middle of its work" + (", and started again" if kind.ends else "")
+        text = f"have prefill {kind.says} while it works" + (", and started again" if kind.ends else "")
         add(f"--{kind.name}", dest="trouble", action="store_const", const=kind.name, help=text)
-    add("--down", type=float, metavar="SECONDS", help="how long it is away then (default 0; of --pause 12)")
-    add("--tiers", action="store_true", help="one engine, and conversations that do not fit on its device")
-    add("--overview", action="store_true", help="print the answers and the proof, in place of tables")
-    add("--picture", type=Path, metavar="FILE", help="write what is printed as a picture, SVG")
+    add("--down", type=float, metavar="SECONDS", help="how long it is then away (default 0; with --pause 12)")
+    add("--tiers", action="store_true", help="run one engine, with conversations that do not fit on its device")
+    add("--overview", action="store_true", help="print the answers and the proof instead of tables")
+    add("--picture", type=Path, metavar="FILE", help="also write the output as an SVG picture")
     if parser.parse_known_args(argv)[0].real:
         parser.set_defaults(**REAL)
     return DemoOptions(**vars(parser.parse_args(argv)))

@@ -26,10 +26,10 @@ PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
 FRAMEWORKS = ("torch", "jax")
-TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other that is installed (default shm)"
+TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
-DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until they repeat (default cyclic)"
+DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
 """What the option of a deal says of itself."""
 
 
@@ -140,11 +140,11 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         "--dir",
         type=Path,
         required=True,
-        help="private directory that both engines and the router use; made if missing",
+        help="private directory that both engines and the router use; created if missing",
     )
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     add_stages(parser)
-    add("--cp", type=int, default=1, help="context-parallel ranks of prefill, for each TP rank (default 1)")
+    add("--cp", type=int, default=1, help="context-parallel ranks of prefill for each TP rank (default 1)")
     add("--replica", type=int, default=0, help="which data-parallel replica this is, from 0 (default 0)")
     add_dcp(parser)
     add_models(parser)
@@ -154,40 +154,38 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         metavar="ADDRESS",
         help="where rank 0 of the prefill engine listens (default: ipc in DIR)",
     )
-    add("--keys", type=Path, metavar="DIR", help="folder of this engine's keys, made by `kvproto keygen`: for TCP")
+    add("--keys", type=Path, metavar="DIR", help="folder with this engine's keys, made by `kvproto keygen`; for TCP")
     add("--insecure", action="store_true", help="allow TCP without keys")
-    add("--pages", type=int, default=160, help="pages of each pool (default 160)")
-    add("--page-size", type=int, default=16, help="tokens of a page (default 16)")
-    add("--chunk", type=int, default=64, help="prompt tokens of one prefill step (default 64)")
-    add("--host-pages", type=int, default=0, metavar="N", help="keep so many pages on the host, to be found again")
-    add("--storage", metavar="PLACE", help="and store them: a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
-    part = "send computed rows while others compute once they are so many bytes (default 16 MiB)"
+    add("--pages", type=int, default=160, help="pages in each pool (default 160)")
+    add("--page-size", type=int, default=16, help="tokens per page (default 16)")
+    add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
+    add("--host-pages", type=int, default=0, metavar="N", help="keep up to N pages on the host for reuse")
+    add("--storage", metavar="PLACE", help="also store them: in a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
+    part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
-    add("--speculate", type=int, default=4, help="tokens that the draft proposes (default 4)")
+    add("--speculate", type=int, default=4, help="tokens that the draft proposes per step (default 4)")
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
-    gpus = "GPUs of the ranks (default 0 with --transport cuda, else none: the host)"
+    gpus = "GPUs of the ranks (default 0 with --transport cuda, otherwise the host)"
     add("--devices", type=numbers, default=(), metavar="N,N,...", help=gpus)
-    add("--pools", choices=POOLS, default="own", help="who allocates them: kvproto, or JAX, with --transport cuda")
-    add("--framework", choices=FRAMEWORKS, default="torch", help="what computes (default torch)")
+    add("--pools", choices=POOLS, default="own", help="who allocates the pools: kvproto, or JAX with --transport cuda")
+    add("--framework", choices=FRAMEWORKS, default="torch", help="framework that computes (default torch)")
     add_back_end(parser)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
-    drain = "seconds that SIGTERM leaves what is under way, before the engine ends; 0: it ends at once (default 30)"
+    drain = "seconds after SIGTERM in which requests under way may finish; 0: end at once (default 30)"
     add("--drain-for", type=float, default=30.0, metavar="SECONDS", help=drain)
-    add("--feed", action="store_true", help="let `kvproto top DIR/feed-*` and `kvproto tail` look on")
-    add("--costs", type=Path, metavar="FILE", help="of `kvproto probe`: which runs are long, for cuda and nixl")
+    add("--feed", action="store_true", help="open feeds for `kvproto top DIR/feed-*` and `kvproto tail`")
+    add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
     add("--name", default=role, help=f"name of this engine (default {role})")
     if role == "decode":
         add("--source", default="prefill", metavar="NAME", help="name of the prefill engine (default prefill)")
-        add("--intent", action="store_true", help="claim pages when prefill is over, not when a request comes (INTENT)")
+        add("--intent", action="store_true", help="claim pages after prefill, not when a request arrives (INTENT)")
         add("--spans", action="store_true", help="claim them piece by piece while prefill runs (SPANS)")
-        add("--source-key", type=Path, metavar="FILE", help="the public.key of the prefill engine: for TCP")
+        add("--source-key", type=Path, metavar="FILE", help="public.key of the prefill engine; for TCP")
         add("--sources", type=int, default=1, help="replicas of the prefill engine (default 1)")
-        seeds = (
-            "sources.toml, which says where all replicas listen and which keys they have; in place of the four above"
-        )
+        seeds = "sources.toml, which says where all replicas listen and which keys they have; replaces the four above"
         add("--seeds", type=Path, metavar="FILE", help=seeds)
-        add("--quiet", action="store_true", help="write nothing of sources that come and go: the router does")
+        add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
         add_captured(parser)
     args = parser.parse_args(argv)
     if args.part is not None and args.part < 1:
@@ -311,20 +309,20 @@ def _check(role: str, args: argparse.Namespace) -> None:
 
 def add_back_end(parser: argparse.ArgumentParser) -> None:
     """Add the option that chooses torch's attention; the demo has the same for both engines."""
-    text = "what computes attention in torch; flashinfer on GPUs, with --dtype bfloat16 or float16 (default torch)"
+    text = "what computes attention in torch; flashinfer: on GPUs with --dtype bfloat16 or float16 (default torch)"
     parser.add_argument("--back-end", choices=KERNELS, default="torch", help=text)
 
 
 def add_captured(parser: argparse.ArgumentParser) -> None:
     """Add the option of CUDA graphs; the demo has the same as its decode engine."""
-    text = "with flashinfer and one rank: run decode's steps of one token as CUDA graphs"
+    text = "run decode steps of one token as CUDA graphs; needs flashinfer and one rank"
     parser.add_argument("--captured", action="store_true", help=text)
 
 
 STAGES = {
-    "pp": (1, "pipeline stages, which the target's layers are divided over; the draft is on the last (default 1)"),
-    "virtual": (1, "chunks of layers that each stage has: chunk i is on stage i mod pp (default 1)"),
-    "draft-tp": (None, "how many ranks of the last stage hold the draft, the first of them (default: all)"),
+    "pp": (1, "pipeline stages that share the target's layers; the draft is on the last (default 1)"),
+    "virtual": (1, "chunks of layers per stage: chunk i is on stage i mod pp (default 1)"),
+    "draft-tp": (None, "hold the draft on only the first N ranks of the last stage (default: all)"),
 }
 """Options of pipeline stages, and of where the draft is: defaults, and what they say of themselves."""
 
@@ -338,24 +336,24 @@ def add_stages(parser: argparse.ArgumentParser, role: str = "") -> None:
 def add_dcp(parser: argparse.ArgumentParser) -> None:
     """Add the options of decode context parallelism; the demo has the same as its decode engine."""
     add = parser.add_argument
-    add("--dcp", type=int, default=1, help="TP ranks that deal the target's tokens among them (default 1)")
+    add("--dcp", type=int, default=1, help="TP ranks that deal the target's tokens among themselves (default 1)")
     add("--interleave", type=int, default=1, help="consecutive tokens that one DCP rank stores (default 1)")
     add("--deal", default="cyclic", metavar="NAME|R,R,...", help=DEAL)
-    add("--draft-sharded", action="store_true", help="deal the draft's tokens too; else each rank stores all")
+    add("--draft-sharded", action="store_true", help="deal the draft's tokens too; otherwise each rank stores all")
     add("--exchange", choices=OVER_ANY, default="a2a", help="how DCP ranks merge attention (default a2a)")
-    add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank, and gather none")
+    add("--replicate-q", action="store_true", help="project a DCP group's queries on every rank; gather none")
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
-        text = f"mla, gqa, or a checkpoint folder, ours or Hugging Face's (default {default})"
+        text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16", "auto"],
         default="float32",
-        help="of weights and caches; auto: what each config.json says (default float32)",
+        help="element type of weights and caches; auto: as each config.json says (default float32)",
     )
 
 
