@@ -986,7 +986,7 @@ class Renew:
 
 @attrs.frozen(kw_only=True)
 class Renewed:
-    """Grant a longer lease."""
+    """State how long the lease is from now on."""
 
     TYPE: ClassVar[int] = 0x0405
 
