@@ -314,7 +314,7 @@ class Ticket:
 
 @attrs.frozen(kw_only=True)
 class Content:
-    """The data of which a content digest is the digest."""
+    """What a content digest covers."""
 
     tokens: UIntArray = attrs.field(eq=_same, hash=False)
     """Token ids of the prompt. [token] Since 1.0."""
@@ -347,7 +347,7 @@ class Manifest:
     own: bytes
     """Id of form OWN, with which the chain continues. Since 1.0."""
     previous: bytes
-    """Id of form OWN of the page before, or for the first page the namespace. Since 1.0."""
+    """Id of form OWN of the page before; for the first page, the namespace. Since 1.0."""
     namespace: bytes
     """Digest of what the page was computed with. Since 1.0."""
     page: int
@@ -355,7 +355,7 @@ class Manifest:
     geometry: bytes
     """Geometry digest of the writer. Since 1.0."""
     components: tuple["Component", ...]
-    """The components that exist of the page, by ascending group. Since 1.0."""
+    """Components of the page that are stored, by ascending group. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
