@@ -9,11 +9,11 @@ MAX_RUNS = 65536
 MAX_RANKS = 4096
 """Ranks of a Description."""
 MAX_CLAIMS = 131072
-"""Claims of all ranks: layers of each share times its lane intervals, of which a section has one for each lane."""
+"""Claims of all ranks: layers of each share times its lane intervals; a section has one interval for each lane."""
 MAX_RANK_CLAIMS = 8192
 """Claims of one rank."""
 MAX_LAYERS = 8192
-"""Layers times parts that ranks own: different triples of model, part name and layer."""
+"""Layers times parts that ranks own: distinct triples of model, part name and layer."""
 MAX_DEAL = 1048576
 """Tokens after which a deal repeats."""
 MAX_CLASS_PAIRS = 65536
@@ -23,6 +23,6 @@ MAX_PIECES = 65536
 MAX_SHARES = 65536
 """Shares of a plan, counted as KVP-PLAN-SIZE says: what ranks need of each piece."""
 MAX_ITEMS = 1048576
-"""Items of one Transfer, of all groups."""
+"""Items of one Transfer, of all groups together."""
 MAX_SPANS = 131072
-"""Spans of bytes that are compared for one Transfer: 8,192 pages of 16 groups that take turns in one pool."""
+"""Spans of bytes compared for one Transfer: enough for 8,192 pages of 16 groups that take turns in one pool."""

@@ -7,24 +7,24 @@ MAX_TRANSFERS = 1024
 MAX_SESSIONS = 4096
 """Sessions of one source rank that are open at once."""
 MAX_ENGINE_SESSIONS = 1024
-"""Of them, those with ranks of one sink engine."""
+"""Of these, sessions with ranks of one sink engine."""
 MAX_USED_TICKETS = 65536
-"""Tickets that a source remembers as used, until their deadline; the oldest is forgotten first."""
+"""Used tickets that a source remembers until their deadline; the oldest is forgotten first."""
 RESEND = 2.0
-"""Time until a request that is not answered is sent again. In seconds."""
+"""Time after which an unanswered request is sent again. In seconds."""
 PATIENCE = 30.0
-"""Time until a request that is not answered is given up. In seconds."""
+"""Time after which an unanswered request is given up. In seconds."""
 TICKET_WAIT = 10.0
 """Time that a Transfer waits at the source for the prompt of its ticket. In seconds."""
 PING_SILENCE = 5.0
-"""Time without a frame from the peer after which a side sends Ping; twice of it makes the peer suspect. In seconds."""
+"""Time without a frame from the peer until a side sends Ping; after twice this time the peer is suspect. In seconds."""
 MAX_CREDIT = 4194304
-"""Bytes of Data that a Credit may allow beyond those that were sent."""
+"""Bytes of Data that a Credit may allow beyond those already sent."""
 MAX_EPOCHS = 8
 """Epochs of one side's memory that a session holds at once."""
 MAX_REGIONS = 1024
-"""Regions of one Register: each is a mapping, and may be a descriptor, of whoever maps it."""
+"""Regions of one Register: each is a mapping, and may be a file descriptor, in the process that maps it."""
 MAX_TOLD = 1024
 """Cached pages of one Watched or Kept."""
 MAX_CATALOGUE = 4194304
-"""Cached pages of one source rank that a sink keeps in mind; it forgets others."""
+"""Cached pages of one source rank that a sink remembers; it forgets others."""

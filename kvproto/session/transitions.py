@@ -11,21 +11,21 @@ class SessionState(Enum):
     __hash__ = object.__hash__  # rows are looked up by it for every message
 
     IDLE = "idle"
-    """Nothing said."""
+    """Nothing has been sent."""
     GREETED = "greeted"
-    """Hello is on its way."""
+    """Hello awaits its answer."""
     OPEN = "open"
-    """There is a session id."""
+    """The session has an id."""
     DESCRIBING = "describing"
-    """Describe is on its way."""
+    """Describe awaits its answer."""
     DESCRIBED = "described"
-    """Both have both Descriptions, and the plan."""
+    """Both sides have both Descriptions, and the plan."""
     REGISTERING = "registering"
-    """Register is on its way."""
+    """Register awaits its answer."""
     READY = "ready"
     """Memory is mapped; transfers may run."""
     CLOSED = "closed"
-    """Over."""
+    """The session is over."""
 
 
 class TransferState(Enum):
@@ -34,21 +34,21 @@ class TransferState(Enum):
     __hash__ = object.__hash__  # rows are looked up by it for every message
 
     NEW = "new"
-    """Not asked for."""
+    """Nothing has been requested."""
     ASKED = "asked"
-    """Transfer is on its way."""
+    """Transfer awaits its answer."""
     ACCEPTED = "accepted"
-    """The source will say Done or Failed."""
+    """The source will send Done or Failed, or with PULL an Offer."""
     OFFERED = "offered"
     """The source's items may be read."""
     DONE = "done"
-    """Done is on its way."""
+    """Done awaits its answer."""
     FAILED = "failed"
-    """Failed is on its way."""
+    """Failed awaits its answer."""
     ABORTING = "aborting"
-    """Abort is on its way."""
+    """Abort awaits its answer."""
     ENDED = "ended"
-    """Over."""
+    """The attempt is over."""
 
 
 SESSION: dict[tuple[SessionState, str], SessionState] = {

@@ -9,7 +9,7 @@ class Role(IntEnum):
     SOURCE = 1
     """Has the cache and sends it: prefill."""
     SINK = 2
-    """Takes the cache: decode."""
+    """Receives the cache: decode."""
 
 
 class FactRule(IntEnum):
@@ -20,7 +20,7 @@ class FactRule(IntEnum):
     WARN = 2
     """A difference is logged."""
     IGNORE = 3
-    """Not compared."""
+    """The fact is not compared."""
 
 
 class ItemKind(IntEnum):
@@ -31,9 +31,9 @@ class ItemKind(IntEnum):
     SLOT = 2
     """State of one request."""
     RING = 3
-    """State of one request; row is the position modulo the rows."""
+    """State of one request; each position is in row `position mod rows`."""
     HANDOFF = 4
-    """Bytes that ride in Done."""
+    """Bytes that travel in Done, or in Offer."""
 
 
 class DType(IntEnum):
@@ -60,7 +60,7 @@ class DType(IntEnum):
     U32 = 10
     """Unsigned, 32 bits."""
     F4E2M1 = 11
-    """4-bit float, 2 bits of exponent, 1 of mantissa; two elements a byte, the first in the low bits."""
+    """4-bit float, 2 bits of exponent, 1 of mantissa; two elements per byte, the first in the low bits."""
     F8E8M0 = 12
     """A power of two, 8 bits of exponent: the scale of a block."""
 
@@ -75,10 +75,10 @@ class Access(IntEnum):
 
 
 class MemoryKind(IntEnum):
-    """Where a region lives."""
+    """Where a region is."""
 
     HOST = 1
-    """Memory of the host."""
+    """Host memory."""
     CUDA = 2
     """Memory of a CUDA device."""
 
@@ -87,17 +87,17 @@ class Transport(IntEnum):
     """How the bytes move."""
 
     SHM = 1
-    """POSIX shared memory, one host."""
+    """Shared memory on one host."""
     INLINE = 2
     """Inside the session itself, between any hosts."""
     CUDA = 3
-    """GPUs of one host that map each other."""
+    """GPUs that map each other's memory."""
     NIXL = 4
     """Between hosts, by NIXL."""
 
 
 class RequestState(IntEnum):
-    """How far the source is with a request."""
+    """How far the source has come with a request."""
 
     PENDING = 1
     """Prefill has not begun."""
@@ -111,16 +111,16 @@ class Outcome(IntEnum):
     """Whether the sink has anything to decode."""
 
     CONTINUE = 1
-    """The sink decodes on."""
+    """The sink continues decoding."""
     FINISHED = 2
     """The answer ended with its first tokens."""
 
 
 class Proof(IntEnum):
-    """What a drain proves: no write of the attempt can arrive any more, or nothing."""
+    """What is proven about writes: that none can arrive any more, or nothing."""
 
     PROVEN = 1
-    """No write of the attempt can arrive any more."""
+    """No write can arrive any more."""
     UNPROVABLE = 2
     """Nothing is known."""
 
@@ -140,27 +140,27 @@ class KeyForm(IntEnum):
     OWN = 1
     """Those of the page."""
     AHEAD = 2
-    """Those of the page, and the one that follows."""
+    """Those of the page, and the token that follows."""
 
 
 class LengthRule(IntEnum):
-    """Which pages of a component have to be there for a prefix to be used."""
+    """Which pages of a component must exist for a prefix to be used."""
 
     PREFIX = 1
-    """All."""
+    """All pages of the prefix."""
     WINDOW = 2
     """Those that hold the last `reach` tokens."""
     STATE = 3
-    """The last."""
+    """The last page."""
 
 
 class Tier(IntEnum):
     """Where a cached page lies."""
 
     DEVICE = 1
-    """In the pool, where it is computed with."""
+    """In the pool in which the engine computes."""
     HOST = 2
-    """In memory of the host, behind the pool."""
+    """In host memory, behind the pool."""
 
 
 class Feature(IntEnum):
@@ -169,7 +169,7 @@ class Feature(IntEnum):
     VERIFY = 1
     """Done carries a checksum of each group."""
     SPREAD_ONE = 2
-    """Sinks of replicated bytes read from the lowest candidates; layers are not dealt."""
+    """Each sink rank reads replicated bytes from one candidate; layers are not dealt over several."""
     COLD_DRAFT = 3
     """A draft model that the source lacks starts without its cache."""
     INTENT = 4
@@ -177,17 +177,17 @@ class Feature(IntEnum):
     PULL = 5
     """The sink reads: Offer, Pulled, Released, Renew."""
     STAGED = 6
-    """Packed chunks into staging slots of the sink, under credit."""
+    """The source writes packed bytes into staging slots of the sink, under credit."""
     INLINE = 7
-    """Packed bytes inside the session, under credit."""
+    """The source sends packed bytes inside the session, under credit."""
     EPOCHS = 8
-    """Memory is registered again, or given up, while the session goes on: a second Register, Unregister."""
+    """Memory is registered again, or given up, while the session continues: a second Register, Unregister."""
     VERIFY_PAGES = 9
-    """Beside VERIFY: checksums of each layer and page, so that a difference is found, not only noticed."""
+    """With VERIFY: checksums of each layer and page, so that a difference is located, not only noticed."""
     FEW_SOURCES = 10
-    """Each sink rank reads from as few sources as leave the busiest at most twice what it sends by dealing."""
+    """Each sink rank reads from as few sources as possible, as long as no source sends more than twice what the busiest one sends by dealing."""
     SPANS = 11
-    """Beside INTENT: items are granted piece by piece while prefill runs."""
+    """With INTENT: items are granted piece by piece while prefill runs."""
     CATALOGUE = 12
     """Sinks are told which cached pages a source rank has: Watch, Watched, Kept."""
 
@@ -206,7 +206,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_MESSAGE = 0x0105
     """The message type is not known."""
     TRUNCATED = 0x0106
-    """A value ends after the buffer."""
+    """A value extends beyond the end of the buffer."""
     TRAILING_BYTES = 0x0107
     """Bytes follow the value."""
     NOT_CANONICAL = 0x0108
@@ -228,7 +228,7 @@ class ErrorCode(IntEnum):
     BAD_GEOMETRY = 0x0204
     """A Description contradicts itself."""
     BAD_DIGEST = 0x0205
-    """A digest is not the digest of the bytes beside it."""
+    """A digest does not match the bytes that it was sent with."""
     BAD_COLUMNS = 0x0206
     """Columns do not match the Description that they follow."""
     OUT_OF_REGION = 0x0207
@@ -250,9 +250,9 @@ class ErrorCode(IntEnum):
     LANE_MISMATCH = 0x0303
     """The lane extents of a part cannot be mapped."""
     LAYER_MISSING = 0x0304
-    """The source has no layer that the sink needs."""
+    """The source lacks a layer that the sink needs."""
     PART_MISSING = 0x0305
-    """The source has no part that the sink needs, or the sink takes a part without its scales."""
+    """The source lacks a part that the sink needs, or the sink takes a part without its scales."""
     KIND_MISMATCH = 0x0306
     """The item kinds of a group differ."""
     ROW_MISMATCH = 0x0307
@@ -262,11 +262,11 @@ class ErrorCode(IntEnum):
     ROUTE_MISMATCH = 0x0309
     """The two sides computed different routes."""
     DESCRIPTION_MISMATCH = 0x030A
-    """A digest names another Description."""
+    """A digest or version names another Description."""
     NO_TRANSPORT = 0x030B
     """No transport is common to both sides."""
     CONTENT_MISMATCH = 0x030C
-    """The prompt of the ticket is another one."""
+    """The content digest is not that of the ticket's prompt."""
     COVERAGE = 0x030D
     """No source rank owns bytes that the sink needs."""
     NO_VERSION = 0x030E
@@ -282,7 +282,7 @@ class ErrorCode(IntEnum):
     WRONG_PEER = 0x0403
     """The engine, role or rank is not the one expected."""
     UNKNOWN_TICKET = 0x0404
-    """The ticket is not known here, or its time is over."""
+    """The ticket is not known here, or has expired."""
     TICKET_BOUND = 0x0405
     """The ticket is bound to another sink."""
     STALE_TRANSFER = 0x0406
@@ -298,17 +298,17 @@ class ErrorCode(IntEnum):
     VERIFY_FAILED = 0x040B
     """The bytes that arrived are not the bytes that were sent."""
     DEADLINE = 0x040C
-    """The time for this is over."""
+    """The time allowed for this has passed."""
     STATE_POSITION = 0x040D
-    """The source has not the state after exactly that many tokens."""
+    """The source does not have the state after exactly that many tokens."""
     CREDIT = 0x040E
-    """More slots or bytes came than credit allows."""
+    """Slots or bytes were sent or granted beyond what credit allows."""
     TICKET_USED = 0x040F
     """Another transfer uses the ticket, or has used it."""
     NOT_HELD = 0x0410
-    """The source does not hold the items of the first tokens any more."""
+    """The source no longer holds the items of the first tokens."""
     NOT_ALLOWED = 0x0411
-    """The peer's key may not connect, or may not say this engine, replica, rank or role."""
+    """The peer's key may not connect, or may not state this engine, replica, rank or role."""
     TOO_LARGE = 0x0501
     """A body, list, array or string is longer than the limit."""
     TOO_DEEP = 0x0502
@@ -472,7 +472,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.UNKNOWN_FLAG: "An unknown flag bit of the low byte is set.",
     ErrorCode.UNSUPPORTED_VERSION: "The major version is not one that the reader speaks.",
     ErrorCode.UNKNOWN_MESSAGE: "The message type is not known.",
-    ErrorCode.TRUNCATED: "A value ends after the buffer.",
+    ErrorCode.TRUNCATED: "A value extends beyond the end of the buffer.",
     ErrorCode.TRAILING_BYTES: "Bytes follow the value.",
     ErrorCode.NOT_CANONICAL: "A value is not in its shortest form.",
     ErrorCode.BAD_TYPE: "A value has the wrong type.",
@@ -483,7 +483,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.OUT_OF_RANGE: "A value is outside its range.",
     ErrorCode.UNKNOWN_ENUM_VALUE: "A closed enum does not have this value.",
     ErrorCode.BAD_GEOMETRY: "A Description contradicts itself.",
-    ErrorCode.BAD_DIGEST: "A digest is not the digest of the bytes beside it.",
+    ErrorCode.BAD_DIGEST: "A digest does not match the bytes that it was sent with.",
     ErrorCode.BAD_COLUMNS: "Columns do not match the Description that they follow.",
     ErrorCode.OUT_OF_REGION: "A column or an item lies outside its region.",
     ErrorCode.BAD_GRANT: "A grant names the wrong groups, tokens or items.",
@@ -494,15 +494,15 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.IDENTITY_MISMATCH: "An identity fact differs.",
     ErrorCode.DTYPE_MISMATCH: "The element types of a part differ.",
     ErrorCode.LANE_MISMATCH: "The lane extents of a part cannot be mapped.",
-    ErrorCode.LAYER_MISSING: "The source has no layer that the sink needs.",
-    ErrorCode.PART_MISSING: "The source has no part that the sink needs, or the sink takes a part without its scales.",
+    ErrorCode.LAYER_MISSING: "The source lacks a layer that the sink needs.",
+    ErrorCode.PART_MISSING: "The source lacks a part that the sink needs, or the sink takes a part without its scales.",
     ErrorCode.KIND_MISMATCH: "The item kinds of a group differ.",
     ErrorCode.ROW_MISMATCH: "The rows of a group cannot be mapped.",
     ErrorCode.LAYOUT_OPAQUE: "Opaque encodings differ.",
     ErrorCode.ROUTE_MISMATCH: "The two sides computed different routes.",
-    ErrorCode.DESCRIPTION_MISMATCH: "A digest names another Description.",
+    ErrorCode.DESCRIPTION_MISMATCH: "A digest or version names another Description.",
     ErrorCode.NO_TRANSPORT: "No transport is common to both sides.",
-    ErrorCode.CONTENT_MISMATCH: "The prompt of the ticket is another one.",
+    ErrorCode.CONTENT_MISMATCH: "The content digest is not that of the ticket's prompt.",
     ErrorCode.COVERAGE: "No source rank owns bytes that the sink needs.",
     ErrorCode.NO_VERSION: "No version is common to both sides.",
     ErrorCode.FEATURE_MISSING: "A feature that one side needs is not offered by the other, or was not chosen.",
@@ -510,7 +510,7 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.UNKNOWN_SESSION: "The session id is not known.",
     ErrorCode.UNEXPECTED_MESSAGE: "The message is not allowed in this state.",
     ErrorCode.WRONG_PEER: "The engine, role or rank is not the one expected.",
-    ErrorCode.UNKNOWN_TICKET: "The ticket is not known here, or its time is over.",
+    ErrorCode.UNKNOWN_TICKET: "The ticket is not known here, or has expired.",
     ErrorCode.TICKET_BOUND: "The ticket is bound to another sink.",
     ErrorCode.STALE_TRANSFER: "The transfer is finished.",
     ErrorCode.ABORTED: "The transfer was aborted.",
@@ -518,12 +518,12 @@ ERROR_DOC: dict[ErrorCode, str] = {
     ErrorCode.DRAINING: "The engine is going away.",
     ErrorCode.PEER_LOST: "The peer went away.",
     ErrorCode.VERIFY_FAILED: "The bytes that arrived are not the bytes that were sent.",
-    ErrorCode.DEADLINE: "The time for this is over.",
-    ErrorCode.STATE_POSITION: "The source has not the state after exactly that many tokens.",
-    ErrorCode.CREDIT: "More slots or bytes came than credit allows.",
+    ErrorCode.DEADLINE: "The time allowed for this has passed.",
+    ErrorCode.STATE_POSITION: "The source does not have the state after exactly that many tokens.",
+    ErrorCode.CREDIT: "Slots or bytes were sent or granted beyond what credit allows.",
     ErrorCode.TICKET_USED: "Another transfer uses the ticket, or has used it.",
-    ErrorCode.NOT_HELD: "The source does not hold the items of the first tokens any more.",
-    ErrorCode.NOT_ALLOWED: "The peer's key may not connect, or may not say this engine, replica, rank or role.",
+    ErrorCode.NOT_HELD: "The source no longer holds the items of the first tokens.",
+    ErrorCode.NOT_ALLOWED: "The peer's key may not connect, or may not state this engine, replica, rank or role.",
     ErrorCode.TOO_LARGE: "A body, list, array or string is longer than the limit.",
     ErrorCode.TOO_DEEP: "Values are nested deeper than the limit.",
     ErrorCode.BUSY: "The engine has no room at present.",

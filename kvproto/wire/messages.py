@@ -36,7 +36,7 @@ class VersionRange:
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What a reader takes."""
+    """What a reader accepts."""
 
     max_body: int
     """Longest body. [byte] Since 1.0."""
@@ -56,7 +56,7 @@ class Endpoint:
 
 @attrs.frozen(kw_only=True)
 class Geometry:
-    """What each rank of a replica owns; no addresses."""
+    """What each rank of a replica owns, without addresses."""
 
     replica: int
     """Ordinal of the replica within its engine. Since 1.0."""
@@ -70,7 +70,7 @@ class Geometry:
 
 @attrs.frozen(kw_only=True)
 class Fact:
-    """One named fact of identity."""
+    """One named identity fact."""
 
     name: str
     """Name, such as weights.target. Since 1.0."""
@@ -82,7 +82,7 @@ class Fact:
 
 @attrs.frozen(kw_only=True)
 class Group:
-    """Cache of equal items."""
+    """A cache whose items all have the same shape."""
 
     id: int
     """Id within the Description. Since 1.0."""
@@ -99,39 +99,39 @@ class Group:
     live_rows: int | None = attrs.field(default=None)
     """Rows of an item that hold state; the others are scratch. [row] Since 1.0."""
     cp_size: int
-    """Ranks that the tokens are dealt over. Since 1.0."""
+    """Number of cp ranks over which the tokens are dealt. Since 1.0."""
     interleave: int
-    """Consecutive tokens that one rank takes. [token] Since 1.0."""
+    """Consecutive tokens that go to one rank. [token] Since 1.0."""
     origin: int
     """First token of the deal. [token] Since 1.0."""
     parts: tuple["Part", ...]
     """Parts of a layer, in column order. Since 1.0."""
     partial: bool | None = attrs.field(default=None)
-    """Whether a row that a window covers in part moves too; absent: no. Since 1.0."""
+    """Whether a row that a window covers only partly moves too; absent: no. Since 1.0."""
     order: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
-    """cp rank that takes each run of a deal, which then repeats; 0 to cp_size - 1 if absent. Since 1.0."""
+    """cp rank of each run of the deal, repeated from the start after the last; absent: 0 to cp_size - 1. Since 1.0."""
     axis: str | None = attrs.field(default=None)
-    """What its rows stand for positions of: image, audio ...; absent: the tokens of the prompt. Since 1.0."""
+    """Axis whose positions the rows stand for: image, audio ...; absent: the tokens of the prompt. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """K, V, latent, conv, ssm, scale, index ..."""
+    """One array of a layer: K, V, latent, conv, ssm, scale, index ..."""
 
     name: str
-    """Name; pairs the two sides. Since 1.0."""
+    """Name, by which the parts of both sides are paired. Since 1.0."""
     dtype: int
     """Element type. Since 1.0."""
     lanes: int
     """Lanes of the whole model. [lane] Since 1.0."""
     lane_bytes: int
-    """Bytes of one lane of one row; of a section, its own. [byte] Since 1.0."""
+    """Bytes of one lane of one row; for a section, only its own bytes. [byte] Since 1.0."""
     encoding: str | None = attrs.field(default=None)
     """Registered name of a layout that strides cannot describe. Since 1.0."""
     at: int | None = attrs.field(default=None)
-    """A section of a part: where it begins in a lane of the whole; absent: 0. [byte] Since 1.0."""
+    """For a section of a part: where it begins in a lane of the whole; absent: 0. [byte] Since 1.0."""
     whole: int | None = attrs.field(default=None)
-    """A section of a part: bytes of a lane of the whole; absent: lane_bytes. [byte] Since 1.0."""
+    """For a section of a part: bytes of a lane of the whole; absent: lane_bytes. [byte] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -141,19 +141,19 @@ class Rank:
     rank: int
     """Rank within the replica. Since 1.0."""
     owns: tuple["Owns", ...]
-    """By ascending group id. Since 1.0."""
+    """Its shares of groups, by ascending group id. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Owns:
-    """A rank's part of a group."""
+    """A rank's share of a group."""
 
     group: int
     """Group id. Since 1.0."""
     layers: UIntArray = attrs.field(eq=_same, hash=False)
     """Global layer ids, ascending. [layer] Since 1.0."""
     cp_rank: int
-    """Share of the tokens. Since 1.0."""
+    """Place of the rank in the token deal, which decides its share of the tokens. Since 1.0."""
     lanes: tuple["LaneSpan", ...]
     """Lane intervals in local order, part by part. Since 1.0."""
 
@@ -181,15 +181,15 @@ class Region:
     length: int
     """Length. [byte] Since 1.0."""
     kind: int
-    """Where it lives. Since 1.0."""
+    """Where the memory is. Since 1.0."""
     device: str | None = attrs.field(default=None)
-    """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory, absent for that of the host. Since 1.0."""
+    """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory, absent for host memory. Since 1.0."""
     boot: bytes
     """Boot id of the host. [byte] Since 1.0."""
     handles: tuple["Handle", ...]
     """Ways to reach it, best first. Since 1.0."""
     namespace: int | None = attrs.field(default=None)
-    """PID namespace of the owner (inode of /proc/self/ns/pid), where its handles need the same one. Since 1.0."""
+    """PID namespace of the owner (inode of /proc/self/ns/pid), if its handles need the holder to be in the same one. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -197,14 +197,14 @@ class Handle:
     """One way to reach a region."""
 
     transport: int
-    """For which transport. Since 1.0."""
+    """Transport that the handle is for. Since 1.0."""
     data: bytes = attrs.field(repr=False)
-    """Opaque to all but the transport. [byte] Since 1.0."""
+    """Data that only this transport understands. [byte] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Process:
-    """One process of one host, for peers of that host."""
+    """One process on a host, named for peers on the same host."""
 
     boot: bytes
     """Boot id of the host. [byte] Since 1.0."""
@@ -213,12 +213,12 @@ class Process:
     pid: int
     """PID. Since 1.0."""
     start: int
-    """When it began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
+    """When the process began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Columns:
-    """Where the layers and parts of a group lie: one entry for each owned layer, then part."""
+    """Where the layers and parts of a group lie: one entry for each owned layer and, within it, for each part."""
 
     group: int
     """Group id. Since 1.0."""
@@ -229,11 +229,11 @@ class Columns:
     offset: UIntArray = attrs.field(eq=_same, hash=False)
     """Offset of item 0, row 0, lane 0 in the region: the pointers. [byte] Since 1.0."""
     item_stride: UIntArray = attrs.field(eq=_same, hash=False)
-    """From item to item: the item lengths. [byte] Since 1.0."""
+    """Distance from item to item: the item lengths. [byte] Since 1.0."""
     row_stride: UIntArray = attrs.field(eq=_same, hash=False)
-    """From row to row. [byte] Since 1.0."""
+    """Distance from row to row. [byte] Since 1.0."""
     lane_stride: UIntArray = attrs.field(eq=_same, hash=False)
-    """From lane to lane. [byte] Since 1.0."""
+    """Distance from lane to lane. [byte] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -255,20 +255,20 @@ class Grants:
     first: int
     """First token, absolute. [token] Since 1.0."""
     count: int
-    """Tokens. [token] Since 1.0."""
+    """Number of tokens. [token] Since 1.0."""
     valid: int
-    """Positions below this hold real rows. [token] Since 1.0."""
+    """Position below which rows hold real data. [token] Since 1.0."""
     items: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
-    """Items of the named rank, from the one that holds the first owned row; absent: an intent (feature INTENT). [item] Since 1.0."""
+    """Items of the rank, beginning with the one that holds its first row of the window; absent: an intent (feature INTENT). [item] Since 1.0."""
     state_after: int | None = attrs.field(default=None)
-    """State groups: the state is the one after this many tokens. [token] Since 1.0."""
+    """For groups of state: the number of tokens after which the state is wanted. [token] Since 1.0."""
     late: bool | None = attrs.field(default=None)
-    """Whether the window may begin at a later token, where the source does not hold the first; absent: no. Since 1.0."""
+    """Whether the window may begin at a later token if the source no longer holds the first; absent: no. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Begin:
-    """Where a window begins that was asked for as late."""
+    """Where a window that was requested as `late` begins."""
 
     group: int
     """The sink's group id. Since 1.0."""
@@ -283,7 +283,7 @@ class HandOff:
     group: int
     """The sink's group id. Since 1.0."""
     data: bytes
-    """Parts in Description order. [byte] Since 1.0."""
+    """The bytes of the parts, in Description order. [byte] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -295,12 +295,12 @@ class Checksum:
     value: int
     """Sum modulo 2 to the 64. Since 1.0."""
     pages: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
-    """Feature VERIFY_PAGES: the same sum of each layer and page, layer after layer. Since 1.0."""
+    """Feature VERIFY_PAGES: the same sum for each layer and page, layer by layer. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Ticket:
-    """Carried beside the prompt by whatever routes requests."""
+    """Names a request to both engines; whatever routes requests carries it along with the prompt."""
 
     key: bytes = attrs.field(repr=False)
     """Secret that names the request. [byte] Since 1.0."""
@@ -309,12 +309,12 @@ class Ticket:
     replica: int
     """Source replica. Since 1.0."""
     deadline: int
-    """Time from its making until it is void. [ms] Since 1.0."""
+    """Time from the ticket's creation until it expires. [ms] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Content:
-    """What a content digest is taken of."""
+    """What a content digest covers."""
 
     tokens: UIntArray = attrs.field(eq=_same, hash=False)
     """Token ids of the prompt. [token] Since 1.0."""
@@ -323,17 +323,17 @@ class Content:
     salts: tuple[bytes, ...]
     """Digests of other inputs. Since 1.0."""
     axes: tuple["Axis", ...] | None = attrs.field(default=None)
-    """Lengths of the axes beside the tokens, by ascending name; absent: there are none. Since 1.0."""
+    """Lengths of all axes other than the tokens, by ascending name; absent: there are none. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Axis:
-    """How long an axis of a request is."""
+    """Length of one axis of a request."""
 
     name: str
     """Name, as in Group. Since 1.0."""
     length: int
-    """Positions; 0: the request has none. [token] Since 1.0."""
+    """Number of positions; 0: the request has none. [token] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -345,17 +345,17 @@ class Manifest:
     form: enums.KeyForm
     """Form of the id. Since 1.0."""
     own: bytes
-    """Id of form OWN, with which the chain goes on. Since 1.0."""
+    """Id of form OWN, with which the chain continues. Since 1.0."""
     previous: bytes
-    """Id of form OWN of the page before, or the namespace. Since 1.0."""
+    """Id of form OWN of the page before; for the first page, the namespace. Since 1.0."""
     namespace: bytes
-    """What the page was computed by. Since 1.0."""
+    """Digest of what the page was computed with. Since 1.0."""
     page: int
-    """Tokens of a page. [token] Since 1.0."""
+    """Number of tokens of a page. [token] Since 1.0."""
     geometry: bytes
     """Geometry digest of the writer. Since 1.0."""
     components: tuple["Component", ...]
-    """What there is of the page, by ascending group. Since 1.0."""
+    """Components of the page that are stored, by ascending group. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -367,9 +367,9 @@ class Component:
     form: enums.KeyForm
     """Tokens that its rows depend on. Since 1.0."""
     rule: enums.LengthRule
-    """How its pages count. Since 1.0."""
+    """Which of its pages a prefix needs. Since 1.0."""
     reach: int | None = attrs.field(default=None)
-    """Tokens of a window; absent: it is none. [token] Since 1.0."""
+    """Tokens of the window; absent: the component is not a window. [token] Since 1.0."""
     length: int
     """Length of the object. [byte] Since 1.0."""
     digest: bytes
@@ -378,12 +378,12 @@ class Component:
 
 @attrs.frozen(kw_only=True)
 class KeptPage:
-    """Where a rank has a cached page (draft)."""
+    """Where a rank holds a cached page (draft)."""
 
     id: bytes
     """Id of the page. Since 1.0."""
     tier: int | None = attrs.field(default=None)
-    """The nearest tier from which a request can go on after it; absent: none. Since 1.0."""
+    """The nearest tier from which a request can continue after this page; absent: none. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -397,11 +397,11 @@ class Hello:
     request: int
     """Request id; a reply echoes it. Since 1.0."""
     versions: tuple["VersionRange", ...]
-    """Versions that the sink speaks, best first. Since 1.0."""
+    """Versions that the sink speaks, in order of preference. Since 1.0."""
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
+    """Number of this run of the rank: the time at which it began, in milliseconds since 1970-01-01 UTC, times 2^20, plus 20 random bits; a later run has a greater number. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int
@@ -411,14 +411,14 @@ class Hello:
     offered: tuple[int, ...]
     """Features that the writer can use. Since 1.0."""
     needed: tuple[int, ...]
-    """Features without which it refuses. Since 1.0."""
+    """Features without which the writer refuses the session. Since 1.0."""
     limits: "Limits"
-    """Limits of the writer as a reader. Since 1.0."""
+    """What the writer accepts as a reader. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Welcome:
-    """Mint a session; name the chosen version, features and all ranks."""
+    """Mint a session, and state the chosen version and features and where all ranks listen."""
 
     TYPE: ClassVar[int] = 0x0002
 
@@ -431,7 +431,7 @@ class Welcome:
     engine: str
     """Engine id. Since 1.0."""
     incarnation: int
-    """Number of this run of the rank: milliseconds since 1970-01-01 UTC when it began, times 2^20, plus 20 random bits; a later run has a greater one. Since 1.0."""
+    """Number of this run of the rank: the time at which it began, in milliseconds since 1970-01-01 UTC, times 2^20, plus 20 random bits; a later run has a greater number. Since 1.0."""
     rank: int
     """Rank within the replica. Since 1.0."""
     replica: int
@@ -439,7 +439,7 @@ class Welcome:
     features: tuple[int, ...]
     """Features of the session. Since 1.0."""
     limits: "Limits"
-    """Limits of the writer as a reader. Since 1.0."""
+    """What the writer accepts as a reader. Since 1.0."""
     endpoints: tuple["Endpoint", ...]
     """Where every rank of the replica listens. Since 1.0."""
 
@@ -451,13 +451,13 @@ class Refused:
     TYPE: ClassVar[int] = 0x0003
 
     session: int | None = attrs.field(default=None)
-    """Session id, where there is one. Since 1.0."""
+    """Session id, if there is one. Since 1.0."""
     request: int
     """Request id; a reply echoes it. Since 1.0."""
     code: int
     """What is wrong. Since 1.0."""
     path: str
-    """Where, in registry names; empty: the whole message. Since 1.0."""
+    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str
     """What the writer of the refusal has. Since 1.0."""
     yours: str
@@ -468,18 +468,18 @@ class Refused:
 
 @attrs.frozen(kw_only=True)
 class Error:
-    """Report what has no refusal of its own; never answered."""
+    """Report an error that no other message carries; never answered."""
 
     TYPE: ClassVar[int] = 0x0004
 
     session: int | None = attrs.field(default=None)
-    """Session id as received, where readable. Since 1.0."""
+    """Session id as received, if it could be read. Since 1.0."""
     request: int | None = attrs.field(default=None)
-    """Request id as received, where readable. Since 1.0."""
+    """Request id as received, if it could be read. Since 1.0."""
     code: int
     """What is wrong. Since 1.0."""
     path: str
-    """Where, in registry names; empty: the whole message. Since 1.0."""
+    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str
     """What the writer of the refusal has. Since 1.0."""
     yours: str
@@ -487,19 +487,19 @@ class Error:
     advice: str | None = attrs.field(default=None)
     """What to do next. Since 1.0."""
     about: int | None = attrs.field(default=None)
-    """Type of the message that it is about. Since 1.0."""
+    """Type of the message that the error is about. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Goodbye:
-    """End the session in order."""
+    """Close the session in an orderly way."""
 
     TYPE: ClassVar[int] = 0x0005
 
     session: int
     """Session id that Welcome minted. Since 1.0."""
     reason: str
-    """Why, for people. Since 1.0."""
+    """Reason, for people to read. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -594,7 +594,7 @@ class Register:
 
 @attrs.frozen(kw_only=True)
 class Registered:
-    """Memory is mapped; the receiver's own routes."""
+    """Confirm that the memory is mapped, and state the routes that the receiver computed."""
 
     TYPE: ClassVar[int] = 0x0104
 
@@ -605,13 +605,13 @@ class Registered:
     epoch: int
     """Epoch of the Register. Since 1.0."""
     transport: int
-    """Transport that the receiver took. Since 1.0."""
+    """Transport that the receiver chose. Since 1.0."""
     routes: tuple["RouteRef", ...]
     """Routes as the receiver computed them. Since 1.0."""
     plan: bytes
     """Digest of the plan as the receiver computed it. [byte] Since 1.0."""
     process: "Process | None" = attrs.field(default=None)
-    """Process that maps the memory, where its end is proof that it writes no more. Since 1.0."""
+    """Process that maps the memory, if its end proves that it writes no more. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -627,12 +627,12 @@ class Unregister:
     epoch: int
     """Epoch to give up. Since 1.0."""
     at_once: bool | None = attrs.field(default=None)
-    """Whether transfers of the epoch end with POOL_MOVED; absent: they are waited for. Since 1.0."""
+    """Whether transfers of the epoch end at once with POOL_MOVED; absent: the holder waits for them. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Unregistered:
-    """The holder has unmapped the memory, or cannot say so."""
+    """The holder has unmapped the memory, or cannot prove it."""
 
     TYPE: ClassVar[int] = 0x0106
 
@@ -691,7 +691,7 @@ class Accepted:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     state: enums.RequestState
-    """How far the source is. Since 1.0."""
+    """How far the source has come. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -709,12 +709,12 @@ class Grant:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     grants: tuple["Grants", ...]
-    """Of each routed group, the tokens granted so far and the items that no Grant before has named. Since 1.0."""
+    """For each routed group, the tokens granted so far and the items that no earlier Grant has named. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Progress:
-    """How far the source is with an accepted transfer that lacks items."""
+    """How far the source has come with an accepted transfer that lacks items."""
 
     TYPE: ClassVar[int] = 0x0204
 
@@ -725,9 +725,9 @@ class Progress:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     state: enums.RequestState
-    """How far the source is. Since 1.0."""
+    """How far the source has come. Since 1.0."""
     tokens: int | None = attrs.field(default=None)
-    """Positions below which rows are computed, so that items are of use; absent: all of the prompt. [token] Since 1.0."""
+    """Position below which all rows are computed, so that items for them are useful; absent: the whole prompt. [token] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -749,7 +749,7 @@ class Done:
     groups: UIntArray = attrs.field(eq=_same, hash=False)
     """Groups that this writer served, ascending. Since 1.0."""
     bytes: int
-    """Bytes that it wrote. [byte] Since 1.0."""
+    """Bytes that this writer wrote. [byte] Since 1.0."""
     outcome: enums.Outcome
     """Whether there is anything to decode. Since 1.0."""
     handoff: tuple["HandOff", ...]
@@ -757,7 +757,7 @@ class Done:
     checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
     """Feature VERIFY: checksum of each group as sent. Since 1.0."""
     begins: tuple["Begin", ...] | None = attrs.field(default=None)
-    """Where windows begin that were asked for as late and do not begin where they were asked for. Since 1.0."""
+    """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -778,7 +778,7 @@ class DoneAck:
 
 @attrs.frozen(kw_only=True)
 class Failed:
-    """The transfer ends without its bytes; proves nothing about writes."""
+    """The transfer ends without its bytes; this proves nothing about writes."""
 
     TYPE: ClassVar[int] = 0x0207
 
@@ -793,7 +793,7 @@ class Failed:
     code: int
     """What is wrong. Since 1.0."""
     path: str
-    """Where, in registry names; empty: the whole message. Since 1.0."""
+    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str
     """What the writer of the refusal has. Since 1.0."""
     yours: str
@@ -817,7 +817,7 @@ class Abort:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     reason: str
-    """Why, for people. Since 1.0."""
+    """Reason, for people to read. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -851,15 +851,15 @@ class Chunk:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     slot: int
-    """Staging slot that holds them. Since 1.0."""
+    """Staging slot that holds the bytes. Since 1.0."""
     offset: int
     """Place of the first byte in the packed stream of the rank pair. [byte] Since 1.0."""
     bytes: int
-    """How many. [byte] Since 1.0."""
+    """Number of bytes. [byte] Since 1.0."""
     last: bool
     """Whether the stream ends here. Since 1.0."""
     begins: tuple["Begin", ...] | None = attrs.field(default=None)
-    """In the first Chunk of a stream: what Done will say. Since 1.0."""
+    """In the first Chunk of a stream: the `begins` that Done will state. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -875,7 +875,7 @@ class Credit:
     slots: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
     """Staging slots that are free again. Since 1.0."""
     total: int | None = attrs.field(default=None)
-    """Bytes that the source may have sent into this epoch in all. [byte] Since 1.0."""
+    """Total number of bytes that the source may have sent into this epoch. [byte] Since 1.0."""
     epoch: int | None = attrs.field(default=None)
     """Feature EPOCHS: epoch of the sink's registration whose slots or bytes these are; absent: the first of the session. Since 1.0."""
 
@@ -899,7 +899,7 @@ class Data:
     last: bool
     """Whether the stream ends here. Since 1.0."""
     begins: tuple["Begin", ...] | None = attrs.field(default=None)
-    """In the first Data of a stream: what Done will say. Since 1.0."""
+    """In the first Data of a stream: the `begins` that Done will state. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -923,7 +923,7 @@ class Offer:
     grants: tuple["Grants", ...]
     """Tokens and items of each of the source's groups that the routes draw from. Since 1.0."""
     lease: int
-    """Time that the items stay as they are. [ms] Since 1.0."""
+    """Time for which the items stay unchanged. [ms] Since 1.0."""
     outcome: enums.Outcome
     """Whether there is anything to decode. Since 1.0."""
     handoff: tuple["HandOff", ...]
@@ -931,12 +931,12 @@ class Offer:
     checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
     """Feature VERIFY: checksum of each group. Since 1.0."""
     begins: tuple["Begin", ...] | None = attrs.field(default=None)
-    """Where windows begin that were asked for as late and do not begin where they were asked for. Since 1.0."""
+    """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Pulled:
-    """Every byte of the offer is read, or none will be any more."""
+    """Every byte of the offer has been read, or no more will be."""
 
     TYPE: ClassVar[int] = 0x0402
 
@@ -981,12 +981,12 @@ class Renew:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     lease: int
-    """Time from now. [ms] Since 1.0."""
+    """Lease requested, counted from now. [ms] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Renewed:
-    """The lease from now on."""
+    """State how long the lease is from now on."""
 
     TYPE: ClassVar[int] = 0x0405
 
@@ -999,12 +999,12 @@ class Renewed:
     attempt: int
     """Attempt of the same transfer, from 1. Since 1.0."""
     lease: int
-    """Time from now, never more than asked for. [ms] Since 1.0."""
+    """Lease granted, counted from now; never more than requested. [ms] Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Watch:
-    """Ask which cached pages the source's rank has, and to be told of changes."""
+    """Ask which cached pages the source rank has, and ask to be told of changes."""
 
     TYPE: ClassVar[int] = 0x0501
 
@@ -1013,7 +1013,7 @@ class Watch:
     request: int
     """Request id; a reply echoes it. Since 1.0."""
     after: bytes | None = attrs.field(default=None)
-    """Id after which the list goes on; absent: from its beginning. Since 1.0."""
+    """Id after which the list continues; absent: the list starts at its beginning. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1027,22 +1027,22 @@ class Watched:
     request: int
     """Request id; a reply echoes it. Since 1.0."""
     number: int
-    """Number of the last Kept that the piece knows of. Since 1.0."""
+    """Number of the last Kept that this piece takes into account. Since 1.0."""
     namespace: bytes
-    """Namespace of prompts of which nothing else is known. Since 1.0."""
+    """Default namespace: that of prompts about which nothing else is known. Since 1.0."""
     page: int
-    """Tokens of a page. [token] Since 1.0."""
+    """Number of tokens of a page. [token] Since 1.0."""
     form: enums.KeyForm
     """Form of the ids. Since 1.0."""
     pages: tuple["KeptPage", ...]
     """Pages that the rank has, by ascending id. Since 1.0."""
     more: bool
-    """Whether there are others after the last of them. Since 1.0."""
+    """Whether more pages follow the last of these. Since 1.0."""
 
 
 @attrs.frozen(kw_only=True)
 class Kept:
-    """Where cached pages are now that were elsewhere, or nowhere."""
+    """Cached pages that have come, gone or moved, and where they are now."""
 
     TYPE: ClassVar[int] = 0x0503
 

@@ -18,10 +18,10 @@ __all__ = ["REASONS", "exemptions", "named", "unnamed"]
 
 EXEMPTIONS = SPEC / "exemptions.toml"
 REASONS = {
-    "people": "advice to people or to their programs; it shows in no message and no memory",
+    "people": "advice to people or to their programs; no message and no memory shows whether it is kept",
     "optional": "SHOULD or MAY without an effect on the wire",
-    "hardware": "held by a test that needs hardware, which `shown` names",
-    "draft": "of a draft feature that has no code yet, which `shown` names",
+    "hardware": "checked by a test that needs hardware, which `shown` names",
+    "draft": "about a draft feature that has no code yet, which `shown` names",
 }
 _ID = re.compile(r"\bKVP(?:-[A-Z0-9]+)+\b")
 _OF_GENERATOR = "tests/wire/test_make.py"

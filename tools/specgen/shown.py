@@ -19,8 +19,8 @@ PAGES = ("framing.md", "json.md", "model.md", "parts.md", "planning.md", "dcp.md
 EXCEPTIONS = SPEC / "unshown.toml"
 REASONS = {
     "inside": "what an implementation does within itself; no answer of a testee shows it",
-    "meaning": "about what a field stands for, of which a codec knows nothing",
-    "live": "shows in a session only; a scenario of a live engine is its case",
+    "meaning": "about what a field stands for, which a codec does not know",
+    "live": "visible only in a session; a scenario of a live engine covers it",
     "large": "a vector of it would be larger than all others together; a test of the library shows it",
 }
 _BY_WRITING = (
