@@ -29,19 +29,20 @@ class Tiers(Cache):
     def __init__(
         self, pool: Pool, names: Mapping[str, str], *, page: int, host: int, storage: Path | str | Store | None = None,
         most: int = 0, ahead: Collection[str] = (), windows: Mapping[str, int] | None = None, keep: Keep = Keep.AT_ONCE,
-        stream: int = 0,
+        stream: int = 0, durable: bool = False,
     ) -> None:  # fmt: skip
         """`names` are what the pages are computed by (KVP-TIER-NAMESPACE), `page` tokens of a page, `host` pages there.
 
         `storage` is a folder, `lmdb:FOLDER`, the URL of an object store, or a store; it is kept to `most` bytes, 0: to
-        any number. `ahead` are names of groups whose rows depend on the next token too, `windows` tokens by group name.
+        any number. With `durable`, pages in folders and LMDB survive a loss of power once they are stored. `ahead` are
+        names of groups whose rows depend on the next token too, `windows` tokens by group name.
         Slot s of the pool is items [s * k, (s + 1) * k) of each group, as many as hold a page. Of a pool of a GPU,
         `stream` is the handle of the stream on which the engine computes. Raises LocalError for memory that cannot be
         had, PlanError for a page that cuts rows, OSError.
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         layout = components(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
-        store = None if storage is None else open_store(storage)
+        store = None if storage is None else open_store(storage, durable)
         shelf = None if store is None else Shelf(store, layout, most * 9 // 10, most, look=False)
         copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
         others = None if store is None else Others(store, pool.geometry, pool.rank, layout)
