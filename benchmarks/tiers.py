@@ -1,40 +1,37 @@
-"""A million pages in the index: bytes a page, time of a lookup, of a write, and of giving up; and pages in files.
+"""A million pages in the index: bytes a page, time of a lookup, of a write, and of giving up; and pages on a disk.
 
-Files are written to the disk and read from it: synced, and dropped from the page cache of the system. Beside them are plain
-files of the same sizes, the same through the page cache, and SHA-256, which is the bound of whatever comes out of memory.
+`benchmarks/tiers_disk.py` says what stored pages are compared with.
 
-python -m benchmarks.tiers [--pages N]     writes benchmarks/results/tiers.json; N of target and draft, a tenth of the others
+python -m benchmarks.tiers [--pages N] [--rounds N]     writes benchmarks/results/tiers.json
+
+N pages of target and draft, a tenth of the other layouts; and rounds of writing 128 pages to the disk and reading them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import resource
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Index
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files
 from kvproto.wire.enums import KeyForm, LengthRule
 
+from . import tiers_disk
+from .tiers_disk import timed
+
 RESULT = Path(__file__).parent / "results" / "tiers.json"
-PAGE, PREFIX = 64, 512
-"""Tokens of a page; pages of a prompt of 32K tokens."""
+PAGE, PREFIX, STORED = 64, 512, 128
+"""Tokens of a page; pages of a prompt of 32K tokens, and of what a round writes to the disk."""
 LAYOUTS = {
     "target": (LengthRule.PREFIX,),
     "target and draft": (LengthRule.PREFIX, LengthRule.PREFIX),
@@ -52,13 +49,6 @@ def chain(seed: int, pages: int) -> Chain:
     made = Chain(bytes(32), PAGE)
     made.extend(np.random.default_rng(seed).integers(0, 1 << 17, pages * PAGE + 1))
     return made
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def measure(rules: tuple[LengthRule, ...], pages: int) -> dict[str, object]:
@@ -105,85 +95,25 @@ def measure(rules: tuple[LengthRule, ...], pages: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def stored(pages: int = PREFIX, sizes: tuple[int, ...] = (8 * 64 * 1152, 64 * 1152)) -> dict[str, object]:
-    """A prompt of 512 pages, as of 8 MLA layers and a draft of one, written to files and read again."""
-    parts = tuple(
-        Part(g, KeyForm.AHEAD if g == 1 else KeyForm.OWN, LengthRule.PREFIX, size) for g, size in enumerate(sizes)
-    )
-    layout, prompt = Layout(PAGE, bytes(32), parts), chain(0, pages)
-    data = {g: np.random.default_rng(g).bytes(size) for g, size in enumerate(sizes)}
-    rates: dict[str, float] = {}
-    total = pages * sum(sizes) / 1e6
-
-    def rate(name: str, work: Callable[[], object]) -> None:
-        rates[name] = round(total / timed(work))
-
-    with TemporaryDirectory(dir=".") as name, ThreadPoolExecutor(4) as pool:
-        root = Path(name)
-        plain = [(root / f"{i}-{g}", one) for i in range(pages) for g, one in data.items()]
-        rate("sha256_mb_s", lambda: [hashlib.sha256(one).digest() for _, one in plain])
-        rate("plain_write_cached_mb_s", lambda: [path.write_bytes(one) for path, one in plain])
-        rate("plain_read_cached_mb_s", lambda: [path.read_bytes() for path, _ in plain])
-        rate("plain_write_mb_s", lambda: [synced(path, one) for path, one in plain])
-        dropped(root)
-        rate("plain_read_mb_s", lambda: [path.read_bytes() for path, _ in plain])
-        shelf = Shelf(Files(root / "cached"), layout)
-        rate("write_cached_mb_s", lambda: [shelf.write(prompt, i, data) for i in range(pages)])
-        rate("read_cached_mb_s", lambda: [shelf.read(prompt, i) for i in range(pages)])
-        for threads, each in ((1, map), (4, pool.map)):
-            shelf = Shelf(Files(root / f"{threads}", durable=True), layout)
-            write, read = partial(shelf.write, prompt, data=data), partial(shelf.read, prompt)
-            rate(f"write_{threads}_threads_mb_s", partial(drain, each, write, pages))
-            dropped(root)
-            rate(f"read_{threads}_threads_mb_s", partial(drain, each, read, pages))
-        warm = [timed(lambda: shelf.find(prompt)) for _ in range(20)]
-        cold = timed(lambda: Shelf(Files(root / "1"), layout).find(prompt))
-    return {
-        "pages": pages,
-        "mb": round(total),
-        **rates,
-        "warm_lookup_ms": round(1e3 * statistics.median(warm), 2),
-        "open_and_lookup_ms": round(1e3 * cold),
-    }
-
-
-def drain(each: Callable[..., Iterable[object]], work: Callable[[int], object], pages: int) -> None:
-    """Do it for each page."""
-    assert all(each(work, range(pages)))
-
-
-def synced(path: Path, data: bytes) -> None:
-    """Write a file, and wait for the disk."""
-    with path.open("wb", buffering=0) as file:
-        file.write(data)
-        os.fsync(file.fileno())
-
-
-def dropped(root: Path) -> None:
-    """Take what is in a folder out of the page cache."""
-    for path in [path for path in root.rglob("*") if path.is_file()]:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def main() -> int:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     rows, load = {}, os.getloadavg()[0]
     for name, rules in LAYOUTS.items():  # each in a process of its own, whose memory is its own
         pages = args.pages if name == "target and draft" else args.pages // 10
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             rows[name] = pool.submit(measure, rules, pages).result()
+    disk = tiers_disk.measure(chain(0, STORED), args.rounds)
     head = {
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "page_tokens": PAGE,
     }
     RESULT.write_text(
-        json.dumps({**head, "load_average": round(load, 1), "index": rows, "files": stored()}, indent=1) + "\n"
+        json.dumps({**head, "load_average": round(load, 1), "index": rows, "disk": disk}, indent=1) + "\n"
     )
     print(RESULT.read_text())
     return 0

@@ -26,7 +26,7 @@ from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.objects import Objects
 from kvproto.tiers.store import Files
 
-from .tiers import dropped, timed
+from .tiers_disk import dropped, timed
 
 RESULT = Path(__file__).parent / "results" / "tiers_stores.json"
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)

@@ -29,20 +29,21 @@ class Tiers(Cache):
     def __init__(
         self, pool: Pool, names: Mapping[str, str], *, page: int, host: int, storage: Path | str | Store | None = None,
         most: int = 0, ahead: Collection[str] = (), windows: Mapping[str, int] | None = None, keep: Keep = Keep.AT_ONCE,
-        stream: int = 0,
+        stream: int = 0, durable: bool = False,
     ) -> None:  # fmt: skip
         """Keep pages of `page` tokens in the pool, `host` of them in host memory, and others in `storage`.
 
         `names` state what computes the pages (KVP-TIER-NAMESPACE). `storage` is a folder, `lmdb:FOLDER`, the URL of an
-        object store, or a Store, and holds at most `most` bytes (0: without limit). `ahead` names the groups whose rows
-        also depend on the next token, and `windows` states the window of a group in tokens. Slot s of the pool is items
+        object store, or a Store, and holds at most `most` bytes (0: without limit). With `durable`, pages in folders
+        and LMDB survive a loss of power once they are stored. `ahead` names the groups whose rows also depend on the
+        next token, and `windows` states the window of a group in tokens. Slot s of the pool is items
         [s * k, (s + 1) * k) of each group, where k items hold a page. For a pool on a GPU, `stream` is the handle of
         the CUDA stream on which the engine computes. Raises LocalError for memory that cannot be allocated, PlanError
         for a page that cuts rows, and OSError.
         """
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         layout = components(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
-        store = None if storage is None else open_store(storage)
+        store = None if storage is None else open_store(storage, durable)
         shelf = None if store is None else Shelf(store, layout, most * 9 // 10, most, look=False)
         copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
         others = None if store is None else Others(store, pool.geometry, pool.rank, layout)

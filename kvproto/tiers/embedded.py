@@ -11,7 +11,7 @@ import errno
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.store import GROUP
 
 __all__ = ["Lmdb"]
 
@@ -55,8 +56,13 @@ class _Environment:
 class Lmdb:
     """A folder with one LMDB file; a process has it open once, however many of these there are."""
 
+    group = GROUP
+
     def __init__(self, root: Path, durable: bool = False, room: int = ROOM) -> None:
-        """Makes the folder; with `durable` a loss of power costs nothing that `put` has done. Raises OSError."""
+        """Makes the folder; raises OSError.
+
+        A loss of power may undo the latest calls, each of them as a whole; with `durable` it undoes none that returned.
+        """
         root.mkdir(parents=True, exist_ok=True)
         with _opening, _failing():
             name = os.getpid(), str(root.resolve())
@@ -67,8 +73,14 @@ class Lmdb:
 
     def put(self, key: str, data: Data) -> None:
         """See `Store`."""
+        self.put_all([(key, data)])
+
+    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+        """See `Grouped`; all of them or none."""
+        stamp = _STAMP.pack(time.time())
         with _failing(), self._held.env.begin(write=True) as done:
-            done.put(key.encode(), b"".join((data, _STAMP.pack(time.time()))))
+            for key, data in pairs:
+                done.put(key.encode(), b"".join((data, stamp)))
 
     def get(self, key: str) -> bytes | None:
         """See `Store`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -16,7 +17,7 @@ import numpy as np
 from kvproto.errors import LocalError
 from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
-from kvproto.tiers.lengths import Found, found, usable
+from kvproto.tiers.lengths import Found, lengths_of, usable
 from kvproto.tiers.slots import Slots, State
 from kvproto.wire.enums import ErrorCode, LengthRule
 
@@ -44,6 +45,7 @@ class Index:
         """Told of pages, each with its slot, just before they can be found no more; each after the page before it."""
         self.news: dict[bytes, None] | None = None
         """Ids of pages that have come or gone since somebody emptied it; None: nobody wants to know."""
+        self._form = layout.form
         self._bit = {part.group: 1 << i for i, part in enumerate(layout.parts)}
         self._must = sum(self._bit[group] for group in layout.must)
         self._needs = [
@@ -51,7 +53,7 @@ class Index:
             for p in layout.parts
             if p.rule is not LengthRule.PREFIX
         ]
-        self._some = [p.group for p in layout.parts if p.rule is not LengthRule.PREFIX]
+        self._some = [(p, self._bit[p.group]) for p in layout.parts if p.rule is not LengthRule.PREFIX]
         self._by_id: dict[bytes, int] = {}
         self._ids: list[bytes | None] = [None] * count
         self._held = array("Q", bytes(8 * count))
@@ -74,18 +76,16 @@ class Index:
 
     def find(self, chain: Chain, most: int | None = None) -> Hit:
         """The longest prefix that can be used, of `most` pages at most, pinned; it may be of no pages."""
-        ids, get = chain.ids(self.layout.form)[:most], self._by_id.get
-        slots = []
-        for id in ids:
+        get, slots = self._by_id.get, []
+        for id in islice(chain.ids(self._form), most):
             slot = get(id)
             if slot is None:
                 break
             slots.append(slot)
-        said: Found = (len(slots), [])
-        if self._some:
-            all_ = [True] * len(slots)
-            some = {g: [bool(self._held[slot] & self._bit[g]) for slot in slots] for g in self._some}
-            said = found(self.layout, dict.fromkeys(self._bit, all_) | some)
+        if not self._some:
+            return Hit(self, (len(slots), []), slots)
+        held, page = [self._held[slot] for slot in slots], self.layout.page
+        said = len(slots), [lengths_of(part, page, [bits & bit for bits in held]) for part, bit in self._some]
         return Hit(self, said, slots[: usable(said)])
 
     def claim(self, chain: Chain, first: int, count: int) -> Claim | None:
@@ -233,16 +233,16 @@ class Hit(_Owner):
 
     def __init__(self, index: Index, said: Found, slots: Sequence[int]) -> None:
         self._index, self.found = index, said
-        self.pages = [Page(slot, index.slots.generation(slot)) for slot in slots]
+        generation = index.slots.generation
+        self.pages = [Page(slot, generation(slot)) for slot in slots]
         """As many as can be used by this rank."""
-        for slot in slots:
-            index.slots.pin(slot)
+        index.slots.pin(slots)
 
     def cut(self, length: int) -> None:
         """Keep only so many pages: what all ranks can use (KVP-TIER-LENGTH)."""
-        for page in reversed(self.pages[length:]):
-            self._index.slots.unpin(page.slot)
-        del self.pages[length:]
+        if gone := self.pages[length:]:
+            del self.pages[length:]
+            self._index.slots.unpin([page.slot for page in reversed(gone)])
 
     def close(self) -> None:
         """Let go of all pages; of those that stay, the first is the newest."""

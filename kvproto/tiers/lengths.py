@@ -12,7 +12,7 @@ from operator import and_
 from kvproto.tiers.components import Layout, Part
 from kvproto.wire.enums import LengthRule
 
-__all__ = ["allowed", "found", "join", "usable"]
+__all__ = ["Found", "allowed", "found", "join", "lengths_of", "usable"]
 
 Found = tuple[int, list[int]]
 """Leading pages with all PREFIX components, and a set for each WINDOW and STATE component by ascending group."""
@@ -23,7 +23,7 @@ def found(layout: Layout, has: Mapping[int, Sequence[bool]]) -> Found:
     prefix = min((_leading(has[p.group]) for p in layout.parts if p.rule is LengthRule.PREFIX), default=None)
     prefix = min(map(len, has.values())) if prefix is None else prefix
     rest = (p for p in layout.parts if p.rule is not LengthRule.PREFIX)
-    return prefix, [_allowed(p, layout.page, has[p.group][:prefix]) for p in rest]
+    return prefix, [lengths_of(p, layout.page, has[p.group][:prefix]) for p in rest]
 
 
 def join(ranks: Iterable[Found]) -> Found:
@@ -40,10 +40,13 @@ def usable(found: Found) -> int:
 def allowed(found: Found) -> int:
     """The set of lengths that are at most the prefix and in all sets."""
     prefix, sets = found
-    return reduce(and_, sets, (2 << prefix) - 1) | 1
+    bits = (2 << prefix) - 1
+    for each in sets:
+        bits &= each
+    return bits | 1
 
 
-def _allowed(part: Part, page: int, has: Sequence[bool]) -> int:
+def lengths_of(part: Part, page: int, has: Sequence[bool | int]) -> int:
     """The set of lengths for which the pages that a WINDOW or STATE component needs are there."""
     bits, run = 1, 0
     for n in range(1, len(has) + 1):

@@ -15,18 +15,21 @@ SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb"}
 """Extra of kvproto by the first word of a name."""
 
 
-def open_store(place: Path | str | Store) -> Store:
-    """The store at a place; raises LocalError for one that needs what is not installed, OSError."""
+def open_store(place: Path | str | Store, durable: bool = False) -> Store:
+    """The store at a place; raises LocalError for one that needs what is not installed, OSError.
+
+    With `durable`, files and LMDB keep through a loss of power what they have said is kept; object stores always do.
+    """
     if not isinstance(place, str):
-        return Files(place) if isinstance(place, Path) else place
+        return Files(place, durable) if isinstance(place, Path) else place
     scheme, colon, rest = place.partition(":")
     extra = SCHEMES.get(scheme) if colon else None
     if extra is None:
-        return Files(Path(place))
+        return Files(Path(place), durable)
     try:
         module = import_module("kvproto.tiers.embedded" if extra == "lmdb" else "kvproto.tiers.objects")
     except ImportError as error:
         wants = f"pip install 'kvproto[{extra}]'"
         raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}") from error
-    made: Store = module.Lmdb(Path(rest)) if extra == "lmdb" else module.Objects.at(place)
+    made: Store = module.Lmdb(Path(rest), durable) if extra == "lmdb" else module.Objects.at(place)
     return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -20,7 +20,7 @@ from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
 from kvproto.tiers.manifest import Data, Named, describe, encode, manifest_key, object_key, take
-from kvproto.tiers.store import Store
+from kvproto.tiers.store import Grouped, Store
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Manifest
 
@@ -28,6 +28,10 @@ __all__ = ["Shelf"]
 
 GRACE = 600.0
 """Seconds that an object may be without a manifest before it is swept: its writer may not be done yet."""
+
+
+Page = tuple[Chain, int, Mapping[int, Data]]
+"""Of a prompt, by its number, and the bytes of its groups."""
 
 
 @attrs.define
@@ -73,13 +77,35 @@ class Shelf:
 
         What is there already is written anew, so a page that was damaged is whole again (KVP-TIER-REWRITE).
         """
-        manifest = describe(self.layout, chain, i, data)
+        return self._write([(chain, i, data)])
+
+    def write_all(self, pages: Sequence[Page]) -> list[bool]:
+        """As `write`, several pages for little more than the price of one where the store can do that.
+
+        Where that fails, each is tried by itself, so that no page is lost to a fault of another.
+        """
+        if len(pages) > 1 and isinstance(self.store, Grouped) and self._write(pages):
+            return [True] * len(pages)
+        return [self._write([page]) for page in pages]
+
+    def _write(self, pages: Sequence[Page]) -> bool:
+        """All objects, then all manifests (KVP-TIER-LAST)."""
+        manifests = [describe(self.layout, *page) for page in pages]
+        pairs: list[tuple[str, Data]] = [
+            (object_key(manifest, component), data[component.group])
+            for manifest, (_, _, data) in zip(manifests, pages, strict=True)
+            for component in manifest.components
+        ]
+        pairs += [(manifest_key(manifest.id, manifest.geometry), encode(manifest)) for manifest in manifests]
         with self._failing():
-            for component in manifest.components:
-                self.store.put(object_key(manifest, component), data[component.group])
-            self.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
-            self._note(manifest)
-            self._count("written")
+            if isinstance(self.store, Grouped):
+                self.store.put_all(pairs)
+            else:
+                for key, data in pairs:
+                    self.store.put(key, data)
+            for manifest in manifests:
+                self._note(manifest)
+                self._count("written")
             self._evict()
             return True
         return False

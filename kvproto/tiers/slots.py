@@ -7,6 +7,7 @@ knows what a page is. One thread at a time, and no clock.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from enum import IntEnum
 
 from kvproto.errors import U32, LocalError, check_whole
@@ -36,6 +37,7 @@ MOVES: dict[State, tuple[State, ...]] = {
 }
 """What each state may become; nothing else is done to a slot."""
 
+_RETIRING = int(State.RETIRING)
 _MAY = [sum(1 << after for after in MOVES[before]) for before in State]
 """The same as bits, for a million slots."""
 
@@ -101,20 +103,24 @@ class Slots:
         elif state is State.READABLE:
             self._join(slot)
 
-    def pin(self, slot: int) -> None:
-        """One reader more of a READABLE slot."""
-        if not self._pins[slot]:
-            self._leave(slot)
-        self._pins[slot] += 1
+    def pin(self, slots: Iterable[int]) -> None:
+        """One reader more of each of these READABLE slots."""
+        pins = self._pins
+        for slot in slots:
+            if not pins[slot]:
+                self._leave(slot)
+            pins[slot] += 1
 
-    def unpin(self, slot: int) -> None:
-        """One reader less; after the last a RETIRING slot is FREE, and a READABLE one the newest of the row."""
-        self._pins[slot] -= 1
-        if not self._pins[slot]:
-            if self._state[slot] == State.RETIRING:
-                self.move(slot, State.FREE)
-            else:
-                self._join(slot)
+    def unpin(self, slots: Iterable[int]) -> None:
+        """One reader less of each; after the last a RETIRING slot is FREE, and a READABLE one the newest of the row."""
+        pins, state = self._pins, self._state
+        for slot in slots:
+            pins[slot] -= 1
+            if not pins[slot]:
+                if state[slot] == _RETIRING:
+                    self.move(slot, State.FREE)
+                else:
+                    self._join(slot)
 
     def touch(self, slot: int) -> None:
         """Make a READABLE slot the newest of the row, unless it is pinned."""

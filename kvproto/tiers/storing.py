@@ -14,6 +14,7 @@ from kvproto.tiers.index import Hit
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Grouped
 from kvproto.tiers.workers import Workers
 
 __all__ = ["Fetch", "Storing"]
@@ -40,7 +41,9 @@ class Storing:
 
     def store(self, hit: Hit, chain: Chain, pages: Iterable[tuple[int, Mapping[int, Data]]]) -> None:
         """Write pages, which `hit` pins."""
-        self._stores.append((hit, [self.workers.submit(self.shelf.write, chain, i, data) for i, data in pages]))
+        most = self.shelf.store.group if isinstance(self.shelf.store, Grouped) else 1
+        write = self.shelf.write_all
+        self._stores.append((hit, [self.workers.gather(write, (chain, i, data), most) for i, data in pages]))
 
     def reap(self) -> int:
         """Let go of pages that storage has done with, or has no use for while it hangs; how many it keeps."""

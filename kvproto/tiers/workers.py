@@ -9,19 +9,30 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from threading import Condition, Thread
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 __all__ = ["Workers"]
 
 _Params = ParamSpec("_Params")
 _Made = TypeVar("_Made")
-_Call = tuple[Future[Any], Callable[[], Any]]
+_Given = TypeVar("_Given")
 
 LEAVE = 1.0
 """Seconds that the end of a process waits for calls that run."""
+
+
+class _Call(NamedTuple):
+    """One thing to be done, `work()`; or one of several to be done together, `work([given, ..])`."""
+
+    future: Future[Any]
+    work: Callable[..., Any]
+    given: Any
+    most: int = 0
+    """How many may be done together; 0: it is done by itself."""
 
 
 class _Shared:
@@ -40,22 +51,35 @@ class _Shared:
                 self.changed.wait_for(lambda: self.waiting or self.over)
                 if not self.waiting:
                     return
-                future, call = self.waiting.popleft()
-                if not future.set_running_or_notify_cancel():
-                    continue
-                self.running[future] = time.monotonic()
-            try:
-                made, error = call(), None
-            except BaseException as raised:
-                made, error = None, raised
-            with self.changed:
-                del self.running[future]
-                self.changed.notify_all()
+                some = self._next()
+                self.running.update(dict.fromkeys((call.future for call in some), time.monotonic()))
+            if some:
+                self._do(some)
+            del some
+
+    def _next(self) -> list[_Call]:
+        """What is to be done next: a call, with those right behind it that are to be done together with it."""
+        first = self.waiting.popleft()
+        some = [first]
+        while self.waiting and len(some) < first.most and self.waiting[0].work == first.work:
+            some.append(self.waiting.popleft())
+        return [call for call in some if call.future.set_running_or_notify_cancel()]
+
+    def _do(self, some: Sequence[_Call]) -> None:
+        first, made, error = some[0], list[Any](), None
+        try:
+            made = first.work([call.given for call in some]) if first.most else [first.work()]
+        except BaseException as raised:
+            error = raised
+        with self.changed:
+            for call in some:
+                del self.running[call.future]
+            self.changed.notify_all()
+        for i, call in enumerate(some):
             if error is None:
-                future.set_result(made)
+                call.future.set_result(made[i])
             else:
-                future.set_exception(error)
-            del future, call, made, error
+                call.future.set_exception(error)
 
     def end(self, seconds: float) -> None:
         """Take no more, drop what waits, and give what runs so long."""
@@ -63,9 +87,7 @@ class _Shared:
             self.over = True
             dropped, self.waiting = self.waiting, deque()
             self.changed.notify_all()
-        for future, _ in dropped:
-            future.cancel()
-            future.set_running_or_notify_cancel()
+        _cancel(dropped)
         with self.changed:
             self.changed.wait_for(lambda: not self.running, seconds)
 
@@ -98,25 +120,34 @@ class Workers:
 
     def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
         """Have a thread do this; cancelled at once if all is over."""
-        future: Future[_Made] = Future()
+        return self._submit(_Call(Future(), partial(work, *args, **named), None))
+
+    def gather(self, work: Callable[[list[_Given]], Sequence[_Made]], given: _Given, most: int) -> Future[_Made]:
+        """Have a thread do this, together with what else was given for the same work and waits, `most` at a time."""
+        return self._submit(_Call(Future(), work, given, most))
+
+    def _submit(self, call: _Call) -> Future[Any]:
         with self._shared.changed:
             if not self._shared.over:
-                self._shared.waiting.append((future, lambda: work(*args, **named)))
+                self._shared.waiting.append(call)
                 self._shared.changed.notify()
-                return future
-        future.cancel()
-        future.set_running_or_notify_cancel()
-        return future
+                return call.future
+        _cancel([call])
+        return call.future
 
     def drop(self) -> None:
         """Cancel what waits."""
         with self._shared.changed:
             dropped, self._shared.waiting = self._shared.waiting, deque()
-        for future, _ in dropped:
-            future.cancel()
-            future.set_running_or_notify_cancel()
+        _cancel(dropped)
 
     def close(self, seconds: float) -> None:
         """Take no more, drop what waits, and give what runs so long."""
         self._end.detach()
         self._shared.end(seconds)
+
+
+def _cancel(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        call.future.cancel()
+        call.future.set_running_or_notify_cancel()

@@ -11,14 +11,14 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Store
+from kvproto.tiers.store import Grouped, Store
 from kvproto.wire.enums import KeyForm, LengthRule
 
 LAYOUT = Layout(
@@ -68,12 +68,24 @@ class Memory:
 class Faulty:
     """Another back end with faults: each call fails in one of the ways above, as often as `rate` says."""
 
+    group = 16
+
     def __init__(self, inner: Store, rng: random.Random, rate: float) -> None:
         self.inner, self.rng, self.rate = inner, rng, rate
         self.met: Counter[str] = Counter()
 
     def put(self, key: str, data: Data) -> None:
-        fault = self._fault("put")
+        self._put(key, data, self._fault("put"))
+
+    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+        faults = [self._fault("put") for _ in pairs]
+        if isinstance(self.inner, Grouped) and not any(faults):
+            self.inner.put_all(pairs)
+        else:
+            for (key, data), fault in zip(pairs, faults, strict=True):
+                self._put(key, data, fault)
+
+    def _put(self, key: str, data: Data, fault: str) -> None:
         if fault in TORN and fault != "nothing":
             self.inner.put(key, self._flipped(data) if fault == "flip" else data[: len(data) // 2])
         elif fault in ("", "dies after"):
@@ -153,11 +165,14 @@ def schedule(seed: int, store: Store) -> Counter[str]:
         which, chain = rng.randrange(2), rng.choice(prompts)
         try:
             if rng.random() < 0.5:
-                i = rng.randrange(len(chain.ahead))
-                data = page(chain, i, which)
-                if rng.random() < 0.3:
-                    del data[2]
-                shelves[which].write(chain, i, data)
+                first, together = rng.randrange(len(chain.ahead)), rng.random() < 0.5
+                given = [(chain, i, page(chain, i, which)) for i in range(first, len(chain.ahead))]
+                for _, _, data in given:
+                    if rng.random() < 0.3:
+                        del data[2]
+                met["groups written"] += together and all(shelves[which].write_all(given))
+                if not together:
+                    shelves[which].write(*given[0])
             elif rng.random() < 0.1:
                 shelves[which].sweep(-10.0)
             else:

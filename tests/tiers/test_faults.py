@@ -4,7 +4,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -20,7 +20,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files, Store
-from tests.tiers import test_cache, test_storage
+from tests.tiers import test_cache, test_groups, test_storage
 from tests.tiers.schedules import LAYOUT, page, schedule
 from tests.tiers.stores import opened
 from tests.tiers.test_storage import PROMPT, in_child, length
@@ -121,24 +121,27 @@ def test_a_clock_that_jumps_never_costs_a_whole_page(
     assert shelf.read(PROMPT, 1) == page(PROMPT, 1)
 
 
-def manifest_first(shelf: Shelf, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
-    """`Shelf.write` in the wrong order."""
-    manifest = describe(shelf.layout, chain, i, data)
+def manifest_first(shelf: Shelf, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:
+    """`Shelf._write` in the wrong order."""
     with shelf._failing():
-        shelf.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
-        shelf._note(manifest)
-        for component in manifest.components:
-            shelf.store.put(object_key(manifest, component), data[component.group])
+        for chain, i, data in pages:
+            manifest = describe(shelf.layout, chain, i, data)
+            shelf.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
+            shelf._note(manifest)
+            for component in manifest.components:
+                shelf.store.put(object_key(manifest, component), data[component.group])
         return True
     return False
 
 
 def test_a_manifest_that_is_written_first_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shelf, "write", manifest_first)
+    monkeypatch.setattr(Shelf, "_write", manifest_first)
     with pytest.raises(AssertionError):
         test_storage.test_manifests_are_written_last_and_deleted_first()
     with pytest.raises(AssertionError):
-        test_storage.test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path, before=True)
+        test_storage.test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path / "one", before=True)
+    with pytest.raises(AssertionError):
+        test_groups.test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones(tmp_path / "some", before=True)
 
 
 def test_digests_that_are_not_checked_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ from kvproto.tiers.shelf import Shelf
 from tests.tiers.schedules import LAYOUT, page, prompt
 shelf, chain = Shelf(Lmdb(Path(sys.argv[1])), LAYOUT), prompt(1, 2, 3, 4, 5)
 for turn in range(100000):
-    shelf.write(chain, turn % 2, page(chain, turn % 2, 1))
+    shelf.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
     os.write(1, b".")
 """
 
@@ -164,6 +164,16 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         assert type(made) is kind
         made.put(NAMES[0], b"1")
         assert open_store(place).get(NAMES[0]) == b"1"
+
+
+@pytest.mark.parametrize("place", ["{}", "lmdb:{}"])
+def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = open_store(place.format(tmp_path), durable=True)
+    if isinstance(made, Files):
+        assert made.durable
+    else:
+        assert isinstance(made, Lmdb)
+        assert made._held.env.flags()["metasync"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,177 @@
+"""Stored pages beside plain sequential I/O on the same disk, in the same run, at the same durability.
+
+A block is a page, of 8 MLA layers and a draft of one: 663,552 bytes. In each round every contender writes as many new blocks, and
+reads them once they are out of the page cache of the system; the order changes from round to round, since the rate of a disk does.
+What is written counts when it would survive a loss of power, for 16 blocks at a time.
+
+- `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
+- `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
+- `files`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from kvproto.tiers.components import Layout, Part
+from kvproto.tiers.embedded import Lmdb
+from kvproto.tiers.identity import Chain
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import GROUP, Files, Store
+from kvproto.tiers.workers import Workers
+from kvproto.wire.enums import KeyForm, LengthRule
+
+__all__ = ["dropped", "measure", "timed"]
+
+PAGE, THREADS = 64, 4
+SIZES = 8 * 64 * 1152, 64 * 1152
+LAYOUT = Layout(
+    PAGE, bytes(32),
+    (Part(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]), Part(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1])),
+)  # fmt: skip
+DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
+BLOCK = b"".join(DATA.values())
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class OneFile:
+    """Blocks of one file."""
+
+    def __init__(self, root: Path, pages: int) -> None:
+        self.path, self.pages = root / "blocks", pages
+
+    def write(self) -> None:
+        with self.path.open("xb", buffering=0) as file:
+            for i in range(self.pages):
+                file.write(BLOCK)
+                if (i + 1) % GROUP == 0:
+                    os.fdatasync(file.fileno())
+            os.fsync(file.fileno())
+        _sync(self.path.parent)
+
+    def read(self) -> None:
+        with self.path.open("rb", buffering=0) as file:
+            while file.read(len(BLOCK)):
+                continue
+
+
+class PlainFiles:
+    """A file for each block."""
+
+    def __init__(self, root: Path, pages: int) -> None:
+        self.paths = [root / f"{i}" for i in range(pages)]
+
+    def write(self) -> None:
+        _each(_write_synced, [self.paths[at : at + GROUP] for at in range(0, len(self.paths), GROUP)])
+
+    def read(self) -> None:
+        _each(Path.read_bytes, self.paths)
+
+
+class Stored:
+    """Pages of a prompt on a shelf."""
+
+    def __init__(self, store: Store, chain: Chain) -> None:
+        self.shelf, self.chain = Shelf(store, LAYOUT), chain
+
+    def write(self) -> None:
+        workers = Workers(THREADS, 1e9, len(self.chain.ahead))
+        pages = [
+            workers.gather(self.shelf.write_all, (self.chain, i, DATA), GROUP) for i in range(len(self.chain.ahead))
+        ]
+        assert all(page.result() for page in pages)
+        workers.close(1.0)
+
+    def read(self) -> None:
+        assert all(_each(partial(self.shelf.read, self.chain), range(len(self.chain.ahead))))
+
+
+def _each(work: Callable[[Any], object], some: Iterable[Any]) -> list[object]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [*pool.map(work, some)]
+
+
+def _write_synced(paths: Iterable[Path]) -> None:
+    files = [path.open("xb", buffering=0) for path in paths]
+    for file in files:
+        file.write(BLOCK)
+    for file in files:
+        os.fsync(file.fileno())
+        file.close()
+    _sync(Path(files[0].name).parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def dropped(root: Path) -> None:
+    """Take what is in a folder out of the page cache."""
+    for path in [path for path in root.rglob("*") if path.is_file()]:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(chain: Chain, rounds: int) -> dict[str, object]:
+    """MB/s of all contenders, and what part of the rate of `one file` each reached, as medians over rounds."""
+    pages = len(chain.ahead)
+    makes: dict[str, Callable[[Path], Any]] = {
+        "one file": lambda root: OneFile(root, pages),
+        "plain files": lambda root: PlainFiles(root, pages),
+        "files": lambda root: Stored(Files(root, durable=True), chain),
+        "lmdb": lambda root: Stored(Lmdb(root, durable=True), chain),
+    }
+    took: dict[str, dict[str, list[float]]] = {way: {name: [] for name in makes} for way in ("write", "read")}
+    names = [*makes]
+    with TemporaryDirectory(dir=".") as name:  # all is deleted at the end: a disk is slower while it discards
+        for turn in range(rounds):
+            folders = {each: Path(name) / f"{turn}" / each for each in names}
+            made = {}
+            for each in names[turn % len(names) :] + names[: turn % len(names)]:
+                folders[each].mkdir(parents=True)
+                made[each] = makes[each](folders[each])
+                os.sync()
+                took["write"][each].append(timed(made[each].write))
+            for each in names[turn % len(names) :] + names[: turn % len(names)]:
+                dropped(folders[each])
+                took["read"][each].append(timed(made[each].read))
+        shelf = made["files"].shelf
+        warm = [timed(lambda: shelf.find(chain)) for _ in range(20)]
+        cold = timed(lambda: Shelf(Files(folders["files"]), LAYOUT).find(chain))
+    size, median = pages * len(BLOCK) / 1e6, statistics.median
+    return {
+        "pages": pages, "mb": round(size), "rounds": rounds,
+        "sha256_mb_s": round(size / timed(lambda: [hashlib.sha256(BLOCK).digest() for _ in range(pages)])),
+        "mb_s": {way: {each: round(size / median(some)) for each, some in all_.items()} for way, all_ in took.items()},
+        "of_one_file": {
+            way: {
+                each: round(median(one / other for one, other in zip(all_["one file"], some, strict=True)), 2)
+                for each, some in all_.items() if each != "one file"
+            }
+            for way, all_ in took.items()
+        },
+        "warm_lookup_ms": round(1e3 * median(warm), 2), "open_and_lookup_ms": round(1e3 * cold),
+        "samples_mb_s": {
+            way: {each: [round(size / one) for one in some] for each, some in all_.items()} for way, all_ in took.items()
+        },
+    }  # fmt: skip

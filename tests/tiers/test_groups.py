@@ -1,0 +1,113 @@
+"""Pages that are written together: one sync for all of them, and still a page or none wherever the writer dies."""
+
+import os
+import signal
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from kvproto.tiers.manifest import Data
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.store import Files
+from kvproto.tiers.workers import Workers
+from tests.tiers.schedules import LAYOUT, Memory, page, prompt
+from tests.tiers.test_storage import die_at, in_child
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones(tmp_path: Path, before: bool) -> None:
+    """KVP-TIER-LAST: at every system call of a group, whose manifests come after all objects."""
+    chain, kept, objects = prompt(*range(9)), [], []
+    for step in range(1, 200):
+        root = tmp_path / f"{step}"
+        Files(root)
+
+        def write(root: Path = root, step: int = step) -> None:
+            shelf = Shelf(Files(root, durable=True), LAYOUT)
+            die_at(step, before)
+            assert shelf.write_all([(chain, i, page(chain, i, 1)) for i in range(3)]) == [True] * 3
+
+        status = in_child(write)
+        assert status in (0, signal.SIGKILL)
+        after = Shelf(Files(root), LAYOUT)
+        there = [after.read(chain, i) for i in range(3)]
+        assert all(each in (None, page(chain, i, 1)) for i, each in enumerate(there))
+        assert after.counts["damaged"] == 0
+        kept.append(3 - there.count(None))
+        objects.append(len([*after.store.keys("o")]))
+        assert after.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
+        assert [after.read(chain, i) for i in range(3)] == [page(chain, i) for i in range(3)]
+        if not status:
+            break
+    assert kept == sorted(kept)
+    assert {*kept} == {0, 1, 2, 3}
+    assert all(count == 9 for count, pages in zip(objects, kept, strict=True) if pages), "no manifest before an object"
+
+
+def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync for each file, and one for each folder: of objects once all have their names, then of manifests."""
+    store, synced, chain = Files(tmp_path, durable=True), list[str](), prompt(*range(9))
+    for folder in ((tmp_path / kind / f"{n:02x}") for kind in "om" for n in range(256)):
+        folder.mkdir()
+        store._made.add(folder)
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.append("file" if path.parent.name == "t" else path.parent.name)
+        if synced[-1] != "file":
+            assert not [*(tmp_path / "t").iterdir()] or synced[-1] == "o", "objects have their names before manifests"
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert Shelf(store, LAYOUT).write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
+    folders = len({id.hex()[:2] for id in chain.ahead[:3]})
+    assert synced == ["file"] * 12 + ["o"] * folders + ["m"] * folders
+
+
+def test_a_page_that_cannot_be_written_costs_no_other_of_its_group(tmp_path: Path) -> None:
+    """The folder of one page's manifest takes nothing."""
+    chain = prompt(*range(9))
+    shelf = Shelf(Files(tmp_path, durable=True), LAYOUT)
+    (tmp_path / "m" / chain.ahead[1].hex()[:2]).write_bytes(b"")
+    assert shelf.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True, False, True]
+    assert [shelf.read(chain, i) for i in (0, 2)] == [page(chain, i) for i in (0, 2)]
+    assert shelf.counts["failed"] == 2, "the group, and the page by itself"
+    assert not [*(tmp_path / "t").iterdir()]
+
+
+class Waiting(Memory):
+    """A back end that keeps groups; the first waits until it is told to go on."""
+
+    group = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.begun, self.go_on = Event(), Event()
+
+    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+        self.sizes.append(sum(key.startswith("m") for key, _ in pairs))
+        self.begun.set()
+        self.go_on.wait()
+        for key, data in pairs:
+            self.put(key, data)
+
+
+def test_pages_that_wait_are_written_together_whatever_their_prompts() -> None:
+    """Four at most; a page that nothing waits behind is written at once."""
+    store, chains = Waiting(), [prompt(n, n, n, n, n) for n in range(3)]
+    shelf = Shelf(store, LAYOUT)
+    workers = Workers(1, inf, 100)
+    first = workers.gather(shelf.write_all, (chains[0], 0, page(chains[0], 0)), store.group)
+    store.begun.wait()
+    rest = [workers.gather(shelf.write_all, (c, i, page(c, i)), store.group) for c in chains for i in range(2)]
+    store.go_on.set()
+    assert first.result()
+    assert all(each.result() for each in rest)
+    assert store.sizes == [1, 4, 2]
+    assert all(shelf.read(c, i) == page(c, i) for c in chains for i in range(2))
+    workers.close(1.0)
