@@ -264,7 +264,8 @@ def main(argv: list[str] | None = None) -> int:
 
     gpus = torch.cuda.device_count() if not given.cpu else 0
     devices = (0, 1) if gpus > 1 else (0, 0)
-    found: dict[str, Any] = json.loads(given.out.read_text()) if given.write and given.only != list(PAIRS) else {}
+    some = given.write and given.only != list(PAIRS) and given.out.exists()
+    found: dict[str, Any] = json.loads(given.out.read_text()) if some else {}
     found["engines on"] = "one GPU" if gpus < 2 else "two GPUs"
     machine = {} if given.cpu else facts()
     wrong = 0
