@@ -143,3 +143,22 @@ def test_no_multiprocessor_is_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(LocalError) as caught:
         CudaTransport(0, **numbers)
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
+
+
+def test_checksums_of_several_requests_are_taken_at_once_and_collected_in_any_order() -> None:
+    copier, found, wanted, keep = Copier(0), [], [], []
+    for seed in range(12):
+        for program, lengths, _ in random_pairs(random.Random(seed)):
+            host = {r: np.random.default_rng(seed).integers(0, 256, n, np.uint8) for r, n in lengths.items()}
+            memory = {r: DeviceMemory(n) for r, n in lengths.items()}
+            for r, data in host.items():
+                put(memory[r], data)
+            keep += memory.values()
+            found.append(copier.begin_checksums(program, {r: m.address for r, m in memory.items()}, sink=False))
+            wanted.append(checksums(program, {r: memoryview(a) for r, a in host.items()}, sink=False))
+    abandoned = found.pop(0)
+    assert [begun() for begun in reversed(found)] == wanted[:0:-1]
+    del abandoned
+    copier.settle()
+    for each in keep:
+        each.close()
