@@ -23,15 +23,15 @@ _MIB = 1 << 20
 def session_rows(parts: Mapping[str, Any]) -> list[str]:
     """The tables; `parts` are those of the file, by name."""
     found = {name: part["found"] for name, part in parts.items()}
+    ahead = [name for name in parts if parts[name].get("ahead")]
     rows = ["", "## Sessions", ""]
     rows += [
         "Two processes of one host with 2 cores, loopback; a request of one page, 128 bytes, with VERIFY. Microseconds",
         "unless a unit is named. `python benchmarks/session.py`",
-        "The machine was busy with other work, at loads of "
+        "Load of the machine meanwhile: "
         + ", ".join(f"{parts[name]['load']:.0f} ({name})" for name in parts)
-        + ": compare within a table, and with its first row. The other work had lower priority than "
-        + ", ".join(name for name in parts if parts[name].get("ahead"))
-        + ".",
+        + ". Compare within a table, and with its first row."
+        + (f" Other work had lower priority than {', '.join(ahead)}." if ahead else ""),
         "",
         *_latency(found["latency"]),
         "",
@@ -55,7 +55,7 @@ def _cuts(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _latency(found: Mapping[str, Any]) -> list[str]:
-    rows = ["| one transfer after the other, from Transfer to DoneAck | CURVE: p50, p99 | ipc: p50, p99 |", "|---|---|---|"]
+    rows = ["| one transfer at a time, from Transfer to DoneAck | CURVE: p50, p99 | ipc: p50, p99 |", "|---|---|---|"]
     for way, (words, what) in _WAYS.items():
         samples = [found[f"{kind} {way.partition(',')[0]}"][what] for kind in ("curve", "ipc")]
         cells = ["{:,.0f}, {:,.0f}".format(*_cuts(each)) for each in samples]
