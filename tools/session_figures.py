@@ -1,4 +1,4 @@
-"""What benchmarks/results/session.json says, as rows of the page of figures on the host."""
+"""The results in benchmarks/results/session.json, as rows of the page of figures on the host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 __all__ = ["session_rows"]
 
 _WAYS = {
-    "floor": ("bare sockets, as many frames of the same lengths", "messages"),
+    "floor": ("bare sockets, the same number of frames of the same lengths", "messages"),
     "messages": ("sessions alone: nothing is lowered, copied or summed", "messages"),
-    "step": ("Source and Sink that are stepped", "messages"),
+    "step": ("Source and Sink, stepped", "messages"),
     "thread": ("Source and Sink with I/O threads", "messages"),
     "step, whole": ("the same, from `fetch` to its callback, stepped", "door"),
     "thread, whole": ("the same, with I/O threads", "door"),
@@ -21,17 +21,17 @@ _MIB = 1 << 20
 
 
 def session_rows(parts: Mapping[str, Any]) -> list[str]:
-    """Tables; `parts` as the file has them, by name."""
+    """The tables; `parts` are those of the file, by name."""
     found = {name: part["found"] for name, part in parts.items()}
+    ahead = [name for name in parts if parts[name].get("ahead")]
     rows = ["", "## Sessions", ""]
     rows += [
         "Two processes of one host with 2 cores, loopback; a request of one page, 128 bytes, with VERIFY. Microseconds",
         "unless a unit is named. `python benchmarks/session.py`",
-        "The machine was at work on other things, at loads of "
+        "Load of the machine meanwhile: "
         + ", ".join(f"{parts[name]['load']:.0f} ({name})" for name in parts)
-        + ": compare within a table, and with its first row. The other things had to wait for "
-        + ", ".join(name for name in parts if parts[name].get("ahead"))
-        + ".",
+        + ". Compare within a table, and with its first row."
+        + (f" Other work had lower priority than {', '.join(ahead)}." if ahead else ""),
         "",
         *_latency(found["latency"]),
         "",
@@ -55,7 +55,7 @@ def _cuts(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _latency(found: Mapping[str, Any]) -> list[str]:
-    rows = ["| one after the other, from Transfer to DoneAck | CURVE: p50, p99 | ipc: p50, p99 |", "|---|---|---|"]
+    rows = ["| one transfer at a time, from Transfer to DoneAck | CURVE: p50, p99 | ipc: p50, p99 |", "|---|---|---|"]
     for way, (words, what) in _WAYS.items():
         samples = [found[f"{kind} {way.partition(',')[0]}"][what] for kind in ("curve", "ipc")]
         cells = ["{:,.0f}, {:,.0f}".format(*_cuts(each)) for each in samples]
@@ -67,28 +67,28 @@ def _beside(floods: Mapping[str, Any], held: Mapping[str, Any]) -> list[str]:
     p99 = {name: _cuts(floods[name])[1] for name in floods if not name.endswith("frames_s")}
 
     def by(other: str) -> list[float]:
-        """p99 beside each flood here, over that beside the same flood there, or alone."""
+        """p99 during each flood here, divided by that during the same flood there, or alone."""
         return [p99[f"{kind} here"] / p99.get(f"{kind} {other}", p99["alone"]) for kind in ("garbage", "requests")]
 
     here, alone = ("{:.2f} for garbage and {:.2f} for requests", "{:.1f} and {:.1f}")
     here, alone = here.format(*by("elsewhere")), alone.format(*by("alone"))
     rows = [
-        "A flood takes time of the machine wherever it goes: its sender and ZeroMQ's threads work on the cores of the",
-        "transfer. So a transfer is measured beside a flood of its own source, beside the same flood of another source",
-        f"of this machine, and alone. What the flooded source loses is the first over the second: p99 times {here}.",
-        f"Over a transfer that is alone on the two cores it is {alone} times, most of it the machine's share.",
+        "A flood takes the machine's time wherever it goes: its sender and ZeroMQ's threads use the same cores as the",
+        "transfer. So a transfer is measured during a flood of its own source, during the same flood of another source",
+        f"on this machine, and alone. The flooded source loses the first divided by the second: p99 times {here}.",
+        f"Compared with a transfer alone on the two cores it is {alone} times, most of which is the machine's share.",
         "",
         "| a transfer of a good peer, with CURVE | p50 | p99 |",
         "|---|---|---|",
     ]
     for name, samples in (
         ("alone", floods["alone"]),
-        ("beside garbage at another source", floods["garbage elsewhere"]),
-        ("beside garbage at its own source", floods["garbage here"]),
-        ("beside requests without end at another source", floods["requests elsewhere"]),
-        ("beside requests without end at its own source", floods["requests here"]),
-        ("beside nothing", held["alone"]),
-        (f"beside {held['held']:,} transfers that wait", held["beside"]),
+        ("garbage floods another source", floods["garbage elsewhere"]),
+        ("garbage floods its own source", floods["garbage here"]),
+        ("requests flood another source", floods["requests elsewhere"]),
+        ("requests flood its own source", floods["requests here"]),
+        ("no other transfer waits", held["alone"]),
+        (f"{held['held']:,} other transfers wait", held["beside"]),
     ):
         rows.append("| {} | {:,.0f} | {:,.0f} |".format(name, *_cuts(samples)))
     return rows
@@ -96,7 +96,7 @@ def _beside(floods: Mapping[str, Any], held: Mapping[str, Any]) -> list[str]:
 
 def _frames(found: Mapping[str, Any]) -> list[str]:
     """The five slowest."""
-    words = f"the greatest of {found['number']:,} frames, CPU of who hears it"
+    words = f"the slowest of {found['number']:,} frames, CPU time of the receiver"
     rows = [f"| {words} | bytes | ms | MiB |", "|---|---|---|---|"]
     for row in found["worst"][:5]:
         where = f"{row['message']}, {row['field']}: {row['to']}, {row['state']}, {row['way']}"
@@ -123,11 +123,11 @@ def _many(found: Mapping[str, Any]) -> list[str]:
 
 def _growth(found: Mapping[str, Any]) -> list[str]:
     rows = [
-        "| from the second quarter to the last | number | source: MiB, descriptors | sink: MiB, descriptors |",
+        "| growth from the second quarter to the last | number | source: MiB, descriptors | sink: MiB, descriptors |",
         "|---|---|---|---|",
     ]
     names = {
-        "messages": "transfers of sessions alone", "transfers": "transfers of a Source and a Sink",
+        "messages": "transfers by sessions alone", "transfers": "transfers between a Source and a Sink",
         "sessions": "sinks that come, fetch and go",
     }  # fmt: skip
     for part, name in names.items():
@@ -136,7 +136,7 @@ def _growth(found: Mapping[str, Any]) -> list[str]:
         sides = [found[part]["verdicts"][side] for side in ("source", "sink")]
         cells = [f"{each['rss_grown'] / _MIB:+.1f}, {each['fds_grown']:+d}" for each in sides]
         rows.append(f"| {name} | {found[part]['number']:,} | {cells[0]} | {cells[1]} |")
-    words = "A source remembers 65,536 used tickets until their deadlines, 300 bytes each, and grows until then."
+    words = "A source remembers up to 65,536 used tickets until their deadlines, 300 bytes each, and grows until then."
     rows += ["", words]
     return rows
 
