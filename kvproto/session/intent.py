@@ -71,9 +71,8 @@ class SourceIntent(Part):
                 mine, advice = "no such attempt, or one that is over", "ask by a Transfer"
                 raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(message.sequence), advice)
             if attempt.aborted:
-                raise RemoteError(
-                    ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence), "use the next attempt"
-                )
+                advice = "use the next attempt"
+                raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence), advice)
             if attempt.lost is not None and attempt.state in _OVER:
                 raise attempt.lost
         except KvprotoError as error:

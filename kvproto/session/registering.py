@@ -343,9 +343,8 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         if ours != theirs:
             raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
     if message.access != access:
-        raise RemoteError(
-            ErrorCode.NO_TRANSPORT, "access", access.name, Access(message.access).name, "register the other access"
-        )
+        mine, yours, advice = access.name, Access(message.access).name, "register the other access"
+        raise RemoteError(ErrorCode.NO_TRANSPORT, "access", mine, yours, advice)
     _check_routes(message, described)
     if len(message.regions) > limits.MAX_REGIONS:
         advice = "allocate layers together: each region is a mapping of ours"

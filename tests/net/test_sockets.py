@@ -162,7 +162,7 @@ def test_insecure_makes_no_address_of_what_is_none(address: str) -> None:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("ipc://@kv-0-0", "every user of this host may connect to an abstract socket: name a file"),
+        ("ipc://@kv-0-0", "any user of this host can connect to an abstract socket: name a file"),
         (f"ipc:///{'x' * 200}", "at most 107 bytes"),
         ("tcp://no-such-host.invalid:7100", "an address of this machine"),
         ("tcp://10.77.0.1", r"tcp://10\.77\.0\.1, without a port"),
