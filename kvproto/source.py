@@ -16,11 +16,11 @@ from kvproto.door import Handle, TicketHandle, check_request, options_of, party_
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
+from kvproto.node.events import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
 from kvproto.node.lent import Lent
 from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
-from kvproto.node.told import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES, length_of
 from kvproto.planning.geometry import Geometry

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import Dialer
 from kvproto.node.backstage import Backstage
+from kvproto.node.events import PoolReturned, Received, TransferLost
 from kvproto.node.lent import Filled, returned
 from kvproto.node.link import LinkContext, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import Spread, features_of
-from kvproto.node.told import PoolReturned, Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
 from kvproto.session.records import Census

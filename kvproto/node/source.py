@@ -11,6 +11,7 @@ from kvproto.net import Listener
 from kvproto.node.answers import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
+from kvproto.node.events import Copied, PoolReturned, RequestOver
 from kvproto.node.lent import Read, returned
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.peers import Peers
@@ -19,7 +20,6 @@ from kvproto.node.progress import Part, SendProgress
 from kvproto.node.registrar import Spread, features_of
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
-from kvproto.node.told import Copied, PoolReturned, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested, UnmapAsked
