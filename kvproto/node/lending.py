@@ -54,7 +54,7 @@ class Lending:
         found: list[str] = []
         for terms in [each for each in self._all() if each.lent is lent]:
             found += self._endpoint.holders(terms.exposed)
-            found += ["checksums of its own"] * self._arrivals.reads(terms)
+            found += ["checksums under way"] * self._arrivals.reads(terms)
         return found
 
     def release(self) -> None:

@@ -37,7 +37,7 @@ PART_BYTES = 16 << 20
 _TURN = 0.001
 """Seconds after which a turn stops receiving, so that slow frames do not hold up copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
-_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")
+_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
@@ -149,7 +149,7 @@ class SourceNode:
         self._peers.wake(pool, self.epoch)
 
     def _holders(self, lent: Read) -> list[str]:
-        return self._peers.holders(lent.number) + ["copies of its own"] * lent.copied
+        return self._peers.holders(lent.number) + ["copies under way"] * lent.copied
 
     @property
     def busy(self) -> bool:

@@ -35,7 +35,7 @@ from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims", "check_held"]
 
-_GONE = "ask from there on, or say that the window may begin late"
+_GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 

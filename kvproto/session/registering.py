@@ -252,7 +252,7 @@ class Holder(Part):
 
     def _may_follow(self, message: m.Register) -> bool:
         """Whether a Register is legal after the epochs that were opened before; refuses it if not."""
-        name, advice = "epoch", "ask for an earlier one back first"
+        name, advice = "epoch", "take an earlier one back first"
         error = None
         if Feature.EPOCHS not in self._session.features:
             mine, advice = "one Register, without the feature EPOCHS", "open a new session"
@@ -299,7 +299,7 @@ class Holder(Part):
             session.notice(gone)
         elif epoch is None or epoch.back is not None:
             if epoch is None or epoch.back is None or epoch.back.request != message.request:
-                mine = f"one of {self.open}, which are not asked back yet"
+                mine = f"one of {self.open}, which have not been taken back"
                 error = RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, str(message.epoch), "name an epoch once")
                 session.refuse(message, error, ends=False)
         else:

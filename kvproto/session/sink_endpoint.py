@@ -164,10 +164,10 @@ class SinkEndpoint(Reading):
         and sends nothing: UNEXPECTED_MESSAGE before Ready, BUSY or TOO_LARGE beyond the limits of a source.
         """
         if not self.ready or self.plan is None or self.exposed is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
         if self.suspect:
-            advice = "ask again when it answers"
-            raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "transfer", advice)
+            advice = "try again when it answers"
+            raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "one", advice)
         number, made = self._next, {}
         for rank in self.plan.required(self.me.rank):
             made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
