@@ -35,8 +35,8 @@ from kvproto import Pool
 from kvproto.door import party_of
 from kvproto.net import Dialer, Listener
 from kvproto.node import Computed, Finished, SinkNode, SourceNode
+from kvproto.node.events import Copied, Received
 from kvproto.node.pages import grants_of
-from kvproto.node.told import Copied, Received
 from kvproto.planning.describe import describe
 from kvproto.session.events import Planned
 from kvproto.transport.base import Move

@@ -218,8 +218,8 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     from kvproto.door import party_of
     from kvproto.net import Dialer, Listener
     from kvproto.node import Finished, SinkNode, SourceNode
+    from kvproto.node.events import Received
     from kvproto.node.pages import grants_of
-    from kvproto.node.told import Received
     from kvproto.session.events import Planned
     from kvproto.transport.cuda.transport import CudaTransport
     from kvproto.wire.enums import Outcome

@@ -61,7 +61,7 @@ class ReportedError(RemoteError):
         return made
 
     def __str__(self) -> str:
-        return f"{self.between('theirs', 'ours', ' ')}, said by {self.peer}"
+        return f"{self.between('theirs', 'ours', ' ')}, reported by {self.peer}"
 
 
 class LocalError(KvprotoError):

@@ -104,7 +104,7 @@ class Finder:
 
         made = self._driver.look(ask, _PATIENCE)
         if made is None:
-            raise LocalError(ErrorCode.BUSY, "find", f"an answer within {_PATIENCE:.0f} s", "none", "ask again")
+            raise LocalError(ErrorCode.BUSY, "find", f"an answer within {_PATIENCE:.0f} s", "none", "try again")
         return made
 
     def wait(self, timeout: float) -> bool:

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["Options"]
 
 
-def _within(low: float, high: float, expected: str, whole: bool = False) -> Any:
+def _must(holds: Callable[[Any], bool], expected: str) -> Any:
+    """A validator that raises LocalError(OUT_OF_RANGE) for values for which `holds` does not return True."""
+
     def check(options: Options, field: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and not (isinstance(value, int if whole else int | float) and low <= value <= high):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", expected, str(value))
+        if not holds(value):
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", expected, repr(value))
 
     return check
+
+
+def _within(low: float, high: float, expected: str, kinds: Any = int | float) -> Any:
+    return _must(lambda v: isinstance(v, kinds) and not isinstance(v, bool) and low <= v <= high, expected)
 
 
 def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, ...]:
@@ -78,20 +84,12 @@ class Options:
     """
 
     transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)
-    verify: bool | Literal["pages"] = attrs.field(default=True)
-
-    @verify.validator
-    def _check_verify(self, field: attrs.Attribute[Any], value: Any) -> None:
-        if not (isinstance(value, bool) or value == "pages"):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.verify", 'True, False or "pages"', repr(value))
-
-    spread: Spread = attrs.field(default="even")
-
-    @spread.validator
-    def _check_spread(self, field: attrs.Attribute[Any], value: Any) -> None:
-        if value not in ("even", "few", "one"):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.spread", '"even", "few" or "one"', repr(value))
-
+    verify: bool | Literal["pages"] = attrs.field(
+        default=True, validator=_must(lambda v: isinstance(v, bool) or v == "pages", 'True, False or "pages"')
+    )
+    spread: Spread = attrs.field(
+        default="even", validator=_must(lambda v: v in ("even", "few", "one"), '"even", "few" or "one"')
+    )
     measured: Sequence[Measured] = ()
     eager: bool = True
     cold_draft: bool = False
@@ -108,15 +106,17 @@ class Options:
     @allow.validator
     def _check_allow(self, field: attrs.Attribute[Any], value: Any) -> None:
         if value is not None and self.keys is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.allow", "keys beside it", "none", "pass the keys too")
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.allow", "keys as well", "none", "pass the keys too")
 
     thread: bool = True
     callbacks: Callable[[Callable[[], object]], object] | None = None
     part_bytes: int = attrs.field(
-        default=PART_BYTES, validator=_within(1, 1 << 62, "whole bytes, 1 at least", whole=True)
+        default=PART_BYTES, validator=_within(1, 1 << 62, "a whole number of bytes, at least 1", int)
     )
-    first_part_ratio: float | None = attrs.field(default=None, validator=_within(0, 1e9, "0 or more"))
+    first_part_ratio: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_within(0, 1e9, "0 or more"))
+    )
     metrics: bool = False
     feed: str | Path | None = None
-    lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, 0.001 at least"))
+    lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, at least 0.001"))
     quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))

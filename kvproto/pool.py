@@ -144,7 +144,10 @@ class Pool:
 
     def group(self, name: str) -> Group:
         """The group of this name; raises LocalError(BAD_COLUMNS) if this rank owns none."""
-        return _groups(self.geometry, self.rank)[self._named(name)][0]
+        groups = _groups(self.geometry, self.rank)
+        if name not in groups:
+            raise _bad("group", f"one of {list(groups)}", repr(name))
+        return groups[name][0]
 
     def pages(self, name: str) -> int:
         """The number of pages, or slots, of a group; raises LocalError(BAD_COLUMNS) for an unknown name."""
@@ -213,12 +216,6 @@ class Pool:
 
     def _unuse(self, who: str) -> None:
         self._users.remove(who)
-
-    def _named(self, name: str) -> str:
-        names = list(_groups(self.geometry, self.rank))
-        if name not in names:
-            raise _bad("group", f"one of {names}", repr(name))
-        return name
 
 
 def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:

@@ -59,13 +59,14 @@ class Prompt:
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
             raise _bad("Prompt.salts", "a sequence of digests", type_name(salts))
-        given = tuple(salts)
-        for i, salt in enumerate(given):
-            check_type(f"Prompt.salts[{i}]", salt, (bytes, bytearray, memoryview), "32 bytes, such as a SHA-256")
-        self.__attrs_init__(_token_ids(tokens), adapter, tuple(bytes(salt) for salt in given), _axes(axes))
-        for i, salt in enumerate(self.salts):
-            if len(salt) != 32:
-                raise _bad(f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256", f"{len(salt)} bytes")
+        found = []
+        for i, salt in enumerate(salts):
+            path, wanted = f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256"
+            check_type(path, salt, (bytes, bytearray, memoryview), wanted)
+            found.append(bytes(salt))
+            if len(found[i]) != 32:
+                raise _bad(path, wanted, f"{len(found[i])} bytes")
+        self.__attrs_init__(_token_ids(tokens), adapter, tuple(found), _axes(axes))
 
     def __len__(self) -> int:
         """The number of tokens."""

@@ -12,10 +12,10 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, ch
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.node.claiming import Claim
+from kvproto.node.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven, shared_event
 from kvproto.node.lent import Lent
 from kvproto.node.pages import PageTables, grants_of
 from kvproto.node.sink import SinkNode
-from kvproto.node.told import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven, shared_event
 from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket

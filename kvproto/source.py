@@ -16,11 +16,11 @@ from kvproto.door import Handle, TicketHandle, check_request, options_of, party_
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
+from kvproto.node.events import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
 from kvproto.node.lent import Lent
 from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
 from kvproto.node.source import SourceNode
-from kvproto.node.told import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES, length_of
 from kvproto.planning.geometry import Geometry
@@ -95,7 +95,7 @@ class Request(TicketHandle[Over]):
         before = max((self._ends.get(layer, 0) for layer in named), default=0)
         if tokens < before:
             advice = "tokens counts from the start of the prompt, those of earlier calls included"
-            raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{before} or more, as said before", str(tokens), advice)
+            raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{before} or more, as before", str(tokens), advice)
         self._record(items, tokens, axes, held)
         self._ends |= dict.fromkeys(named, tokens)
         computed = Computed(items, tokens, span, model, after, held)
@@ -166,7 +166,7 @@ class Request(TicketHandle[Over]):
                     i = skip + int(differ[0])
                     advice = "the rows of an earlier call of computed are in the page it named; name the same one"
                     raise LocalError(
-                        ErrorCode.BAD_GRANT, f'pages["{group.name}"][{i}]', f"page {before[i]}, as said before",
+                        ErrorCode.BAD_GRANT, f'pages["{group.name}"][{i}]', f"page {before[i]}, as before",
                         f"page {now[i]}", advice,
                     )  # fmt: skip
             if before is None or now.size > before.size:

@@ -12,8 +12,8 @@ from typing import Any
 from kvproto.door import Door, Handle, RankNode
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, listed
 from kvproto.events import PoolFree
+from kvproto.node.events import PoolReturned
 from kvproto.node.lent import Lent
-from kvproto.node.told import PoolReturned
 from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.wire.enums import ErrorCode

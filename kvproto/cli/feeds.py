@@ -43,7 +43,7 @@ class Feed:
             made.connect(path)
         except OSError as error:
             made.close()
-            raise OSError(f"{path}: {error.strerror}: nobody feeds it, or eight follow already") from error
+            raise OSError(f"{path}: {error.strerror}: it has no writer, or eight followers already") from error
         feed = cls(path, made, True)
         selector.register(made, selectors.EVENT_READ, feed)
         return feed

@@ -91,9 +91,7 @@ def check_address(address: str, keyed: bool, insecure: bool) -> None:
     elif scheme == "tcp":
         _check_host(address, rest)
         if not (keyed or insecure):
-            advice = (
-                "`kvproto keygen` makes keys for Options(keys=...); Options(insecure=True), --insecure, goes without"
-            )
+            advice = "`kvproto keygen` makes keys for Options(keys=...); Options(insecure=True), --insecure, needs none"
             raise _bad("ipc, or TCP with CURVE keys", address, advice)
     else:
         raise _bad("ipc:// or tcp://", address, "give a ZeroMQ address")
@@ -102,9 +100,7 @@ def check_address(address: str, keyed: bool, insecure: bool) -> None:
 def _check_path(path: str) -> None:
     folder = Path(path).parent
     if path.startswith("@"):
-        advice = (
-            "every user of this host may connect to an abstract socket: name a file, such as ipc:///run/kv/prefill-0"
-        )
+        advice = "any user of this host can connect to an abstract socket: name a file, as in ipc:///run/kv/prefill-0"
         raise _bad("a socket that is a file in a private directory", f"ipc://{path}, an abstract socket", advice)
     if not path or len(os.fsencode(path)) > _LONGEST_PATH:
         advice = "choose a directory with a shorter name"
@@ -113,9 +109,8 @@ def _check_path(path: str) -> None:
         raise _bad("an existing directory", str(folder), "make it with mode 0700")
     mode = folder.stat()
     if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
-        raise _bad(
-            "a directory of this user with mode 0700", str(folder), "make one for the sockets alone: mkdir -m 700"
-        )
+        advice = "make one for the sockets alone: mkdir -m 700"
+        raise _bad("a directory of this user with mode 0700", str(folder), advice)
 
 
 def _check_host(address: str, rest: str) -> None:

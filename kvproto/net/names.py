@@ -40,8 +40,8 @@ class Names:
     def advice(self, address: str) -> str:
         """What to do about an address that does not answer."""
         if why := self._unknown.get(_host(address)):
-            return f"its host name is not known here: {why}; correct the address, or see to the name service"
-        return "see whether it runs, and its address"
+            return f"its host name cannot be resolved here: {why}; correct the address, or the name service"
+        return "check that it runs at this address"
 
 
 def _host(address: str) -> str:

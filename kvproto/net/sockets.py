@@ -305,7 +305,7 @@ class Dialer:
             if e.errno == errno.EMFILE:
                 advice = "raise the limit of open files (ulimit -n)"
                 raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", str(e), advice) from e
-            mine, yours = "a host whose name is known here, or an IP address", f"{address}: {e}"
+            mine, yours = "a host name that can be resolved here, or an IP address", f"{address}: {e}"
             advice = "correct the address, or make sure that this host can resolve the name"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice) from e
         self._opened += opened

@@ -9,8 +9,8 @@ from itertools import islice
 
 from kvproto.errors import KvprotoError
 from kvproto.node.answers import BEGUN, SUM_TIME, Sums
-from kvproto.node.terms import Terms, begins_of
-from kvproto.node.told import Received, TransferLost
+from kvproto.node.events import Received, TransferLost
+from kvproto.node.terms import PoolTerms, begins_of
 from kvproto.session.events import Arrived
 from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Grants
@@ -25,9 +25,9 @@ class Arrivals:
     """The arrivals of one link, in order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Arrived, Terms, Taken]] = deque()
+        self._waiting: deque[tuple[Arrived, PoolTerms, Taken]] = deque()
 
-    def add(self, event: Arrived, terms: Terms, grants: Mapping[int, Grants], features: Collection[int]) -> None:
+    def add(self, event: Arrived, terms: PoolTerms, grants: Mapping[int, Grants], features: Collection[int]) -> None:
         """Add a transfer of which every byte is here; its checksums are due if the features include VERIFY."""
         taken: Taken = []
         try:
@@ -55,12 +55,12 @@ class Arrivals:
         """Whether checksums are still due."""
         return bool(self._waiting)
 
-    def reads(self, terms: Terms) -> bool:
+    def reads(self, terms: PoolTerms) -> bool:
         """Whether checksums are still due in the pool of these terms."""
         return any(each is terms for _, each, _ in self._waiting)
 
 
-def received(number: int, event: Arrived, taken: Taken, terms: Terms) -> Received | TransferLost:
+def received(number: int, event: Arrived, taken: Taken, terms: PoolTerms) -> Received | TransferLost:
     """The event for a transfer whose checksums are computed, with the link's number of it."""
     handoff: dict[tuple[int, str], bytes] = {}
     sums: dict[tuple[int, int], int] = {}

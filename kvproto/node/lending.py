@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvproto.node.arrivals import Arrivals
 from kvproto.node.lent import Filled
-from kvproto.node.terms import Terms
+from kvproto.node.terms import PoolTerms
 from kvproto.session import SinkEndpoint
 from kvproto.transport.base import Transport
 
@@ -22,16 +22,16 @@ class Lending:
     ) -> None:  # fmt: skip
         """`lent` is registered at once; `arrivals` may still read the pools of transfers that have ended."""
         self._endpoint, self._transports, self._arrivals = endpoint, tuple(transports), arrivals
-        self.terms: Terms | None = None
+        self.terms: PoolTerms | None = None
         """The terms of new transfers; None while the sink is asleep."""
-        self._former: list[Terms] = []
+        self._former: list[PoolTerms] = []
         """Earlier terms whose pools a source may still write."""
         self.expose(lent)
 
     def expose(self, lent: Filled) -> None:
         """Register a pool under the current plan; transfers under way end under the earlier terms."""
         self.withdraw(at_once=False)
-        self.pool, self.terms = lent.pool, Terms(self._endpoint, lent, self._transports)
+        self.pool, self.terms = lent.pool, PoolTerms(self._endpoint, lent, self._transports)
         self._endpoint.expose(self.terms.exposed, time.monotonic(), lent.pool.layout.geometry)
 
     def planned(self) -> None:
@@ -54,7 +54,7 @@ class Lending:
         found: list[str] = []
         for terms in [each for each in self._all() if each.lent is lent]:
             found += self._endpoint.holders(terms.exposed)
-            found += ["checksums of its own"] * self._arrivals.reads(terms)
+            found += ["checksums under way"] * self._arrivals.reads(terms)
         return found
 
     def release(self) -> None:
@@ -69,5 +69,5 @@ class Lending:
         """Whether anything is being unpacked into one of the pools."""
         return any(each.unpacking for each in self._all())
 
-    def _all(self) -> list[Terms]:
+    def _all(self) -> list[PoolTerms]:
         return [*self._former, *([] if self.terms is None else [self.terms])]

@@ -14,12 +14,12 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.node.arrivals import Arrivals, Taken, received
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
+from kvproto.node.events import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.node.lending import Lending
 from kvproto.node.lent import Filled
 from kvproto.node.pool import RankPool
 from kvproto.node.pulling import Puller
-from kvproto.node.terms import Terms, begins_of, prepared
-from kvproto.node.told import PagesNeeded, Received, TransferLost, TransferProven
+from kvproto.node.terms import PoolTerms, begins_of, prepared
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
@@ -86,7 +86,7 @@ class SourceLink:
         """Transfers that wait for the link to be ready."""
         self._asked: dict[int, _Wanted] = {}
         """Transfers under way."""
-        self._terms: dict[int, Terms] = {}
+        self._terms: dict[int, PoolTerms] = {}
         """The terms of transfers until nothing can write their pages any more."""
         self._grants: dict[int, Mapping[int, Grants]] = {}
         self._deadlines: dict[int, Timer] = {}
@@ -301,7 +301,7 @@ class SourceLink:
             claim.told = (tokens,)
             self._events.append(PagesNeeded(number, tokens))
 
-    def _check_axes(self, terms: Terms, axes: Collection[str]) -> None:
+    def _check_axes(self, terms: PoolTerms, axes: Collection[str]) -> None:
         """Raise LocalError for an axis that no group of either side has."""
         sides = terms.lent.pool.layout.geometry, self.endpoint.source
         known = {axis_of(group) for side in sides if side is not None for group in side.groups} - {TOKENS}

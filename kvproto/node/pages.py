@@ -146,7 +146,7 @@ def since_of(
         end = length_of(groups[name], tokens, axes)
         first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(groups[name])} computed")
         if first < found.get(groups[name].id, 0) and kind_of(groups[name]).paged:
-            mine = f"{found[groups[name].id]}, as said before"
+            mine = f"{found[groups[name].id]} or more, as before"
             raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
         if groups[name].partial:  # its row covers later tokens too
             first -= first % groups[name].tokens_per_row

@@ -47,11 +47,6 @@ class Peers:
         """The mapping of an epoch of a session's sink; None if it is not mapped, or not any more."""
         return self._mapped.get((number, epoch))
 
-    def _registering(self, event: RegisterAsked) -> SourceSession | None:
-        """The session of a Register, unless it has ended in the meantime."""
-        session = self._endpoint.sessions.get(event.session)
-        return session if session is not None and session.open else None
-
     def map(self, event: RegisterAsked) -> None:
         """Map a sink's memory with the first of its transports that works here, or let the sink read ours."""
         described, columns = event.described, {c.group: c for c in event.register.columns}
@@ -68,8 +63,8 @@ class Peers:
             self._reach(event, self._changed(described))
 
     def _reach(self, event: RegisterAsked, pair: Pair | KvprotoError) -> None:
-        session = self._registering(event)
-        if session is None:
+        session = self._endpoint.sessions.get(event.session)
+        if session is None or not session.open:  # it has ended in the meantime
             return
         try:
             if isinstance(pair, KvprotoError):

@@ -64,7 +64,8 @@ class Puller:
         if rank is None:  # it has said Goodbye in the meantime
             return
         try:
-            pair = _pair(rank, event, pool)
+            there = RankLayout(event.described.source, rank, {c.group: c for c in event.register.columns})
+            pair = Pair(event.described.routes, there, pool.layout)
             peer = map_peer(event, self._transports, pair, None if asleep else pool.memories, writes=False)
         except KvprotoError as error:
             self._endpoint.refuse_register(event.session, error.kept(), time.monotonic())
@@ -153,9 +154,3 @@ class Puller:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-
-
-def _pair(rank: int, event: RegisterAsked, into: RankPool) -> Pair:
-    described = event.described
-    there = RankLayout(described.source, rank, {c.group: c for c in event.register.columns})
-    return Pair(described.routes, there, into.layout)

@@ -25,12 +25,9 @@ Spread = Literal["even", "few", "one"]
 
 
 def features_of(
-    transports: Sequence[Transport],
-    verify: bool | Literal["pages"],
-    pull: bool,
-    spread: Spread = "even",
+    transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool, spread: Spread = "even",
     cold_draft: bool = False,
-) -> tuple[Feature, ...]:
+) -> tuple[Feature, ...]:  # fmt: skip
     """The features that a side offers, ascending: those of its transports, and those that its engine chose."""
     found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import Dialer
 from kvproto.node.backstage import Backstage
+from kvproto.node.events import PoolReturned, Received, TransferLost
 from kvproto.node.lent import Filled, returned
 from kvproto.node.link import LinkContext, SourceLink
 from kvproto.node.pool import RankPool
 from kvproto.node.quarantine import Quarantine
 from kvproto.node.registrar import Spread, features_of
-from kvproto.node.told import PoolReturned, Received, TransferLost
 from kvproto.session import Party
 from kvproto.session.events import SessionRefused
 from kvproto.session.records import Census
@@ -57,7 +57,8 @@ class SinkNode:
         """The pool that transfers go into; None while asleep."""
         self._leaving: list[Filled] = []
         """Pools that were taken back, until nothing can use them any more."""
-        self._last = 1
+        self.epoch = 1
+        """The epoch of the current pool, or of the last one while asleep."""
         self.transports = tuple(transports) or (default(pool.memories),)
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._context = LinkContext(
@@ -151,11 +152,6 @@ class SinkNode:
 
     # pools
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the current pool, or of the last one while asleep."""
-        return self._last
-
     def sleep(self, error: KvprotoError) -> Filled:
         """End all transfers with this error and take the pool back; PoolReturned reports when nothing can use it."""
         assert self._lent is not None
@@ -169,8 +165,8 @@ class SinkNode:
 
     def move(self, pool: RankPool, epoch: int) -> Filled | None:
         """Use another pool from now on; transfers under way end in the old one, until PoolReturned reports it."""
-        leaving, self.pool, self._last = self._lent, pool, epoch
-        self._lent = Filled(self._last, pool, quarantine=Quarantine(pool.layout, self._share))
+        leaving, self.pool, self.epoch = self._lent, pool, epoch
+        self._lent = Filled(epoch, pool, quarantine=Quarantine(pool.layout, self._share))
         if leaving is not None:
             self._leaving.append(leaving)
         for replica, (address, server) in self.sources.items():

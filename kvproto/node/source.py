@@ -11,6 +11,7 @@ from kvproto.net import Listener
 from kvproto.node.answers import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.node.backstage import Backstage
 from kvproto.node.dispatcher import Dispatcher
+from kvproto.node.events import Copied, PoolReturned, RequestOver
 from kvproto.node.lent import Read, returned
 from kvproto.node.offering import LEASE, offered
 from kvproto.node.peers import Peers
@@ -19,7 +20,6 @@ from kvproto.node.progress import Part, SendProgress
 from kvproto.node.registrar import Spread, features_of
 from kvproto.node.request import Computed, Finished, Request
 from kvproto.node.scheduler import Attempt, LastPart, Scheduler
-from kvproto.node.told import Copied, PoolReturned, RequestOver
 from kvproto.planning.axes import NO_AXES
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.events import Changed, Expired, Fetched, RegisterAsked, Released, TransferRequested, UnmapAsked
@@ -37,7 +37,7 @@ PART_BYTES = 16 << 20
 _TURN = 0.001
 """Seconds after which a turn stops receiving, so that slow frames do not hold up copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
-_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "ask another engine")
+_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "make a new ticket")
 
 
@@ -149,7 +149,7 @@ class SourceNode:
         self._peers.wake(pool, self.epoch)
 
     def _holders(self, lent: Read) -> list[str]:
-        return self._peers.holders(lent.number) + ["copies of its own"] * lent.copied
+        return self._peers.holders(lent.number) + ["copies under way"] * lent.copied
 
     @property
     def busy(self) -> bool:

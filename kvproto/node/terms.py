@@ -22,10 +22,10 @@ from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["Terms", "begins_of", "prepared"]
+__all__ = ["PoolTerms", "begins_of", "prepared"]
 
 
-class Terms:
+class PoolTerms:
     """One pool, registered with all ranks of one replica under one plan."""
 
     def __init__(self, endpoint: SinkEndpoint, lent: Filled, transports: Sequence[Transport]) -> None:
@@ -134,7 +134,7 @@ class Terms:
 
 
 def prepared(
-    backstage: Backstage, terms: Callable[[], Terms | None]
+    backstage: Backstage, terms: Callable[[], PoolTerms | None]
 ) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
     """A function by which a link's endpoint makes its plans outside turns, and prepares the current terms for them."""
 

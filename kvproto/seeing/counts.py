@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
 from kvproto import events as e
+from kvproto.errors import KvprotoError
 from kvproto.seeing.names import BUCKETS, METRICS
 
 __all__ = ["Counts", "Sample", "sample"]
@@ -80,30 +81,18 @@ class Counts:
         for error in event.lost.values():
             self._add("kvproto_transfers_total", "lost", error.code.name)
 
-    def _lost(self, event: e.Lost) -> None:
-        self._add("kvproto_transfers_total", "lost", event.error.code.name)
-
-    def _expired(self, event: e.Expired) -> None:
-        self._add("kvproto_requests_total", "expired")
-
-    def _refused(self, event: e.Refused) -> None:
-        self._add("kvproto_refusals_total", "us" if event.by_us else "peer", event.error.code.name)
-
-    def _broken(self, event: e.ProtocolError) -> None:
-        self._add("kvproto_refusals_total", "frame", event.error.code.name)
-
-    def _suspected(self, event: e.Suspected) -> None:
-        self._add("kvproto_suspicions_total")
+    def _refused(self, by: str, error: KvprotoError) -> None:
+        self._add("kvproto_refusals_total", by, error.code.name)
 
 
 _COUNT: dict[type, Callable[[Counts, Any], None]] = {
     e.Arrived: Counts._arrived,
-    e.Lost: Counts._lost,
+    e.Lost: lambda counts, event: counts._add("kvproto_transfers_total", "lost", event.error.code.name),
     e.Sent: Counts._sent,
     e.Freed: Counts._freed,
     e.Undelivered: Counts._undelivered,
-    e.Expired: Counts._expired,
-    e.Refused: Counts._refused,
-    e.ProtocolError: Counts._broken,
-    e.Suspected: Counts._suspected,
+    e.Expired: lambda counts, event: counts._add("kvproto_requests_total", "expired"),
+    e.Refused: lambda counts, event: counts._refused("us" if event.by_us else "peer", event.error),
+    e.ProtocolError: lambda counts, event: counts._refused("frame", event.error),
+    e.Suspected: lambda counts, event: counts._add("kvproto_suspicions_total"),
 }

@@ -80,7 +80,7 @@ class Observer:
     def _write(self, level: int, record: Record) -> None:
         if _log.isEnabledFor(level):
             _log.log(level, "%s", _Line(record), extra=record)
-        if self.feed is not None and self._followed:
+        if self.feed is not None and self.feed.followed:
             self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
     def _too_many(self) -> bool:

@@ -35,7 +35,7 @@ from kvproto.wire.enums import ErrorCode, RequestState
 
 __all__ = ["Claims", "check_held"]
 
-_GONE = "ask from there on, or say that the window may begin late"
+_GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
@@ -371,11 +371,9 @@ def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
     groups = {g.id: g for g in user.attempt.described.sink.groups}
     for i, grant in enumerate(user.transfer.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
-        if end > length_of(group, tokens, axes) and kind_of(group).has_memory:
-            mine, yours = (
-                f"a prompt of {length_of(group, tokens, axes)} {axis_of(group)}",
-                f"{axis_of(group)} up to {end}",
-            )
+        most, axis = length_of(group, tokens, axes), axis_of(group)
+        if end > most and kind_of(group).has_memory:
+            mine, yours = f"a prompt of {most} {axis}", f"{axis} up to {end}"
             advice = "the two prompts differ in length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
 

@@ -139,7 +139,7 @@ class Session:
         """An installed part; raises LocalError if the session did not choose its feature."""
         found = self._parts.get(cls)
         if not isinstance(found, cls):
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "a session without it", cls.__name__)
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", f"a session with {cls.__name__}", "one without it")
         return found
 
     def receive(self, message: Any, now: float) -> None:
@@ -360,5 +360,6 @@ class Session:
 
 def _known(value: T | None, what: str) -> T:
     if value is None:
-        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", f"{what} is not known yet", "asked for", "wait for Planned")
+        mine, yours = f"a session that knows {what}", "one that does not yet"
+        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "wait for Planned")
     return value

@@ -44,7 +44,7 @@ class Endpoint:
         """The greatest incarnation met so far, by engine, replica and rank."""
         self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
         """The peer of a connection without a session, for display."""
-        self.advice: Callable[[str], str] = lambda address: "see whether it runs, and its address"
+        self.advice: Callable[[str], str] = lambda address: "check that it runs at this address"
         """What to do about an address that does not answer."""
         self.resends = 0
         """The number of requests that were sent again."""

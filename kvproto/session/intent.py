@@ -68,12 +68,11 @@ class SourceIntent(Part):
         session, attempt = self._session, self._session.part(SourceTransfers).find(message)
         try:
             if attempt is None or attempt.transfer is None or attempt.progress is None:
-                mine, advice = "no such attempt, or one that is over", "ask by a Transfer"
+                mine, advice = "no such attempt, or one that is over", "send a Transfer first"
                 raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(message.sequence), advice)
             if attempt.aborted:
-                raise RemoteError(
-                    ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence), "use the next attempt"
-                )
+                advice = "use the next attempt"
+                raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(message.sequence), advice)
             if attempt.lost is not None and attempt.state in _OVER:
                 raise attempt.lost
         except KvprotoError as error:

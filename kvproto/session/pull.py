@@ -141,7 +141,7 @@ class SinkPull(Delivery):
     def pulled(self, attempt: SinkAttempt, count: int) -> None:
         """Send Pulled, as every byte of an offer is here; from now on the attempt counts as Done."""
         if attempt.lease is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "an offer that is leased", "pulled", "ask may_read")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "a leased offer", "none", "call may_read first")
         session, offer, attempt.lease = self._session, attempt.lease.offer, None
         self._read[attempt.sequence, attempt.attempt] = count
         if len(self._read) > limits.MAX_TRANSFERS:
@@ -209,7 +209,7 @@ class SinkPull(Delivery):
 
     def _end_epoch(self, epoch: Epoch, now: float) -> None:
         """Stop reading an epoch that is taken back at once (KVP-EPO-MOVED)."""
-        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "to be read", "asked back", "make a new ticket")
+        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "to be read", "taken back", "make a new ticket")
         for attempt in self._of(epoch):
             self._session.part(SinkTransfers).lose(attempt, error)
 

@@ -148,9 +148,8 @@ def check_outcome(described: Described, features: Collection[int], message: m.Do
     checksums in a session with VERIFY (KVP-VERIFY-SINK).
     """
     if message.writer != described.ranks[0]:
-        raise RemoteError(
-            ErrorCode.WRONG_PEER, "writer", f"rank {described.ranks[0]}", f"rank {message.writer}", "state your rank"
-        )
+        mine, yours = f"rank {described.ranks[0]}", f"rank {message.writer}"
+        raise RemoteError(ErrorCode.WRONG_PEER, "writer", mine, yours, "state your rank")
     routed = described.groups
     if isinstance(message, m.Done) and (done := tuple(message.groups[: len(routed) + 1].tolist())) != routed:
         mine, yours = f"groups {routed}", f"groups {done}"

@@ -252,7 +252,7 @@ class Holder(Part):
 
     def _may_follow(self, message: m.Register) -> bool:
         """Whether a Register is legal after the epochs that were opened before; refuses it if not."""
-        name, advice = "epoch", "ask for an earlier one back first"
+        name, advice = "epoch", "take an earlier one back first"
         error = None
         if Feature.EPOCHS not in self._session.features:
             mine, advice = "one Register, without the feature EPOCHS", "open a new session"
@@ -299,7 +299,7 @@ class Holder(Part):
             session.notice(gone)
         elif epoch is None or epoch.back is not None:
             if epoch is None or epoch.back is None or epoch.back.request != message.request:
-                mine = f"one of {self.open}, which are not asked back yet"
+                mine = f"one of {self.open}, which have not been taken back"
                 error = RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, str(message.epoch), "name an epoch once")
                 session.refuse(message, error, ends=False)
         else:
@@ -343,9 +343,8 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         if ours != theirs:
             raise RemoteError(ErrorCode.DESCRIPTION_MISMATCH, field, ours.hex(), bytes(theirs).hex(), "describe again")
     if message.access != access:
-        raise RemoteError(
-            ErrorCode.NO_TRANSPORT, "access", access.name, Access(message.access).name, "register the other access"
-        )
+        mine, yours, advice = access.name, Access(message.access).name, "register the other access"
+        raise RemoteError(ErrorCode.NO_TRANSPORT, "access", mine, yours, advice)
     _check_routes(message, described)
     if len(message.regions) > limits.MAX_REGIONS:
         advice = "allocate layers together: each region is a mapping of ours"

@@ -156,10 +156,7 @@ class SinkSession(Session):
     def _check_replica(self, message: m.Welcome) -> None:
         """Raise WRONG_PEER if another engine or replica than the expected one listens at the address."""
         if self._replica is not None and self._replica != (message.engine, message.replica):
-            mine, yours = (
-                f"{self._replica[0]} replica {self._replica[1]}",
-                f"{message.engine} replica {message.replica}",
-            )
+            mine, yours = "{} replica {}".format(*self._replica), f"{message.engine} replica {message.replica}"
             advice = f"another engine listens at {self.conn}: correct the address"
             raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
 
@@ -216,10 +213,8 @@ class SinkSession(Session):
         if (reader := exposed.readers.get(message.transport)) is not None:
             made = stream = _STREAMS[reader.kind](self, owned.number, reader)
             if stream.feature not in self.features:
-                name = stream.feature.name
-                raise RemoteError(
-                    ErrorCode.FEATURE_MISSING, "transport", name, "packed bytes without it", f"negotiate {name}"
-                )
+                mine, yours = stream.feature.name, "packed bytes without it"
+                raise RemoteError(ErrorCode.FEATURE_MISSING, "transport", mine, yours, f"negotiate {mine}")
         made.registered(message, self._proving)
         return made
 

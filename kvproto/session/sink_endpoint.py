@@ -164,10 +164,10 @@ class SinkEndpoint(Reading):
         and sends nothing: UNEXPECTED_MESSAGE before Ready, BUSY or TOO_LARGE beyond the limits of a source.
         """
         if not self.ready or self.plan is None or self.exposed is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
         if self.suspect:
-            advice = "ask again when it answers"
-            raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "transfer", advice)
+            advice = "try again when it answers"
+            raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "one", advice)
         number, made = self._next, {}
         for rank in self.plan.required(self.me.rank):
             made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
@@ -294,23 +294,16 @@ class SinkEndpoint(Reading):
         known = self._ranks.setdefault(rank, session)
         if known is not session:
             mine, yours = f"rank {rank} at {known.conn}", f"rank {rank} at {session.conn}"
-            session.give_up(
-                RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, "give every rank an address of its own")
-            )
+            advice = "give each rank a different address"
+            session.give_up(RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, advice))
             return
         if described.digests != self.digests or (self.exposed is not None and self.outdated(self.exposed)):
-            self.plan, self.source, self.digests, self.ready = (
-                described.plan,
-                described.source,
-                described.digests,
-                False,
-            )
+            self.plan, self.source, self.digests = described.plan, described.source, described.digests
+            self.ready = False
         for other in described.writers:
             if other not in session.endpoints:
-                yours = str(sorted(session.endpoints))
-                self.refused = RemoteError(
-                    ErrorCode.COVERAGE, "endpoints", f"rank {other}", yours, "list every rank in Welcome"
-                )
+                yours, advice = str(sorted(session.endpoints)), "list every rank in Welcome"
+                self.refused = RemoteError(ErrorCode.COVERAGE, "endpoints", f"rank {other}", yours, advice)
             elif other not in self._ranks and session.endpoints[other] != session.conn:
                 self._greet(session.endpoints[other], now)
 

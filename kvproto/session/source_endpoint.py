@@ -254,17 +254,10 @@ class SourceEndpoint(Claims):
         attempt = session.part(SourceTransfers).find(asked.transfer) if session is not None else None
         return (session, attempt) if session is not None and attempt is not None else None
 
-    def _is(self, asked: TransferRequested, state: TransferState) -> bool:
-        found = self._attempt(asked)
-        return found is not None and found[0].open and found[1].state == state
-
     def active(self, asked: TransferRequested) -> bool:
         """Whether the transfer is still wanted."""
-        return self._is(asked, TransferState.ACCEPTED)
-
-    def offered(self, asked: TransferRequested) -> bool:
-        """Whether the sink may read what it was offered, and has not sent Pulled."""
-        return self._is(asked, TransferState.OFFERED)
+        found = self._attempt(asked)
+        return found is not None and found[0].open and found[1].state == TransferState.ACCEPTED
 
     def copying(self, asked: TransferRequested) -> None:
         """Note that a copy begins; `done`, `offer` or `failed` ends it."""
@@ -289,7 +282,7 @@ class SourceEndpoint(Claims):
         found = self._attempt(asked)
         if found is not None:
             found[0].part(SourceTransfers).copied(found[1], proof)
-        return found if found and found[0].open and found[1].state == TransferState.ACCEPTED else None
+        return found if self.active(asked) else None
 
     def done(
         self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],

@@ -190,7 +190,7 @@ class SinkStream(SinkPush):
             self._open(attempt, begins)
         elif self._begins[key] != begins:
             mine, yours = (str(dict(sorted(each.items()))) for each in (self._begins[key], begins))
-            raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first piece says")
+            raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first piece states")
 
     def finish(self, attempt: SinkAttempt) -> bool:
         return self._reader.finish(attempt.sequence, attempt.attempt)

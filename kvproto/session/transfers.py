@@ -120,7 +120,7 @@ class SourceTransfers(Part):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
         if draining:
-            raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "ask another engine")
+            raise RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "Transfer", "use another engine")
         epoch = holder.epochs.get(message.epoch)
         described = epoch.described if epoch is not None else session.described
         if message.source_version != session.host.stated.version:
@@ -128,7 +128,7 @@ class SourceTransfers(Part):
         writers = message.writers[: len(described.writers) + 1].tolist()
         for field, ours, theirs, advice in (
             ("sink_version", [described.of_sink.version], message.sink_version, "describe again"),
-            ("epoch", holder.open, message.epoch, "name an epoch that is registered, and not asked back"),
+            ("epoch", holder.open, message.epoch, "name a registered epoch that has not been taken back"),
             ("writers", [list(described.writers)], writers, "name all source ranks of the plan"),
         ):
             if theirs not in ours:
@@ -243,7 +243,7 @@ class SourceTransfers(Part):
 
     def end_epoch(self, epoch: Epoch, now: float) -> None:
         """Fail the attempts under way of an epoch that is taken back at once (KVP-EPO-MOVED)."""
-        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "asked back at once", str(epoch.number), "make a new ticket")
+        error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "taken back at once", str(epoch.number), "make a new ticket")
         for attempt in list(self._session.attempts.values()):
             if attempt.epoch is epoch and attempt.running:
                 self.fail(attempt, error, now)
@@ -294,7 +294,7 @@ class SinkTransfers(Part):
         """
         session, owned = self._session, self._session.part(Owner).current
         if owned is None:
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "not registered", "transfer", "wait for Ready")
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
         described = owned.described
         asked = tuple(grants[g] for g in described.groups)
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
@@ -389,8 +389,9 @@ class SinkTransfers(Part):
 
 def changed(version: int, message: m.Transfer) -> RemoteError:
     """The error for a Transfer that names another version of the source's Description (KVP-TRN-CHANGED)."""
-    mine, yours, advice = str(version), str(message.source_version), "ask again once you have planned anew"
-    return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source_version", mine, yours, f"{advice}, or make a new ticket")
+    mine, yours = str(version), str(message.source_version)
+    advice = "plan again before you ask again, or make a new ticket"
+    return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source_version", mine, yours, advice)
 
 
 def _either(values: Sequence[object]) -> str:

@@ -222,7 +222,7 @@ def test_an_error_of_the_peer_reads_from_here(both: Two) -> None:
     found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
     with pytest.raises(RemoteError) as caught:
         found.wait(10)
-    for words in ("theirs 6, ours 10", "said by ", "prefill", "finish(tokens=...)"):
+    for words in ("theirs 6, ours 10", "reported by ", "prefill", "finish(tokens=...)"):
         assert words in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     still_works(both)

@@ -130,6 +130,8 @@ def test_layouts() -> None:
         ("first_part_ratio", -1),
         ("lease", "long"),
         ("part_bytes", 1.5),
+        ("part_bytes", True),
+        ("lease", None),
     ],
 )
 def test_options(field: str, value: Any) -> None:

@@ -234,6 +234,6 @@ def test_a_source_whose_name_is_not_known(monkeypatch: pytest.MonkeyPatch) -> No
     seeds = {"prefill": f"tcp://{'x' * 64}:7100"}  # no name server is asked for that
     with Sink("decode", Pool.allocate(GEOMETRY, PAGES), seeds, Options(insecure=True)) as sink:
         found = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 4]})
-        with pytest.raises(KvprotoError, match="its host name is not known here") as caught:
+        with pytest.raises(KvprotoError, match="its host name cannot be resolved here") as caught:
             found.wait(30)
         assert caught.value.code == ErrorCode.PEER_LOST

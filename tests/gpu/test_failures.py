@@ -12,7 +12,7 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.node import Computed
-from kvproto.node.told import Received, TransferLost
+from kvproto.node.events import Received, TransferLost
 from kvproto.session.events import SessionClosed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver

@@ -17,7 +17,7 @@ from kvproto.door import party_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
-from kvproto.node.told import Received, TransferLost
+from kvproto.node.events import Received, TransferLost
 from kvproto.session.events import SessionRefused
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl

@@ -162,7 +162,7 @@ def test_insecure_makes_no_address_of_what_is_none(address: str) -> None:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("ipc://@kv-0-0", "every user of this host may connect to an abstract socket: name a file"),
+        ("ipc://@kv-0-0", "any user of this host can connect to an abstract socket: name a file"),
         (f"ipc:///{'x' * 200}", "at most 107 bytes"),
         ("tcp://no-such-host.invalid:7100", "an address of this machine"),
         ("tcp://10.77.0.1", r"tcp://10\.77\.0\.1, without a port"),
@@ -177,7 +177,7 @@ def test_an_address_that_cannot_be_is_refused_with_its_reason(address: str, says
 
 @pytest.mark.parametrize("address", ["tcp://*:7100", "tcp://-x:7100"])
 def test_a_host_that_cannot_be_dialled_is_the_user_s_error(address: str) -> None:
-    with pytest.raises(LocalError, match="a host whose name is known here") as caught:
+    with pytest.raises(LocalError, match="a host name that can be resolved here") as caught:
         Dialer(insecure=True).send((0, address), b"hello")
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
     assert address in caught.value.yours
@@ -285,10 +285,10 @@ def _all(end: Any, count: int) -> list[Any]:
 def test_a_name_that_is_not_known_is_told(host: str) -> None:
     dialer = Dialer(insecure=True)
     address = f"tcp://{host}:7100"
-    assert dialer.names.advice(address) == "see whether it runs, and its address"
+    assert dialer.names.advice(address) == "check that it runs at this address"
     dialer.send((0, address), b"hello")
     _looked_up()
-    assert "its host name is not known here" in dialer.names.advice(address)
+    assert "its host name cannot be resolved here" in dialer.names.advice(address)
     dialer.close()
 
 
@@ -297,7 +297,7 @@ def test_a_name_that_is_known_and_an_address_need_no_word() -> None:
     for address in ("tcp://localhost:7100", "tcp://127.0.0.1:7100", "tcp://[::1]:7100"):
         dialer.send((0, address), b"hello")
         _looked_up()
-        assert dialer.names.advice(address) == "see whether it runs, and its address"
+        assert dialer.names.advice(address) == "check that it runs at this address"
     dialer.close()
 
 

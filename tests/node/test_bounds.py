@@ -16,8 +16,8 @@ from kvproto.door import party_of
 from kvproto.errors import KvprotoError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
+from kvproto.node.events import Received, TransferLost
 from kvproto.node.request import Computed
-from kvproto.node.told import Received, TransferLost
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.session import limits

@@ -20,7 +20,7 @@ from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
-from kvproto.node.told import Received, TransferLost, TransferProven
+from kvproto.node.events import Received, TransferLost, TransferProven
 from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch

@@ -16,9 +16,9 @@ from kvproto.door import party_of
 from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
+from kvproto.node.events import Received, RequestOver, TransferLost
 from kvproto.node.expected import Expected
 from kvproto.node.pool import pack
-from kvproto.node.told import Received, RequestOver, TransferLost
 from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
 from kvproto.session.events import SessionRefused

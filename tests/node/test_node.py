@@ -12,8 +12,8 @@ import kvproto.node.source
 from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
+from kvproto.node.events import Received, RequestOver, TransferLost
 from kvproto.node.source import PART_BYTES
-from kvproto.node.told import Received, RequestOver, TransferLost
 from kvproto.planning.geometry import Geometry
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport

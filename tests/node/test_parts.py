@@ -16,8 +16,8 @@ from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
 from kvproto.node import Computed, SourceNode
+from kvproto.node.events import Copied, Received, RequestOver, TransferLost
 from kvproto.node.progress import Available, Part, SendProgress
-from kvproto.node.told import Copied, Received, RequestOver, TransferLost
 from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.launch import Work, launch, sizes

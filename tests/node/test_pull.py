@@ -14,7 +14,7 @@ from kvproto.door import party_of
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
-from kvproto.node.told import Copied, Received, RequestOver, TransferLost
+from kvproto.node.events import Copied, Received, RequestOver, TransferLost
 from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport

@@ -16,8 +16,8 @@ from kvproto.door import party_of
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
+from kvproto.node.events import Received, RequestOver, TransferLost, TransferProven
 from kvproto.node.sink import Replica
-from kvproto.node.told import Received, RequestOver, TransferLost, TransferProven
 from kvproto.planning.geometry import Geometry
 from kvproto.session.events import SessionClosed, SessionRefused
 from kvproto.transport.base import Exposure, Move, Transport
