@@ -224,7 +224,6 @@ _MADE = {
     TESTEES / "node/codec.mjs": _node,
     TESTEES / "rust/codec.rs": _rust,
     TESTEES / "rust/description.rs": _rust_parts,
-    TESTEES / "node/codec.mjs": _node,
     TESTEES / "c/codec.c": _c,
     TESTEES / "c/description.c": _c_parts,
 }
