@@ -1,8 +1,8 @@
 """How the ranks of a DCP group exchange queries and merge attention: over torch.distributed.
 
-Each rank attends over its own tokens with the query heads of all; then each gets its own heads over all tokens.
-A layer takes an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
-one all-to-all of both packed. With q projected on every rank (`replicated`), nothing is gathered.
+Each rank attends over its own tokens with the query heads of all ranks; then each gets its own heads over all tokens.
+A layer needs an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
+one all-to-all of both packed. If every rank projects q for all (`replicated`), nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .lse import Found, Partial, merge
 
 __all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
-# By the name that torch 2.13 gives it, which before it was another.
+# torch 2.13 renamed it
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -37,9 +37,9 @@ class Partial:
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, some: Tensor) -> Partial:
-        """What a kernel gave, with the neutral element selected where it had no token: `some` bool [tokens].
+        """What a kernel returned, with the neutral element for tokens that had nothing to read: `some` bool [tokens].
 
-        Kernels leave anything there, NaN and stale memory included, so nothing may be multiplied.
+        Kernels leave anything there, NaN and stale memory included, so it is selected away, never multiplied.
         """
         some = some[..., None]
         return cls(torch.where(some[..., None], out, 0), torch.where(some, lse, -math.inf))
@@ -55,10 +55,10 @@ class Partial:
 
 @attrs.frozen(eq=False)
 class Base2:
-    """What a kernel gave, as it gave it: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
+    """What a kernel returned, unchanged: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
 
-    Where `read` [tokens], the rows that a token read, is 0, anything may stand in both. Nothing but a merge that knows
-    this type takes one; `natural` makes it what the others take, in passes of its own.
+    `read` [tokens] is the number of rows that a token read; if it is 0, both of the others may hold anything. Only a
+    merge that knows this type accepts one; `natural` makes what the others accept, in additional passes.
     """
 
     out: Tensor
@@ -71,7 +71,7 @@ class Base2:
 
 
 Found = Partial | Base2
-"""What a kernel finds."""
+"""What a kernel returns."""
 
 
 def merge(parts: Sequence[Partial]) -> Partial:

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints in our terms: which config key becomes which field, which tensor becomes which weight.
+"""Hugging Face checkpoints in our terms: which config key becomes which field, and which tensor which weight.
 
-What is not understood is refused: a model that is nearly right answers fluently and wrong.
+What is not understood is refused, because a model that is nearly right gives fluent wrong answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,9 +56,9 @@ DERIVED: Mapping[str, Callable[[Config], Any]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
 }
-"""What a key stands for that is missing or null."""
+"""The value of a key that is missing or null."""
 NULLABLE = ("q_lora_rank",)
-"""Keys that say something by null."""
+"""Keys for which null has a meaning."""
 
 WEIGHTS = {
     "embed": "model.embed_tokens.weight",
@@ -93,9 +93,9 @@ WEIGHTS = {
     "ffn.experts.up": "mlp.experts.{}.up_proj.weight",
     "ffn.experts.down": "mlp.experts.{}.down_proj.weight",
 }
-"""Tensors by our names; those of a layer without its prefix, `{}` is the number of the expert that we stack."""
+"""Tensors by our names, without the prefix of a layer; `{}` is the number of an expert, which we stack."""
 SQUEEZED = {**WEIGHTS, "attn.q": "self_attn.q_b_proj.weight"}
-"""The same where MLA queries are squeezed."""
+"""The same for models with a low-rank projection of MLA queries."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,9 +105,9 @@ class Family:
     kind: Kind
     fields: Mapping[str, str]
     fixed: Mapping[str, Any]
-    """What every model of the family has, without a config key for it."""
+    """Fields with one value in all models of the family, which have no config key."""
     windowed: bool = True
-    """Whether `sliding_window` counts where `use_sliding_window` is missing."""
+    """Whether `sliding_window` counts if `use_sliding_window` is missing."""
     allowed: Allowed = attrs.field(factory=dict)
     derived: Mapping[str, Callable[[Config], Any]] = DERIVED
     moe: Callable[[Config], MoeConfig | None] = lambda config: None
@@ -123,7 +123,7 @@ def source(name: str, config: ModelConfig) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is none of the decoder's: stored RoPE rates, DeepSeek's layers that predict further tokens."""
+    """Whether the decoder does not use a tensor: stored RoPE rates, DeepSeek's layers that predict further tokens."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     return config.kind == "mla" and name.startswith("model.layers.") and int(name.split(".")[2]) >= config.layers
