@@ -93,13 +93,13 @@ class AllToAll(_Group):
 
 _ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
 OVER_ANY = ("ag_rs", "a2a")
-"""Exchanges over any process group, as that of gloo which `engine.launch` makes."""
+"""Exchanges over any process group, such as that of gloo which `engine.launch` makes."""
 EXCHANGES = (*OVER_ANY, *_ON_CUDA)
-"""By the names that engines give them; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
+"""All exchanges by name; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
 
 
 def exchange_of(name: str, size: int, group: dist.ProcessGroup, replicated: bool = False) -> Exchange:
-    """An exchange by name, made by all ranks of the group together; raises EngineError where they cannot have it."""
+    """An exchange by name, made by all ranks of the group together; raises EngineError if they cannot have it."""
     if name in _ON_CUDA:
         if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
             raise EngineError(f"exchange {name} needs a process group of NCCL, with a GPU for each rank")

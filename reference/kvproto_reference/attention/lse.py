@@ -1,8 +1,8 @@
 """Attention over some of the tokens, and how several of these become attention over all of them.
 
-With scores s_j, a set S of tokens gives L = ln sum_S exp(s_j) and o = sum_S exp(s_j - L) v_j. Disjoint sets merge by
-weights exp(L_r - L), L = ln sum_r exp(L_r); no set, or one without tokens, is (o, L) = (0, -inf). The same sum merges
-shards of ranks, and a prefix with new tokens (spec/v1/dcp.md).
+With scores s_j, a set S of tokens gives L = ln sum_S exp(s_j) and o = sum_S exp(s_j - L) v_j. Disjoint sets merge with
+weights exp(L_r - L), L = ln sum_r exp(L_r); a set without tokens is (o, L) = (0, -inf). The same sum merges the shards
+of ranks, and a prefix with new tokens (spec/v1/dcp.md).
 """
 
 from __future__ import annotations

@@ -130,9 +130,9 @@ def ignored(name: str, config: ModelConfig) -> bool:
 
 
 def translate(config: Config, dtype: str) -> ModelConfig:
-    """The model that a config.json describes; `dtype` may be "auto", the one that the file names.
+    """The model that a config.json describes; `dtype` may be "auto", for the one that the file names.
 
-    Raises EngineError naming key and value of what the engine has not.
+    Raises EngineError with the key and value of what the engine does not support.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -151,14 +151,14 @@ def translate(config: Config, dtype: str) -> ModelConfig:
 
 
 def eos_ids(config: Config, generation: Config) -> frozenset[int]:
-    """Tokens that end a text: of generation_config.json, else of config.json; one, several or none."""
+    """Tokens that end a text, from generation_config.json or else config.json: one, several or none."""
     said = generation.get("eos_token_id")
     ids = config.get("eos_token_id") if said is None else said
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def refused(key: str, value: object, allowed: tuple[Any, ...]) -> EngineError:
-    """The error for a config that asks for what the engine does not implement."""
+    """The error for a config that needs what the engine does not support."""
     shown = repr(value) if len(repr(value)) < 120 else repr(value)[:117] + "..."
     return EngineError(f"config.json: {key} is {shown}, supported: {', '.join(map(repr, allowed))}")
 
@@ -179,7 +179,7 @@ def _check_window(config: Config, windowed: bool) -> None:
 
 
 def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], Any]] = MappingProxyType({})) -> Any:
-    """What the first of `keys` that is there says, or what follows from others where none is."""
+    """The value of the first of `keys` that is there, or what follows from other keys if none is."""
     for key in keys:
         if config.get(key) is not None or (key in NULLABLE and key in config):
             return config[key]
@@ -190,7 +190,7 @@ def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], 
 
 
 def _rope(config: Config, kind: Kind, dim: int) -> dict[str, Any]:
-    """Fields of the rotary embedding; `rope_parameters` is what `rope_scaling` with `rope_theta` came to be called."""
+    """Fields of the rotary embedding; `rope_parameters` is the later name of `rope_scaling` with `rope_theta`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and old != new:
         raise refused("rope_scaling", old, ("what rope_parameters says",))
@@ -220,12 +220,12 @@ def _llama3(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
 
 
 def _yarn(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
-    """YaRN with DeepSeek's two weights: `mscale_all_dim` sharpens all of a score, `mscale` what RoPE turns."""
+    """YaRN with DeepSeek's two weights: `mscale_all_dim` sharpens a whole score, `mscale` what RoPE rotates."""
     factor, original = said["factor"], said["original_max_position_embeddings"]
     fast, slow = said.get("beta_fast") or 32, said.get("beta_slow") or 1
     turned, whole = said.get("mscale") or 0, said.get("mscale_all_dim") or 0
     if bool(turned) != bool(whole):
-        # Implementations differ in what a missing one stands for.
+        # Implementations differ in what a missing one means.
         raise refused("yarn rope mscale and mscale_all_dim", (turned, whole), ("both", "neither"))
     gain = said.get("attention_factor")
     if gain is None:
@@ -242,7 +242,7 @@ class Rope:
     """One `rope_type`."""
 
     make: Callable[[Config, Kind, int, float], dict[str, Any]]
-    """Our fields from its keys, the kind of model, the rotary width and theta."""
+    """Makes our fields from its keys, the kind of model, the rotary width and theta."""
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
@@ -305,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
         allowed={
             "scoring_func": ("softmax",),
             "topk_method": ("greedy", "group_limited_greedy"),
-            "norm_topk_prob": OFF,  # implementations differ in whether the scale is applied then
+            "norm_topk_prob": OFF,  # implementations differ in whether the scale then applies
             "moe_layer_freq": (1,),
         },
         moe=_deepseek_v2,
