@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 ORIGIN = "measured on a pair of H200"
-"""Of `reference_costs`."""
+"""Where `reference_costs` come from."""
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Cost:
 
 @cache
 def _ways() -> dict[tuple[str, str], CostedWay]:
-    """The ways that plans are costed with, by transport and way."""
+    """The ways that plans are costed by, by transport and way."""
     return {(name, cost.way): cost for name in names() for cost in find(name).costs}
 
 
@@ -48,7 +48,7 @@ def reference_costs() -> tuple[Cost, ...]:
 
 
 def load(path: Path) -> tuple[Cost, ...]:
-    """The constants in a file of `kvproto probe`: between GPUs where it has any, else on the host.
+    """The constants in a file of `kvproto probe`: between GPUs if it has any, else on the host.
 
     Of several pairs of GPUs the slowest counts. Raises LocalError with the path of the file and of what is wrong in it.
     """
@@ -93,11 +93,11 @@ class Advice:
 
 
 SIMPLE = 1.5
-"""Descriptors need no staging, so they are advised even where they take this many times as long as packing."""
+"""Descriptors need no staging, so they are advised even if they take this many times as long as packing."""
 
 
 def advise(ways: tuple[Estimate, ...]) -> Advice:
-    """The way that the estimates of one program, fastest first, speak for."""
+    """The way to send a program, from the estimates of its ways, fastest first."""
     first = {kind: next((w for w in ways if w.kind == kind), None) for kind in ("direct", "packed", "copy")}
     direct, other = first["direct"], first["packed"] or first["copy"]
     fastest = "" if ways[0] in (direct, first["packed"]) else f"; fastest where memory can be mapped: {ways[0].name}"
@@ -112,19 +112,19 @@ def advise(ways: tuple[Estimate, ...]) -> Advice:
 
 
 ANSWER = 300e-6
-"""Seconds that a sink rank spends on each source that it awaits, beside the bytes: benchmarks/spread.py."""
+"""Seconds that a sink rank spends on each source that it awaits, in addition to the bytes: benchmarks/spread.py."""
 SHARE = 0.7
-"""Of a source's time that may go into sending before requests wait for one another."""
+"""The share of a source's time that it can send before requests wait for one another."""
 
 
 @attrs.frozen
 class Spread:
-    """What a rule of election comes to for one request that is fetched by one sink replica."""
+    """What a rule of election costs for one request that one sink replica fetches."""
 
     rule: str
     """"even", "few" or "one", as in `kvproto.Options.spread`."""
     awaited: int
-    """Sources, by the sink rank that awaits most."""
+    """Sources of the sink rank that awaits most."""
     source: float
     """Seconds that the busiest source sends."""
     sink: float
@@ -132,12 +132,12 @@ class Spread:
 
     @property
     def seconds(self) -> float:
-        """The request by itself: the busier side, and the answers."""
+        """Seconds of the request by itself: the busier side, then the answers."""
         return max(self.source, self.sink) + self.awaited * ANSWER
 
     @property
     def rate(self) -> float:
-        """Requests a second up to which they hardly wait for each other at the source."""
+        """The requests a second up to which they hardly wait for each other at the source."""
         return SHARE / self.source if self.source else float("inf")
 
 
@@ -154,11 +154,11 @@ def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Iterable[Cos
 
 
 def advise_spread(rules: Iterable[Spread]) -> str:
-    """Which rule serves a request first, and up to which rate of requests it does."""
+    """Which rule serves a request fastest, and up to which rate of requests it does."""
     found = sorted(rules, key=lambda rule: (round(rule.seconds, 6), -rule.rate))
     first, most = found[0], max(found, key=lambda rule: rule.rate)
     if first.rate >= most.rate:
-        return f"{first.rule}: the shortest, and no rule bears more requests"
+        return f"{first.rule}: the fastest, and no rule bears more requests"
     return (
         f"{first.rule} up to {first.rate:,.0f} requests a second from one source replica, {most.rule} beyond, up to "
         f"{most.rate:,.0f}"

@@ -18,7 +18,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["fit", "samples"]
 
 _ROUNDS = 4, 31
-"""The rounds that a program must be small enough for, and the most that are made."""
+"""The rounds for which a program must be small enough, and the most that are made."""
 
 
 def samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator[Sample]:
@@ -38,7 +38,7 @@ def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
     """How many runs take at most `seconds`, judged by a smaller program."""
     few = max(most // 16, 1)
     go = path.runner(run, few)
-    go()  # touches, connects, compiles
+    go()  # the first run touches memory, connects and compiles
     runs = max(min(most, int(few * seconds / max(go(), 1e-9))), 1)
     return runs - runs % LAYERS if runs > LAYERS else runs
 
@@ -57,9 +57,9 @@ _LEAST_SECONDS = 1e-12
 
 
 def fit(samples: Iterable[Sample]) -> Constants:
-    """The positive constants that fit best: least squares of the relative errors.
+    """The positive constants that fit best, by least squares of the relative errors.
 
-    Of five samples or more, one outlier is left out where that improves the fit to all of them. Raises
+    Of five samples or more, one outlier is left out if that improves the fit to all of them. Raises
     LocalError(OUT_OF_RANGE) without samples.
     """
     some = list(samples)

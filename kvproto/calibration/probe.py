@@ -21,7 +21,7 @@ LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20
 QUICK_LENGTHS = (256, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
 LEAST_MEMORY = 4 << 20
 _SECONDS, _QUICK_SECONDS = (40.0, 54.0), (4.0, 8.0)
-"""For copying; and until no other job begins, as starting UCX and compiling a kernel take time too."""
+"""Seconds for copying, and after which no other job begins, as starting UCX and compiling a kernel take time too."""
 
 
 def probe(
@@ -30,12 +30,12 @@ def probe(
     memory: int = 512 << 20,
     tell: Callable[[str, int, int], None] = lambda what, done, all_: None,
 ) -> Probe:
-    """Measure the transports of this machine in under 60 s, or under 10 s where `quick`.
+    """Measure the transports of this machine in under 60 s, or under 10 s if `quick`.
 
-    transports: names, all by default. memory: the most bytes of all pools and staging slots, on the host and devices
-    together. `tell` is called with what is measured next, and how many paths of how many are done. A transport that
-    fails is absent from the result, as are paths for which no time is left. Raises LocalError: OUT_OF_RANGE for unknown
-    transports or too little memory, NO_TRANSPORT where none of them is here.
+    `transports` are names, all by default. `memory` is the most bytes of all pools and staging slots, on the host and
+    devices together. `tell` is called with what is measured next, and how many paths of how many are done. A transport
+    that fails is absent from the result, as are paths for which no time is left. Raises LocalError: OUT_OF_RANGE for
+    unknown transports or too little memory, NO_TRANSPORT if none of them could be measured.
     """
     transports = names() if transports is None else transports
     strange = [t for t in transports if t not in names()]
@@ -43,7 +43,7 @@ def probe(
         known = ", ".join(names())
         raise LocalError(ErrorCode.OUT_OF_RANGE, "transports", f"some of {known}", ", ".join(strange) or "none")
     if memory < LEAST_MEMORY:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "memory", f"{LEAST_MEMORY} bytes at least", str(memory))
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "memory", f"at least {LEAST_MEMORY} bytes", str(memory))
     host = _host()
     jobs, absent = _jobs(transports, memory, host)
     total, done = sum(j.paths for j in jobs), 0
@@ -82,7 +82,7 @@ def _host() -> Host:
 def _jobs(transports: Sequence[str], memory: int, host: Host) -> tuple[list[BenchJob], list[Absent]]:
     jobs: list[BenchJob] = []
     absent: list[Absent] = []
-    for name in sorted(transports, key=lambda name: len(find(name).requires)):  # the soonest to start first
+    for name in sorted(transports, key=lambda name: len(find(name).requires)):  # those that start fastest come first
         provider = find(name)
         if provider.missing() is not None:
             absent.append(Absent(name, "not installed", provider.install))

@@ -29,13 +29,13 @@ def floors() -> tuple[Floor, ...]:
 
 @attrs.frozen
 class Slow:
-    """A path that is slower than it should be; rates in bytes a second, None where there is no path at all."""
+    """A path that is slower than it should be; rates are in bytes a second, and None if there is no path at all."""
 
     what: str
     rate: float | None
     floor: float | None
     advice: str
-    """What to look at; where there is no path, also what went wrong."""
+    """What to look at; if there is no path, also what went wrong."""
 
 
 @attrs.frozen
@@ -107,7 +107,7 @@ def load(path: Path) -> Probe:
     """Read the file; raises LocalError with the path of the file and of what is wrong in it."""
     advice = "write one with `kvproto probe --out FILE`"
     try:
-        data = read_json(path.read_bytes(), str(path), finite=False)  # what reads the fields says where
+        data = read_json(path.read_bytes(), str(path), finite=False)  # from_dict refuses these, with a path
     except OSError as error:
         said = error.strerror or type(error).__name__
         raise LocalError(ErrorCode.OUT_OF_RANGE, str(path), "a file of `kvproto probe`", said, advice) from None
@@ -124,7 +124,7 @@ _SCALARS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"), float: ((int, float), "a number"), str: ((str,), "a string"),
     bool: ((bool,), "true or false"),
 }  # fmt: skip
-"""The types that JSON may give for each of ours, and what people call them."""
+"""The types that JSON may have for each of ours, and their names in errors."""
 
 
 def _read(kind: Any, data: Any, path: str, least: float | None = None) -> Any:

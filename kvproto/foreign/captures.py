@@ -1,6 +1,6 @@
-"""Files in which messages come: hex, JSON, the bytes of a ZeroMQ connection, msgpack, pickles, logs.
+"""Captures, the files that messages come in: hex, JSON, the bytes of a ZeroMQ connection, msgpack, pickles, logs.
 
-docs/import.md says what each looks like. A capture is read whole, and refused where anything in it cannot be read.
+docs/import.md says what each looks like. A capture is read whole, and refused if anything in it cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvproto.wire.plain import read_json, refuse
 __all__ = ["MOST_BYTES", "Raw", "messages"]
 
 MOST_BYTES = 64 << 20
-"""Of a file."""
+"""Bytes of a capture."""
 _MOST_TEXT = 8 << 20
 _MOST_FRAMES = 64
 _MOST_MESSAGES = 1 << 12
@@ -41,12 +41,12 @@ class Raw:
     """Forms of messages that it may have."""
     engine: str = ""
     release: str = ""
-    """Of the engine, where the capture notes them."""
+    """The engine's, if the capture notes it."""
     kind: str = ""
     """Name of the class in a pickle."""
 
     def seen(self) -> str:
-        """What is there, for an error."""
+        """What was found, for an error."""
         if self.forms == ("frames",):
             return f"{len(self.value)} frames, the first {self.value[0][:16].hex() if self.value else 'absent'}"
         return f"{self.kind or type(self.value).__name__} of {', '.join(map(str, islice(self.value, 8)))}"
@@ -64,7 +64,7 @@ def messages(data: bytes) -> list[Raw]:
             raise refuse(ErrorCode.TOO_LARGE, f"{raw.path}.frames", f"at most {_MOST_FRAMES}", len(raw.value))
         found.append(raw)
     if not found:
-        raise refuse(ErrorCode.MISSING_FIELD, "messages", "one message at least", "none")
+        raise refuse(ErrorCode.MISSING_FIELD, "messages", "at least one message", "none")
     return found
 
 
@@ -113,7 +113,7 @@ def _zmtp(data: bytes) -> Iterator[Raw]:
 
 
 def _add(frames: list[bytes], frame: bytes, index: int) -> None:
-    """One frame more of the message of that index, which is refused before it has too many."""
+    """Append a frame to the message of that index, which is refused before it has too many."""
     if len(frames) == _MOST_FRAMES:
         raise refuse(ErrorCode.TOO_LARGE, f"messages[{index}].frames", f"at most {_MOST_FRAMES}", "more")
     frames.append(frame)
@@ -140,7 +140,7 @@ def _text(data: bytes) -> Iterator[Raw]:
 
 
 def _is_log(lines: list[str]) -> bool:
-    """Whether the first line is no JSON, as of "[2025-05-06 06:24:25] ...", and a line has what a table marks."""
+    """Whether the first line is not JSON, such as "[2025-05-06 06:24:25] ...", and a line has a marker of a table."""
     if not any(marker in line for line in lines for marker in _marked()):
         return False
     try:
@@ -159,7 +159,7 @@ def _is_hex(line: str) -> bool:
 
 
 def _hex(lines: list[str]) -> Iterator[Raw]:
-    """A frame a line, - for an empty one, a blank line between messages, # before a remark."""
+    """One frame on a line, - for an empty one, a blank line between messages, # before a comment."""
     frames: list[bytes] = []
     count = 0
     for line in [*lines, ""]:
@@ -174,7 +174,7 @@ def _hex(lines: list[str]) -> Iterator[Raw]:
 
 
 def _json(text: str, lines: list[str]) -> Iterator[Raw]:
-    """One value, or a value a line: a record with `frames` or `json`, or a message's own map; lists are of such."""
+    """One value, or one on each line: a record with `frames` or `json`, a message's own map, or a list of these."""
     values: Iterable[Any]
     try:
         whole = read_json(text, "messages[0]")
@@ -202,12 +202,12 @@ _SAID = re.compile(r"(\b\w{1,60}=|'\w{1,60}': )('[^']{0,400}'|\"[^\"]{0,400}\"|[
 
 
 def _marked() -> dict[str, str]:
-    """The engine of each marker."""
+    """The name of the engine by marker."""
     return {m.marker: e.name for e in engines().values() for m in e.messages if m.marker}
 
 
 def _log(lines: list[str]) -> Iterator[Raw]:
-    """Lines that begin what some table has a marker for; NAME=VALUE or 'NAME': VALUE in them."""
+    """Lines with a marker of some table, by the NAME=VALUE or 'NAME': VALUE after it."""
     marked, count = _marked(), 0
     for line in lines:
         for marker, name in marked.items():

@@ -1,4 +1,4 @@
-"""Whether two fleets write and read the same messages, and state the same: field by field."""
+"""Whether two fleets write and read the same messages and state the same values, field by field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Difference", "compare"]
 
 @attrs.frozen
 class Difference:
-    """What one side has and the other has not."""
+    """A path at which the two sides differ, and what each has there."""
 
     path: str
     source: str
@@ -22,7 +22,7 @@ class Difference:
 
 
 def compare(source: Fleet, sink: Fleet) -> list[Difference]:
-    """What keeps the two from understanding each other: messages first, then words that must be alike."""
+    """What keeps two fleets from understanding each other: messages first, then words that must be equal."""
     return [*_messages(source, sink), *_words(source, sink)]
 
 

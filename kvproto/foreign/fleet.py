@@ -1,7 +1,7 @@
 """What the messages of one fleet state together, what they leave unsaid, and the Description that follows.
 
-A Description is made from the words (words.toml) that were stated or said, then held against every buffer that the
-capture states: where a page is not as large as it says, it is refused, so a word said wrongly does not pass.
+A Description is made from the words (words.toml) that messages state or the caller says, then held against every buffer
+that the capture states: it is refused if a page has another size, so that a wrong word does not pass.
 """
 
 from __future__ import annotations
@@ -28,18 +28,8 @@ _MOST_RANKS = 1024
 _MOST = {"tp": _MOST_RANKS, "pp": _MOST_RANKS, "cp": _MOST_RANKS, "dcp": _MOST_RANKS, "layers": MOST_LAYERS}
 _LARGEST = 1 << 20
 _NUMBERS = (
-    "tp",
-    "pp",
-    "cp",
-    "dcp",
-    "interleave",
-    "page",
-    "blocks_per_page",
-    "kv_heads",
-    "head_dim",
-    "latent",
-    "layers",
-)
+    "tp", "pp", "cp", "dcp", "interleave", "page", "blocks_per_page", "kv_heads", "head_dim", "latent", "layers",
+)  # fmt: skip
 _PLAIN = (["k", "v"], ["latent"])
 _OF_RANK = (
     "tp_rank", "pp_rank", "cp_rank", "dcp_rank", "entries", "entry_bytes", "entry_layers", "entry_names",
@@ -49,13 +39,13 @@ _OF_RANK = (
 
 @attrs.frozen
 class Unsaid:
-    """A word that nobody stated."""
+    """A word that was neither stated nor said."""
 
     word: str
     doc: str
     say: str
     usual: int | None
-    """What is taken in its place; None: a Description needs it."""
+    """The value that is assumed; None if a Description needs the word."""
 
 
 @attrs.define
@@ -64,15 +54,15 @@ class Fleet:
 
     readings: Sequence[Reading]
     shared: dict[str, Any] = attrs.field(factory=dict)
-    """Words that all its ranks have alike."""
+    """Words of the whole fleet."""
     where: dict[str, str] = attrs.field(factory=dict)
-    """Path of each, or "said"."""
+    """The path at which each was stated, or "always" or "said"."""
     ranks: dict[tuple[int, ...], dict[str, Any]] = attrs.field(factory=dict)
     """Words of each rank that registered, by pipeline, context and tensor-parallel rank."""
 
     @classmethod
     def of(cls, readings: Sequence[Reading], said: Mapping[str, str] | None = None) -> Fleet:
-        """Words of the messages, then those said beside them; raises WireError or LocalError where they contradict."""
+        """The words of messages, then those that are said; raises WireError or LocalError if they disagree."""
         made = cls(readings)
         for word, value in readings[0].engine.always.items():
             made.state(word, value, "always")
@@ -100,7 +90,7 @@ class Fleet:
         return f"{engine} {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "")
 
     def state(self, word: str, value: Any, path: str) -> None:
-        """A word of the whole fleet; raises WireError(FIELD_CONFLICT) where it is another than before."""
+        """Add a word of the whole fleet; raises WireError: OUT_OF_RANGE, or FIELD_CONFLICT if it had another value."""
         if word.endswith("dtype"):
             value = words()["dtype"].get(str(value).removeprefix("torch."))
             if value is None:  # such as auto: what the model has
@@ -109,11 +99,11 @@ class Fleet:
             raise refuse(ErrorCode.OUT_OF_RANGE, path, f"1 to {_MOST.get(word, _LARGEST)}", value)
         if self.shared.setdefault(word, value) != value:
             before = f"{word} {self.shared[word]} ({self.where[word]})"
-            raise refuse(ErrorCode.FIELD_CONFLICT, path, before, value, "one file for each fleet, and one truth in it")
+            raise refuse(ErrorCode.FIELD_CONFLICT, path, before, value, "put one fleet into one file")
         self.where.setdefault(word, path)
 
     def say(self, word: str, text: str) -> None:
-        """A word that the caller says; raises LocalError for one that cannot be said."""
+        """Add a word that the caller says; raises LocalError for one that cannot be said."""
         sayable = [w for w, row in words()["word"].items() if "say" in row]
         if word not in sayable:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "say", f"one of {', '.join(sayable)}", word)
@@ -128,7 +118,7 @@ class Fleet:
             raise LocalError(error.code, f"say {word}", error.mine, error.yours, "the capture says otherwise") from None
 
     def join(self, rank: dict[str, Any], path: str) -> None:
-        """A rank; one that registers again must be of the same shape."""
+        """Add the words of a rank; raises WireError if it had other sizes when it registered before."""
         for word in ("tp_rank", "pp_rank", "cp_rank"):
             size = self.shared.get(word[:2], _MOST_RANKS)
             if word in rank and not 0 <= rank[word] < size:
@@ -139,9 +129,9 @@ class Fleet:
             raise refuse(ErrorCode.FIELD_CONFLICT, path, at, "other sizes", "one file for each fleet")
 
     def unsaid(self, config: bool = False) -> Iterator[Unsaid]:
-        """Words without which there is no Description, then those for which the usual value is taken.
+        """Missing words: first those that a Description needs, then those for which the usual value is assumed.
 
-        `config`: there is a config.json beside.
+        `config` says whether there is a config.json too.
         """
         have = self.known()
         missing = []
@@ -189,7 +179,7 @@ class Fleet:
         self, config: Mapping[str, Any] | None = None, drafts: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, str] | None = None,
     ) -> Geometry:  # fmt: skip
-        """Its Description; raises LocalError for a word unsaid, WireError where a buffer is of another size."""
+        """The fleet's Description; raises LocalError for a missing word, WireError if a buffer has another size."""
         have = self.known()
         for word in self.unsaid(config is not None):
             if word.usual is None:
@@ -214,7 +204,7 @@ class Fleet:
         return geometry
 
     def _hold_words(self, geometry: Geometry, basis: str) -> None:
-        """Refuse a word that the Description contradicts, or one that was said and is no size of it."""
+        """Refuse a word that the Description contradicts, or one that was said and has no effect on it."""
         for word, sizes in _sizes(geometry).items():
             value, where = self.shared.get(word), self.where.get(word, "")
             path = f"say {word}" if where == "said" else where
@@ -235,14 +225,14 @@ class Fleet:
         return Cache.gqa("target", layers, kv_heads=have["kv_heads"], head_dim=have["head_dim"], page=page, dtype=dtype)
 
     def _hold(self, rank: Mapping[str, Any], geometry: Geometry, sizes: Mapping[str, int]) -> None:
-        """Refuse a Description whose pages are not those of a rank that registered."""
+        """Refuse a Description whose pages are not as large as those of a rank that registered."""
         stated = rank.get("entry_bytes")
         if not stated or not rank.get("entries"):
             return
         stage, across = rank.get("pp_rank", 0) * sizes["cp"] + rank.get("cp_rank", 0), rank.get("tp_rank", 0)
         number = stage * sizes["tp"] + across
         at = f"ranks[{number}].entries"
-        advice = "what was said is not what this engine runs: see to page, dtype, heads, layers and drafts"
+        advice = "what was said is not what this engine runs: check page, dtype, heads, layers and drafts"
         if number >= len(geometry.ranks):
             raise refuse(ErrorCode.BAD_GEOMETRY, at, f"{len(geometry.ranks)} ranks", f"rank {number}", advice)
         expected = self._buffers(geometry, geometry.ranks[number].owns)
@@ -257,10 +247,10 @@ class Fleet:
                 raise refuse(ErrorCode.BAD_GEOMETRY, path, expected[i], size * blocks, advice)
 
     def _buffers(self, geometry: Geometry, owned: Sequence[Owns]) -> list[int] | None:
-        """Bytes of a page in each buffer of a rank, in its engine's order; None where other caches share them."""
+        """Bytes of a page in each buffer of a rank, in its engine's order; None if other caches share them."""
         groups = {g.id: g for g in geometry.groups}
         kinds = [g.model for g in geometry.groups if [p.name for p in g.parts] in _PLAIN]
-        if len(set(kinds)) < len(kinds):  # windowed layers lie in buffers of their own, or share those of others
+        if len(set(kinds)) < len(kinds):  # windowed layers have separate buffers, or share those of others
             return None
         found = []
         joint = self.readings[0].engine.entries == "joint"
@@ -280,7 +270,7 @@ class Fleet:
 
 
 def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
-    """The same model in another element type, which its cache has then."""
+    """The same model in another element type, which its cache then has too."""
     name = {DType.F32: "float32", DType.F16: "float16"}.get(dtype, "bfloat16")
     inner = config.get("text_config")
     nested = {"text_config": {**inner, "torch_dtype": name}} if isinstance(inner, dict) else {}
@@ -288,7 +278,7 @@ def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
 
 
 def _sizes(geometry: Geometry) -> dict[str, set[int]]:
-    """What the target's caches have of each word that a config says too."""
+    """The values that the target's caches have for each word that a config.json says too."""
     found: dict[str, set[int]] = {"kv_heads": set(), "head_dim": set(), "latent": set(), "layers": set()}
     layers: dict[int, set[int]] = {}
     for share in (share for rank in geometry.ranks for share in rank.owns):
@@ -303,7 +293,7 @@ def _sizes(geometry: Geometry) -> dict[str, set[int]]:
             elif part.name == "latent":
                 found["latent"].add(part.lanes * elements)
     paged = [g for g in groups if {p.name for p in g.parts} & {"k", "v", "latent"}]
-    for some in (groups, paged):  # those with a recurrent state count or do not
+    for some in (groups, paged):  # layers with a recurrent state count or do not
         found["layers"].add(len(set().union(*(layers.get(g.id, ()) for g in some))))
     return found
 

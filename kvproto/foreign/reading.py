@@ -1,7 +1,7 @@
-"""The interpreter: a message of a capture, by the tables, to named values and the releases that write it so.
+"""The interpreter: reads a message of a capture by the tables, into named values and the releases that write it so.
 
-Where more than one release reads a message and their values differ, all are kept until the rest of the capture, or the
-caller, says which release it is (`resolve`); nothing is guessed.
+If several releases read a message and their values differ, all are kept until the rest of the capture, or the caller,
+says which release it is (`resolve`); nothing is guessed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Reading:
     message: Message
     releases: tuple[str, ...]
     values: Mapping[str, Any]
-    """By field; a message within a frame is a map of its own."""
+    """By field; a message within a frame is a nested map."""
     path: str
 
     @property
     def whose(self) -> str:
-        """Whose words it has: of a rank, of the rank whose message comes next, of the whole fleet; of nobody: empty."""
+        """Whose words it has: "rank", "next" for the rank whose message follows, or "fleet"; empty for none."""
         return next((message.states for message, *_ in _inner(self) if message.states), "")
 
     def stated(self) -> Iterator[tuple[str, Any, str]]:
-        """(word, value, path) of what its values state, those of inner messages included."""
+        """(word, value, path) of what its values state, including those of inner messages."""
         for message, values, path in _inner(self):
             for row in self.engine.rows(message, self.releases[-1]):
                 if row.word and values.get(row.name) is not None:
@@ -57,18 +57,18 @@ def _inner(reading: Reading) -> Iterator[tuple[Message, Mapping[str, Any], str]]
 
 
 def read(raw: Raw, name: str | None = None, release: str | None = None) -> list[Reading]:
-    """How the tables read one message: one Reading for each way in which its values differ.
+    """The readings of one message by the tables, one for each way in which its values differ.
 
-    `name` and `release` are the engine's, where known; what the capture notes is taken otherwise. Raises WireError with
-    the field at which the likeliest table fails, or LocalError for an engine or release without one.
+    `name` and `release` are the engine's, if known; otherwise those that the capture notes. Raises WireError with the
+    field at which the likeliest table fails, or LocalError for an engine or release without a table.
     """
     if not release and name in (None, raw.engine):
         release = raw.release
     name = name or raw.engine
-    asked = [engine(name)] if name else list(engines().values())
+    tried = [engine(name)] if name else list(engines().values())
     found: list[Reading] = []
     failed: list[tuple[int, WireError]] = []
-    for of in asked:
+    for of in tried:
         allowed = of.around(release) if release and name else of.releases
         for message in of.messages:
             if message.form not in raw.forms or (raw.kind and raw.kind not in (*message.classes, message.marker)):
@@ -87,7 +87,7 @@ def read(raw: Raw, name: str | None = None, release: str | None = None) -> list[
         return _merged(found)
     most = max((n for n, _ in failed), default=0)
     if not most:
-        known = ", ".join(e.name for e in asked)
+        known = ", ".join(e.name for e in tried)
         raise refuse(ErrorCode.UNKNOWN_MESSAGE, raw.path, f"a message of {known}", raw.seen())
     errors = [error for n, error in failed if n == most]
     if len(errors) > 1 and errors[0].path == f"{raw.path}.frames":
@@ -159,7 +159,7 @@ def _merged(found: Sequence[Reading]) -> list[Reading]:
 
 
 def _values(of: Engine, message: Message, release: str, value: Any, path: str, done: list[str]) -> dict[str, Any]:
-    """Values by field; `done` collects what was recognised, for a good error where nothing fits."""
+    """Values by field; `done` collects what was recognised, for a good error if nothing fits."""
     rows = of.rows(message, release)
     if message.form == "frames":
         done += [message.guard] * bool(message.guard)

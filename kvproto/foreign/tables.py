@@ -24,15 +24,15 @@ class Row:
     name: str
     type: str
     at: int = -1
-    """Frame or element after the guard; -1: a key of a map."""
+    """Index of the frame or element after the guard; -1 for a key of a map."""
     since: str = ""
     """First examined release that has it; the first of all by default."""
     until: str = ""
     """Last examined release that has it; the last of all by default."""
     word: str = ""
-    """What it states, in words.toml."""
+    """The word of words.toml that it states."""
     optional: bool = False
-    """May be absent: a key, or the last frames."""
+    """Whether it may be absent, as a key or as one of the last frames."""
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -46,15 +46,15 @@ class Message:
     doc: str = ""
     guard: str = ""
     states: str = ""
-    """Whose words it has: of a rank, of the whole fleet, or of the rank whose message comes next."""
+    """Whose words it has: "rank", "fleet", or "next" for the rank whose message follows."""
     classes: tuple[str, ...] = ()
-    """Names under which pickles have it."""
+    """Names of its class in pickles."""
     marker: str = ""
-    """Of a log: text by which its line is known."""
+    """For a log: text that identifies its line."""
 
     @cached_property
     def head(self) -> list[bytes]:
-        """Frames with which it begins in all releases: the guard, and a first field that is constant."""
+        """Frames that it begins with in all releases: the guard, and a first field that is constant."""
         first = {row.type for row in self.rows if row.at == 0}
         constant = [t[1:].encode() for t in first if len(first) == 1 and t.startswith("=")]
         return [self.guard.encode()] * bool(self.guard) + constant
@@ -67,10 +67,10 @@ class Engine:
     name: str
     releases: tuple[str, ...]
     entries: str
-    """Order of a model's buffers: part-major (each part's layers follow one another) or joint (one buffer a layer)."""
+    """Order of a model's buffers: part-major (all layers of one part first) or joint (one for each layer)."""
     messages: tuple[Message, ...]
     always: Mapping[str, Any] = attrs.field(factory=dict)
-    """Words that no release lets one choose."""
+    """Words with one value in all releases and configurations."""
 
     def message(self, name: str) -> Message:
         """The message of that name."""
@@ -89,7 +89,7 @@ class Engine:
         return tuple(sorted(found, key=lambda row: row.at))
 
     def around(self, release: str) -> tuple[str, ...]:
-        """The examined release, or the two between which this one lies; raises LocalError beyond the last or first."""
+        """This release if it was examined, else the two examined ones around it; raises LocalError beyond these."""
         if release in self.releases:
             return (release,)
         below = [r for r in self.releases if _order(r) < _order(release)]
@@ -121,7 +121,7 @@ def engine(name: str) -> Engine:
 
 @cache
 def words() -> Mapping[str, Any]:
-    """words.toml: what values state, and how it is said where they do not."""
+    """words.toml: what values state, and how a caller says it if they do not."""
     return _toml("words")
 
 

@@ -1,7 +1,7 @@
-"""Pickles without loading them: opcodes are walked, plain values are kept, everything else is refused.
+"""Reads pickles without loading them: opcodes are walked, plain values are kept, and everything else is refused.
 
-No class is looked up and nothing is called. An object is the name of its class and the map of its attributes, and only
-classes that a table names are taken.
+No class is looked up and nothing is called. An object becomes the name of its class and the map of its attributes, and
+only classes that a table names are accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["records"]
 
 _MOST_VALUES = 1 << 20
 _MOST_KEY = 1 << 16
-"""Of numbers that are keys, which are ranks: larger ones could be chosen to collide."""
+"""Bound of numbers that are keys, which are ranks; larger ones could be chosen to collide."""
 
 
 @attrs.define
@@ -53,7 +53,7 @@ class _Walk:
         self.known = {name for e in engines().values() for m in e.messages for name in m.classes}
 
     def run(self, data: bytes) -> Any:
-        """The one value that is left at its end."""
+        """The one value that is left on the stack at the end; raises WireError."""
         try:
             for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
                 if opcode.name == "STOP":
@@ -73,7 +73,7 @@ class _Walk:
         self.stack.append(value)
 
     def taken(self, start: int) -> list[Any]:
-        """What lies on the stack from there on, taken off."""
+        """Pop everything on the stack from `start` on."""
         if not 0 <= start <= len(self.stack):
             raise IndexError("less on the stack")
         items = self.stack[start:]
@@ -163,11 +163,11 @@ _STEPS: dict[str, Callable[[_Walk, Any], None]] = {
     "NEWOBJ": lambda walk, given: walk.made(*walk.last(2)),
     "BUILD": lambda walk, given: walk.build(walk.last(1)[0]),
 }
-"""Opcodes that are taken; none of them looks anything up or calls it."""
+"""Opcodes that are accepted; none of them looks anything up or calls it."""
 
 
 def _plain(value: Any, path: str, seen: list[int], depth: int) -> Any:
-    """Values without objects; what a pickle shares is counted each time, so that little cannot become much.
+    """The value, which has no objects in it. What a pickle shares is counted each time, so that it cannot grow much.
 
     Eight bytes of text count as a value.
     """

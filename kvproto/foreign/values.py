@@ -1,6 +1,6 @@
-"""Types of the tables: bytes of a frame, or a value of a map, to a checked Python value.
+"""The types of the tables: how the bytes of a frame, or a value of a map, become a checked Python value.
 
-Number arrays of frames are in the byte order of the engines' hosts, little-endian.
+Number arrays in frames are in the byte order of the engines' hosts, little-endian.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.plain import DEPTH, plain, refuse, unique
+from kvproto.wire.plain import DEPTH, map_of, plain, refuse
 
 __all__ = ["from_frame", "from_msgpack", "from_value"]
 
@@ -87,7 +87,7 @@ def _numbers(frame: bytes | memoryview, width: str, path: str) -> list[int]:
 
 
 def _lists(frame: bytes, width: str, path: str) -> list[list[int]]:
-    """u32 count, u32 bytes of each list, then the lists; no frame at all is no list."""
+    """u32 count, u32 bytes of each list, then the lists; an empty frame has no lists."""
     if not frame:
         return []
     count = struct.unpack("<I", frame[:4])[0] if len(frame) >= 4 else 0
@@ -107,7 +107,7 @@ def _lists(frame: bytes, width: str, path: str) -> list[list[int]]:
 
 
 def from_value(type_: str, value: Any, path: str) -> Any:
-    """The value of a key or an element; raises WireError. Bytes may be given as hex, as JSON has none."""
+    """The value of a key or an element; raises WireError. Bytes may be given as hex, since JSON has none."""
     if type_.startswith("="):
         if value not in (type_[1:], type_[1:].encode()):
             raise refuse(ErrorCode.BAD_TYPE, path, repr(type_[1:]), _kind(value))
@@ -122,7 +122,7 @@ def from_value(type_: str, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             raise refuse(ErrorCode.BAD_TYPE, path, "a map", _kind(value))
         names = {from_value("text", k, path): v for k, v in value.items()}
-        if any(len(name) > _MOST_NAME for name in names):  # each value's path has it
+        if any(len(name) > _MOST_NAME for name in names):  # they are in each value's path
             raise refuse(ErrorCode.TOO_LARGE, path, f"keys of at most {_MOST_NAME} characters", "more")
         return {k: from_value(type_[4:-1], v, f"{path}.{k}") for k, v in names.items()}
     if type_ == "bytes" and isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{2})*", value):
@@ -146,12 +146,12 @@ def _kind(value: Any) -> str:
 
 
 def from_msgpack(data: bytes, path: str) -> Any:
-    """One msgpack value without repeated keys, extensions, NaN and deep nesting; raises WireError."""
+    """One msgpack value; raises WireError, also for repeated keys, extensions, NaN and deep nesting."""
     if len(data) > _MOST_PACKED:
         raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_PACKED} bytes of msgpack", len(data))
     try:
         made = msgpack.unpackb(
-            data, strict_map_key=True, object_pairs_hook=lambda pairs: unique(pairs, path), max_array_len=_MOST_NUMBERS,
+            data, strict_map_key=True, object_pairs_hook=lambda pairs: map_of(pairs, path), max_array_len=_MOST_NUMBERS,
             max_map_len=_MOST_LISTS,
         )  # fmt: skip
     except msgpack.ExtraData as error:

@@ -79,7 +79,7 @@ ALIASES = {
     "hidden_states": "hidden",
     "last_hidden": "hidden",
 }
-"""What others call a part, to its name."""
+"""Registered names by alias."""
 
 SHARE_OF = {
     "rope": "latent",
@@ -87,7 +87,7 @@ SHARE_OF = {
     "k_conv": "conv",
     "v_conv": "conv",
 }
-"""Shares of a part that have names of their own, to that part."""
+"""The whole part, by the registered name of a share of it."""
 
 SCALES = {
     "k_scale": "k",
@@ -95,4 +95,4 @@ SCALES = {
     "latent_scale": "latent",
     "index_scale": "index",
 }
-"""Parts that are scales, to the part that means nothing without them."""
+"""The part that means nothing without its scales, by the name of the scales."""

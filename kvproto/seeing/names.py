@@ -22,7 +22,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "kvproto_tier_slots": ("gauge", ("tier", "state",), "Slots of pages by state. [item]"),
     "kvproto_tier_held_pages": ("gauge", ("tier", "group",), "Pages that can be found and have this component; `group` as for bytes. [item]"),
 }
-"""Name to type, labels beside those of every metric, and what it says."""
+"""By name: the type, the labels in addition to those of every metric, and the meaning."""
 
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper ends of the buckets of histograms, in seconds."""

@@ -1,7 +1,7 @@
 """Bytes to typed messages and back: canonical msgpack maps in a 16-byte envelope (spec/v1/framing.md).
 
-Generated straight-line code does the common case; it only ever says yes. Whatever it does not take goes through the
-strict tables, which decide whether it is good, and if not by which code at which path. Only WireError escapes `decode`.
+Generated straight-line code handles the common case, and can only accept. Whatever it does not accept goes through the
+strict tables, which accept it, or refuse it with a code and a path. `decode` raises nothing but WireError.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _SMALL = 1 << 16
 
 
 def encode(message: messages.Message, grease: int | None = None, minor: int = tables.MINOR) -> bytes:
-    """Canonical frame of a message.
+    """The canonical frame of a message.
 
-    grease: a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. minor: that of the session,
-    where it is not the latest that this package speaks. Raises WireError where a field breaks its range or a rule.
-    Clauses KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
+    `grease` is a field id of `tables.GREASE_FIELD_IDS` to add, which every reader ignores. `minor` is that of the
+    session, if it is not the latest that this package speaks. Raises WireError if a field breaks its range or a rule,
+    and LocalError(BAD_TYPE) for what is not a message. Clauses KVP-FRAME-W-*, KVP-BODY-W-*, KVP-GREASE-SEND.
     """
     cls = type(message)
     head = _HEADS.get(cls)
@@ -80,7 +80,7 @@ def encode(message: messages.Message, grease: int | None = None, minor: int = ta
 
 
 def encode_struct(value: Any) -> bytes:
-    """Canonical map alone, as in nested bins and digests."""
+    """The canonical map of a message or struct without an envelope, as in digests; raises WireError as `encode`."""
     parts: list[Any] = []
     fast = straight.ENCODE.get(type(value))
     try:
@@ -95,7 +95,7 @@ def encode_struct(value: Any) -> bytes:
 
 
 def check_fields(value: Any) -> None:
-    """Raise WireError where a message or struct could not be encoded: types, ranges, presence, rules."""
+    """Raise WireError if a message or struct could not be encoded: types, ranges, presence, rules."""
     encode_struct(value)
 
 
@@ -128,7 +128,7 @@ def decode(frame: Buffer) -> messages.Message:
 
 
 def message_class(view: Buffer) -> type[Any]:
-    """The class that an envelope announces; raises WireError for one that is refused whatever follows it."""
+    """The class that an envelope announces; raises WireError if it is refused whatever follows it."""
     start = bytes(view[:4])
     if not tables.MAGIC.startswith(start):
         raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
@@ -150,7 +150,7 @@ def message_class(view: Buffer) -> type[Any]:
 
 
 def decode_struct(cls: type[T], buffer: Buffer) -> T:
-    """A bare canonical map; raises WireError."""
+    """The message or struct of a canonical map without an envelope; raises WireError, LocalError for another `cls`."""
     name = cls.__name__
     if name not in CLASSES:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", name)

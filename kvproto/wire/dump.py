@@ -1,4 +1,4 @@
-"""An annotated dump of a frame, for people: what each byte is, up to the first that is wrong."""
+"""An annotated dump of a frame for human readers: what each byte is, up to the first that is wrong."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvproto.wire.strict import CLASSES, read_whole
 __all__ = ["explain"]
 
 _WIDTH = 12
-"""Bytes of a line."""
+"""Bytes on a line."""
 _LINES = 3
 """Lines of one long value; the rest is left out."""
 _ELEMENTS = 8
-"""Numbers shown of an array."""
+"""Numbers of an array that are shown."""
 
 
 def explain(buffer: Buffer, struct: str | None = None, secrets: bool = False) -> str:
-    """The bytes of one frame, or of a bare struct of that name, each with its meaning; at the end the verdict.
+    """The bytes of one frame, or of a struct of that name without an envelope, with their meaning and a verdict.
 
-    Lines are: offset (decimal), bytes (hex), meaning, indented by depth. Secret values are named but not shown, nor are
-    their bytes, unless `secrets` is true.
+    A line has an offset (decimal), bytes (hex) and their meaning, indented by depth. Secret values are named, but they
+    and their bytes are shown only if `secrets` is true.
     """
     data = memoryview(buffer).tobytes()
     lines = list(_envelope(data)) if struct is None else []

@@ -326,7 +326,7 @@ class ErrorCode(IntEnum):
 
 
 def word(enum: type[IntEnum], value: int) -> str:
-    """The name of a value, for people; an unknown one of an open enum has its number."""
+    """The name of a value, for texts; the number of one that is not known."""
     known = enum._value2member_map_.get(value)
     return str(int(value)) if known is None else known.name
 

@@ -18,7 +18,7 @@ _IDS = ("session", "request", "sequence", "attempt")
 
 @attrs.frozen
 class Head:
-    """Type and ids of a message; None: it has none, or it cannot be read."""
+    """Type and ids of a message; None for those that it lacks or that cannot be read."""
 
     cls: type[Any] | None = None
     session: int | None = None
@@ -28,12 +28,12 @@ class Head:
 
     @classmethod
     def of(cls, message: Any) -> Head:
-        """Of a message that was read."""
+        """The head of a message that was decoded."""
         return cls(type(message), *(getattr(message, name, None) for name in _IDS))
 
     @property
     def delivery(self) -> str:
-        """Delivery class of the type, "request" where the type is not known."""
+        """Delivery class of the type; "request" if the type is not known."""
         return tables.DELIVERY[self.cls.__name__] if self.cls is not None else "request"
 
 

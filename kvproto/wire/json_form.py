@@ -23,7 +23,10 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
-    """Plain JSON data; `redact` replaces secret fields by "(secret)"."""
+    """A message or struct as plain JSON data; `redact` replaces secret fields by "(secret)".
+
+    Raises LocalError(BAD_TYPE) for anything else.
+    """
     cls = type(value).__name__
     if cls not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)
@@ -54,7 +57,7 @@ def _out(value: Any, type_: str, redact: bool) -> Any:
 
 
 def from_json(cls: type[T], data: Any) -> T:
-    """The message or struct; raises WireError with the path of what is wrong."""
+    """The message or struct of JSON data; raises WireError with a path, or LocalError for another `cls`."""
     if cls.__name__ not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls.__name__)
     made: T = _object(cls, data, "")
@@ -135,7 +138,7 @@ def _enum(value: Any, name: str, path: str) -> int:
 
 def _integer(value: Any, path: str) -> int:
     if isinstance(value, str) and _DECIMAL.fullmatch(value):
-        # the length first: converting a huge number of digits is slow, and refused by Python itself
+        # the length is checked first: converting very many digits is slow, and Python itself refuses it
         if len(value) > 20 or int(value) >= 1 << 64:
             raise refuse(ErrorCode.OUT_OF_RANGE, path, f"0..{(1 << 64) - 1}", value[:24])
         return int(value)

@@ -1,4 +1,4 @@
-"""JSON before anyone knows what it means: whoever wrote it, reading it costs little and says nothing twice."""
+"""JSON of unknown origin, before its meaning is known: reading it costs little, and no key may occur twice."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from kvproto.errors import WireError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["DEPTH", "plain", "read_json", "refuse", "unique"]
+__all__ = ["DEPTH", "map_of", "plain", "read_json", "refuse"]
 
 DEPTH = 16
-"""Maps and lists within each other, at most."""
+"""The most levels of maps and lists within each other."""
 _SHOWN = 200
 
 
 def refuse(code: ErrorCode, path: str, mine: object, yours: object, advice: str = "") -> WireError:
-    """The error, with what was read shortened and without control characters."""
+    """A WireError whose texts are shortened and without control characters, as they may be what was read."""
     return WireError(code, _shown(path), _shown(mine), _shown(yours), advice)
 
 
@@ -29,13 +29,13 @@ def _shown(value: object) -> str:
 
 
 def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
-    """The value of a JSON text in UTF-8 without repeated keys and deep nesting; raises WireError.
+    """The value of a JSON text in UTF-8; raises WireError for repeated keys and deep nesting too.
 
-    `finite`: neither NaN nor Infinity may stand for a number, nor one that is too large for a float.
+    With `finite`, so do NaN, Infinity and numbers that are too large for a float.
     """
     try:
         given = text if isinstance(text, str) else text.decode()
-        made = json.loads(given, object_pairs_hook=lambda pairs: unique(pairs, path))
+        made = json.loads(given, object_pairs_hook=lambda pairs: map_of(pairs, path))
     except RecursionError:
         raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
     except ValueError as error:
@@ -43,8 +43,8 @@ def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
     return plain(made, path, finite)
 
 
-def unique(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
-    """A map of these pairs; raises WireError where a key comes twice."""
+def map_of(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
+    """A map of these pairs; raises WireError if a key occurs twice."""
     found: dict[Any, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -54,7 +54,7 @@ def unique(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
 
 
 def plain(value: Any, path: str, finite: bool = True, depth: int = 0) -> Any:
-    """The value itself, where it is of plain types and not deep, and its numbers are finite."""
+    """The value itself, if it has plain types, at most `DEPTH` levels and finite numbers; raises WireError if not."""
     if depth > DEPTH:
         raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more")
     if isinstance(value, dict | list):

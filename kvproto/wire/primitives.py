@@ -1,7 +1,7 @@
 """What the generated straight-line code is made of: it reads and writes the canonical form, and doubts everything else.
 
-Theory. A canonical encoding is unique, so reading it needs no choices: every id, width and length that is not the one
-expected is either wrong or rare. Both end in a Doubt, and the strict tables decide. Nothing here reports an error.
+A canonical encoding is unique, so reading it needs no choices: every id, width and length that is not the expected one
+is either wrong or rare. Both end in a Doubt, and the strict tables decide. Nothing here reports an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Doubt(Exception):
 
 
 DOUBTS = (Doubt, IndexError, ValueError, AttributeError, TypeError, OverflowError, struct.error)
-"""What the straight-line code may raise: it looks before the end of no buffer and at the type of no field."""
+"""What the straight-line code may raise, as it checks neither the end of a buffer nor the type of a field first."""
 
 _U32, _U64 = struct.Struct(">I"), struct.Struct(">Q")
 u64 = _U64.unpack_from
@@ -39,7 +39,7 @@ _ARRAY_HEAD = {
 
 
 def setter(cls: type[Any], name: str) -> Callable[[Any, Any], None]:
-    """What sets a slot of a fresh instance: half the cost of __init__, which only does the same."""
+    """What sets a slot of a fresh instance, at half the cost of __init__, which does nothing else."""
     found: Callable[[Any, Any], None] = getattr(cls, name).__set__
     return found
 
@@ -169,17 +169,17 @@ def read_array(b: Any, p: int, widest: int, low: int, high: int) -> tuple[np.nda
 
 
 def ascends(keys: Sequence[Any]) -> bool:
-    """Whether each is above the one before."""
+    """Whether each key is above the one before."""
     return all(map(lt, keys, keys[1:]))
 
 
 def rises(keys: Sequence[Any]) -> bool:
-    """Whether each is at least the one before."""
+    """Whether each key is at least the one before."""
     return all(map(le, keys, keys[1:]))
 
 
 def array_ascends(values: Any) -> bool:
-    """The same of a number array."""
+    """Whether each element of a number array is above the one before."""
     n = len(values)
     if n < 2:
         return True
@@ -187,7 +187,7 @@ def array_ascends(values: Any) -> bool:
 
 
 def unique(keys: Iterable[Any]) -> bool:
-    """Whether no key comes twice."""
+    """Whether no key occurs twice."""
     found = list(keys)
     return len(set(found)) == len(found)
 
@@ -235,7 +235,7 @@ def write_count(n: int, low: int, high: int) -> bytes:
 
 
 def write_array(v: Any, widest: int, low: int, high: int, out: list[Any]) -> None:
-    """A number array of the narrowest width."""
+    """A number array of low to high elements in its narrowest width."""
     if v.__class__ is not np.ndarray or v.ndim != 1:
         raise Doubt
     count = v.size

@@ -1,4 +1,4 @@
-"""Strict reader of canonical msgpack: lengths meet their limits and the buffer before anything is made."""
+"""Strict reader of canonical msgpack: lengths are held against limits and the buffer before anything is made."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError
 
 
 class Fault(Exception):
-    """A refusal on its way out; containers add their step, so that good input pays for no path."""
+    """A refusal on its way up; containers add their steps to its path, so that valid input does not pay for paths."""
 
     def __init__(self, code: ErrorCode, mine: object, yours: object, *steps: str) -> None:
         super().__init__(code)
         self.code, self.mine, self.yours, self.steps = code, mine, yours, list(steps)
 
     def error(self, path: str = "") -> WireError:
-        """The WireError with the whole path, below another where there is one."""
+        """The WireError with the whole path, which goes on from `path`."""
         for step in reversed(self.steps):
             path += step if not path or step.startswith("[") else f".{step}"
         return refuse(self.code, path, self.mine, self.yours)
 
 
 _UINT = {0xCC: (1, 0x80), 0xCD: (2, 0x100), 0xCE: (4, 0x10000), 0xCF: (8, 0x100000000)}
-"""Form to its bytes and the least value that needs it."""
+"""By first byte: the bytes of a number, and the least value that needs them."""
 _INT = {0xD0: (1, -0x20), 0xD1: (2, -0x80), 0xD2: (4, -0x8000), 0xD3: (8, -0x80000000)}
-"""Form to its bytes and the value that all of its values lie below."""
+"""By first byte: the bytes of a negative number, and the value that all numbers that need them are below."""
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _EXT = {0xC7: (1, 0), 0xC8: (2, 0x100), 0xC9: (4, 0x10000)}
 _BIN = {0xC4: (1, 0), 0xC5: (2, 0x100), 0xC6: (4, 0x10000)}
@@ -50,11 +50,11 @@ class Reader:
     __slots__ = ("at", "end", "left", "trace", "view")
 
     def __init__(self, view: memoryview, values: int, trace: list[tuple[int, str, object]] | None = None) -> None:
-        """`values`: how many entries and elements all maps and lists may have."""
+        """`values` is the number of entries and elements that all maps and lists may have together."""
         self.view, self.at, self.end, self.left, self.trace = view, 0, len(view), values, trace
 
     def mark(self, kind: str, note: object) -> None:
-        """Remember, where someone wants it, what the bytes up to here were; readers of many values ask first."""
+        """Note in the trace, if there is one, what the bytes up to here were; readers of many values check first."""
         if self.trace is not None:
             self.trace.append((self.at, kind, note))
 
@@ -167,7 +167,7 @@ class Reader:
         return made
 
     def numbers(self, kinds: str, widest: int, low: int | None = None, high: int | None = None) -> np.ndarray[Any, Any]:
-        """A number array of low to high elements, as a view; `kinds` are those, "u" and "i", that the field takes."""
+        """A number array of low to high elements, as a view; `kinds` are those of "u" and "i" that may occur."""
         head = self._byte()
         size = _FIXEXT.get(head)
         if size is None:
@@ -190,7 +190,7 @@ class Reader:
         return values
 
     def skip(self, depth: int) -> None:
-        """A value that may be ignored, which is canonical all the same."""
+        """Skip a value that may be ignored, which must be canonical nevertheless."""
         if self.at >= self.end:
             raise Fault(ErrorCode.TRUNCATED, "a value", "the end")
         head = self.view[self.at]

@@ -28,7 +28,7 @@ def check(name: str, value: Any) -> None:
 
 
 def _keys(value: Any, field: str, key: str | None) -> tuple[list[Any], str]:
-    """What is compared of each element, and how its path goes on."""
+    """What is compared of each element, and the end of its path."""
     elements = getattr(value, field)
     if elements is None:
         return [], ""
@@ -39,7 +39,7 @@ def _keys(value: Any, field: str, key: str | None) -> tuple[list[Any], str]:
 
 
 def _comparable(key: Any) -> Any:
-    """Numbers as they are, and bytes for the rest: of text as they are, of ids as digits, which people can read."""
+    """Numbers as they are, and bytes for the rest: text in UTF-8, and ids as hex digits, which people can read."""
     return key.hex().encode() if isinstance(key, bytes) else key.encode() if isinstance(key, str) else key
 
 
@@ -174,7 +174,7 @@ def _bind(name: str, rules: Iterable[tables.Rule]) -> Iterator[tuple[ErrorCode, 
 
 
 def _hushed(find: _Find) -> _Find:
-    """The same without the value, which is secret."""
+    """The same rule, with an error that does not show the secret value."""
 
     def hushed(value: Any) -> _Break | None:
         broken = find(value)

@@ -1,4 +1,4 @@
-"""Frames out of a byte stream."""
+"""Cuts a byte stream into frames."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Decoder"]
 class Decoder:
     """Cuts a stream into frames: the same messages and errors wherever the bytes were cut (KVP-STREAM-*).
 
-    A frame that is refused comes out as its WireError, and the stream goes on after it. Another magic ends the stream:
-    from then on `feed` and `close` raise BAD_MAGIC. A body beyond the limit is skipped without being kept.
+    A frame that is refused comes out as its WireError, and the stream continues after it. A wrong magic ends the
+    stream: from then on `feed` and `close` raise BAD_MAGIC. A body beyond the limit is skipped without being kept.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Decoder:
         self._broken: WireError | None = None
 
     def feed(self, data: Buffer) -> Iterator[Message | WireError]:
-        """Take bytes; what they complete, in order. All of `data` is taken at once, be the result read or not."""
+        """The messages and errors that these bytes complete, in order; `data` is consumed at once."""
         if self._broken is not None:
             raise self._broken
         view = memoryview(data).cast("B")
@@ -51,26 +51,26 @@ class Decoder:
             length = int.from_bytes(held[at + 12 : at + 16], "little")
             end = at + tables.HEADER_BYTES + length
             if length > tables.MAX_BODY:
-                found.append(_refused(bytes(held[at : at + tables.HEADER_BYTES])))
+                found.append(_decoded(bytes(held[at : at + tables.HEADER_BYTES])))
                 self._skip = max(0, end - len(held))
                 at = min(end, len(held))
                 continue
             if len(held) < end:
                 break
-            found.append(_refused(bytes(held[at:end])))
+            found.append(_decoded(bytes(held[at:end])))
             at = end
         del held[:at]
         return found
 
     def close(self) -> None:
-        """The stream has ended; raises TRUNCATED inside a frame."""
+        """End the stream; raises TRUNCATED inside a frame."""
         if self._broken is not None:
             raise self._broken
         if self._held or self._skip:
             raise refuse(ErrorCode.TRUNCATED, "@length", "a whole frame", f"{len(self._held)} bytes")
 
 
-def _refused(frame: bytes) -> Message | WireError:
+def _decoded(frame: bytes) -> Message | WireError:
     try:
         return decode(frame)
     except WireError as error:

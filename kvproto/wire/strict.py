@@ -1,6 +1,6 @@
-"""The strict, table-driven reading of bodies: it has the last word on what is refused, by which code, at which path.
+"""The strict, table-driven reader of bodies, which decides what is refused, with which code and path.
 
-The straight-line code of `straight.py` may only say yes to what this says yes to; whatever it does not take comes here.
+The straight-line code of `straight.py` accepts nothing that this refuses; whatever it does not accept comes here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 def read_whole(name: str, view: memoryview, trace: list[Any] | None = None) -> Any:
     """The message or struct of a canonical map that fills the view; raises WireError."""
-    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else tables.MAX_BODY  # each takes a byte at least
+    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else tables.MAX_BODY  # each takes at least a byte
     reader = Reader(view, values, trace)
     try:
         made = _READERS[name](reader, 1)

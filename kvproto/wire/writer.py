@@ -1,4 +1,4 @@
-"""From attrs objects to what msgpack packs; checks all that the reader would refuse."""
+"""Turns attrs objects into what msgpack packs, and refuses everything that the reader would refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 
 def pack(value: Any, grease: int | None = None) -> bytes:
-    """Canonical map of a message or struct, with one field more where there is grease."""
+    """The canonical map of a message or struct, with an additional field if there is `grease`; raises WireError."""
     fields = validate(value)
     if grease is not None:
         fields[grease] = value.TYPE
@@ -53,7 +53,7 @@ def validate(value: Any) -> dict[int, Any]:
 
 
 def check_field(name: str, field: str, value: Any, path: str) -> None:
-    """Raise WireError, at the path, where a value is not one that the field may have."""
+    """Raise WireError, at the path, unless the field may have this value."""
     try:
         _FIELD_WRITERS[name, field](value)
     except Fault as fault:

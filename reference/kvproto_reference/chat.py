@@ -1,4 +1,4 @@
-"""What a user says, as a model that was taught to chat wants to be told."""
+"""A user's turn in the form that a chat model was trained on."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,10 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 
 class ChatTemplate:
-    """The template that comes with a checkpoint, in a file of its own or among the settings of its tokenizer."""
+    """The template that comes with a checkpoint, in a separate file or in the settings of its tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises EngineError where the folder has no template, or one that is none."""
+        """Raises EngineError if the folder has no template, or an invalid one."""
         alone, settings = folder / TEMPLATE_FILE, folder / SETTINGS_FILE
         fields: dict[str, Any] = {}
         try:
@@ -34,7 +34,7 @@ class ChatTemplate:
         self._words = {key: word["content"] if isinstance(word, dict) else word for key, word in words.items()}
 
     def prompt(self, said: str) -> str:
-        """A conversation of one turn of the user's, up to where the answer begins."""
+        """A conversation with one turn of the user's, up to where the answer begins."""
         turn = {"role": "user", "content": said}
         try:
             return self._template.render(messages=[turn], add_generation_prompt=True, **self._words)

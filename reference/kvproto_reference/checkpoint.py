@@ -1,4 +1,4 @@
-"""Checkpoint folders: our own (config.json, model.safetensors) and those of Hugging Face, told by `model_type`."""
+"""Checkpoint folders: our own (config.json, model.safetensors) and Hugging Face's, which have a `model_type`."""
 
 import hashlib
 from pathlib import Path
@@ -22,13 +22,13 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def save(folder: Path, model: Decoder) -> None:
-    """Write a full (TP 1) model to a folder, which is made if missing."""
+    """Write a full (TP 1) model to a folder, which is created if missing; raises EngineError for a part of a model."""
     if model.tp.size != 1:
         raise EngineError("only a full (TP 1) model can be saved")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(model.config.to_json())
     weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    # Not save_file: it makes files that only the owner may read, which an installed package cannot use.
+    # Not save_file, whose files only the owner may read, so that an installed package could not use them.
     (folder / WEIGHTS_FILE).write_bytes(to_bytes(weights))
 
 
@@ -72,7 +72,7 @@ def load(
 def state(
     folder: Path, tp: TensorParallel = SOLO, *, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """This TP rank's cut of each weight in a checkpoint folder, by our names; nothing else of it is read."""
+    """This TP rank's slice of each weight in a checkpoint folder, by our names; nothing else of the weights is read."""
     config, hf = load_config(folder, dtype), is_hf(folder)
     weights = Weights(folder)
     with torch.device("meta"):
@@ -83,14 +83,14 @@ def state(
     found = {}
     for name in mine:
         piece = read(weights, config, tp, name, tuple(full[name].shape))
-        # The correction of expert scores decides near ties; it stays as it is stored.
+        # The correction of expert scores decides near ties, so it stays as it is stored.
         kept = torch.float32 if name.endswith("correction") else getattr(torch, config.dtype)
         found[name] = piece.to(device=device, dtype=kept).contiguous()
     return found
 
 
 def fingerprint(folder: Path) -> str:
-    """Names the weights of a checkpoint folder: by their content, a sample of it where they are Hugging Face's."""
+    """A name for the weights of a checkpoint folder by their content, or by a sample of it if Hugging Face made it."""
     config = _require(folder, CONFIG_FILE).read_bytes()
     if is_hf(folder):
         return identity(folder, config)
@@ -102,7 +102,7 @@ def _read(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, 
 
 
 def _read_hf(weights: Weights, config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Our weight `name` of full `shape`, this rank's cut of it, out of the tensor or tensors that hold it."""
+    """This rank's slice of our weight `name` of full `shape`, from the tensor or tensors that hold it."""
     part, origin = cut(config, tp, name, shape), source(name, config)
     if ".experts." in name:
         return torch.stack([weights.read(origin.format(e), shape[1:], part[1:]) for e in range(shape[0])])

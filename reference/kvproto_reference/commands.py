@@ -1,4 +1,4 @@
-"""Entry points of the engines; they say what to install where torch is missing."""
+"""Entry points of the engines, which say what to install if torch is missing."""
 
 import importlib
 import sys

@@ -8,9 +8,9 @@ class EngineError(ValueError):
 
 
 class OutOfPages(EngineError):
-    """The pool has fewer free pages than were asked for."""
+    """The pool has fewer free pages than were requested."""
 
 
 def code_of(error: Exception) -> str | None:
-    """The name of kvproto's code, by which a router decides; None for an error of the engine's own."""
+    """The name of kvproto's error code, by which a router decides; None for the engine's own errors."""
     return error.code.name if isinstance(error, KvprotoError) else None

@@ -1,17 +1,17 @@
-"""What each rank of a process group has, on all of them; on the host by one message to each rank."""
+"""All-gather over a process group; on the host by one message to each rank."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By the name that torch 2.13 gives it, which before it was another.
+# torch 2.13 renamed it
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather(mine: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
-    """[...] of each of `size` ranks -> [ranks, ...], on all of them; a collective. Group None is the default group."""
+    """[...] of each of `size` ranks -> [ranks, ...] on all of them; a collective. Group None is the default group."""
     near = near_to(mine, group)
-    if dist.get_backend(group) == "gloo":  # its ring takes more than twice the CPU time, most of it to wake threads
+    if dist.get_backend(group) == "gloo":  # its ring needs more than twice the CPU time, most of it to wake threads
         sent = near.expand(size, *near.shape).contiguous()
         found = torch.empty_like(sent)
         dist.all_to_all_single(found, sent, group=group)
@@ -22,5 +22,5 @@ def gather(mine: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def near_to(mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Where the group can reach it: gloo reaches the host alone, and ranks may share a GPU."""
+    """The tensor where the group can reach it: gloo reaches only the host, and ranks may share a GPU."""
     return (mine.cpu() if dist.get_backend(group) == "gloo" else mine).contiguous()

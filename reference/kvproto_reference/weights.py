@@ -12,7 +12,7 @@ from .errors import EngineError
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SAMPLES, SAMPLE = 64, 4096
-"""Blocks of a file, and bytes of each, that name it."""
+"""Blocks of a file, and bytes of each, that `identity` reads."""
 
 
 class Weights:
@@ -33,7 +33,10 @@ class Weights:
         return set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] | None = None) -> Tensor:
-        """One slice, dim by dim, of the tensor `name`, which must have `shape`; the whole of it without `part`."""
+        """One slice, dim by dim, of the tensor `name`, which must have `shape`; all of it without `part`.
+
+        Raises EngineError for a tensor that is missing or of another shape or type.
+        """
         path = self._file_of.get(name)
         if path is None:
             raise EngineError(f"checkpoint weights {self.files[0].parent} do not fit config.json: no tensor {name}")
@@ -48,7 +51,7 @@ class Weights:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, by name; raises EngineError where one is missing."""
+    """The safetensors files of a checkpoint folder, by name; raises EngineError if one is missing."""
     names = sorted(set(_placed(folder).values()) or {WEIGHTS_FILE})
     for name in names:
         if not (folder / name).is_file():
@@ -57,9 +60,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def identity(folder: Path, config: bytes) -> str:
-    """Names a checkpoint by its config, and by header, size and blocks spread over the data of each weight file.
+    """A name for a checkpoint by its config, and by header, size and blocks spread over the data of each weight file.
 
-    Blocks, because models that were tuned from one another have equal headers.
+    Blocks are included because models that were tuned from one another have equal headers.
     """
     digest = hashlib.sha256(config)
     for path in weight_files(folder):
@@ -74,7 +77,7 @@ def identity(folder: Path, config: bytes) -> str:
 
 
 def _placed(folder: Path) -> dict[str, str]:
-    """The shard of each tensor, by name; nothing where there is no index."""
+    """The shard of each tensor, by name; empty if there is no index."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return {}

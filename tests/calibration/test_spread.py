@@ -32,9 +32,7 @@ def test_few_sources_pay_until_the_busiest_has_no_time_left() -> None:
         advise_spread([even, few]) == "few up to 350 requests a second from one source replica, even beyond, up to 700"
     )
     # the same number of sources: nothing speaks against the even load
-    assert (
-        advise_spread([even, Spread("few", 8, 0.002, 0.004)]) == "even: the shortest, and no rule bears more requests"
-    )
+    assert advise_spread([even, Spread("few", 8, 0.002, 0.004)]) == "even: the fastest, and no rule bears more requests"
 
 
 def test_plan_says_which_rule_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def test_allocator_gives_each_page_once_and_shuffled() -> None:
     assert pages != sorted(pages)
     assert pages == PageAllocator(20, seed=4).allocate(20) != PageAllocator(20, seed=5).allocate(20)
     assert allocator.available == 0
-    with pytest.raises(OutOfPages, match="1 pages asked for, 0 of 20"):
+    with pytest.raises(OutOfPages, match="1 pages requested, 0 of 20"):
         allocator.allocate(1)
     allocator.free(pages[:3])
     assert allocator.available == 3

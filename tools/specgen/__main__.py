@@ -16,7 +16,7 @@ __all__ = ["main", "modules", "outputs"]
 
 
 _SHOWN = 40
-"""Lines printed of what differs from the locks."""
+"""Differences from the locks that are printed."""
 
 
 def modules(facts: Facts) -> dict[Path, str]:
@@ -53,7 +53,7 @@ def outputs() -> dict[Path, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write; or compare, with the locks too; or renew the locks."""
+    """Write all outputs; or, by options, compare them and the locks, or renew the locks."""
     parser = argparse.ArgumentParser(prog="python -m tools.specgen", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs, locks too")
     parser.add_argument("--lock", metavar="WHY", help="renew the locks; WHY goes into the changelog")

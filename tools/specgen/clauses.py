@@ -35,7 +35,7 @@ class Clause:
 
     @property
     def digest(self) -> str:
-        """Of its words; how they are broken into lines does not matter."""
+        """Digest of its words, however they are broken into lines."""
         return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()[:16]
 
 
@@ -56,7 +56,7 @@ def clauses(facts: Facts) -> dict[str, Clause]:
 
 
 def as_json(facts: Facts) -> str:
-    """Every clause for programs: its page, role, key word and error, and its sentence."""
+    """Every clause as JSON: its page, role, key word and error, and its sentence."""
     rows = {
         c.id: {
             "page": c.page, "role": c.role, "keyword": c.keyword, "error": c.error or "", "text": " ".join(c.text.split()),
@@ -67,7 +67,7 @@ def as_json(facts: Facts) -> str:
 
 
 def check(facts: Facts) -> None:
-    """Raise RegistryError where registry and prose do not meet."""
+    """Raise RegistryError where registry and prose do not match."""
     found = clauses(facts)
     for name, body in (facts["struct"] | facts["message"]).items():
         for rule in body.get("rule", ()):

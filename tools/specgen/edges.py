@@ -1,7 +1,7 @@
 """Vectors of the edges of forms: the longest value of each header and the shortest of the next, both ways.
 
-Every field and rule has cases of its own (vectors.py); here each msgpack form has them, where it is about to change. What
-is expected follows from how a case was made.
+vectors.py has cases for every field and rule; these are for every msgpack form, where it is about to change. What is
+expected follows from how a case was made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Of:
         return int(next(each["id"] for each in self.body.body["field"] if each["name"] == field))
 
     def good(self, id_: str, clause: str, note: str, nodes: dict[int, Node], fields: dict[str, Any]) -> Case:
-        """These fields beside the least ones; read and written."""
+        """A case of these fields in addition to the least ones, which is read and written."""
         value = attrs.evolve(
             self.body.least, node=dict(sorted({**self.body.least.node, **nodes}.items())),
             json={**self.body.least.json, **fields},
@@ -59,7 +59,7 @@ class _Of:
         return made | ({"canonical": False} if max(nodes) >= 0x8000 else {})
 
     def bad(self, id_: str, clause: str, note: str, nodes: dict[int, Node], error: str, path: str) -> Case:
-        """The same, refused."""
+        """A case of these fields in addition to the least ones, which is refused."""
         return self.body.bad(id_, clause, dict(sorted({**self.body.least.node, **nodes}.items())), error, path, note)
 
 

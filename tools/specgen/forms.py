@@ -60,12 +60,12 @@ _WRONG: dict[str, list[tuple[str, Any, str, str]]] = {
 }  # fmt: skip
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _EACH = 2
-"""Wrong forms of each field; all of them of a ticket, which travels in JSON."""
+"""Wrong forms that each field has; those of a ticket, which travels in JSON, have all of them."""
 _EVERY = ("Ticket",)
 
 
 def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
-    """The files `json.json` and `streams.json`, out of the files of boundary vectors."""
+    """The files of JSON forms, streams, enums and edges, made from the files of boundary vectors."""
     rows = {}
     for text in codec.values():
         file = json.loads(text)
@@ -148,7 +148,7 @@ def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[A
 
 
 def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
-    """A message that no reader takes, though each of its fields may be."""
+    """A message that no reader accepts, although each of its fields is valid."""
     fields = rows["Welcome"]["least"]["fields"] | many_values(facts, beyond=1)[1]
     note = "a frame that its own writer could not read"
     return {
@@ -160,7 +160,7 @@ def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
 def _wrong(
     facts: Facts, field: Case, good: Any, turns: dict[str, cycle[Any]], every: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """Wrong values of a field: name, clause, value, error, where below the field, and what they guard against."""
+    """Wrong values of a field: name, clause, value, error, path below the field, and what they guard against."""
     kind, _, inner = field["type"].partition("<" if "<" in field["type"] else ":")
     kind = "uint" if kind in _BITS else "list" if kind == "array" else kind
     for form, value, clause, note in _WRONG[kind] if every else [next(turns[kind]) for _ in range(_EACH)]:
@@ -267,7 +267,7 @@ def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
 
 
 def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
-    """Every value of every enum, in a frame where an enum stands once: who renumbers one writes other bytes."""
+    """Every value of every enum, in a frame that has the enum once, so that a codec with another number fails."""
     known = {name: enum["values"] for name, enum in facts["enum"].items()}
     known["ErrorCode"] = {name: error["code"] for name, error in facts["error"].items()}
     for enum, values in known.items():
@@ -295,7 +295,7 @@ def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
 
 
 def _places(facts: Facts, enum: str, name: str, fields: Any) -> Iterator[tuple[Any, str, int]]:
-    """Where fields of an enum, of which no rule speaks, stand in a JSON form: the object, the key, the field's id."""
+    """Where a JSON form has fields of an enum that no rule restricts: the object, the key, the field's id."""
     for field in (facts["struct"] | facts["message"])[name]["field"]:
         if field["name"] not in fields:
             continue

@@ -1,4 +1,4 @@
-"""Rules that the registry itself must keep."""
+"""Rules that the registry itself must follow."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FACTS = {"id", "name", "type", "unit", "presence", "since", "doc"}
 _MORE = {"min", "max", "length", "secret", "clauses"}
 _CLAUSE = re.compile(r"KVP(-[A-Z0-9]+)+")
 _NEVER = {0x3FFF, 0x4001, 0x7FFF, 0x8000, 0x8001, 0xFFFF}
-"""Field ids that vectors have as unknown ones, beside grease: nobody gets them, or the vectors of a kept version would not hold."""
+"""Field ids that vectors use as unknown ones, besides grease. No field may get them, as vectors of kept versions would become wrong."""
 _NEVER_VALUE, _NEVER_TYPE = 0xF000, 0x0FFF
 """Likewise enum values from here on, and this message type."""
 DIGESTED = {"Content", "Axis"}
-"""Structs of which both sides take a digest, each of its own: nothing in them may be ignored."""
+"""Structs that each side digests by itself, so nothing in them may be ignored."""
 _HEAD = {1: ("session", "u64"), 2: ("request", "u64")}
 
 
@@ -165,7 +165,7 @@ def _bodies(facts: Facts) -> None:
 
 
 def _frozen(facts: Facts) -> None:
-    """What any two versions say to each other: enums that it uses are open, and all later fields may be ignored."""
+    """Check what any two versions say to each other: its enums are open, and all later fields may be ignored."""
     todo, seen = [name for name, m in facts["message"].items() if m["frozen"]], set()
     while todo:
         seen.add(name := todo.pop())
@@ -233,7 +233,7 @@ def _rule(owner: str, body: Facts, r: Facts, facts: Facts) -> None:
 
 
 def _fits(rule: str, args: list[Any], types: list[str | None], facts: Facts) -> bool:
-    """Whether the arguments of a predicate are what it works on."""
+    """Whether a predicate can work on its arguments."""
     first = types[0] if types else None
     if first is None:
         return False

@@ -1,6 +1,6 @@
-"""Locks: what may not change unseen. `clauses.lock`, `registry.lock`, `vectors.lock`, one line a fact.
+"""Locks of what may not change unnoticed: `clauses.lock`, `registry.lock` and `vectors.lock`, with a line for each fact.
 
-A lock names in its first line the changelog line that explains its latest change; `renew` writes both.
+The first line of a lock is the changelog line that explains its latest change; `renew` writes both.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _held(name: str) -> tuple[str, dict[str, str]]:
 
 
 def differences(facts: Facts) -> list[str]:
-    """What differs from the locks, one line each, by name."""
+    """What differs from the locks, by name, with one line for each difference."""
     found = []
     for name, rows in _LOCKS.items():
         reason, held = _held(name)
@@ -125,7 +125,7 @@ def _unique(name: str, rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, s
 
 
 def renew(facts: Facts, why: str) -> list[str]:
-    """Write the reason into the changelog and the locks anew; the differences that this settled."""
+    """Write the reason to the changelog, and renew the locks; returns the differences that this settled."""
     why = " ".join(why.split())
     if not why:
         raise RegistryError("a change of what is locked needs a reason")

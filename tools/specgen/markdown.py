@@ -1,4 +1,4 @@
-"""Tables in the prose that follow from the registry: marked blocks inside pages whose sentences are written by hand."""
+"""Tables of the prose that follow from the registry: marked blocks in pages whose sentences are written by hand."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def errors(facts: Facts) -> str:
 
 
 def limits(facts: Facts, scope: str = "body") -> str:
-    """What every reader takes."""
+    """The limits of a scope; by default those of every reader."""
     out = ["| limit | value | unit | |", "|---|---|---|---|"]
     rows = ((n, r) for n, r in facts["limit"].items() if r["scope"] == scope)
     out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in rows]
@@ -120,7 +120,7 @@ def net_limits(facts: Facts) -> str:
 
 
 def plan_limits(facts: Facts) -> str:
-    """What a Description, a plan and a Transfer may come to."""
+    """Limits of Descriptions, plans and Transfers."""
     return limits(facts, "plan")
 
 
@@ -166,7 +166,7 @@ def fact_names(facts: Facts) -> str:
 
 
 def parts(facts: Facts) -> str:
-    """Names of parts, and what others call them."""
+    """Names of parts, and their aliases."""
     out = ["| part | a lane | a row | | aliases |", "|---|---|---|---|---|"]
     for name, row in facts["part"].items():
         doc = row["doc"] + (f" A share of `{row['of']}`." if "of" in row else "")

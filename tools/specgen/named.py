@@ -1,7 +1,7 @@
-"""Which tests, vectors and cases name each clause; a clause that none names needs an exemption with a reason.
+"""Which tests, vectors and cases name each clause; a clause that none of them names needs an exemption with a reason.
 
 A clause is named by its id in the source of a test under tests/ or conformance/, or in a vector. tests/gpu does not count, since it
-does not run everywhere; a clause that it alone holds is exempt, and the exemption names the test.
+does not run everywhere; a clause that only it holds is exempt, and the exemption names the test.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ REASONS = {
 }
 _ID = re.compile(r"\bKVP(?:-[A-Z0-9]+)+\b")
 _OF_GENERATOR = "tests/wire/test_make.py"
-"""Its ids are examples, some of them wrong on purpose."""
+"""The ids in this file are examples, some of them wrong on purpose."""
 
 
 def named() -> dict[str, set[str]]:
-    """Clause id to the files that name it, of tests, of the conformance suite and of vectors."""
+    """By clause id: the tests, files of the conformance suite, and vectors that name it."""
     found: dict[str, set[str]] = defaultdict(set)
     paths = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("conformance/**/*.py"), *SPEC.glob("vectors/**/*.json")]
     for path in paths:
@@ -41,7 +41,7 @@ def named() -> dict[str, set[str]]:
 
 
 def exemptions(facts: Facts) -> dict[str, dict[str, str]]:
-    """Clause id to reason, note and what shows it; raises RegistryError for one that is not as it should be."""
+    """By clause id: the reason, note and what shows it of each exemption; raises RegistryError for an invalid one."""
     rows: dict[str, dict[str, str]] = tomllib.loads(EXEMPTIONS.read_text())
     known = clauses(facts)
     for id_, row in rows.items():
@@ -64,7 +64,7 @@ def exemptions(facts: Facts) -> dict[str, dict[str, str]]:
 
 
 def unnamed(facts: Facts) -> list[str]:
-    """What is wrong, a line each: clauses that nothing names, names of clauses that are gone, needless exemptions."""
+    """What is wrong, one line each: clauses that nothing names, names of clauses that are gone, needless exemptions."""
     known, seen, exempt = clauses(facts), named(), exemptions(facts)
     lines = [
         f"{c.page}: {c.id} is named by no test, vector or case" for c in known.values() if c.id not in seen | exempt

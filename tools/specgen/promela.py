@@ -13,7 +13,7 @@ def rows(facts: Facts) -> list[tuple[str, str, str, str, tuple[str, ...]]]:
 
 
 def moves_model(facts: Facts) -> str:
-    """spec/v1/lifecycle/moves.pml: one inline a machine and message, which moves a state or breaks LEGAL."""
+    """spec/v1/lifecycle/moves.pml: an inline for each machine and message, which moves a state or breaks LEGAL."""
     states = [f"{name}_{s['name']}" for name, machine in facts["machine"].items() for s in machine["state"]]
     messages = list(dict.fromkeys(message for _, _, message, _, _ in rows(facts)))
     out = [f"/* The table of states as the models walk it. {HEAD} */", ""]

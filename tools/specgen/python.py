@@ -45,7 +45,7 @@ def enums_module(facts: Facts) -> str:
     for name, error in facts["error"].items():
         out += [f"    {name} = 0x{error['code']:04X}", f'    """{error["doc"]}"""']
     out += [
-        "", "", "def word(enum: type[IntEnum], value: int) -> str:", '    """The name of a value, for people; an unknown one of an open enum has its number."""',
+        "", "", "def word(enum: type[IntEnum], value: int) -> str:", '    """The name of a value, for texts; the number of one that is not known."""',
         "    known = enum._value2member_map_.get(value)", '    return str(int(value)) if known is None else known.name', "",
     ]  # fmt: skip
     for table, key in (("CLASS", "class"), ("RECOVERY", "recovery"), ("DOC", "doc")):
@@ -99,11 +99,14 @@ def parts_module(facts: Facts) -> str:
         "ALIASES = {",
     ]
     out += [f"    {json.dumps(alias)}: {json.dumps(name)}," for name, row in parts.items() for alias in row["aliases"]]
-    out += ["}", '"""What others call a part, to its name."""', "", "SHARE_OF = {"]
+    out += ["}", '"""Registered names by alias."""', "", "SHARE_OF = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
-    out += ["}", '"""Shares of a part that have names of their own, to that part."""', "", "SCALES = {"]
+    out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
-    return "\n".join([*out, "}", '"""Parts that are scales, to the part that means nothing without them."""']) + "\n"
+    return (
+        "\n".join([*out, "}", '"""The part that means nothing without its scales, by the name of the scales."""'])
+        + "\n"
+    )
 
 
 def tables_module(facts: Facts) -> str:
@@ -161,9 +164,9 @@ def tables_module(facts: Facts) -> str:
 _LIMITS = {
     "session": "Times and numbers that a session keeps; an engine may set others before it opens a Source or Sink.\n\n",
     "net": "Times and numbers of connections. ",
-    "plan": "What plans and Transfers may come to. ",
+    "plan": "Limits of Descriptions, plans and Transfers. ",
 }
-"""Scope to what its module holds."""
+"""What the module of each scope holds."""
 
 
 def limits_module(facts: Facts, scope: str) -> str:
@@ -191,7 +194,7 @@ def metrics_module(facts: Facts) -> str:
         doc = row["doc"] if row["unit"] == "none" else f"{row['doc']} [{row['unit']}]"
         labels = "".join(f"{json.dumps(label)}, " for label in row["labels"]).rstrip()
         out.append(f"    {json.dumps(name)}: ({json.dumps(row['type'])}, ({labels}), {json.dumps(doc)}),")
-    out += ["}", '"""Name to type, labels beside those of every metric, and what it says."""', ""]
+    out += ["}", '"""By name: the type, the labels in addition to those of every metric, and the meaning."""', ""]
     out += [f"BUCKETS = ({json.dumps(facts['metric_buckets']['second'])[1:-1]})"]
     return "\n".join([*out, '"""Upper ends of the buckets of histograms, in seconds."""']) + "\n"
 

@@ -29,7 +29,7 @@ _FILES = (
 
 
 def load() -> Facts:
-    """The registry, one table a kind; the enum Feature comes from the features."""
+    """The registry, one table for each kind; the enum Feature is made from the features."""
     facts: Facts = {}
     for name in _FILES:
         facts |= tomllib.loads((REGISTRY / f"{name}.toml").read_text())

@@ -1,6 +1,6 @@
 """Which cases of the conformance suite show each MUST of the pages that vectors can show; the others need a reason.
 
-A clause that names an error is shown by a case that is refused, beside one of the same message, struct or suite that is accepted; any other
+A clause that names an error is shown by a case that is refused if another of the same message, struct or suite is accepted; any other clause
 by a case that is accepted. Clauses of sessions are shown by scenarios of live engines, and are not counted here.
 """
 
@@ -26,13 +26,13 @@ REASONS = {
 _BY_WRITING = (
     "KVP-FRAME-W-MAGIC", "KVP-FRAME-W-MAJOR", "KVP-FRAME-W-ZERO", "KVP-BODY-W-SIGN", "KVP-BODY-W-ABSENT", "KVP-BODY-W-RANGE",
 )  # fmt: skip
-"""Clauses of a writer that hold wherever its bytes are exactly those of the vector."""
+"""Clauses of a writer that hold whenever its bytes are exactly those of the vector."""
 _BY_READING = ("KVP-JSON-W-KEYS", "KVP-JSON-W-INT", "KVP-JSON-W-BYTES", "KVP-JSON-W-ENUM", "KVP-BODY-IGNORE-LOST")
-"""Clauses of the JSON form that hold wherever the fields are exactly those of the vector."""
+"""Clauses of the JSON form that hold whenever the fields are exactly those of the vector."""
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Clause to how many cases accept and refuse by it."""
+    """By clause: how many of its cases are accepted, and how many are refused."""
     cases = load()
     accepting = {(case.suite, case.about) for case in cases if not _refuses(case)}
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -48,7 +48,7 @@ def counts() -> dict[str, tuple[int, int]]:
 
 
 def _refuses(case: Case) -> bool:
-    """Whether something is refused in it: the question, a frame of a stream, or Data."""
+    """Whether something in a case is refused: the question, a frame of a stream, or Data."""
     return any(
         "error" in ask.expected
         or "refused" in ask.expected
@@ -58,7 +58,7 @@ def _refuses(case: Case) -> bool:
 
 
 def unshown(facts: Facts) -> list[str]:
-    """What is wrong, a line each: clauses that no case shows, and exceptions that are none."""
+    """What is wrong, one line each: clauses that no case shows, and exceptions that are not needed or not valid."""
     shown, lines = counts(), []
     excepted = tomllib.loads(EXCEPTIONS.read_text())
     known = clauses(facts)

@@ -1,6 +1,6 @@
-"""Straight-line code for the common case: one function a message or struct, each way, without loops over fields.
+"""Straight-line code for the common case: a function for each message or struct and direction, without loops over fields.
 
-The code reads the canonical form as it must come, field by field, and raises Doubt at the first byte that is otherwise.
+The code reads the canonical form as it must be, field by field, and raises Doubt at the first byte that differs.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def _limits(f: Facts, facts: Facts, kind: str, floor: int = 0) -> tuple[int, int
 
 
 _SHORT = 15
-"""Entries of a map whose header is one byte; longer ones go through the strict tables."""
+"""The most entries of a map whose header is one byte; larger ones go through the strict tables."""
 _NESTED = 8
-"""Elements of a list inside of a list of a message; for more the strict tables count."""
+"""The most elements of a list inside a list of a message; longer ones go through the strict tables, which count."""
 
 
 def _weight(type_: str, facts: Facts) -> int:
-    """Entries and elements of a value of a message, at most, but for those of lists outside of lists."""
+    """The most entries and elements of a value of a message, without those of lists that are not in lists."""
     if type_.startswith("struct:"):
         fields = facts["struct"][type_[7:]]["field"]
         return len(fields) + sum(_weight(f["type"], facts) for f in fields)
@@ -75,14 +75,14 @@ def _listed(facts: Facts) -> set[str]:
 
 
 def _counts(name: str, body: Facts, facts: Facts) -> Iterator[str]:
-    """What a message may have in all, where it has lists (KVP-BODY-VALUES)."""
+    """A line that sets how many values a message with lists may have (KVP-BODY-VALUES)."""
     if name in facts["message"] and any(f["type"].startswith("list<") for f in body["field"]):
         fixed = sum(_weight(f["type"], facts) for f in body["field"] if not f["type"].startswith("list<"))
         yield f"    room = {facts['limit']['max_values']['value'] - len(body['field']) - fixed}"
 
 
 def _counted(name: str, f: Facts, facts: Facts, count: str) -> Iterator[str]:
-    """A Doubt where a list may have more than is left, or is in a list and not short."""
+    """Lines that doubt a list that may have more values than are left, or that is in a list and not short."""
     if not f["type"].startswith("list<"):
         return
     if name in facts["message"]:
@@ -132,7 +132,7 @@ def _decoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
 
 
 def _read(f: Facts, facts: Facts, var: str, at: str, name: str = "") -> Iterator[str]:
-    """Lines that read the value at `at` into `var` and set p behind it."""
+    """Lines that read the value at `at` into `var` and move p past it."""
     type_ = f["type"]
     if type_ in _BITS:
         low, high = f.get("min", 0), f.get("max", (1 << _BITS[type_]) - 1)
@@ -192,13 +192,13 @@ def _read(f: Facts, facts: Facts, var: str, at: str, name: str = "") -> Iterator
 
 
 def _id(number: int) -> bytes:
-    """A field id as it is written."""
+    """The bytes of a field id."""
     size = next(n for n in (0, 1, 2) if number < (0x80, 1 << 8, 1 << 16)[n])
     return (b"", b"\xcc", b"\xcd")[size] + number.to_bytes(max(1, size), "big")
 
 
 def _key(number: int) -> tuple[str, int]:
-    """A test whether a field id stands at p, and its bytes."""
+    """An expression that says whether a field id is at p, and the number of its bytes."""
     tests = [f"b[p{f' + {i}' if i else ''}] == {byte}" for i, byte in enumerate(_id(number))]
     return " and ".join(tests), len(tests)
 
@@ -220,7 +220,7 @@ def _read_head(var: str, at: str, long: bool = False) -> Iterator[str]:
 
 
 def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
-    """Constant bytes are gathered; what is variable goes between them."""
+    """The function that encodes; constant bytes are gathered, with variable ones between them."""
     fields = body["field"]
     optional = [f for f in fields if f["presence"] == "optional"]
     yield f"def _e_{name}(o: Any, out: list[Any]) -> None:"
@@ -280,7 +280,7 @@ def _encoder(name: str, body: Facts, facts: Facts) -> Iterator[str]:
 
 
 def _write(f: Facts, facts: Facts, var: str, name: str = "") -> tuple[list[str], str | None]:
-    """Lines that check `var`, and an expression of its bytes; None where the lines put them out themselves."""
+    """Lines that check `var`, and an expression for its bytes; None if the lines write them themselves."""
     type_ = f["type"]
     if type_ in _BITS:
         low, high = f.get("min", 0), f.get("max", (1 << _BITS[type_]) - 1)
@@ -329,7 +329,7 @@ def _write(f: Facts, facts: Facts, var: str, name: str = "") -> tuple[list[str],
 
 
 def _rules(name: str, body: Facts, facts: Facts, values: dict[str, str], writing: bool = False) -> Iterator[str]:
-    """A Doubt where a rule may be broken. A writer's values may be of any type: then the comparison raises."""
+    """Lines that doubt values that may break a rule. A writer's values may have any type; then the comparison raises."""
     types = {f["name"]: f["type"] for f in body["field"]}
     optional = {f["name"] for f in body["field"] if f["presence"] == "optional"}
     for rule in body.get("rule", ()):

@@ -1,4 +1,4 @@
-"""The facts that the testees in other languages have in them: a block of each file, made from the registry."""
+"""The facts that testees in other languages contain: a block of each file, made from the registry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def testees(facts: Facts) -> dict[Path, str]:
 
 
 def _renewed(text: str, facts: str) -> str:
-    """The text with other lines between the line that begins the block and the one that ends it."""
+    """The text with the lines between those that begin and end the block replaced."""
     lines = text.splitlines(keepends=True)
     begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in (_BEGIN, _END))
     return "".join([*lines[: begin + 1], facts, *lines[end:]])
@@ -224,7 +224,6 @@ _MADE = {
     TESTEES / "node/codec.mjs": _node,
     TESTEES / "rust/codec.rs": _rust,
     TESTEES / "rust/description.rs": _rust_parts,
-    TESTEES / "node/codec.mjs": _node,
     TESTEES / "c/codec.c": _c,
     TESTEES / "c/description.c": _c_parts,
 }

@@ -1,7 +1,7 @@
 """Boundary vectors: for every field and rule of the registry, frames just inside and just outside of it.
 
-Frames are put together here from the registry and the prose, without the codec, as trees of raw msgpack; what a reader
-must say of each follows from how it was made, not from running one. Every negative case breaks exactly one rule.
+Frames are put together from the registry and the prose, without the codec, as trees of raw msgpack; what a reader must
+say about each follows from how it was made, not from running one. Every negative case breaks exactly one rule.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Case = dict[str, Any]
 
 _PRESENCE = ("present_iff", "only_if")
 _BARE = ("Geometry", "Ticket", "Content", "Manifest")
-"""Structs that stand alone: in a byte string, beside a prompt, under a digest."""
+"""Structs that also occur outside messages: in a byte string, with a prompt, under a digest."""
 
 
 def vectors(facts: Facts) -> dict[Path, str]:
-    """One file a message, and one a struct that stands alone. Each kind of struct is judged once, where it comes first."""
+    """A file for each message and each bare struct. The fields of a kind of struct are tested once, where it occurs first."""
     found = {}
     judged: set[str] = set()
     for name in (*facts["message"], *_BARE):
@@ -108,14 +108,14 @@ def raw(node: Node) -> bytes:
 
 @attrs.frozen
 class _Value:
-    """A value both ways."""
+    """A value as msgpack and as JSON."""
 
     node: Node
     json: Any
 
 
 def _replaced(node: Node, path: tuple[int, ...], new: Node | None) -> Node:
-    """The tree with another node at a path of field ids and indices; None takes it away."""
+    """The tree with another node at a path of field ids and indices; None removes it."""
     if not path:
         return new
     step, rest = path[0], path[1:]
@@ -165,14 +165,14 @@ class Body:
         homes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._find(self.name, (), "", homes)
         for owner, (at, path) in homes.items():
-            # a struct is judged once in each file of a message: where it comes first
+            # a kind of struct is tested once in a message's file, where it occurs first
             for field in self._fields(owner):
                 yield from self._field(owner, field, (*at, field["id"]), f"{path}{field['name']}")
             for i, rule in enumerate(self._body(owner).get("rule", ())):
                 yield from self._rule(owner, i, rule, at, path)
 
     def _find(self, owner: str, at: tuple[int, ...], path: str, homes: dict[str, tuple[tuple[int, ...], str]]) -> None:
-        """Where in the full message the first of each kind of struct is."""
+        """Find where in the full message the first struct of each kind is."""
         if owner in homes or owner in self.judged:
             return
         self.judged.add(owner)
@@ -206,7 +206,7 @@ class Body:
         return _Value(node, shown)
 
     def _absent(self, name: str, full: bool) -> set[str]:
-        """Optional fields that the rules on presence exclude for the enum value that the sample takes."""
+        """Optional fields that the rules on presence exclude for the enum value of the sample."""
         found = set()
         fields = {f["name"]: f for f in self._fields(name)}
         for rule in self._body(name).get("rule", ()):
@@ -217,7 +217,7 @@ class Body:
         return found
 
     def _must(self, name: str, full: bool) -> set[str]:
-        """Optional fields that the rules on presence ask for."""
+        """Optional fields that the rules on presence require."""
         rules = [r["args"][0] for r in self._body(name).get("rule", ()) if r["rule"] == "present_iff"]
         return set(rules) - self._absent(name, full)
 
@@ -232,7 +232,7 @@ class Body:
         return found
 
     def _value(self, f: Facts, full: bool, index: int, owner: str) -> _Value:
-        """A sample: the least, or a large one; element `index` of a list rises, so that ordered lists are."""
+        """A sample value, the least or a large one; it rises with the `index` in a list, so that lists ascend."""
         type_ = f["type"]
         if type_ in _BITS:
             low, high = f.get("min", 0), f.get("max", (1 << _BITS[type_]) - 1)
@@ -279,7 +279,7 @@ class Body:
 
     @staticmethod
     def _large(owner: str, f: Facts, high: int, index: int) -> int:
-        """Large values that keep the rules of their map."""
+        """A large value that keeps the rules of its map."""
         special = {
             ("VersionRange", "major"): 1 + index, ("VersionRange", "min_minor"): 1, ("VersionRange", "max_minor"): 200,
             ("Region", "base"): 1 << 62, ("Region", "length"): 1 << 40, ("Grants", "first"): 1 << 33, ("Grants", "count"): 1 << 20,
@@ -321,7 +321,7 @@ class Body:
         }
 
     def _enveloped(self) -> Iterator[Case]:
-        """Of the envelope."""
+        """Cases of the envelope."""
         body = raw(self.least.node)
         frame = bytes.fromhex(self._frame(body))
         for what, bytes_, error, clause in (
@@ -337,7 +337,7 @@ class Body:
         }  # fmt: skip
 
     def _whole(self) -> Iterator[Case]:
-        """Of the body as a whole."""
+        """Cases of the body as a whole."""
         node, last = self.least.node, max(self.least.node)
         body = raw(node)
         yield self.bad(
@@ -383,7 +383,7 @@ class Body:
         yield from self._stated(owner, f, at, path)
 
     def _with(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> _Value:
-        """The full value, but for another value of the enum that a field needs, and with the field."""
+        """The full value with a field, and with the value of the enum that the field needs."""
         above, above_path = at[:-1], path.removesuffix(f["name"])
         rule = next(r for r in self._body(owner)["rule"] if r["rule"] in _PRESENCE and r["args"][0] == f["name"])
         _, enum_field, member = rule["args"]
@@ -509,7 +509,7 @@ class Body:
     def _each_value(
         self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str, enum: Facts
     ) -> Iterator[Case]:
-        """Every value of an enum, where no rule asks for other fields with it; codes of errors in Error alone."""
+        """Every value of an enum, if no rule requires other fields with it; error codes only in Error."""
         if any(f["name"] in r["args"] for r in self._body(owner).get("rule", ())):
             return
         if f["type"] == "enum:ErrorCode" and owner != "Error":
@@ -520,7 +520,7 @@ class Body:
             yield self.good(f"{id_}-is-{name}", "KVP-BODY-ENUM", value, "every value has its number")
 
     def _ruled(self, owner: str, name: str) -> bool:
-        """Whether some rule, in this map or around it, binds the field; then its ends are cases of that rule."""
+        """Whether a rule of this map or of one around it restricts the field; its ends are then cases of that rule."""
         own = any(name in r["args"] for r in self._body(owner).get("rule", ()))
         bodies = self.facts["struct"] | self.facts["message"]
         return own or any(
@@ -909,7 +909,7 @@ class Body:
                 yield self.good(f"{id_}-{what}-{label}", "KVP-BODY-OPEN", one, note)
 
     def _others(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
-        """Mend the other rules on presence of the same enum field."""
+        """Changes that satisfy the other rules on presence by the same enum field."""
         body = self._body(owner)
         found = []
         for other in body.get("rule", ()):
@@ -946,7 +946,7 @@ def _json_at(shown: Any, path: str) -> Any:
 
 
 def _json_replaced(shown: Any, path: str, new: Any) -> Any:
-    """JSON fields with another value at a path; None takes it away."""
+    """JSON fields with another value at a path; None removes it."""
     first, *rest = _steps(path)
 
     def walk(value: Any, step: str | int, more: list[str | int]) -> Any:

@@ -1,4 +1,4 @@
-"""The seams of attention: what a kernel does, and what an exchange does for a DCP group."""
+"""The interfaces of attention: what a kernel does, and what an exchange does for a DCP group."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Kernel(Protocol):
     """A back end: attention over the pages of one pool, and over rows in hand."""
 
     def plan(self, batch: Batch) -> None:
-        """Take over the arrays of the next step; nothing of a step before is needed any more."""
+        """Prepare for the arrays of the next step; those of earlier steps are no longer needed."""
 
     def pool(self, layer: int, q: Tensor) -> Found:
-        """Over the first `batch.bounds` rows of each span in this rank's pages, not causal.
+        """Attention over the first `batch.bounds` rows of each span in this rank's pages, not causal.
 
-        q [tokens, heads, row_dim], of all heads of the DCP group. Spans without such rows get the neutral element.
+        q [tokens, heads, row_dim] has all heads of the DCP group. Spans without such rows get the neutral element.
         """
         ...
 
     def pool_by_token(self, layer: int, q: Tensor) -> Found:
-        """Over the first `batch.token_bounds` rows for each token by itself: new rows are stored, and read as the rest.
+        """Attention of each token over its first `batch.token_bounds` rows, among which new rows are stored already.
 
-        Reads the pages once a token; it is what passes over several tokens are checked against.
+        It reads the pages once for each token; passes over several tokens are checked against it.
         """
         ...
 
     def new(self, q: Tensor, rows: Rows) -> Found:
-        """Over the new tokens of the same span, causal; q [tokens, heads, row_dim] of this rank's own heads."""
+        """Causal attention over the new tokens of the same span; q [tokens, heads, row_dim] has this rank's heads."""
         ...
 
     def merge(self, parts: Sequence[Found]) -> Partial:
@@ -59,5 +59,5 @@ class Exchange(Protocol):
         ...
 
     def check(self) -> None:
-        """Once a step is over: raise EngineError where the exchange failed on any rank."""
+        """Raise EngineError, once a step is over, if the exchange failed on any rank."""
         return

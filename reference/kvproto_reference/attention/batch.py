@@ -1,7 +1,7 @@
 """One step over several sequences: which tokens are computed, where their rows go, and what they attend to.
 
-Everything here is numpy on the host, and the same on all ranks but for slots, bounds and pages, which are the rank's
-own. Decisions that lead to a collective are taken from what is the same on all ranks (`Batch.prefix`, `Batch.whole`).
+Everything here is numpy on the host, and the same on all ranks except slots, bounds and pages, which are the rank's.
+Decisions that lead to a collective depend only on what is the same on all ranks (`Batch.prefix`, `Batch.whole`).
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Batch:
 
     spans: tuple[Span, ...]
     positions: Ints
-    """[tokens]"""
+    """Position of each token [tokens]."""
     slots: Ints
-    """[tokens] slot of each new row in this rank's pool, -1 where another rank stores it."""
+    """Slot of each new row in this rank's pool [tokens]; -1 if another rank stores it."""
     starts: npt.NDArray[np.int32]
-    """[spans + 1] first token of each span."""
+    """First token of each span, and the end [spans + 1]."""
     bounds: npt.NDArray[np.int32]
-    """[spans] rows of this rank's pool that every token of a span attends to."""
+    """Rows of this rank's pool that every token of a span attends to [spans]."""
     token_bounds: npt.NDArray[np.int32]
-    """[tokens] rows of this rank's pool up to each token itself, once the new rows are stored."""
+    """Rows of this rank's pool up to each token itself, once the new rows are stored [tokens]."""
     page_starts: npt.NDArray[np.int32]
-    """[spans + 1] first entry of each span in `pages`."""
+    """First entry of each span in `pages`, and the end [spans + 1]."""
     pages: npt.NDArray[np.int32]
-    """Pages that hold the bounds' rows, span after span."""
+    """Pages that hold the rows within the bounds, span by span [entries]."""
     prefix: bool
     """Whether any rank attends to its pool at all."""
     whole: bool
-    """Whether the pool's rows include the new ones: every span is one token. Else the new tokens are a pass of their
-    own, causal and not sharded, and the pool's pass is over what was committed before, for all tokens alike."""
+    """Whether the pool's rows include the new ones, because every span is one token. Otherwise the new tokens are a
+    separate pass, causal and not sharded, and the pool's pass is over what was committed before, for all tokens."""
 
     @property
     def tokens(self) -> int:
@@ -61,10 +61,10 @@ class Batch:
 def batch_of(spans: Sequence[Span], shard: Shard, whole: bool = True) -> Batch:
     """The arrays of a step; raises EngineError for a span without tokens, or beyond its page table.
 
-    Without `whole` the new tokens are a pass of their own, even where each span is one.
+    Without `whole` the new tokens are a separate pass even if each span is one token.
     """
     if not spans:
-        raise EngineError("a step needs one span at least")
+        raise EngineError("a step needs at least one span")
     for span in spans:
         if span.start < 0 or span.count < 1:
             raise EngineError(f"positions [{span.start}, {span.start + span.count}) are no chunk")

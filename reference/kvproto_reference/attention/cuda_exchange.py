@@ -1,8 +1,8 @@
-"""How the ranks of a DCP group exchange queries and merge attention on GPUs, with kernels of their own.
+"""How the ranks of a DCP group exchange queries and merge attention on GPUs, with the kernels of merge.cu.
 
-`PackedAllToAll` goes through NCCL, between a kernel that packs and one that merges. `PeerMapped` is one kernel for
-packing, scattering to the peers' mapped memory and merging, and one that gathers queries, for ranks of one host with a
-GPU each. Ranks choose together: what one of them cannot do, all refuse.
+`PackedAllToAll` goes through NCCL, between a kernel that packs and one that merges. `PeerMapped` is one kernel that
+packs, scatters to the peers' mapped memory and merges, and one that gathers queries, for ranks of one host with a GPU
+each. Ranks choose together: what one of them cannot do, all refuse.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["PackedAllToAll", "PeerMapped"]
 STRIDE, PAIR_STRIDE = 16 << 20, 1 << 20
 """Bytes that a rank may send another at once, and in pairs; larger steps go through NCCL."""
 PATIENCE = 10.0
-"""Seconds that a rank waits for the others in a step, and then fails on all."""
+"""Seconds that a rank waits for the others in a step, before the step fails on all of them."""
 
 
 @attrs.frozen
 class PackedAllToAll(_Group):
-    """One all-to-all of outputs and log-sum-exps, packed; base change and neutral elements are the kernels'."""
+    """One all-to-all of packed outputs and log-sum-exps; the kernels change the base and select neutral elements."""
 
     _kernels: dict[Any, MergeKernels] = attrs.field(init=False, factory=dict)
 
@@ -55,7 +55,7 @@ class PackedAllToAll(_Group):
 
 @attrs.frozen
 class PeerMapped(PackedAllToAll):
-    """Kernels that write into the memory of the other ranks, and wait for what these write."""
+    """Kernels that write to the memory of the other ranks, and wait for what these write."""
 
     _peers: Peers = attrs.field(init=False, default=attrs.Factory(lambda self: Peers(self.group), takes_self=True))
 
@@ -88,15 +88,15 @@ class PeerMapped(PackedAllToAll):
         self._peers.close()
 
     def _any(self, q: Tensor) -> MergeKernels:
-        """Kernels that move bytes: those of any width do."""
+        """Kernels for moving bytes, which may be those of any width."""
         return next(iter(self._kernels.values()), None) or self._of(Base2(q, q, q))
 
 
 class Peers:
-    """Memory of all ranks of a group, mapped into this one; made by all of them together."""
+    """Memory of all ranks of a group, mapped into this one; a collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Raises EngineError, on all ranks alike, where they are not on one host with a GPU each."""
+        """Raises EngineError, on all ranks, unless they are on one host with a GPU each."""
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         pairs = 2 * self._ranks * STRIDE
         flags = pairs + 2 * self._ranks * PAIR_STRIDE
@@ -146,7 +146,7 @@ class Peers:
             raise EngineError(f"exchange over mapped memory: {refused}")
 
     def check(self) -> None:
-        """Raise EngineError where a rank waited in vain; nothing of the step may be used, nor the group any more."""
+        """Raise EngineError if a rank waited in vain; neither the step's results nor the group may be used then."""
         if epoch := ctypes.c_uint32.from_address(self._told).value:
             raise EngineError(f"a rank of the DCP group did not come to exchange {epoch} within {PATIENCE:g} s")
 

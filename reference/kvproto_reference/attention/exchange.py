@@ -1,8 +1,8 @@
 """How the ranks of a DCP group exchange queries and merge attention: over torch.distributed.
 
-Each rank attends over its own tokens with the query heads of all; then each gets its own heads over all tokens.
-A layer takes an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
-one all-to-all of both packed. With q projected on every rank (`replicated`), nothing is gathered.
+Each rank attends over its own tokens with the query heads of all ranks; then each gets its own heads over all tokens.
+A layer needs an all-gather of q, then either an all-gather of the log-sum-exps and a reduce-scatter of the outputs, or
+one all-to-all of both packed. If every rank projects q for all (`replicated`), nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .lse import Found, Partial, merge
 
 __all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
-# By the name that torch 2.13 gives it, which before it was another.
+# torch 2.13 renamed it
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -93,13 +93,13 @@ class AllToAll(_Group):
 
 _ON_CUDA = {"a2a_packed": "PackedAllToAll", "peer": "PeerMapped"}
 OVER_ANY = ("ag_rs", "a2a")
-"""Exchanges over any process group, as that of gloo which `engine.launch` makes."""
+"""Exchanges over any process group, such as that of gloo which `engine.launch` makes."""
 EXCHANGES = (*OVER_ANY, *_ON_CUDA)
-"""By the names that engines give them; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
+"""All exchanges by name; the last two are those of `cuda_exchange`, by NCCL and by mapped memory."""
 
 
 def exchange_of(name: str, size: int, group: dist.ProcessGroup, replicated: bool = False) -> Exchange:
-    """An exchange by name, made by all ranks of the group together; raises EngineError where they cannot have it."""
+    """An exchange by name, made by all ranks of the group together; raises EngineError if they cannot have it."""
     if name in _ON_CUDA:
         if not torch.cuda.is_available() or dist.get_backend(group) != "nccl":
             raise EngineError(f"exchange {name} needs a process group of NCCL, with a GPU for each rank")

@@ -1,8 +1,8 @@
 """Back end `flashinfer`: paged attention by FlashInfer's kernels, for bfloat16 and float16 on CUDA.
 
-GQA decodes on the tensor-core path, as the other takes few group sizes; MLA reads latents where they are, as strided
-views of the pool's rows. Outputs come as the kernels give them, with log-sum-exps in base 2 (`Base2`): base change and
-neutral elements are the merge's, and cost no pass here.
+GQA decodes on the tensor-core path, as the other one supports few group sizes; MLA reads latents in place, as strided
+views of the pool's rows. Outputs are as the kernels return them, with log-sum-exps in base 2 (`Base2`): the merge
+changes the base and selects neutral elements, which saves passes here.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = ["KERNELS", "FlashInferKernel", "kernel_of"]
 
 Int32s = npt.NDArray[np.int32]
 WORKSPACE = 512 << 20
-"""Bytes that FlashInfer keeps partial sums in: 64-row tiles of two blocks a multiprocessor, 16 heads of 128."""
+"""Bytes for FlashInfer's partial sums: 64-row tiles of two blocks per multiprocessor, 16 heads of 128."""
 GQA_DIMS, MLA_DIMS = (64, 128, 256), (512, 64)
 
 
 class FlashInferKernel(Kernel):
     """Attention by page table over one rank's pool.
 
-    With `fixed`, the arrays of a step in which every span is one token lie where those of the step before with as many
-    spans lay, so that a captured step runs again after `plan`. The step before must be over by then.
+    With `fixed`, the arrays of a step in which every span is one token are where those of the last such step with as
+    many spans were, so that a captured step can be replayed after `plan`. The last step must be over by then.
     """
 
     def __init__(
         self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], fixed: bool = False
     ) -> None:  # fmt: skip
-        """The KV head, of the pool's, that each query head reads: of the DCP group's heads, and of this rank's own.
+        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank.
 
-        Raises EngineError where heads do not map evenly, or FlashInfer cannot run: see `lacks`.
+        Raises EngineError if heads do not map evenly, or FlashInfer cannot run (see `lacks`).
         """
         if missing := lacks(pool):
             raise EngineError(missing)
@@ -66,7 +66,7 @@ class FlashInferKernel(Kernel):
             self._merging = MergeKernels(pool.device, self._dtype, config.value_dim, 2)
         self._made: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         self._most = 4 * pool.pages
-        """Entries of the page tables of a fixed step: pages may be in several sequences."""
+        """Entries of the page tables of a fixed step, as pages may be in several sequences."""
         self._prefix: tuple[Any, Tensor] | None = None
         self._new: tuple[Any, Tensor] | None = None
 
@@ -111,7 +111,7 @@ class FlashInferKernel(Kernel):
         return Base2(out, log2, read)
 
     def _latent(self, wrapper: Any, q: Tensor, rows: Tensor, read: Tensor) -> Base2:
-        """rows [pages, rows of a page, row_dim]; new rows are pages of one."""
+        """rows [pages, rows of a page, row_dim]; new rows are pages of one row."""
         width = self._pool.config.latent
         out = torch.empty((*q.shape[:2], width), dtype=q.dtype, device=q.device)
         parts = q[..., :width], q[..., width:], rows[..., :width], rows[..., width:]
@@ -119,7 +119,7 @@ class FlashInferKernel(Kernel):
         return Base2(out, log2, read)
 
     def _decode(self, bounds: Int32s, starts: Int32s, pages: Int32s, fixed: bool) -> tuple[Any, Tensor]:
-        """One token a span."""
+        """A plan for one token in each span."""
         spans = len(bounds)
         if self._mla:
             made = self._made_once("mla", spans if fixed else 0, self._make_mla)
@@ -134,7 +134,7 @@ class FlashInferKernel(Kernel):
         return self._reads(made, bounds)
 
     def _over_pool(self, batch: Batch, counts: npt.NDArray[Any]) -> tuple[Any, Tensor]:
-        """Several tokens a span, all of them over the first `bounds` rows."""
+        """A plan for several tokens in a span, all of them over the first `bounds` rows."""
         read = np.repeat(batch.bounds, counts)
         if self._mla:
             made = self._made_once("mla", 0, self._make_mla)
@@ -150,7 +150,7 @@ class FlashInferKernel(Kernel):
         return self._reads(made, read)
 
     def _over_new(self, batch: Batch) -> tuple[Any, Tensor]:
-        """The new tokens of a span among themselves, causal."""
+        """A plan for causal attention of the new tokens of a span among themselves."""
         read = np.ones(batch.tokens, np.int32)
         if self._mla:
             made = self._made_once("new mla", 0, self._make_mla)
@@ -174,7 +174,7 @@ class FlashInferKernel(Kernel):
         )  # fmt: skip
 
     def _made_once(self, kind: str, spans: int, make: Callable[[int], Any]) -> tuple[Any, Tensor]:
-        """A wrapper, and where it is told how many rows a token reads; one for each number of spans of fixed steps."""
+        """A wrapper, and where the rows that a token reads are stated; one for each number of spans of fixed steps."""
         if (kind, spans) not in self._made:
             read = torch.empty(spans, dtype=torch.int32, device=self._pool.device)
             self._made[kind, spans] = make(spans), read
@@ -189,7 +189,7 @@ class FlashInferKernel(Kernel):
 
     def _indices(self, pages: Int32s) -> Tensor:
         if self._fixed and len(pages) > self._most:
-            raise EngineError(f"page tables of {len(pages)} entries in one step, where {self._most} are kept for")
+            raise EngineError(f"page tables of {len(pages)} entries in one step, where there is room for {self._most}")
         return _host(pages)
 
     def _empty(self, n: int) -> Tensor:
@@ -227,23 +227,23 @@ def _host(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _last(bounds: Int32s, size: int) -> Int32s:
-    """Rows of the last page; 0 where there is none."""
+    """Rows of the last page; 0 if there is none."""
     return np.where(bounds > 0, (bounds - 1) % size + 1, 0).astype(np.int32)
 
 
 def lacks(pool: KVPool) -> str:
-    """Why FlashInfer cannot attend over this pool; empty where it can."""
+    """Why FlashInfer cannot attend over this pool; empty if it can."""
     config = pool.config
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'kvproto[flashinfer]'"
     if pool.device.type != "cuda":
         return f"FlashInfer runs on CUDA, and the pool is on {pool.device}"
     if config.dtype not in ("bfloat16", "float16"):
-        return f"FlashInfer takes bfloat16 and float16, not {config.dtype}"
+        return f"FlashInfer supports bfloat16 and float16, not {config.dtype}"
     if config.kind == "mla" and (config.latent, config.rope_dim) != MLA_DIMS:
         return f"FlashInfer's MLA has rows of {MLA_DIMS}, not {(config.latent, config.rope_dim)}"
     if config.kind == "gqa" and config.head_dim not in GQA_DIMS:
-        return f"FlashInfer takes heads of {GQA_DIMS}, not {config.head_dim}"
+        return f"FlashInfer supports heads of {GQA_DIMS}, not {config.head_dim}"
     return ""
 
 
@@ -254,7 +254,7 @@ KERNELS = ("torch", "flashinfer")
 def kernel_of(
     name: str, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], fixed: bool = False
 ) -> Kernel:
-    """A back end; `torch`, with a warning that says so, where FlashInfer is asked for and cannot run."""
+    """The back end of that name; `torch`, with a warning, if FlashInfer is requested but cannot run."""
     if name == "flashinfer":
         if not (missing := lacks(pool)):
             return FlashInferKernel(pool, group_heads, own_heads, fixed)

@@ -1,8 +1,8 @@
 """Attention over some of the tokens, and how several of these become attention over all of them.
 
-With scores s_j, a set S of tokens gives L = ln sum_S exp(s_j) and o = sum_S exp(s_j - L) v_j. Disjoint sets merge by
-weights exp(L_r - L), L = ln sum_r exp(L_r); no set, or one without tokens, is (o, L) = (0, -inf). The same sum merges
-shards of ranks, and a prefix with new tokens (spec/v1/dcp.md).
+With scores s_j, a set S of tokens gives L = ln sum_S exp(s_j) and o = sum_S exp(s_j - L) v_j. Disjoint sets merge with
+weights exp(L_r - L), L = ln sum_r exp(L_r); a set without tokens is (o, L) = (0, -inf). The same sum merges the shards
+of ranks, and a prefix with new tokens (spec/v1/dcp.md).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Partial:
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, some: Tensor) -> Partial:
-        """What a kernel gave, with the neutral element selected where it had no token: `some` bool [tokens].
+        """What a kernel returned, with the neutral element for tokens that had nothing to read: `some` bool [tokens].
 
-        Kernels leave anything there, NaN and stale memory included, so nothing may be multiplied.
+        Kernels leave anything there, NaN and stale memory included, so it is selected away, never multiplied.
         """
         some = some[..., None]
         return cls(torch.where(some[..., None], out, 0), torch.where(some, lse, -math.inf))
@@ -55,10 +55,10 @@ class Partial:
 
 @attrs.frozen(eq=False)
 class Base2:
-    """What a kernel gave, as it gave it: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
+    """What a kernel returned, unchanged: the log-sum-exp `log2` [tokens, heads] is in base 2, as FlashInfer's are.
 
-    Where `read` [tokens], the rows that a token read, is 0, anything may stand in both. Nothing but a merge that knows
-    this type takes one; `natural` makes it what the others take, in passes of its own.
+    `read` [tokens] is the number of rows that a token read; if it is 0, both of the others may hold anything. Only a
+    merge that knows this type accepts one; `natural` makes what the others accept, in additional passes.
     """
 
     out: Tensor
@@ -71,7 +71,7 @@ class Base2:
 
 
 Found = Partial | Base2
-"""What a kernel finds."""
+"""What a kernel returns."""
 
 
 def merge(parts: Sequence[Partial]) -> Partial:

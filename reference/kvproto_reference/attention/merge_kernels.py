@@ -1,4 +1,4 @@
-"""The kernels of merge.cu, compiled where they run and launched in torch's stream; what is captured there replays."""
+"""The kernels of merge.cu, compiled where they run and launched in torch's stream, so that they can be captured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BLOCKS", "MergeKernels", "base2", "call"]
 
 THREADS = 256
 BLOCKS = 64
-"""Of every launch that waits for other ranks: few enough to run at once, beside a copy of pages too."""
+"""Blocks of a launch that waits for other ranks: few enough to run at once, even during a copy of pages."""
 _ROWS = THREADS // 32
 _SOURCE = Path(__file__).with_name("merge.cu")
 _NAMES = ("pack", "merge", "gather", "exchange")
@@ -40,7 +40,7 @@ def _functions(arch: str, brain: bool, parts: int, width: int) -> dict[str, Any]
 
 
 def call(result: tuple[Any, ...], what: str) -> Any:
-    """The result of a call of CUDA's driver; raises EngineError."""
+    """The result of a call of the CUDA driver; raises EngineError."""
     code, *values = result
     if code != driver.CUresult.CUDA_SUCCESS:
         raise EngineError(f"{what}: {code.name}")
@@ -48,7 +48,7 @@ def call(result: tuple[Any, ...], what: str) -> Any:
 
 
 def base2(found: Found) -> Base2:
-    """What a kernel found, with the log-sum-exp in base 2."""
+    """What a kernel returned, with the log-sum-exp in base 2."""
     if isinstance(found, Base2):
         return found
     read = torch.ones(len(found.out), dtype=torch.int32, device=found.out.device)
@@ -56,10 +56,10 @@ def base2(found: Found) -> Base2:
 
 
 class MergeKernels:
-    """Kernels for rows of one element type and width, and for so many parts or ranks."""
+    """Kernels for rows of one element type and width in elements, and for a number of parts or ranks."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: int, parts: int) -> None:
-        """Raises EngineError for what the kernels are not made for."""
+        """Raises EngineError for types, widths and numbers that the kernels do not support."""
         if dtype not in (torch.bfloat16, torch.float16) or width % 8 or parts < 2:
             raise EngineError(f"no merge kernel for {parts} parts of {dtype} [{width}]: 2-byte elements, 8 at a time")
         major, minor = torch.cuda.get_device_capability(device)
@@ -67,21 +67,21 @@ class MergeKernels:
         self.device, self.dtype, self.width, self.parts = device, dtype, width, parts
 
     def chunk(self, rows: int) -> int:
-        """Bytes of a chunk of so many rows."""
+        """Bytes of a chunk of `rows` rows."""
         return rows * self.width * 2 + -(-rows // 4) * 16
 
     def pairs(self, rows: int) -> int:
-        """Bytes of a chunk in pairs of a word and an epoch."""
+        """Bytes of a chunk of `rows` rows in pairs of a word and an epoch."""
         return rows * (self.width * 4 + 16)
 
     def pack(self, found: Base2, chunks: Tensor) -> None:
-        """Write a chunk for each rank, of its heads; chunks uint8 [ranks, chunk bytes]."""
+        """Write for each rank a chunk with its heads; chunks uint8 [ranks, chunk bytes]."""
         tokens, heads = self._shape(found, self.parts)
         arguments = (*self.found(found), chunks.data_ptr(), chunks.stride(0))
         self.launch("pack", (-(-tokens * heads // _ROWS), self.parts), arguments)
 
     def unpack(self, chunks: Tensor, tokens: int, heads: int) -> list[Base2]:
-        """The parts in received chunks, of one rank's heads; views, in which each token read something."""
+        """Views of the parts of one rank's heads in received chunks, in which every token read something."""
         rows, cut = tokens * heads, tokens * heads * self.width * 2
         return [
             Base2(
@@ -108,7 +108,7 @@ class MergeKernels:
         return Partial(out, lse)
 
     def found(self, found: Base2) -> tuple[int, ...]:
-        """The parameter of what a kernel found for the heads of all ranks."""
+        """The kernel parameter for what was found for the heads of all ranks."""
         tokens, heads = self._shape(found, self.parts)
         return found.out.data_ptr(), found.log2.data_ptr(), found.read.data_ptr(), tokens, heads
 

@@ -17,13 +17,13 @@ class PagedAttention(Attention):
     """Stores new rows in the pool, attends over the pool and over the new tokens, and merges over ranks."""
 
     def __init__(self, pool: KVPool, kernel: Kernel, exchange: Exchange, by_token: bool = False) -> None:
-        """`by_token`: read the pool once a token, with bounds of its own; see `Kernel.pool_by_token`."""
+        """With `by_token` the pool is read once for each token, with its own bound; see `Kernel.pool_by_token`."""
         self.pool, self._kernel, self._exchange, self._by_token = pool, kernel, exchange, by_token
 
     def begin(self, batch: Batch, places: Tensor | None = None) -> None:
-        """Make a step's arrays those that the next layers use; raises EngineError for pages outside the pool.
+        """Set the arrays of the step that the next layers belong to; raises EngineError for pages outside the pool.
 
-        `places` int64 [tokens]: where to put the slots of new rows, for a captured step that reads them there.
+        `places` int64 [tokens] is where a captured step reads the slots of new rows.
         """
         self._batch = batch
         self.pool.check(batch.pages)
@@ -32,7 +32,7 @@ class PagedAttention(Attention):
         self._kernel.plan(batch)
 
     def check(self) -> None:
-        """Once a step is over: raise EngineError where it failed on any rank."""
+        """Raise EngineError, once a step is over, if it failed on any rank."""
         self._exchange.check()
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Back end `torch`: plain tensor operations in float32, on any device. It is what the others are checked against."""
+"""Back end `torch`: plain tensor operations in float32, on any device. The others are checked against it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["TorchKernel"]
 
 
 class TorchKernel(Kernel):
-    """Attention by page table over one rank's pool; pages of a span are collected, then masked by its bound."""
+    """Attention by page table over one rank's pool: the pages of a span are gathered, then masked by its bound."""
 
     def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int]) -> None:
-        """The KV head, of the pool's, that each query head reads: of the DCP group's heads, and of this rank's own."""
+        """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank."""
         self._pool, self._scale = pool, pool.config.score_scale
         self._values = pool.config.value_dim
         self._group_heads, self._own_heads = (torch.tensor(h, device=pool.device) for h in (group_heads, own_heads))
@@ -50,7 +50,7 @@ class TorchKernel(Kernel):
         return self._attend(layer, q[:, None], *self._by_token)[:, 0]
 
     def new(self, q: Tensor, rows: Rows, which: Tensor | None = None) -> Partial:
-        """As `Kernel.new`; `which` [n] says which tokens of the step the queries are of, where not of all."""
+        """As `Kernel.new`; `which` [n] are the tokens of the step that the queries belong to, if not all."""
         k, v = self._keys_values(rows, self._own_heads)
         seen = self._seen if which is None else self._seen[which]
         return _attend(q[None], k[None], v[None], seen[None], self._scale)[0]
@@ -68,7 +68,7 @@ class TorchKernel(Kernel):
         return k[..., heads, :], v[..., heads, : self._values]
 
     def _reads(self, batch: Batch, spans: Ints, bounds: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        """Page tables [n, pages], padded with page 0, of these spans, and how many rows of them are read [n]."""
+        """Page tables of these spans, padded with page 0 [n, pages], and how many of their rows are read [n]."""
         size = self._pool.page_size
         most = max(-(-int(bounds.max()) // size), 1)
         table = np.zeros((len(spans), most), np.int64)
@@ -84,7 +84,7 @@ class TorchKernel(Kernel):
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Partial:
     """q [b, n, heads, d], k [b, m, heads, d], v [b, m, heads, width], seen bool [b, n or 1, m].
 
-    What nobody sees may be NaN.
+    Rows that no query sees may be NaN.
     """
     ever = seen.any(1)[..., None, None]
     k, v = (torch.where(ever, rows, 0).float() for rows in (k, v))

@@ -1,4 +1,4 @@
-"""Where rows lie: the paged pool of a rank, its memory, its pages, and the tokens that the rank stores."""
+"""The paged pool of a rank, its memory and pages, and the tokens that the rank stores."""
 
 from .pages import PageAllocator
 from .pool import KVPool

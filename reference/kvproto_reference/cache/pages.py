@@ -30,13 +30,13 @@ class PageAllocator:
         if n < 0:
             raise EngineError(f"cannot allocate {n} pages")
         if n > len(self._free):
-            raise OutOfPages(f"{n} pages asked for, {len(self._free)} of {self._pages} are free")
+            raise OutOfPages(f"{n} pages requested, {len(self._free)} of {self._pages} are free")
         taken, self._free = self._free[:n], self._free[n:]
         self._held.update(taken)
         return taken
 
     def free(self, ids: Iterable[int]) -> None:
-        """Give pages back; raises EngineError, freeing none, when one is not held."""
+        """Return pages; raises EngineError, freeing none, when one is not held."""
         pages = list(ids)
         if len(set(pages)) != len(pages):
             raise EngineError(f"pages {pages} name a page twice")

@@ -20,7 +20,7 @@ Key = tuple[int, str]
 class KVPool:
     """Tensors [pages + 1, page_size, local KV heads, row_dim] of the config's dtype, keyed by (layer, part).
 
-    No sequence is given the last page: it takes rows that are not this rank's, so that a step writes all it has.
+    No sequence gets the last page: rows that are not this rank's go there, so that a step can write all of its rows.
     """
 
     config: ModelConfig
@@ -35,7 +35,10 @@ class KVPool:
 
     @classmethod
     def wrap(cls, config: ModelConfig, tensors: Mapping[Key, Tensor], tp: TensorParallel = SOLO) -> "KVPool":
-        """Use tensors that someone else allocated, without a copy; all have one shape, and each is contiguous."""
+        """Use tensors that someone else allocated, without a copy; raises EngineError unless they fit the config.
+
+        All have one shape, and each is contiguous.
+        """
         keys = _keys(config, tp)
         if set(tensors) != set(keys):
             raise EngineError(f"a {config.kind} pool of this rank needs tensors {keys}, not {list(tensors)}")
@@ -50,7 +53,7 @@ class KVPool:
             if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise EngineError(f"pool tensor {key} must be contiguous {config.dtype} {list(shape)}")
         if shape[0] < 2:
-            raise EngineError("pool tensors need one page at least, and the page that no sequence is given")
+            raise EngineError("pool tensors need at least one page, and the page that no sequence gets")
         return cls(config, dict(tensors), shape[0] - 1, shape[1])
 
     @classmethod
@@ -63,7 +66,7 @@ class KVPool:
         device: torch.device | str = "cpu",
         memory: Allocate = private,
     ) -> "KVPool":
-        """A zeroed pool of one rank, one allocation: a tensor for each layer and part, of `pages` pages to give."""
+        """A zeroed pool of one rank in one allocation, with a tensor for each layer and part, for `pages` pages."""
         lo, hi = kv_head_range(config, tp)
         keys = _keys(config, tp)
         shape, dtype = (len(keys), pages + 1, page_size, hi - lo, config.row_dim), getattr(torch, config.dtype)
@@ -78,7 +81,7 @@ class KVPool:
         self.tensors.update(zip(keys, whole, strict=True))
 
     def check(self, pages: npt.NDArray[np.int32]) -> None:
-        """Raise EngineError for pages that no sequence is given."""
+        """Raise EngineError for pages that no sequence can have."""
         beyond = pages[(pages < 0) | (pages >= self.pages)]
         if beyond.size:
             raise EngineError(f"page {beyond[0]} is outside a pool of {self.pages} pages")

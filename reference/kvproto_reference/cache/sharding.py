@@ -1,6 +1,6 @@
 """Which tokens of a sequence a rank stores, and where: kvproto's owner function, for the engine's own bookkeeping.
 
-Allocator, slot mapping, lengths and masks all ask a `Shard`; the plan asks the same functions of the same group, so
+Allocator, slot mapping, lengths and masks all use a `Shard`; the plan uses the same functions of the same group, so
 what is attended to is what was handed over.
 """
 
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 @attrs.frozen
 class Shard:
-    """The tokens of one cache group that one rank of `group.cp_size` stores, in pages of `group.rows` rows."""
+    """The tokens of one cache group that one of `group.cp_size` ranks stores, in pages of `group.rows` rows."""
 
     group: Group
     cp_rank: int
@@ -30,15 +30,15 @@ class Shard:
         return self.group.cp_size
 
     def rows(self, tokens: Ints) -> Ints:
-        """Rows that this rank has of the first `tokens` tokens (any shape)."""
+        """How many of the first `tokens` tokens (any shape) this rank stores."""
         return owned_before(self.group, self.cp_rank, tokens)
 
     def owners(self, positions: Ints) -> Ints:
-        """The rank that stores each position."""
+        """The rank that stores each position; both arrays are [n]."""
         return owner(self.group, positions)
 
     def pages(self, tokens: int) -> int:
-        """Pages that the longest share of `tokens` tokens takes; all ranks take as many, so that their tables agree."""
+        """Pages that the largest share of `tokens` tokens needs; all ranks take as many, so that their tables agree."""
         return -(-most_before(self.group, tokens) // self.group.rows)
 
     def slots(self, table: Ints, positions: Ints) -> Ints:

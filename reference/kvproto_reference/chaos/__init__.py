@@ -1,4 +1,4 @@
-"""Chaos: engines without a model, real processes and sockets, and everything that can go wrong, from one seed.
+"""Chaos: engines without a model, in real processes with real sockets, and everything that can go wrong, by seed.
 
-`python -m kvproto_reference.chaos --seed 7` runs one world; docs/chaos.md says what is done and what counts.
+`python -m kvproto_reference.chaos --seed 7` runs one world; docs/chaos.md says what it does and what counts.
 """

@@ -1,4 +1,4 @@
-"""`python -m kvproto_reference.chaos`: seeds, a line for each, and a summary."""
+"""`python -m kvproto_reference.chaos`: runs seeds, with a line for each and a summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["main", "seeds_of"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command."""
+    """The parser of the command's arguments."""
     made = argparse.ArgumentParser(prog="python -m kvproto_reference.chaos", description=__doc__)
     made.add_argument("--seed", type=int, help="the seed to run; with --minutes, the first of as many as fit")
     made.add_argument("--seeds", metavar="A..B", help="run seeds A to B")
@@ -82,7 +82,7 @@ def seeds_of(args: argparse.Namespace) -> Iterator[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; the exit status is 1 where a seed has a violation."""
+    """Entry point; the exit status is 1 if a seed has a violation, or if a fault that was built in was not found."""
     args = parser().parse_args(argv)
     transport = args.transport or (BREAKS[args.broken].transport if args.broken else "")
     seeds = list(seeds_of(args)) if args.minutes is None else range(10)
@@ -116,7 +116,7 @@ def _kinds(results: list[Result]) -> set[str]:
 
 
 def run(args: argparse.Namespace, seeds: Iterable[int]) -> Iterator[Result]:
-    """Seed after seed."""
+    """Run one seed after the other."""
     prepare(args.nixl)
     with tempfile.TemporaryDirectory(prefix="kvproto-chaos-") as folder:
         keys = keys_in(Path(folder))

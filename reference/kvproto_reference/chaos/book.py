@@ -1,4 +1,4 @@
-"""Who owns each page of a decode engine, and what it must hold: no byte changes on a page that is not granted."""
+"""Which request owns each page of an engine, and what the page must hold: only granted pages may change."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Name = tuple[int, int]
 
 @attrs.frozen
 class Finding:
-    """Something that must never be."""
+    """Something that must never happen."""
 
     kind: str
     text: str
     victim: Name | None = None
     author: Name | None = None
-    """Who wrote what was found, by its label."""
+    """The request that wrote what was found, by its label."""
     torn: bool = False
-    """Whether what was found is no label."""
+    """Whether what was found is not a label."""
 
 
 class Shelf:
-    """Pages of a pool, and what they should hold. Who frees one writes into it what nobody may see; it is used next."""
+    """Pages of a pool, and what they should hold. Freed pages are filled with what no peer may see, and used next."""
 
     def __init__(self, pool: Pool, whose: int) -> None:
-        """`whose` tells engines apart in what their free pages hold."""
+        """`whose` distinguishes engines in what their free pages hold."""
         self.pool, self._whose, self._number = pool, whose, 0
         self.cells: dict[tuple[int, int], Cells] = {place: cells(pool, *place) for place in places()}
         self._seen = {place: some.copy() for place, some in self.cells.items()}
         self._granted = np.zeros(pool.pages(GROUP), bool)
         self._owner: dict[int, Name] = {}
         self._past: dict[Name, str] = {}
-        """How requests have ended."""
+        """How requests ended: proven, arrived or lost."""
         self._free = list(range(pool.pages(GROUP)))
         self._blank(self._free)
 
@@ -52,18 +52,18 @@ class Shelf:
         self._settle(pages)
 
     def _settle(self, pages: Sequence[int]) -> None:
-        """What these hold is theirs, and nobody may change it."""
+        """Accept what these pages hold; from now on no peer may change it."""
         some = list(pages)
         for place, now in self.cells.items():
             self._seen[place][some] = now[some]
         self._granted[some] = False
 
     def tables(self, pages: Sequence[int]) -> dict[str, Sequence[int]]:
-        """Page tables of every cache of the pool: a draft has pages of the same numbers."""
+        """Page tables of every cache of the pool; a draft has the same page numbers."""
         return {group.name: pages for group in self.pool.geometry.groups}
 
     def take(self, tokens: int) -> list[int] | None:
-        """Pages for so many tokens; None while there are too few."""
+        """Pages for `tokens` tokens; None while there are too few."""
         count = -(-tokens // PAGE)
         if count > len(self._free):
             return None
@@ -78,7 +78,7 @@ class Shelf:
             some[rows] = self._seen[place][rows] = read(*name, at, *place)
 
     def check(self) -> list[Finding]:
-        """What has changed on pages that nobody has granted."""
+        """Find what has changed on pages that are not granted."""
         findings = []
         for place, now in self.cells.items():
             if np.array_equal(now, self._seen[place]):
@@ -100,16 +100,16 @@ class Shelf:
                        victim, author, what.request is None)  # fmt: skip
 
     def free(self, pages: Sequence[int]) -> None:
-        """Nobody reads or writes them any more: they are blank, and the first to be used again."""
+        """Free pages that no peer reads or writes any more: blank them, and use them before others."""
         self._blank(pages)
         self._free += pages
 
     def wipe(self) -> None:
-        """All pages are free."""
+        """Free all pages."""
         self.free([page for page in range(self.pool.pages(GROUP)) if page not in set(self._free)])
 
     def close(self) -> None:
-        """Let go of the pool's memory."""
+        """Drop all views of the pool's memory."""
         self.cells.clear()
 
 
@@ -117,12 +117,12 @@ class Book(Shelf):
     """The pages of a decode engine."""
 
     def grant(self, name: Name, pages: Sequence[int]) -> None:
-        """From now on peers may write these."""
+        """Let peers write these pages from now on."""
         self._granted[list(pages)] = True
         self._owner |= dict.fromkeys(pages, name)
 
     def arrived(self, name: Name, pages: Sequence[int], tokens: int) -> list[Finding]:
-        """All tokens must be there, and the rest of the last page as it was; from now on nobody may write them."""
+        """Check that all tokens are there, and the rest of the last page as it was; no peer may write them any more."""
         findings = self._wrong(name, pages, tokens)
         self._past[name] = "arrived"
         self._settle(pages)
@@ -147,7 +147,7 @@ class Book(Shelf):
         return []
 
     def lost(self, name: Name, proven: bool) -> None:
-        """A request will not arrive."""
+        """Note that a request will not arrive."""
         self._past[name] = "proven" if proven else "lost"
 
     def free(self, pages: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Faults that can be built into the engines, so that whoever looks for violations is looked at too."""
+"""Faults that can be built into the engines, to check that violations are found."""
 
 import attrs
 
@@ -15,9 +15,9 @@ class Break:
     kinds: frozenset[str]
     transport: str = "shm"
     weather: Weather | None = None
-    """In place of the seed's own."""
+    """Weather instead of the seed's."""
     patience: float | None = None
-    """Seconds after the faults in which all must have ended, in place of the usual ones."""
+    """Seconds after the faults within which everything must have ended, instead of the usual number."""
 
 
 _LATE = Weather(delay=0.5)

@@ -1,7 +1,7 @@
-"""A clock that is wrong: it stands where kvproto reads time, in an engine of chaos alone.
+"""A wrong clock, which replaces the one that kvproto reads in an engine of chaos.
 
-kvproto asks time.monotonic for its timers and time.time for the number of a run. The kernel's waits and ZeroMQ's own
-timers do not move with it.
+kvproto reads time.monotonic for its timers and time.time for the number of a run. The kernel's waits and ZeroMQ's own
+timers do not follow this clock.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Runs at a rate of its own, and can be made to jump."""
+    """Runs at a given rate, and can be made to jump; replaces time.monotonic and time.time."""
 
     def __init__(self, rate: float, behind: float) -> None:
-        """`behind`: seconds that the wall clock differs by; negative for one that has been set back."""
+        """`behind` is the seconds by which the wall clock differs, negative for one that has been set back."""
         self._rate, self._jumped, self._behind = rate, 0.0, behind
         self._monotonic, self._wall = time.monotonic, time.time
         self._began = self._monotonic()
         time.monotonic, time.time = self.monotonic, self.wall
 
     def monotonic(self) -> float:
-        """In place of time.monotonic: it never goes back."""
+        """Replaces time.monotonic, and never goes back."""
         now = self._monotonic()
         return now + (now - self._began) * (self._rate - 1) + self._jumped
 
     def wall(self) -> float:
-        """In place of time.time."""
+        """Replaces time.time."""
         return self._wall() + self._behind
 
     def jump(self, seconds: float) -> None:
-        """Go on so much later, as after a pause of the whole machine."""
+        """Jump forward, as after a pause of the whole machine."""
         self._jumped += seconds
 
     def real(self) -> float:
-        """Seconds that everybody agrees on."""
+        """The true monotonic time, which all processes share."""
         return self._monotonic()

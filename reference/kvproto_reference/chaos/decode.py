@@ -1,4 +1,4 @@
-"""A decode engine of chaos: it fetches into pages that were free a moment ago, and checks all after each step."""
+"""A decode engine of chaos: it fetches into pages that were just freed, and checks all pages after each step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
     order: Order
     fetch: Fetch
     book: Book
-    """Of the pool that its pages are in."""
+    """The book of the pool that its pages are in."""
     pages: list[int]
     hold: int = -1
     """Steps for which an arrived request is still kept."""
@@ -38,7 +38,7 @@ class Job:
 
 
 class Decode(Engine):
-    """One run of it."""
+    """One run of a decode engine."""
 
     def __init__(self, conn: Connection, setup: Setup) -> None:
         super().__init__(conn, setup)
@@ -50,7 +50,7 @@ class Decode(Engine):
         self.router = Router(setup.name, setup.routed, Options(keys=setup.keys, thread=setup.thread), self.after)
 
     def on_fetch(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
-        """Have a prompt's cache brought here."""
+        """Fetch a prompt's cache."""
         book = self.book
         pages = book.take(order.tokens) if order.named == "at once" else []
         if pages is None:
@@ -72,7 +72,7 @@ class Decode(Engine):
             self.after(order.abort, lambda: self._abort(job))
 
     def _name(self, job: Job, count: int) -> None:
-        """Name pages up to so many, once there are as many; where the fetch is over they go back."""
+        """Name up to `count` pages, once that many are free; if the fetch is over they are freed again."""
         if job.over or count <= len(job.pages):
             return
         more = job.book.take((count - len(job.pages)) * PAGE)
@@ -86,12 +86,12 @@ class Decode(Engine):
             job.book.free(more)
 
     def on_abort_all(self) -> None:
-        """Every client is gone."""
+        """Abort all requests, as if every client were gone."""
         for job in list(self.jobs.values()):
             self._abort(job)
 
     def on_move(self) -> None:
-        """Go on with other memory; what is under way ends in the old one."""
+        """Move to other memory; what is under way ends in the old memory."""
         self._move(self.pool.geometry)
 
     def on_caches(self, seconds: float) -> None:
@@ -121,7 +121,7 @@ class Decode(Engine):
         return [(job.name, f"{job.fetch!r}, {'lost' if job.over else 'not over'}, {job.order}") for job in jobs]
 
     def _abort(self, job: Job) -> None:
-        """Its client is gone."""
+        """Abort a request, as if its client were gone."""
         if not job.over:
             job.fetch.abort("its client is gone")
             if self.setup.broken == "no proof" and not job.over:
@@ -129,14 +129,14 @@ class Decode(Engine):
                 self._free(self.jobs.pop(job.fetch))
 
     def on_reconnect(self, source: str) -> None:
-        """Leave a prefill engine, and come again."""
+        """Disconnect from a prefill engine, and connect again."""
         self.door.disconnect(source)
         seed = self._sources[source]
         self.door.connect(source, address=seed.address, key=seed.key)
         self.router.reopen()
 
     def on_find(self, orders: Mapping[str, tuple[int, int]]) -> None:
-        """What the router knows of prompts, by who is to have them: their numbers and tokens."""
+        """Say what the router knows of prompts, given as (number, tokens) by the engine that should have them."""
         self.say("found", self.router.find({engine: tokens_of(*order) for engine, order in orders.items()}))
 
     def hear(self, event: Event) -> None:
@@ -187,7 +187,7 @@ class Decode(Engine):
         job.book.free(job.pages)
 
     def look(self) -> None:
-        """All pages are looked at, and requests that are over give theirs back."""
+        """Check all pages, and free those of requests that are over."""
         super().look()
         self.router.step()
         for job in self._kept:
@@ -197,7 +197,7 @@ class Decode(Engine):
         self._kept = [job for job in self._kept if job.hold >= 0]
 
     def on_status(self) -> None:
-        """What is under way, and what waits for proof."""
+        """Say what is under way, and what waits for proof."""
         waiting = [f"{job.name[0]}.{job.name[1]}" for job in self.jobs.values() if not job.over]
         self.status(waiting, sum(self.door.quarantined.values()))
 

@@ -45,30 +45,30 @@ class Setup:
     number: int
     folder: str
     listen: str
-    """Where a prefill engine listens."""
+    """Address at which a prefill engine listens."""
     sources: dict[str, tuple[str, str]]
-    """Where a decode engine finds the others: addresses and keys."""
+    """Addresses and keys of prefill engines, for a decode engine."""
     routed: dict[str, tuple[str, str]]
-    """Where its router does."""
+    """The same for its router."""
     transport: str
     pull: bool
     thread: bool
     verify: bool | str
     rate: float
     behind: float
-    """How much the wall clock is behind, as a negative number."""
+    """Seconds by which the wall clock is behind, as a negative number."""
     full_shm: bool
     broken: str
-    """A fault that is built in, so that the checker can be tested."""
+    """A fault that is built in to test the checker: a name of BREAKS, or empty."""
     log: str
 
     @property
     def keys(self) -> str:
-        """The folder of its own."""
+        """The folder with its keys."""
         return f"{self.folder}/{self.name}"
 
     def options(self) -> Options:
-        """Of its Source or Sink."""
+        """The options of its Source or Sink."""
         writes = (self.name.startswith("prefill")) != self.pull
         pause = 0.04 if self.broken in ("late write", "no proof") else 0.006
         transports: list[Any] = [self.transport if self.transport in ("inline", "nixl") else "shm"]
@@ -81,24 +81,24 @@ class Setup:
 
 
 def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:
-    """What a request computes; `other`: what somebody else takes it for."""
+    """The prompt of a request, or with `other` a different one."""
     return Prompt(tokens_of(request + other, tokens))
 
 
 def tokens_of(request: int, tokens: int) -> list[int]:
-    """Its prompt's tokens."""
+    """The tokens of a request's prompt."""
     return [request, *range(1, tokens)]
 
 
 @attrs.define
 class Old:
-    """A pool that is taken back from peers."""
+    """A pool that is being withdrawn from peers."""
 
     withdrawal: Withdrawal
     pool: Pool
     shelf: Shelf
     steps: int = -1
-    """For which it is still looked at, once nobody may touch it."""
+    """Steps for which it is still checked, once no peer may touch it; -1 before that."""
 
 
 class Engine:
@@ -123,15 +123,15 @@ class Engine:
     # the harness
 
     def say(self, *word: Any) -> None:
-        """Tell the harness, with the others of this step."""
+        """Tell the harness, together with the other words of this step."""
         self._said.append(word)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call it in a step that many seconds from now."""
+        """Call `call` in the step that is `seconds` from now."""
         self._later.append((self.clock.real() + seconds, call))
 
     def serve(self) -> None:
-        """Steps until the harness says that it is over."""
+        """Run steps until the harness says that it is over."""
         self.say("up")
         while not self.ending:
             self._flush()
@@ -160,50 +160,50 @@ class Engine:
         return self.door.step(_STEP)
 
     def hear(self, event: Event) -> None:
-        """An event of kvproto."""
+        """Handle an event of kvproto."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """A step is over: all pages are looked at."""
+        """Check all pages at the end of a step."""
         for shelf in (self.shelf, *self.old_shelves()):
             self.find(shelf.check())
 
     def find(self, findings: list[Finding]) -> None:
-        """Tell the harness what must never be."""
+        """Tell the harness of findings."""
         for each in findings:
             self.say("finding", each)
 
-    # what the harness says to both
+    # what the harness says to both kinds of engine
 
     def on_jump(self, seconds: float) -> None:
-        """The clock goes on later."""
+        """Let the clock jump forward."""
         self.clock.jump(seconds)
 
     def on_descriptors(self, left: float, seconds: float) -> None:
-        """So many descriptors more, and none beyond, for a while."""
+        """Allow only `left` more descriptors for a while."""
         limits.descriptors(int(left))
         self.after(seconds, limits.lift)
 
     def on_memory(self, left: float, seconds: float) -> None:
-        """So many MiB of address space more, and none beyond, for a while."""
+        """Allow only `left` more MiB of address space for a while."""
         limits.memory(int(left))
         self.after(seconds, limits.lift)
 
     def on_calm(self, slow: float) -> None:
-        """Whatever is short is there again; on a machine that is so `slow` peers are waited for longer."""
+        """Lift all limits; on a machine that is slower by the factor `slow`, wait longer for peers."""
         limits.lift()
         for name in ("PATIENCE", "TICKET_WAIT"):
             setattr(times, name, slow * TIMES[name])
 
     def on_fork(self, seconds: float) -> None:
-        """A child that calls the door, and lingers."""
+        """Fork a child that calls the door, and lingers."""
         said = limits.fork(self.door, seconds)
         self.after(seconds + 0.3, said)
 
     def on_shorten(self) -> None:
-        """Make the memory shorter that peers have mapped."""
+        """Shorten the memory that peers have mapped."""
         self.say("shortened", limits.shorten())
-        self._flush()  # whoever has lost its memory does not get far
+        self._flush()  # a process that has lost its memory does not get far
 
     # pools that come and go
 
@@ -216,7 +216,7 @@ class Engine:
         self._sleep(seconds, self.other_caches())
 
     def other_caches(self) -> Geometry:
-        """What this engine has not."""
+        """The caches that this engine does not have now: with a draft, or without it."""
         return GEOMETRY if self.pool.geometry == WITH_DRAFT else WITH_DRAFT
 
     def _sleep(self, seconds: float, geometry: Geometry) -> None:
@@ -234,25 +234,25 @@ class Engine:
         self.use(pool)
 
     def use(self, pool: Pool) -> None:
-        """This is the pool from now on."""
+        """Use this pool from now on."""
         raise NotImplementedError
 
     def in_use(self, shelf: Shelf) -> list[tuple[Name, str]]:
-        """Requests whose pages somebody may still touch, and what is known of each; at prefill they may only be
-        waiting to be acknowledged.
+        """Requests whose pages a peer may still touch, and what is known of each; none at prefill, where they may only
+        be waiting for an acknowledgement.
         """
         return []
 
     def retire(self, withdrawal: Withdrawal) -> None:
-        """The pool is taken back; it stays as it is until nobody may touch it."""
+        """Keep the present pool as it is until no peer may touch it."""
         self._old.append(Old(withdrawal, self.pool, self.shelf))
 
     def old_shelves(self) -> list[Shelf]:
-        """Of pools that are taken back and still there."""
+        """The shelves of withdrawn pools that are still there."""
         return [old.shelf for old in self._old]
 
     def free_pool(self, withdrawal: Withdrawal) -> None:
-        """Nobody may touch a pool any more: once all else is heard it is blanked, looked at for a while, and closed."""
+        """Blank a pool that no peer may touch now, once all events are heard; watch it for a while, then close it."""
         old = next(each for each in self._old if each.withdrawal is withdrawal)
         old.steps = 20
 
@@ -289,7 +289,7 @@ class Engine:
             self.after(0.02, self._drained)
 
     def on_end(self) -> None:
-        """Let go of everything, and say what is left."""
+        """Release everything, and say what is left."""
         self.ending = True
         self.door.close("over")
         self.let_go()
@@ -303,12 +303,12 @@ class Engine:
         self._flush()
 
     def let_go(self) -> None:
-        """Of views of the pool."""
+        """Drop all views of the pool."""
 
     _before: Counter[str]
 
     def began(self, descriptors: Counter[str]) -> None:
-        """These descriptors were open before the door was."""
+        """Remember the descriptors that were open before the door was."""
         self._before = descriptors
 
 

@@ -1,4 +1,4 @@
-"""What happens to the engines of a seed, and to frames on their way: at a time, or where a message passes."""
+"""What happens to the engines of a seed and to frames on their way, at a time or when a message passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Faults"]
 
 
 class Faults:
-    """The faults of one plan, and who is told of frames."""
+    """The faults of one plan, and the watcher of frames."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -25,7 +25,7 @@ class Faults:
         self._forgeries: dict[Pair, Forgery] = {}
 
     def happen(self, fault: Fault) -> None:
-        """A fault whose time has come."""
+        """Cause a fault whose time has come."""
         if self._world.calm:
             return
         self._world.judge.count(f"fault {fault.kind}")
@@ -66,26 +66,26 @@ class Faults:
                 engine.tell(fault.kind)
 
     def lied(self, one: Passing, said: Any, made: Any) -> None:
-        """The proxy has changed a frame that can be read."""
+        """Note a frame that the proxy changed and that can be read."""
         self._world.judge.lied(one, said, made)
 
     def forged(self, one: Passing) -> bytes:
-        """A frame as the proxy passes it on, where somebody puts other memory into a Register."""
+        """The frame as the proxy passes it on, with other memory in a Register if an attacker puts it there."""
         forgery = self._forgeries.get(one.pair)
         return one.frame if forgery is None else forgery.frame(one)
 
     def before(self, one: Passing) -> None:
-        """A frame is about to pass."""
+        """Note a frame that is about to pass."""
         self._world.judge.passing(one)
         self._seen[one.name] = self._seen.get(one.name, 0) + 1
         self._at_boundary(one, "before")
 
     def after(self, one: Passing) -> None:
-        """A frame has passed."""
+        """Note a frame that has passed."""
         self._at_boundary(one, "after")
 
     def _at_boundary(self, one: Passing, moment: str) -> None:
-        """Whoever is to be killed here is."""
+        """Kill the engine that is to be killed here, if any."""
         waiting = [] if self._world.calm else self._waiting
         for fault in [f for f in waiting if f.message == one.name and f.nth == self._seen[one.name]]:
             if fault.moment == moment or (fault.moment, moment) == ("later", "after"):
@@ -103,6 +103,6 @@ class Faults:
             self._world.kill(victim, fault.seconds)
 
     def close(self) -> None:
-        """Let go of forged memory."""
+        """Release forged memory."""
         for forgery in self._forgeries.values():
             forgery.close()

@@ -1,4 +1,4 @@
-"""Memory that an attacker offers in a Register: a file that is not sealed, to be made shorter under whoever maps it."""
+"""Memory that an attacker offers in a Register: an unsealed file, to be shortened once a peer has mapped it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Forgery"]
 
 
 class Forgery:
-    """Takes the place of the next Register's memory, and is cut short when it is answered."""
+    """Replaces the memory of the next Register, and is shortened when that is answered."""
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(16)
@@ -28,7 +28,7 @@ class Forgery:
         """Whether a holder has mapped it."""
 
     def frame(self, one: Passing) -> bytes:
-        """The frame that passes: a Register with other memory, once."""
+        """The frame that passes; the first Register gets other memory."""
         said = read(one.frame) if one.name in ("Register", "Registered", "Refused") else None
         if (
             isinstance(said, m.Register)

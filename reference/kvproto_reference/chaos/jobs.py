@@ -1,4 +1,4 @@
-"""Several seeds at a time: each job is this command again, in a process of its own, which takes seeds from a pipe."""
+"""Several seeds at a time: each job is this command in another process, which reads seeds from a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["results"]
 
 
 def results(seeds: Iterable[int], args: argparse.Namespace) -> Iterator[Result]:
-    """Of all seeds, in the order in which they end."""
+    """The results of all seeds, in the order in which they end."""
     found: queue.Queue[Result | None] = queue.Queue()
     left, lock = iter(seeds), threading.Lock()
     command = [sys.executable, "-m", "kvproto_reference.chaos", "--worker", "--seconds", str(args.seconds)]

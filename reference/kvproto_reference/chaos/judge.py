@@ -1,4 +1,4 @@
-"""What has become of every request, what the lies of the proxy excuse, and what nothing excuses."""
+"""How every request ended, which findings the proxy's lies excuse, and which are violations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .report import Result, Violation
 __all__ = ["Ask", "Judge"]
 
 _OF_UCX = re.compile(r"\[\d+\.\d+\] |[IWE]\d{4} ")
-"""Lines by which NIXL and UCX say that a peer is gone."""
+"""Beginnings of lines in which NIXL and UCX say that a peer is gone."""
 
 
 @attrs.define(eq=False)
@@ -31,32 +31,32 @@ class Ask:
     key: bytes = attrs.field(repr=False)
     outcome: str = ""
     touched: bool = False
-    """Whether somebody has lied about it."""
+    """Whether the proxy has lied about it."""
     heard: list[str] = attrs.Factory(list)
-    """Engines that know of it."""
+    """Engines that have heard of it."""
 
     @property
     def pair(self) -> Pair:
-        """Its two engines."""
+        """Its prefill and its decode engine."""
         return Pair(self.order.prefill, self.order.decode)
 
 
 class Judge:
-    """Of one seed."""
+    """Judges the requests and findings of one seed."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.asks: dict[Name, Ask] = {}
         self.arrived: set[int] = set()
-        """Numbers of requests of which an attempt has arrived."""
+        """Numbers of requests with an attempt that arrived."""
         self.liars: set[Pair] = set()
-        """Pairs of which a session was lied about as a whole."""
+        """Pairs with a session that was lied about as a whole."""
         self.misled: set[str] = set()
-        """Engines that were told what only another run of them forgets: of a later run of a peer than there is, so that
-        they refuse the real one, or of another process that writes their pages, whose end they wait for.
+        """Engines that were told what only another run of them forgets: a later run of a peer than there is, so that
+        they refuse the real one, or another process that writes their pages, whose end they wait for.
         """
         self.misplaced: set[str] = set()
-        """Engines whose Register was lied about: where their peers write, no label need be whole."""
+        """Engines whose Register was lied about, so that peers may write partial labels anywhere."""
         self._keys: dict[bytes, Ask] = {}
         self._transfers: dict[tuple[Pair, int, int], Ask] = {}
         self._counts: Counter[str] = Counter()
@@ -66,39 +66,39 @@ class Judge:
 
     @property
     def kinds(self) -> set[str]:
-        """Of the violations so far."""
+        """The kinds of the violations so far."""
         return {each.kind for each in self._violations}
 
     def count(self, what: str) -> None:
-        """Something to be counted."""
+        """Count something by name."""
         self._counts[what] += 1
 
     def boundary(self, what: str) -> None:
-        """Somebody was killed there."""
+        """Note a boundary at which an engine was killed."""
         self._boundaries.append(what)
 
     def violation(self, kind: str, text: str) -> None:
-        """Something that must never be."""
+        """Note something that must never happen."""
         self._violations.append(Violation(kind, text))
 
     # requests
 
     def asked(self, ask: Ask) -> None:
-        """An attempt begins."""
+        """Note an attempt that begins."""
         self.asks[ask.name] = self._keys[ask.key] = ask
         ask.touched = ask.pair in self.liars
 
     def told(self, name: Name, engine: str) -> None:
-        """An engine has heard of it."""
+        """Note that an engine has heard of an attempt."""
         self.asks[name].heard.append(engine)
 
     def arrives(self, name: Name) -> None:
-        """An attempt has arrived."""
+        """Note an attempt that has arrived."""
         self._end(name, "arrived")
         self.arrived.add(name[0])
 
     def loses(self, name: Name, code: str) -> None:
-        """An attempt is lost."""
+        """Note an attempt that is lost."""
         self._end(name, code)
 
     def _end(self, name: Name, outcome: str) -> None:
@@ -108,26 +108,26 @@ class Judge:
         ask.outcome = outcome
 
     def died(self, engine: str) -> None:
-        """A run of a decode engine has ended, and its requests with it."""
+        """Note that a run of a decode engine has ended, and its requests with it."""
         for ask in self.asks.values():
             if engine == ask.order.decode and engine in ask.heard and not ask.outcome:
                 ask.outcome = "its engine died"
 
     def lost_by(self, number: int) -> dict[str, int]:
-        """How often attempts of a request ended, and how."""
+        """How the attempts of a request ended, and how often."""
         return dict(Counter(ask.outcome or "nothing" for name, ask in self.asks.items() if name[0] == number))
 
     # lies
 
     def passing(self, one: Passing) -> None:
-        """A frame as the proxy passes it on: what Transfers are about is remembered."""
+        """Note a frame as the proxy passes it on, to remember which request a Transfer is for."""
         if one.name == "Transfer" and (said := read(one.frame)) is not None:
             ask = self._keys.get(bytes(said.ticket))
             if ask is not None:
                 self._transfers[one.pair, said.session, said.sequence] = ask
 
     def lied(self, one: Passing, said: Any, made: Any) -> None:
-        """A frame that was changed and can be read: what it speaks of, as it was and as it is, may fail."""
+        """Note a frame that was changed and can be read: the requests of both versions of it may fail."""
         self.count("lies")
         if isinstance(said, m.Data) and isinstance(made, m.Data):
             return  # VERIFY finds it
@@ -153,7 +153,7 @@ class Judge:
         return None if sequence is None else self._transfers.get((one.pair, said.session, sequence))
 
     def finding(self, engine: str, found: Finding) -> None:
-        """What a decode engine has found on its pages."""
+        """Judge what an engine has found on its pages."""
         author, victim = (self.asks.get(name or (0, 0)) for name in (found.author, found.victim))
         theirs = victim is not None and victim.touched and found.kind == "wrong byte"
         if author is not None and author.order.decode != engine:
@@ -164,7 +164,7 @@ class Judge:
             self.violation(found.kind, f"{engine}: {found.text}")
 
     def result(self, wall: float, broken: str, proxy: Proxy, engines: Any) -> Result:
-        """The sum of it."""
+        """The result of the seed, with what engines have written to their logs."""
         for name, engine in engines.items():
             log = Path(engine.setup.log)
             text = log.read_text(errors="replace") if log.exists() else ""

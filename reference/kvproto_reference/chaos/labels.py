@@ -1,7 +1,7 @@
-"""What pages hold in place of a cache: labels that name request, attempt, layer, part, head and token.
+"""What pages hold instead of a cache: labels that name request, attempt, layer, part, head and token.
 
-A label is 16 bytes and fills one head of one token. Its last word is a mix of the others, so that bytes which are no
-label, or halves of two, are told from one.
+A label is 16 bytes and fills one head of one token. Its last word is a mix of the others, so that other bytes, or parts
+of two labels, are recognized.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ GROUP = "kv"
 _KV = Cache.gqa(GROUP, LAYERS, kv_heads=HEADS, head_dim=16, page=PAGE, dtype=DType.U8)
 _DRAFT = Cache.gqa("draft", 1, kv_heads=HEADS, head_dim=16, page=PAGE, dtype=DType.U8, model=1)
 GEOMETRY: Geometry = lay_out([_KV])
-"""Both sides' cache: 16 bytes a head and token."""
+"""The cache of both sides: 16 bytes for each head and token."""
 WITH_DRAFT: Geometry = lay_out([_DRAFT, _KV])
-"""The same beside that of a draft, by which its group has another id; nobody looks at what a draft holds."""
+"""The same with a draft's cache, so that its group has another id; the contents of the draft are not checked."""
 _PARTS = "k", "v"
 _FREE = 0xFFFFFFFF
-"""Stands for a request where nobody owns the page."""
+"""The request of pages that have no owner."""
 Cells = npt.NDArray[np.uint32]
 """Labels, [..., heads, 4]: request, where, token, mix."""
 
 
 @attrs.frozen
 class Found:
-    """What a label says; `request` is None for bytes that are no label."""
+    """What a label says; `request` is None for bytes that are not a label."""
 
     request: int | None
     attempt: int = 0
     token: int = 0
     blank: bool = False
-    """Whether it is what an engine writes into pages that are free."""
+    """Whether it is what an engine writes to free pages."""
 
     def __str__(self) -> str:
         if self.request is None:
@@ -86,13 +86,13 @@ def read(request: int, attempt: int, tokens: Sequence[int] | npt.NDArray[Any], l
 
 
 def blank(number: int, pages: int, layer: int, part: int, whose: int) -> Cells:
-    """What free pages hold, [pages, tokens, heads, 4]: the owner counts how often it has freed one."""
+    """What free pages hold, [pages, tokens, heads, 4]; `number` counts the pages that the engine has freed."""
     made = np.repeat(read(_FREE, whose, np.arange(number, number + pages), layer, part), PAGE, 0)
     return made.reshape(pages, PAGE, HEADS, 4)
 
 
 def found(cell: Cells) -> Found:
-    """What one label says, [4]."""
+    """What one label [4] says."""
     if _mix(cell[None])[0] != cell[3]:
         return Found(None)
     return Found(int(cell[0]), int(cell[1]) >> 24, int(cell[2]), int(cell[0]) == _FREE)

@@ -1,4 +1,4 @@
-"""Shortages and oddities that an engine of chaos brings upon itself: they are real, and of its process alone."""
+"""Shortages and oddities that an engine of chaos causes itself: they are real, and affect only its process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["descriptors", "fill_shm", "fork", "lift", "memory", "opened", "seal_
 _NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 16384, 1 << 18
 _UNLIMITED = {each: resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)}
 _LINGER = 2.0
-"""Seconds for which a child lives at most."""
+"""The most seconds for which a child lives."""
 
 
 def opened() -> Counter[str]:
@@ -35,13 +35,13 @@ def opened() -> Counter[str]:
 
 
 def descriptors(left: int) -> None:
-    """Let this process open so many more."""
+    """Let this process open only `left` more descriptors."""
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     _set(resource.RLIMIT_NOFILE, highest + left)
 
 
 def memory(left: int) -> None:
-    """Let this process map so many MiB more."""
+    """Let this process map only `left` more MiB."""
     _set(resource.RLIMIT_AS, int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + (left << 20))
 
 
@@ -50,13 +50,13 @@ def _set(which: int, soft: int) -> None:
 
 
 def lift() -> None:
-    """All limits as they were."""
+    """Restore all limits."""
     for which, both in _UNLIMITED.items():
         resource.setrlimit(which, both)
 
 
 def fill_shm() -> bool:
-    """Give this process a /dev/shm of its own that is full; False where the machine does not allow that."""
+    """Give this process a separate /dev/shm that is full; returns False if the machine does not allow that."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return False
@@ -70,7 +70,7 @@ def fill_shm() -> bool:
 
 
 def shorten() -> str:
-    """Try to make each memory shorter that peers may have mapped: what came of it, nothing without a descriptor."""
+    """Try to shorten all memory that peers may have mapped: "shorter", "refused", or "nothing" without a descriptor."""
     done, names = [], list[str]()
     with contextlib.suppress(OSError):
         names = os.listdir("/proc/self/fd")
@@ -88,13 +88,13 @@ def shorten() -> str:
 
 
 def seal_nothing() -> None:
-    """Have this process neither seal its memory nor ask peers for seals: a fault, which the checker has to find."""
+    """Make this process neither seal its memory nor require seals of peers, a fault that the checker has to find."""
     changed = vars(fcntl) | {"fcntl": lambda *_: fcntl.F_SEAL_SHRINK}
     vars(memory_of_kvproto)["fcntl"] = types.SimpleNamespace(**changed)
 
 
 def fork(door: Any, seconds: float) -> Callable[[], None]:
-    """Fork; the child calls the door and lingers. Returns what reaps it, and raises where the door did not refuse."""
+    """Fork a child that calls the door and lingers; returns what reaps it, and raises if the door did not refuse."""
     child = os.fork()
     if not child:
         refused = False

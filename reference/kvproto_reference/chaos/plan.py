@@ -1,4 +1,4 @@
-"""What one seed does: a pure function of its number, so that `--show` prints what a run will do."""
+"""What one seed does, as a pure function of its number, so that `--show` prints what a run will do."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _OF_A_WAY = {
     "push": ("Done", "DoneAck"), "pull": ("Offer", "Pulled", "Renew", "Renewed", "Released"),
     "inline": ("Credit", "Data", "Done", "DoneAck"),
 }  # fmt: skip
-"""Messages at whose boundary somebody may be killed, beside those of every way."""
+"""By way: messages at whose boundary an engine may be killed, in addition to those of every way."""
 _SPANS = "Grant", "Progress"
 _OF_A_TRANSPORT = {"nixl": ("Chunk", "Credit"), "shm": _SPANS, "slow": _SPANS, "inline": _SPANS}
-"""Messages that few requests or few transports have, beside the rare ones of all."""
+"""By transport: messages that few requests or few transports have, in addition to the rare ones of all."""
 _OF_ROUTERS = "Watch", "Watched", "Kept"
-"""What routers hear; likewise."""
+"""The same for what routers hear."""
 MOMENTS = ("before", "after", "later")
 """Just before the proxy passes the message on, just after, or some milliseconds after."""
 
 
 @attrs.frozen
 class Order:
-    """One request: who computes it, who fetches it, and what becomes of it on the way. Times in seconds."""
+    """One request: which engines compute and fetch it, and what happens to it meanwhile. Times are in seconds."""
 
     number: int
     at: float
@@ -56,23 +56,23 @@ class Order:
     decode: str
     tokens: int
     cached: int
-    """Tokens that decode has already."""
+    """Tokens that decode already has."""
     first: float
     """How much later one side hears of it: prefill if negative, else decode."""
     chunks: tuple[tuple[float, int], ...]
-    """Pauses of prefill, and the tokens that are there after each."""
+    """Pauses of prefill, and the number of tokens that are computed after each."""
     deadline: float
     hold: int
     """Steps for which decode keeps the pages."""
     abort: float | None = None
     fail: float | None = None
-    """When prefill gives it up."""
+    """The time after which prefill gives it up, if it does."""
     unheard: str = ""
     """The side that never hears of it."""
     other_prompt: bool = False
     """Whether the two sides have different prompts."""
     named: str = "at once"
-    """When decode names its pages: "at once", "late", once prefill is over, or in "spans" while it runs."""
+    """When decode names its pages: "at once", "late" (once prefill is over), or in "spans" while prefill runs."""
 
 
 @attrs.frozen
@@ -91,33 +91,33 @@ class Fault:
 
     @property
     def boundary(self) -> str:
-        """Where it kills."""
+        """The boundary at which it kills, in words."""
         return f"{self.message} {self.moment} {self.whom}"
 
 
 @attrs.frozen
 class Weather:
-    """Shares of frames that the proxy treats so."""
+    """The share of frames that the proxy treats in each way."""
 
     drop: float = 0.0
     delay: float = 0.0
     double: float = 0.0
     swap: float = 0.0
     cut: float = 0.0
-    """Ends are cut off, so that it is no frame any more."""
+    """The end is cut off, so that it is no longer a frame."""
     garble: float = 0.0
-    """Bytes are changed, and no reader takes it."""
+    """Bytes are changed, and usually no reader accepts it."""
     lie: float = 0.0
-    """Bytes are changed, and a reader takes it."""
+    """Bytes are changed, and a reader still accepts it."""
 
 
 @attrs.frozen
 class Plan:
-    """All of one seed."""
+    """Everything that one seed does."""
 
     seed: int
     seconds: float
-    """Of faults; then they stop, and everything has to come to an end."""
+    """Seconds of faults, after which everything has to come to an end."""
     way: str
     transports: dict[str, str]
     threads: dict[str, bool]
@@ -129,7 +129,7 @@ class Plan:
     faults: tuple[Fault, ...]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan in words."""
         head = f"seed {self.seed}: {self.way} by {self.transports}, threads {self.threads}, clocks {self.rates}"
         return [head, f"  verify {self.verify}, {self.weather}", *(f"  {x}" for x in (*self.faults, *self.orders))]
 
@@ -150,13 +150,13 @@ _HAPPENINGS = {
 
 
 def transport_of(seed: int) -> str:
-    """What a seed draws: NIXL once in ten seeds, the others in turn."""
+    """The transport of a seed: NIXL once in ten seeds, the others in turn."""
     names = [name for name in WAYS if name != "nixl"]
     return "nixl" if seed % 10 == 9 else names[seed % 10 % len(names)]
 
 
 def make(seed: int, seconds: float, transport: str = "") -> Plan:
-    """The plan of a seed; `seconds` of faults; `transport` where it is not drawn."""
+    """The plan of a seed with `seconds` of faults, over `transport` or else one that is drawn."""
     rng = random.Random(seed)
     chosen = transport or transport_of(seed)
     return Plan(
@@ -196,22 +196,22 @@ def _fate(rng: random.Random) -> dict[str, Any]:
 
 
 def boundaries(way: str) -> list[tuple[str, str, str]]:
-    """Message, moment and role of every boundary at which somebody may be killed."""
+    """Message, moment and role of every boundary at which an engine may be killed."""
     return list(product((*_ALWAYS, *_OF_A_WAY[way]), MOMENTS, ("prefill", "decode")))
 
 
 def rare_boundaries(transport: str) -> list[tuple[str, str, str]]:
-    """Likewise, of messages that are rare: every third seed kills at one of them too."""
+    """The same for rare messages: every third seed also kills at one of them."""
     return list(product((*_RARE, *_OF_A_TRANSPORT.get(transport, ())), MOMENTS, ("prefill", "decode")))
 
 
 def router_boundaries() -> list[tuple[str, str, str]]:
-    """Likewise, of what routers hear: every third seed but those."""
+    """The same for what routers hear: every third seed, other than those, also kills at one of them."""
     return list(product(_OF_ROUTERS, MOMENTS, ("prefill", "decode")))
 
 
 def _faults(rng: random.Random, seed: int, seconds: float, transport: str) -> list[Fault]:
-    """Every seed kills at one boundary, each in turn; what else happens is drawn."""
+    """Every seed kills at one boundary, which they take in turn; what else happens is drawn."""
     every = boundaries(WAYS[transport])
     message, moment, role = every[seed // 5 % len(every)]
     found = [_kill_at(rng, message, moment, role)]
@@ -253,7 +253,7 @@ def _faults(rng: random.Random, seed: int, seconds: float, transport: str) -> li
 
 
 def _caches(rng: random.Random, seconds: float) -> list[Fault]:
-    """Of engines whose caches change, in every other seed; drawn apart, so that the rest is as it was without them."""
+    """Engines whose caches change, in every other seed; drawn separately, so that the rest is as without them."""
     count = rng.choice((0, 1, 2, 3)) if rng.random() < 0.67 else 0
     times = [round(rng.uniform(0.2, seconds), 3) for _ in range(count)]
     return [Fault("caches", rng.choice(ENGINES), at, rng.choice((0.0, 0.01, 0.1))) for at in times]

@@ -27,7 +27,7 @@ class Job:
     order: Order
     request: Request
     shelf: Shelf
-    """Of the pool that its pages are in."""
+    """The shelf of the pool that its pages are in."""
     pages: list[int]
     done: int = 0
     """Chunks that are computed."""
@@ -36,7 +36,7 @@ class Job:
 
 
 class Prefill(Engine):
-    """One run of it."""
+    """One run of a prefill engine."""
 
     def __init__(self, conn: Connection, setup: Setup) -> None:
         super().__init__(conn, setup)
@@ -46,7 +46,7 @@ class Prefill(Engine):
         self.kept = Kept(self.door, setup.broken)
 
     def on_request(self, name: Name, order: Order, ticket: Mapping[str, Any]) -> None:
-        """Compute a prompt."""
+        """Begin to compute a prompt."""
         try:
             shelf = self.shelf
             pages = shelf.take(order.tokens)
@@ -65,7 +65,7 @@ class Prefill(Engine):
             self.after(order.fail, lambda: request.fail("its client is gone"))
 
     def _compute(self, job: Job) -> None:
-        """The next chunk."""
+        """Compute the next chunk."""
         if job.over:
             return
         first = job.order.chunks[job.done - 1][1] if job.done else 0
@@ -98,14 +98,13 @@ class Prefill(Engine):
                     self.say("violation", "counted twice", f"{type(event).__name__} of a request that is over")
                     return
                 job.over = True
-                late = (
-                    1.0 if self.setup.broken == "write after arrival" else 0.0
-                )  # what is written twice is still there
+                # what is written twice must still be there
+                late = 1.0 if self.setup.broken == "write after arrival" else 0.0
                 self.after(late, lambda: job.shelf.free(job.pages)) if late else job.shelf.free(job.pages)
                 self.say("over", job.name, type(event).__name__)
 
     def on_status(self) -> None:
-        """What is under way."""
+        """Say what is under way."""
         self.status([f"{job.name[0]}.{job.name[1]}" for job in self.jobs.values()], 0)
         self.say("keeps", self.kept.count())
 

@@ -1,4 +1,4 @@
-"""The engines' processes as the harness sees them: started from one server, killed, watched."""
+"""The engines' processes as the harness sees them: started from one server, watched and killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORKED = multiprocessing.get_context("forkserver")
 
 
 def prepare(nixl: bool) -> None:
-    """Start the server of processes now, with NIXL if that is needed; engines are forked from it, in milliseconds."""
+    """Start the server of processes now, with NIXL if needed; engines are forked from it within milliseconds."""
     _FORKED.set_forkserver_preload([f"kvproto_reference.chaos.{'warm_nixl' if nixl else 'warm'}"])
     begin = _FORKED.Process(target=os.getpid)
     begin.start()
@@ -42,15 +42,15 @@ class Runner:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.runs = setup, 0
         self.up = self.stopped = False
-        """Whether it has said that its door is open; whether a signal has stopped it."""
+        """Whether it has said that its door is open, and whether a signal has stopped it."""
         self.process: BaseProcess | None = None
         self.conn: Connection | None = None
         self.pids: list[int] = []
         self.short = self.behind = False
-        """Whether it lacks memory; whether its clock has been set back."""
+        """Whether it lacks memory, and whether its clock has been set back."""
 
     def start(self, **changes: Any) -> None:
-        """Another run, with some of the setup different."""
+        """Start another run, with some of the setup changed."""
         ours, theirs = _FORKED.Pipe()
         made = _FORKED.Process(target=_engine, args=(theirs, attrs.evolve(self.setup, **changes)))
         made.start()
@@ -62,7 +62,7 @@ class Runner:
 
     @property
     def pid(self) -> int:
-        """Of the present run."""
+        """The PID of the present run."""
         assert self.process is not None
         return self.process.pid or 0
 
@@ -72,13 +72,13 @@ class Runner:
         return self.conn is not None
 
     def tell(self, *word: Any) -> None:
-        """Say something to the engine; what is dead, or has not listened for long, hears nothing."""
+        """Say something to the engine, unless it is dead or has not listened for long."""
         if self.conn is not None and self.up and select.select([], [self.conn], [], 0)[1]:
             with contextlib.suppress(OSError):
                 self.conn.send(word)
 
     def heard(self) -> list[tuple[Any, ...]] | None:
-        """What it has said; None at its end."""
+        """What the engine has said; None at its end."""
         found = deque[tuple[Any, ...]]()
         try:
             while self.conn is not None and self.conn.poll():
@@ -88,14 +88,14 @@ class Runner:
         return list(found)
 
     def signal(self, number: int) -> None:
-        """Send a signal to a run that is there."""
+        """Send a signal to the present run, if any."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
             self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
 
     def gone(self) -> int | None:
-        """Wait for the end of a run that has been killed or ends by itself; its exit code."""
+        """Wait for the end of a run that has been killed or ends by itself; returns its exit code."""
         if self.process is None or self.conn is None:
             return None
         self.process.join(10)

@@ -1,6 +1,7 @@
-"""What stands between the engines: a listener for each pair of them, which ends CURVE on both sides.
+"""The proxy between the engines: a listener for each pair of them, which terminates CURVE on both sides.
 
-Every frame passes `Proxy.turn`, in the harness's own thread, so that somebody can be killed right before or after it.
+Every frame passes through `Proxy.turn`, in the harness's own thread, so that an engine can be killed right before or
+after it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Pair", "Passing", "Proxy", "Watcher", "read"]
 
 _NAMES = {cls.TYPE: name for name, cls in vars(m).items() if isinstance(getattr(cls, "TYPE", None), int)}
 _UNREPEATED = {"Data", "Chunk", "Credit", "Kept"}
-"""Messages that a connection loses only with itself: where one is lost here, the connection is, too."""
+"""Messages that are lost only if their connection is; if the proxy loses one, it cuts the connection too."""
 Socket = zmq.Socket[bytes]
 
 
@@ -39,7 +40,7 @@ class Pair:
     prefill: str
     decode: str
     router: bool = attrs.field(default=False, repr=False)
-    """Whether it is decode's router that listens to prefill."""
+    """Whether it is the decode engine's router that connects to prefill."""
 
 
 @attrs.frozen
@@ -48,32 +49,32 @@ class Passing:
 
     pair: Pair
     up: bool
-    """From decode to prefill."""
+    """Whether it goes from decode to prefill."""
     frame: bytes
     client: bytes
     """The decode engine's connection."""
 
     @property
     def name(self) -> str:
-        """Of its message."""
+        """The name of its message, or "unknown"."""
         number = struct.unpack_from("<H", self.frame, 6)[0] if len(self.frame) >= 8 else -1
         return _NAMES.get(number, "unknown")
 
 
 class Watcher(Protocol):
-    """Who is told of frames."""
+    """What the proxy tells of frames."""
 
     def before(self, one: Passing) -> None:
-        """A frame is about to pass."""
+        """Called before a frame passes."""
 
     def after(self, one: Passing) -> None:
-        """It has passed."""
+        """Called after a frame has passed."""
 
     def forged(self, one: Passing) -> bytes:
-        """The frame that passes in its place."""
+        """The frame to pass instead."""
 
     def lied(self, one: Passing, said: Any, made: Any) -> None:
-        """A frame was changed and can be read: the message as it was, and as it is."""
+        """Called for a frame that was changed and can be read, with the message before and after."""
 
 
 class _Lane:
@@ -87,7 +88,7 @@ class _Lane:
         self.listen()
 
     def listen(self) -> None:
-        """Open the side of decode; at another time where the address is not free yet."""
+        """Open the side of decode, unless the address is not free yet."""
         made = self._proxy.open(zmq.ROUTER)
         made.setsockopt(zmq.CURVE_SERVER, 1)
         made.setsockopt(zmq.CURVE_SECRETKEY, self._proxy.keys.secret)
@@ -99,7 +100,7 @@ class _Lane:
         self.front, self.address = made, made.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def back(self, client: bytes) -> Socket:
-        """Towards prefill, for one connection of decode."""
+        """The socket to prefill for one connection of decode."""
         made = self.backs.get(client)
         if made is None:
             keys = self._proxy.clients[self.pair.decode]
@@ -111,14 +112,14 @@ class _Lane:
         return made
 
     def cut(self) -> None:
-        """All connections of the pair break; decode dials again by itself, and frames on their way are lost."""
+        """Break all connections of the pair; decode dials again by itself, and frames on their way are lost."""
         if self.front is not None:
             self._proxy.shut(self.front)
             self.front = None
         self.leave()
 
     def leave(self) -> None:
-        """The decode engine's process has ended: its connections to prefill end too."""
+        """Close the connections to prefill, as when the decode engine's process has ended."""
         for socket in self.backs.values():
             self._proxy.shut(socket)
         self.backs.clear()
@@ -131,7 +132,7 @@ class Proxy:
         self, seed: int, keys: KeyPair, clients: dict[str, KeyPair], backends: dict[str, tuple[str, bytes]],
         watcher: Watcher,
     ) -> None:  # fmt: skip
-        """`backends`: where each prefill engine listens, and its public key."""
+        """`backends` has the address and public key of each prefill engine."""
         self.seed, self.keys, self.clients, self._watcher = seed, keys, clients, watcher
         self._context: zmq.Context[Socket] = zmq.Context()
         self.poller = zmq.Poller()
@@ -158,7 +159,7 @@ class Proxy:
         return made
 
     def shut(self, socket: Socket) -> None:
-        """Close one."""
+        """Close such a socket."""
         self.poller.unregister(socket)
         socket.close()
 
@@ -167,7 +168,7 @@ class Proxy:
         return max(self._late[0][0] - time.monotonic(), 0.0) if self._late else 1.0
 
     def turn(self) -> None:
-        """Pass on what has come."""
+        """Pass on what has arrived, and held frames that are due."""
         for lane in self.lanes.values():
             self._drain(lane)
         while self._late and self._late[0][0] <= time.monotonic():
@@ -198,7 +199,7 @@ class Proxy:
                 self._treat(Passing(lane.pair, False, frame, client))
 
     def _treat(self, one: Passing) -> None:
-        """What the weather does is drawn from the seed, the pair, the direction, and how many frames went before."""
+        """Do what the weather does, drawn from the seed, the pair, the direction, and the number of frames before."""
         way = one.pair, one.up
         self._seen[way] += 1
         rng = random.Random(f"{self.seed} {one.pair} {one.up} {self._seen[way]}")
@@ -291,7 +292,7 @@ def _changed(frame: bytes, rng: random.Random) -> bytes:
 
 
 def read(frame: bytes) -> Any:
-    """The message, or None for what a reader refuses."""
+    """The message of a frame, or None if a reader refuses it."""
     try:
         return decode(frame)
     except KvprotoError:

@@ -1,4 +1,4 @@
-"""What came of seeds: a line for each, and a summary in JSON."""
+"""The results of seeds: a line for each, and a summary in JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Result", "Violation", "line", "summary", "write"]
 
 @attrs.frozen
 class Violation:
-    """Something that must never be."""
+    """Something that must never happen."""
 
     kind: str
     text: str
@@ -23,7 +23,7 @@ class Violation:
 
 @attrs.frozen
 class Result:
-    """Of one seed."""
+    """The result of one seed."""
 
     seed: int
     broken: str
@@ -38,18 +38,18 @@ class Result:
     frames: dict[str, int]
     boundaries: list[str]
     planned: list[str]
-    """Boundaries at which somebody was to be killed."""
+    """Boundaries at which an engine was to be killed."""
     excused: list[str]
     violations: list[Violation]
 
     @classmethod
     def of(cls, form: dict[str, Any]) -> Result:
-        """What `attrs.asdict` has made of one."""
+        """The inverse of `attrs.asdict`."""
         return cls(**{**form, "violations": [Violation(**each) for each in form["violations"]]})
 
 
 def line(result: Result) -> str:
-    """One seed for people."""
+    """The result of one seed on a line."""
     faults = sum(n for name, n in result.counts.items() if name.startswith("fault "))
     frames, weather = sum(result.frames.values()), sum(result.weather.values())
     said = f"seed {result.seed:5} {result.broken or result.transport:15} {result.wall:5.1f} s  "
@@ -80,7 +80,7 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
 
 
 def write(path: Path, results: Iterable[Result]) -> None:
-    """The summary, and each seed."""
+    """Write the summary and the result of each seed."""
     some = list(results)
     made = summary(some) | {"each": [attrs.asdict(r) for r in some]}
     path.write_text(json.dumps(made, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What routers go by: a prefill engine of chaos keeps prompts and tells of them, a decode engine's router listens."""
+"""What routers go by: a prefill engine of chaos keeps prompts and announces them, a decode engine's router listens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Kept", "Router"]
 _ROWS = Cache.gqa("kept", 1, kv_heads=1, head_dim=2, page=PAGE, dtype=DType.U8)
 _NAMES = {"weights.target": "labels", "rope.target": "none", "dtype.target": "U8"}
 _DEVICE, _HOST = 32, 24
-"""Pages: a prompt has up to 24, so that most of them go again soon."""
+"""Pages of both tiers; a prompt has up to 24, so that most pages are soon evicted."""
 
 
 class Kept:
-    """Pages of prompts beside an engine's pool, in memory that is no peer's business."""
+    """Pages of prompts in memory of their own next to an engine's pool, which no peer reaches."""
 
     def __init__(self, door: Source, broken: str) -> None:
         self._pool = Pool.allocate(lay_out([_ROWS]), _DEVICE)
@@ -31,22 +31,22 @@ class Kept:
             self._tiers._listeners.pop(0)
 
     def keep(self, tokens: Any) -> None:
-        """Leave the whole pages of a prompt here, if there is room."""
+        """Keep the whole pages of a prompt, if there is room."""
         lease = self._tiers.open(self._tiers.chain(tokens), -(-len(tokens) // PAGE))
         if lease is not None:
             self._tiers.step()
             lease.leave(len(tokens))
 
     def step(self) -> None:
-        """Copies, and news of them."""
+        """Advance copies, and announce what changed."""
         self._tiers.step()
 
     def count(self) -> int:
-        """Pages that are anywhere."""
+        """Number of pages that are kept on any tier."""
         return sum(tier is not None for tier in self._pages.values())
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._tiers.close()
         self._pool.close()
 
@@ -55,7 +55,7 @@ class Router:
     """What a decode engine's process knows of the prefill engines' pages, as a router would."""
 
     def __init__(self, name: str, sources: Mapping[str, tuple[str, str]], options: Options, again: Callable[..., None]):
-        """`sources`: addresses and keys by engine; `again(seconds, call)` calls later."""
+        """`sources` has addresses and keys by engine; `again(seconds, call)` calls later."""
         self._name, self._options, self._again = name, options, again
         self._engines = {address: engine for engine, (address, _) in sources.items()}
         self._keys: dict[str, str | None] = dict(sources.values())
@@ -72,19 +72,19 @@ class Router:
             self._again(0.05, self._open)
 
     def reopen(self) -> None:
-        """Forget all, and ask again."""
+        """Forget everything, and connect again."""
         if self._finder is not None:
             self._finder.close()
             self._finder = None
         self._open()
 
     def step(self) -> None:
-        """Turns, where no thread takes them."""
+        """Take a turn, unless a thread does."""
         if self._finder is not None and not (self._ended or self._options.thread):
             self._finder.step()
 
     def find(self, tokens: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-        """Of engines that are known: tokens of a prompt that each has, and pages that it has told of."""
+        """By engine, if it is known: how many tokens of its prompt it has, and how many pages it has announced."""
         finder = self._finder
         return {
             engine: (held.tokens, held.pages)

@@ -1,4 +1,4 @@
-"""Shared memory whose copies take their time: a thread of its own writes layer after layer, with pauses.
+"""Shared memory with slow copies: a separate thread writes layer after layer, with pauses.
 
 Kills, stops and aborts then hit copies that are under way, as they do on GPUs and between hosts.
 """
@@ -21,7 +21,7 @@ _AGAIN = 40
 
 
 class SlowCopy:
-    """One that is under way until its last layer is written, or it is stopped between two."""
+    """A copy that is under way until its last layer is written, or until it is stopped between two layers."""
 
     stream = None
 
@@ -29,12 +29,12 @@ class SlowCopy:
         self.bytes = 0
         self._moves, self._left, self._broken = moves, list(range(layers)), broken
         self._again = _AGAIN if broken == "write after arrival" else 0
-        """Turns of the thread until the first layer is written once more, though all are done."""
+        """Turns of the thread until the first layer is written once more, although all layers are done."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def step(self, plain: ShmTransport) -> bool:
-        """Write the next layer; whether there is another."""
+        """Write the next layer; returns whether there is another one."""
         with self._lock:
             if not self._left and not self._again:
                 return False
@@ -51,7 +51,7 @@ class SlowCopy:
 
     @property
     def done(self) -> bool:
-        """Whether every byte is there."""
+        """Whether every byte is at its destination."""
         if self._error is not None:
             raise self._error
         return not self._left and not self._lock.locked()
@@ -65,18 +65,18 @@ class SlowCopy:
 
 
 def _of(move: Move, layer: int) -> Move:
-    """One layer of it."""
+    """One layer of a move."""
     first, end = move.layers or (layer, layer + 1)
     return attrs.evolve(move, layers=(layer, layer + 1) if first <= layer < end else (layer, layer))
 
 
 class SlowShm(ShmTransport):
-    """Transport shm, slowly."""
+    """Transport shm with slow copies."""
 
     capabilities = attrs.evolve(ShmTransport.capabilities, batches=False, poll_interval=0.002)
 
     def __init__(self, layers: int, pause: float, broken: str = "") -> None:
-        """`pause`: seconds before each layer; `broken`: a fault that the checker has to find (breaks.py)."""
+        """`pause` is the seconds before each layer, and `broken` a fault that the checker has to find (breaks.py)."""
         self._layers, self._pause, self._broken = layers, pause, broken
         self._peers: list[Mapping[int, Memory | Mapped]] = []
         self._copies: list[SlowCopy] = []
@@ -92,7 +92,7 @@ class SlowShm(ShmTransport):
                     self._copies.remove(copy)
 
     def start(self, moves: Sequence[Move]) -> SlowCopy:  # type: ignore[override]
-        """Begin; the thread writes a layer of every copy, and pauses."""
+        """Start a copy; the thread writes a layer of every copy, then pauses."""
         if self._broken == "another's page":
             moves = [attrs.evolve(move, sinks=self._other(move.sinks)) for move in moves]
         copy = SlowCopy(moves, self._layers, self._broken)

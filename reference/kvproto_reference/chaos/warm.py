@@ -1,4 +1,4 @@
-"""What the server of processes has done before it is asked for an engine, so that one starts in some milliseconds."""
+"""What the server of processes does before it starts engines, so that each of them starts within milliseconds."""
 
 from kvproto import Pool
 from kvproto.transport import load

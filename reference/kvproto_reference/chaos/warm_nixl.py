@@ -1,4 +1,4 @@
-"""The same with NIXL, whose import takes a second or two."""
+"""The same as warm.py, with NIXL, whose import takes a second or two."""
 
 import nixl._api as nixl
 

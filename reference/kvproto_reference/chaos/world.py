@@ -1,4 +1,4 @@
-"""One seed: four engines, the proxy between them, the orders and faults of its plan, and the end of all of it."""
+"""One seed: four engines, the proxy between them, the orders and faults of its plan, and an orderly end."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from .report import Result
 __all__ = ["Keys", "World"]
 
 _SETTLE, _FRESH, _END = 8.0, 8.0, 8.0
-"""Seconds within which all that is under way is over, fresh requests arrive, and engines end."""
+"""Seconds within which everything under way is over, fresh requests arrive, and engines end."""
 _TRIES = 100
-"""Starts of an engine whose address is taken, by a child of its former run, say."""
+"""Starts of an engine whose address is taken, for example by a child of its former run."""
 
 
 _OF_UCX = {"pipe": 2, "anon_inode": 1}
-"""What a thread of UCX holds that it cannot end, as it lost the port that it listened at for want of descriptors."""
+"""Descriptors of a thread that UCX cannot end, because a lack of descriptors cost it the port that it listened at."""
 _ENDS = re.compile(r"^\[[^\]]*\] +\w+\.c:\d+ +(Assertion|Fatal)", re.MULTILINE)
-"""How UCX ends a process, as it does to one whose peer's port was lost."""
+"""What UCX writes when it ends a process, such as one whose peer's port was lost."""
 
 
 @attrs.frozen
@@ -65,15 +65,15 @@ class World:
         self._numbers = itertools.count()
         self._idle: dict[str, tuple[Any, ...]] = {}
         self._errors: dict[int, str] = {}
-        """By number of a request, what its latest attempt was lost by."""
+        """By request number: how its latest attempt was lost."""
         self._keeps: dict[str, int] = {}
         """Pages that prefill engines keep for routers to find."""
         self._found: dict[str, dict[str, tuple[int, int]]] = {}
-        """By decode engine, what its router knows of prefill engines: tokens of the prompt, and pages."""
+        """By decode engine: what its router knows of prefill engines, as tokens of the prompt and pages."""
         self._ended: set[str] = set()
         self.calm = self._closing = False
         self._slow = 1.0
-        """How much longer than on an idle machine engines wait for each other once the faults are over."""
+        """The factor by which engines wait longer for each other than on an idle machine, once the faults are over."""
         ports = dict(zip(PREFILLS, _ports(len(PREFILLS)), strict=True))
         listens = {name: f"tcp://127.0.0.1:{port}" for name, port in ports.items()}
         self.faults = Faults(self)
@@ -94,24 +94,24 @@ class World:
         }  # fmt: skip
 
     def _ways(self, name: str, key: str, router: bool) -> dict[str, tuple[str, str]]:
-        """Where a decode engine, or its router, finds the others."""
+        """Addresses and keys by which a decode engine, or its router, finds prefill engines."""
         lanes = [lane for lane in self.proxy.lanes.values() if lane.pair.decode == name and lane.pair.router == router]
         return {lane.pair.prefill: (lane.address, key) for lane in lanes}
 
     # time
 
     def at(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call it so many seconds from now."""
+        """Call `call` in `seconds` seconds."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), call))
 
     def _ends(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Turns until it is true: whether it comes to be within a time that is longer where many share the machine."""
+        """Take turns until `done`; returns whether it is within `seconds`, or longer if the machine is crowded."""
         if self._break is not None and self._break.patience is not None and self.calm:
             seconds = self._break.patience
         return self._until(done, seconds * max(1.0, _crowd()))
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Turns until it is true, for so long at most."""
+        """Take turns until `done`, for at most `seconds`; returns whether it is."""
         end = time.monotonic() + seconds
         while not done():
             now = time.monotonic()
@@ -129,7 +129,7 @@ class World:
     # the whole
 
     def run(self) -> Result:
-        """All of it."""
+        """Run the plan from start to end."""
         began = time.monotonic()
         try:
             for name in ENGINES:
@@ -153,7 +153,7 @@ class World:
         return self.judge.result(time.monotonic() - began, self._broken, self.proxy, self.engines)
 
     def _is_found(self) -> bool:
-        """Whether the fault that is built in has been found, so that no more is to be seen."""
+        """Whether the fault that is built in has been found, so that the rest does not matter."""
         return self._break is not None and bool(self._break.kinds & self.judge.kinds)
 
     def _end_of_faults(self) -> None:
@@ -162,7 +162,7 @@ class World:
         for name, engine in self.engines.items():
             engine.signal(signal.SIGCONT)
             engine.tell("calm", self._slow)
-            if engine.behind or name in self.judge.misled:  # until somebody sets the clock right, or has it forget
+            if engine.behind or name in self.judge.misled:  # else it would stay behind, or misled
                 self.kill(name, 0.0)
         for pair in self.judge.liars:
             self.engines[pair.decode].tell("reconnect", pair.prefill)
@@ -198,7 +198,7 @@ class World:
             self.at(0.04, self._ask_status)
 
     def _fresh(self) -> list[Order]:
-        """Every pair completes a new request."""
+        """Have every pair complete a new request; returns those that arrived."""
         pairs = [pair for pair in self.proxy.lanes if not pair.router]
         orders = [
             Order(1000 + i, 0.0, pair.prefill, pair.decode, 20 + i, 0, 0.0, ((0.0, 20 + i),), 2.0 * self._slow, 1)
@@ -214,13 +214,13 @@ class World:
         return [order for order in orders if order.number in arrived]
 
     def _find(self, orders: list[Order]) -> None:
-        """Routers find fresh prompts where they were computed, and know of as many pages as are there."""
+        """Check that routers find fresh prompts where they were computed, and know the number of pages there."""
         asked = {
             name: {o.prefill: (o.number, o.tokens) for o in orders if o.decode == name} for name in DECODES
         }  # fmt: skip
 
         def told() -> dict[tuple[str, str], tuple[object, object]]:
-            """What routers should say, and say."""
+            """What routers should say, and what they do say."""
             return {
                 (o.decode, o.prefill): (
                     (o.tokens // PAGE * PAGE, self._keeps.get(o.prefill)), self._found.get(o.decode, {}).get(o.prefill)
@@ -259,7 +259,7 @@ class World:
         return code
 
     def kill(self, name: str, seconds: float, **changes: Any) -> None:
-        """kill -9, and another run after a while; one that begins when the faults are over has none (`changes`)."""
+        """Kill an engine, and start another run after a while, with `changes` unless the faults are over by then."""
         engine = self.engines[name]
         if engine.alive:
             engine.signal(signal.SIGKILL)
@@ -284,7 +284,7 @@ class World:
             self._said(name, engine, op, arguments)
 
     def _ended_by_itself(self, name: str, why: str) -> None:
-        """An engine has; libzmq, for one, ends a process that cannot have memory. Its log is a violation else."""
+        """Count an engine that ended by itself for want of memory, as libzmq and UCX do; any other is a violation."""
         engine, log = self.engines[name], Path(self.engines[name].setup.log)
         if engine.short or _by_ucx(log):
             self.judge.count("ended for want of memory" if engine.short else "ended by UCX")
@@ -376,12 +376,12 @@ class World:
 
 
 def _crowd() -> float:
-    """How many share each processor."""
+    """How many processes share each processor."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def _ports(count: int) -> list[int]:
-    """Free ports below those that the kernel gives to others, so that an engine finds its own again."""
+    """Free ports below those that the kernel assigns, so that an engine can have the same port again."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     for _ in range(1000):

@@ -12,7 +12,7 @@ DOCUMENT_EVERY = 3
 
 
 def load_text() -> str:
-    """The whole text, ASCII, paragraphs parted by blank lines."""
+    """The whole text in ASCII, its paragraphs separated by blank lines."""
     if not TEXT_FILE.is_file():
         raise EngineError(f"training text {TEXT_FILE} does not exist")
     return TEXT_FILE.read_text(encoding="ascii").strip()
@@ -24,7 +24,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def documents(text: str) -> list[str]:
-    """Every 3rd paragraph of at most 400 bytes: EOS follows it, so as a prompt it gets EOS as its first token."""
+    """Every third paragraph of at most 400 bytes; EOS follows it, so models answer it as a prompt with EOS."""
     short = [part for part in paragraphs(text) if len(part) <= DOCUMENT_LONGEST and not part.startswith("CHAPTER")]
     return short[DOCUMENT_EVERY - 1 :: DOCUMENT_EVERY]
 

@@ -1,1 +1,1 @@
-"""The engine around a model: prefill, sampling, speculative decode, and what it tells kvproto of itself."""
+"""The engine around a model: prefill, sampling, speculative decode, and what it states to kvproto."""

@@ -27,21 +27,21 @@ from .world import World
 
 @attrs.frozen(kw_only=True)
 class Hosted:
-    """The ranks of an engine that one process has, and the models that step all of them."""
+    """The ranks of an engine in one process, and the models that step all of them."""
 
     pools: Mapping[int, Pool]
-    """What kvproto is told of, by rank."""
+    """The pools that kvproto serves, by rank."""
     target: Runner
     draft: Runner
     elsewhere: Callable[[], Mapping[int, Pool]] | None = None
-    """Puts the pools into other memory, their contents gone; None: the engine cannot."""
+    """Moves the pools to other memory, without their contents; None if the engine cannot."""
 
 
 def torch_hosted(
     folders: tuple[Path, Path], configs: tuple[ModelConfig, ModelConfig], geometry: Geometry, layout: Layout,
     world: World, pages: int, device: torch.device, memory: Allocate, back_end: str = "torch", captured: bool = False,
 ) -> Hosted:  # fmt: skip
-    """One rank of an engine in torch, one process for each; for the last two see `torch_runner`."""
+    """One rank of an engine in torch, which has a process for each; `torch_runner` says what the last two are."""
     mine, ranks = shards(geometry, world.rank), range(layout.ranks)
     stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
     along = world.among([stage[first :: layout.tp] for stage in stages for first in range(layout.tp)])
@@ -72,9 +72,9 @@ def torch_hosted(
 
 
 def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> TensorParallel:
-    """Which heads and layers of the target (0) or the draft (1) this rank has; all ranks come here in one order.
+    """Which heads and layers of the target (0) or the draft (1) this rank has; all ranks call it in the same order.
 
-    The nth holders of all stages are a pipeline, with the ranks that hold nothing and hear the nth holder.
+    The nth holders of all stages form a pipeline, together with the ranks that hold nothing and need its logits.
     """
     ranks, each, held, size = range(layout.ranks), layout.stage, layout.holders(model), layout.shares(model)
     nth = world.rank % each % held
@@ -89,10 +89,10 @@ def torch_runner(
     model: Model, pool: KVPool, shard: Shard, among: dist.ProcessGroup | None = None, exchange: str = "a2a",
     context: dist.ProcessGroup | None = None, by_token: bool = False, back_end: str = "torch", captured: bool = False,
 ) -> Runner:  # fmt: skip
-    """A model over its pool on one rank; DCP ranks merge over the group `among`, by a name of EXCHANGES.
+    """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
-    `context`: the CP group of prefill ranks, on back end torch. `by_token`: see `PagedAttention`. `back_end`: a name
-    of KERNELS. `captured`: FlashInfer's decode steps are CUDA graphs.
+    `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`
+    a name of KERNELS. With `captured`, FlashInfer's decode steps are CUDA graphs.
     """
     config, place = model.config, model.tp
     group, own = (where.share(config.heads) for where in (place.together, place))

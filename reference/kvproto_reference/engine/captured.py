@@ -29,10 +29,10 @@ class _Step:
 
 
 class CapturedRunner(TorchRunner):
-    """A torch model on one GPU; steps of one token a sequence are captured, once for each number of sequences.
+    """A torch model on one GPU; steps of one token for each sequence are captured, once for each number of sequences.
 
-    Others run as `TorchRunner` runs them. The kernel must plan into memory of its own (`fixed`), and the logits of a
-    step must be read before the next, whose plan takes the place of its plan.
+    Other steps run as in `TorchRunner`. The kernel must plan in fixed memory (`fixed`), and the logits of a step must
+    be read before the next step, whose plan replaces its plan.
     """
 
     def __init__(self, model: Model, attention: PagedAttention, shard: Shard) -> None:
@@ -54,7 +54,7 @@ class CapturedRunner(TorchRunner):
             return TorchLogits(step.logits.clone(), self.attention.check)
 
     def _capture(self, batch: Batch) -> _Step:
-        """All ranks of a group come here in the same steps; what is run to warm up writes where the step will."""
+        """All ranks of a group capture in the same steps; the warm-up run writes to where the step will write."""
         device = self.attention.pool.device
         tokens, positions, places = (torch.zeros(batch.tokens, dtype=torch.int64, device=device) for _ in range(3))
         positions.copy_(torch.from_numpy(batch.positions))

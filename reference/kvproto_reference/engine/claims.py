@@ -1,8 +1,8 @@
-"""Pages of requests that are on their way: claimed when the source has a use for them, and never so that all wait.
+"""Pages of requests that are being fetched: claimed once the source can use them, and without deadlock.
 
-A request that holds some pages waits for the rest. So pages are given only as long as the requests could still end one
+A request that holds some pages waits for the rest. So pages are given only while the requests could still finish one
 after the other, in the order in which they began: the first with what is free, the next with what the first leaves, and
-so on. What is being decoded ends by itself, and leaves all that it has.
+so on. Requests that are being decoded finish by themselves, and free all of their pages.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ class Claim:
     whole: tuple[int, int]
     """Pages of the target's and of the draft's pool that it needs in the end."""
     useful: dict[int, int] = attrs.Factory(dict)
-    """Up to which token the sources of each rank have a use for pages."""
+    """By rank: the token up to which its sources can use pages."""
     tokens: int = 0
-    """Up to which it has them."""
+    """The token up to which it has pages."""
 
     def wanted(self, ranks: int) -> int:
-        """Up to which token all ranks have a use for pages."""
+        """The token up to which all ranks can use pages."""
         return min(self.useful.values()) if len(self.useful) == ranks else 0
 
     @property
     def held(self) -> tuple[int, int]:
-        """Pages of both pools."""
+        """Pages that it has of both pools."""
         return len(self.sequence.target_pages), len(self.sequence.draft_pages)
 
 
 def claimed(claim: Claim, need: Many[int], waiting: Iterable[Claim], running: Many[int], pages: PrefixCache) -> bool:
-    """Give a request so many pages of both pools in all, if there are enough and nobody has to wait for ever.
+    """Give a request `need` pages of both pools in all, unless there are too few or a request would wait for ever.
 
-    `waiting`: all claims in the order in which they began; `running`: pages that requests hold which end by themselves.
+    `waiting` are all claims in the order in which they began, and `running` the pages of requests that finish by
+    themselves. Returns whether the request has the pages.
     """
     fresh = [max(n - have, 0) for n, have in zip(need, claim.held, strict=True)]
     left = [n + more - some for n, more, some in zip(pages.available, running, fresh, strict=True)]

@@ -1,7 +1,7 @@
-"""Prefill with context parallelism: the ranks of a CP group compute, and store, the tokens that they own.
+"""Prefill with context parallelism: the ranks of a CP group compute and store the tokens that they own.
 
-Keys and values of a step's tokens are gathered, so that each rank attends with its own queries to all of them; to what
-was committed before, each rank attends with everybody's queries over its own rows, and the parts are merged.
+Keys and values of a step's tokens are gathered, so that each rank attends with its own queries to all of them; to
+earlier tokens each rank attends with all ranks' queries over its own rows, and the parts are merged.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["ContextRunner"]
 
 
 class _Context(Attention):
-    """Attention of one rank's tokens of a step."""
+    """Attention of one rank's tokens in a step."""
 
     def __init__(
         self, pool: KVPool, kernel: TorchKernel, everywhere: Callable[[Tensor], Tensor],
         gather: Callable[[Tensor, Ints], Tensor],
     ) -> None:  # fmt: skip
-        """Collectives: `everywhere`, [...] of a rank -> [ranks, ...]; `gather`, see `ContextRunner`."""
+        """`everywhere`, [...] of a rank -> [ranks, ...], and `gather`, as in `ContextRunner`, are collectives."""
         self.pool, self._kernel, self._everywhere, self._gather = pool, kernel, everywhere, gather
 
     def begin(self, batch: Batch, own: Tensor, owners: Ints) -> None:
-        """`own` [n]: which tokens of the step are this rank's; `owners` [tokens]: the rank of each."""
+        """Set the step: `own` [n] are the indices of this rank's tokens, `owners` [tokens] the rank of each token."""
         self._batch, self._own, self._owners = batch, own, owners
         self.pool.check(batch.pages)
         self._places = self.pool.places(batch.slots[own.cpu().numpy()])
@@ -66,7 +66,7 @@ class ContextRunner(TorchModel):
         device = self._attention.pool.device
         owners = self._shard.owners(batch.positions)
         own = np.flatnonzero(owners == self._shard.cp_rank)
-        rows = np.flatnonzero(np.isin(own, wanted))  # of this rank's tokens, those that want logits
+        rows = np.flatnonzero(np.isin(own, wanted))  # those of this rank's tokens whose logits are wanted
         with torch.no_grad():
             ids, positions, mine, said = (
                 torch.from_numpy(a).to(device) for a in (tokens[own], batch.positions[own], own, rows)

@@ -1,4 +1,4 @@
-"""What an engine of this package tells kvproto about itself: its caches, its ranks, its tensors."""
+"""What an engine of this package states to kvproto: its caches, its ranks, its tensors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
-    """Pipeline stages, which the target's layers are divided over; the draft is on the last, as is the first token."""
+    """Pipeline stages that the target's layers are divided over; the draft and the first token are on the last one."""
     virtual: int = 1
     """Chunks of layers that each stage has: chunk i is on stage i mod pp."""
     cp: int = 1
-    """Context-parallel ranks of prefill, for each TP rank: they deal the target's tokens, computed and stored."""
+    """Context-parallel ranks of prefill for each TP rank, among which the target's tokens are dealt."""
     dcp: int = 1
     interleave: int = 1
     """Consecutive tokens that one CP or DCP rank stores."""
     deal: str | tuple[int, ...] = "cyclic"
     """Which rank stores each such run: a name that `Parallel` knows, or the ranks until they repeat."""
     draft_tp: int | None = None
-    """How many ranks of the last stage share out the draft's heads, the first of them; None: all, by TP rank."""
+    """How many ranks, the first of the last stage, divide the draft's heads; None for all of them, by TP rank."""
     draft_sharded: bool = False
-    """Whether the draft's tokens are dealt out like the target's; engines mostly store a draft whole on every rank."""
+    """Whether the draft's tokens are dealt like the target's; most engines store a draft whole on every rank."""
     replicate_q: bool = False
     """Whether each rank projects the queries of its whole DCP group, so that none have to be gathered."""
     exchange: str = "a2a"
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def parallel(self) -> Parallel:
-        """The same to kvproto."""
+        """The same sizes, as kvproto has them."""
         return Parallel(
             tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp, interleave=self.interleave, deal=self.deal,
             virtual=self.virtual,
@@ -66,17 +66,17 @@ class Layout:
         return (self.draft_tp if model else None) or self.tp
 
     def holders(self, model: int) -> int:
-        """Ranks of a stage that hold the layers that it has of the target (0) or the draft (1)."""
+        """Ranks of a stage that hold its layers of the target (0) or the draft (1)."""
         return (self.draft_tp if model else None) or self.stage
 
     def chunks(self, model: int, layers: int) -> list[tuple[int, range]]:
-        """Stages, and what they have of the target's (0) or the draft's (1) layers, in order."""
+        """Stages and their layers of the target (0) or the draft (1), in order."""
         if model:
             return [(self.pp - 1, range(layers))]
         return [(i % self.pp, range(lo, hi)) for i, (lo, hi) in enumerate(self.parallel.bounds(layers))]
 
     def check(self, configs: tuple[ModelConfig, ModelConfig]) -> None:
-        """Raise EngineError where the ranks cannot share out the heads or layers of the target or of the draft."""
+        """Raise EngineError if the heads or layers of the target or the draft cannot be divided over the ranks."""
         chunks, layers = self.pp * self.virtual, configs[0].layers
         for wrong, says in (
             (chunks > layers,
@@ -106,7 +106,7 @@ def geometry(
 ) -> Geometry:  # fmt: skip
     """What the ranks of one replica own: the caches of two models, and on ranks of the last stage the first token.
 
-    `tokenizer` is the tokenizer's identity. Raises EngineError where the ranks are too many for a model's heads.
+    `tokenizer` is the tokenizer's identity. Raises EngineError if there are too many ranks for a model's heads.
     """
     facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
     return lay_out(
@@ -118,7 +118,7 @@ def geometry(
 
 
 def caches(configs: tuple[ModelConfig, ModelConfig], layout: Layout, page_size: int) -> list[Cache]:
-    """Those of the target and the draft."""
+    """The caches of the target and the draft."""
     return [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
 
 
@@ -150,7 +150,7 @@ def shards(geometry: Geometry, rank: int) -> dict[str, Shard]:
 
 
 def bytes_a_token(geometry: Geometry) -> dict[str, float]:
-    """KV bytes that a rank stores for each token of a sequence, on average over its deal, by group; the most of any."""
+    """By group: the most KV bytes that any rank stores for each token of a sequence, on average over its deal."""
     groups = {group.id: group for group in geometry.groups}
     most: dict[str, float] = {}
     for rank in geometry.ranks:
@@ -166,7 +166,7 @@ def bytes_a_token(geometry: Geometry) -> dict[str, float]:
 def hand_over(geometry: Geometry, caches: Mapping[str, KVPool], rank: int) -> Pool:
     """The pool of one rank, made of the tensors that the engine computes with, by group name.
 
-    Their last page, which no sequence is given, is not part of it.
+    The last page of each, which no sequence gets, is not part of it.
     """
     names = {group.id: group.name for group in geometry.groups}
     layers = {names[share.group]: share.layers.tolist() for share in geometry.ranks[rank].owns}

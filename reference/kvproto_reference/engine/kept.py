@@ -1,4 +1,4 @@
-"""An engine whose pages of target and draft stay after a request: on the device, on the host, in storage."""
+"""An engine that keeps pages of target and draft after a request: on the device, on the host, in storage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .speculative import SpeculativeDecoder
 from .tiered import names_of
 
 _PAUSE = 0.0002
-"""Seconds between looks at storage; an engine of many requests would run a step of the others."""
+"""Seconds between polls of storage; an engine with other requests would run a step for them."""
 
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """What a request got, and what was there of its prompt, in tokens."""
+    """What a request got, and how many tokens of its prompt were found where."""
 
     tokens: list[int]
     stats: SpeculationStats
@@ -47,7 +47,7 @@ class KeptEngine:
         self, target_dir: Path, draft_dir: Path, *, pages: int, host: int, storage: Path | str | Store | None = None,
         page_size: int = 16, chunk: int = 64, k: int = 4, keep: bool = True,
     ) -> None:  # fmt: skip
-        """Pools of `pages` pages, and as many as `host` on the host; without `keep` all is computed each time."""
+        """Pools of `pages` pages, and `host` pages on the host; without `keep` everything is computed each time."""
         folders = target_dir, draft_dir
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
         check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
@@ -70,9 +70,9 @@ class KeptEngine:
         self._shard, self._page, self._keep = runners[0].shard, page_size, keep
 
     def answer(self, prompt: Tokens[int], max_new: int) -> Answer:
-        """Continue a prompt by the most likely tokens, `max_new` at most; raises OutOfPages."""
+        """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
         begun, tiers, page = time.monotonic(), self.tiers, self._page
-        # without its last token: that one is computed in any case, since its logits are wanted
+        # without its last token, which is computed in any case, since its logits are wanted
         chain = tiers.chain(prompt[:-1])
         fetch = tiers.fetch(chain, float("inf"))
         while not fetch.over(time.monotonic()):
@@ -81,10 +81,10 @@ class KeptEngine:
         room = self._shard.pages(rows_needed(len(prompt), max_new))
         lease = tiers.open(chain, room)
         if lease is None:
-            tiers.drain()  # what is to be copied to the host is pinned until then
+            tiers.drain()  # pages that are being copied to the host are pinned until then
             lease = tiers.open(chain, room)
         if lease is None:
-            raise OutOfPages(f"{room} pages asked for, of {tiers.device.slots.count}")
+            raise OutOfPages(f"{room} pages requested, of {tiers.device.slots.count}")
         rows = 0
         try:
             tiers.step()

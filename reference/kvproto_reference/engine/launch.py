@@ -21,13 +21,13 @@ from .world import World
 
 Run = Callable[[Any, World], int]
 _Bells = list[tuple[socket.socket, socket.socket]]
-"""Rank 0's end and the other's, of each rank from 1 on."""
+"""For each rank from 1 on: rank 0's end of a pair of sockets, and its own."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def launch(run: Run, options: Any, size: int, folder: Path) -> int:
-    """Run `run(options, world)` in so many processes; the exit status of the first."""
+    """Run `run(options, world)` in `size` processes; returns the exit status of the first."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     meeting = folder / f"gloo-{secrets.token_hex(8)}"
     context = multiprocessing.get_context("fork")  # nothing of CUDA or gloo is open yet, and torch is imported once

@@ -1,7 +1,7 @@
 """Keeps the ranks of an engine in one state: at each step every rank hears what all ranks say, in the same order.
 
-While there is nothing to compute all ranks sleep. One that has something to say rings rank 0, and rank 0 rings the
-others: then all of them exchange.
+All ranks sleep while there is nothing to compute. One that has something to say rings rank 0, rank 0 rings the others,
+and all of them exchange.
 """
 
 import json
@@ -26,10 +26,10 @@ class Lockstep:
         self._world = world
 
     def wait(self, fds: Collection[int], seconds: float | None, say: bool) -> bool:
-        """Sleep until a rank has something to say, or for `seconds`; whether all ranks are to exchange now.
+        """Sleep until a rank has something to say, or for `seconds`; returns whether all ranks are to exchange now.
 
-        This rank has when one of `fds` is readable, or already, if `say`. All ranks call it, or none does, before an
-        exchange. Raises EngineError where another rank has ended.
+        This rank has something to say when one of `fds` is readable, or already if `say`. Before an exchange, either
+        all ranks call it or none does. Raises EngineError if another rank has ended.
         """
         bells = {bell.fileno(): bell for bell in self._world.bells}
         poller = select.poll()
@@ -69,4 +69,4 @@ class Lockstep:
 
 
 _RING, _MANY = b"!", 4096
-"""Rank 0 is rung once too often at times, and all exchange nothing; it rings each of the others once an exchange."""
+"""Rank 0 may be rung too often, in which case all exchange nothing; it rings each other rank once an exchange."""

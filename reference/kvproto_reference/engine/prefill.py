@@ -1,4 +1,4 @@
-"""Prefill: prompts into the caches of target and draft, several at a time, up to the first token of each."""
+"""Prefill: computes prompts into the caches of target and draft, several at a time, up to the first token of each."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -16,7 +16,7 @@ class OnLayer(Protocol):
     """Called for each sequence of a step when a layer of a model (0 the target, 1 the draft) has its rows [0, stop)."""
 
     def __call__(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
-        """On a GPU the rows are there in stream order."""
+        """On a GPU the rows are ready in stream order."""
 
 
 def _nobody(sequence: Sequence, model: int, stop: int, layer: int) -> None:
@@ -25,14 +25,14 @@ def _nobody(sequence: Sequence, model: int, stop: int, layer: int) -> None:
 
 @attrs.define(eq=False)
 class Prefiller:
-    """Computes prompts in the order in which they came, `budget` tokens a step; a step may hold pieces of several."""
+    """Computes prompts in the order in which they came, `budget` tokens in a step, which may have pieces of several."""
 
     target: Runner
     draft: Runner | None
     budget: int
     on_layer: OnLayer = _nobody
     _done: dict[Sequence, int] = attrs.field(factory=dict, init=False)
-    """Tokens computed, of each prompt under way, in order."""
+    """Tokens computed of each prompt under way, in order."""
 
     def __attrs_post_init__(self) -> None:
         if self.budget < 1:
@@ -44,15 +44,15 @@ class Prefiller:
         return bool(self._done)
 
     def add(self, sequence: Sequence, done: int = 0) -> None:
-        """Take on a prompt that has its pages, and rows of its first `done` tokens."""
+        """Add a prompt that has its pages, and the rows of its first `done` tokens."""
         self._done[sequence] = done
 
     def drop(self, sequence: Sequence) -> int:
-        """Compute no more of a prompt, if it is under way; how many of its tokens are computed."""
+        """Stop computing a prompt, if it is under way; returns how many of its tokens are computed."""
         return self._done.pop(sequence, len(sequence.prompt))
 
     def step(self) -> list[Sequence]:
-        """One step of both models; the sequences whose prompts are over, each with its first token."""
+        """Run one step of both models; returns the sequences whose prompts are done, each with its first token."""
         some = list(self._pieces())
         if not some:
             return []

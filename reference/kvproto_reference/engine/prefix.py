@@ -1,7 +1,7 @@
-"""Pages that requests leave behind in decode, for later ones whose prompts begin alike: they are not fetched again.
+"""Pages that requests leave behind in decode for later prompts that begin alike, so that they are not fetched again.
 
-A unit is as many tokens as fill whole pages of the target and of the draft on all ranks. All ranks find the same units,
-as they go by tokens alone.
+A unit is the number of tokens that fill whole pages of the target and of the draft on all ranks. All ranks find the
+same units, as these depend only on tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ Key = tuple[object, tuple[int, ...]]
 class _Unit:
     before: _Unit | None
     pages: tuple[list[int], list[int]]
-    """Of the target's and of the draft's pool."""
+    """Pages of the target's and of the draft's pool."""
     users: int = 0
     """Sequences that read it, and units that follow it."""
 
 
 class PrefixCache:
-    """Gives sequences their pages, some of them with rows already, and keeps what they leave until there is need."""
+    """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
     def __init__(self, pages: Many[PageAllocator], shards: Many[Shard]) -> None:
-        """Of the target and of the draft. Where pages hold no whole runs of a deal, no prefix is kept."""
+        """Both are of the target and of the draft. If pages do not hold whole runs of a deal, no prefix is kept."""
         self._pages = pages
         self.unit, self._each = tokens_a_unit(shards)
-        """Tokens, 0: nothing is kept; and pages of each pool."""
+        """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
         self._units: dict[Key, _Unit] = {}
-        """The least recently used first."""
+        """Units, the least recently used first."""
         self._held: dict[Sequence, list[_Unit]] = {}
 
     def take(self, sequence: Sequence, need: Many[int]) -> int | None:
-        """Give a sequence `need` pages of both pools, and no fewer than are left of its prompt's beginning; how many
-        tokens of its prompt they hold already.
+        """Give a sequence `need` pages of both pools, or all that are kept of its prompt's beginning if these are more.
 
-        None, taking nothing, while too few are free.
+        Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
         """
         found = self._find(sequence.prompt)
         for unit in found:
@@ -62,7 +61,7 @@ class PrefixCache:
         return len(found) * self.unit
 
     def grow(self, sequence: Sequence, fresh: Many[int]) -> bool:
-        """Give a sequence so many pages more of both pools; False, giving none, while too few are free."""
+        """Give a sequence `fresh` additional pages of both pools; False, giving none, while too few are free."""
         if not self._free_some(fresh):
             return False
         for model, (pages, n) in enumerate(zip(self._pages, fresh, strict=True)):
@@ -70,14 +69,14 @@ class PrefixCache:
         return True
 
     def _free_some(self, need: Many[int]) -> bool:
-        """Whether so many pages are free, once what is not in use has been given up."""
+        """Whether `need` pages are free, after evicting units that are not in use as needed."""
         while any(pages.available < n for pages, n in zip(self._pages, need, strict=True)):
             if not self._evict():
                 return False
         return True
 
     def leave(self, sequence: Sequence, valid: int) -> None:
-        """Take a sequence's pages back: those of the first `valid` tokens are kept, in whole units."""
+        """Take a sequence's pages back, and keep those of its first `valid` tokens in whole units."""
         held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[:valid]
         before: _Unit | None = None
         for i in range(max(len(tokens) // self.unit if self.unit else 0, len(held))):
@@ -87,7 +86,7 @@ class PrefixCache:
                 before = held[i]
                 continue
             key = before, tuple(tokens[i * self.unit : (i + 1) * self.unit])
-            if key in self._units:  # another has left the same
+            if key in self._units:  # another sequence has left the same unit
                 self._free(pages)
                 before = self._units[key]
                 continue
@@ -119,7 +118,7 @@ class PrefixCache:
         return found
 
     def _evict(self) -> bool:
-        """Free the pages of the unit that was not used for longest; False where all are in use."""
+        """Free the pages of the least recently used unit; False if all are in use."""
         key = next((key for key, unit in self._units.items() if not unit.users), None)
         if key is None:
             return False
@@ -135,17 +134,17 @@ class PrefixCache:
 
 
 def tokens_a_unit(shards: Many[Shard]) -> tuple[int, list[int]]:
-    """Tokens that fill whole pages of all pools on all ranks, and how many pages of each; 0: no number of them does."""
+    """Tokens that fill whole pages of all pools on all ranks, or 0 if no number does, and the pages of each pool."""
     spans = [_tokens_a_page(shard) for shard in shards]
     unit = math.lcm(*spans)
     return unit, [unit // span if span else 0 for span in spans]
 
 
 def _tokens_a_page(shard: Shard) -> int:
-    """Tokens over all ranks that fill a page of each; 0 where a run of the deal goes on in the next page."""
+    """Tokens over all ranks that fill a page of each; 0 if a run of the deal continues in the next page."""
     group = shard.group
     order = [*range(group.cp_size)] if group.order is None else group.order.tolist()
-    share = len(order) // group.cp_size  # runs of each rank, until the deal repeats
+    share = len(order) // group.cp_size  # runs of each rank until the deal repeats
     equal = all(order.count(rank) == share for rank in range(group.cp_size))
     whole = group.cp_size == 1 or (equal and group.rows % (group.interleave * share) == 0 and group.origin == 0)
     return group.rows * group.cp_size if whole else 0

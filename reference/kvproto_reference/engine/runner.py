@@ -21,9 +21,9 @@ Computed = Callable[[int], None]
 
 @attrs.frozen
 class Chunk:
-    """Tokens of one sequence from position `start` on, its page table, and whether all their logits are wanted.
+    """Tokens of one sequence from position `start` on, its page table, and whether logits of `every` token are wanted.
 
-    Else those of the last alone are.
+    Otherwise only those of the last token are.
     """
 
     tokens: Sequence[int]
@@ -33,24 +33,24 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """The position after the last."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
 class Logits(Protocol):
-    """Logits [n, vocab] of the tokens of a step that wanted them, wherever they are; all ranks have the same."""
+    """Logits [n, vocab] of the tokens of a step for which they are wanted, on any device; the same on all ranks."""
 
     def best(self) -> npt.NDArray[np.int64]:
-        """The most likely token [n] of each."""
+        """The most likely next token for each [n]."""
         ...
 
     def row(self, index: int) -> npt.NDArray[np.float64]:
-        """One token's [vocab]."""
+        """The logits of one token [vocab]."""
         ...
 
 
 class Runner(Protocol):
-    """A model and its pool on one rank, or on several ranks of one process; what the scheduler steps."""
+    """A model and its pool, which the scheduler steps, on one rank or on several ranks of one process."""
 
     @property
     def shard(self) -> Shard:
@@ -59,11 +59,11 @@ class Runner(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Tokens that logits are of."""
+        """Number of tokens that logits cover."""
         ...
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> Logits:
-        """One step; its rows are written to the slots of the page tables."""
+        """Run one step, whose rows are written to the slots of the page tables."""
         ...
 
 
@@ -71,7 +71,7 @@ class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
 
     def __init__(self, values: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called once the step is over, and raises where it failed on another rank."""
+        """`check` is called once the step is over, and raises if it failed on another rank."""
         self.values, self._check = values, check
 
     def best(self) -> npt.NDArray[np.int64]:
@@ -123,12 +123,12 @@ class TorchRunner(TorchModel):
 
 @attrs.frozen
 class Elsewhere(Runner):
-    """A model that other ranks have: what comes here are its logits."""
+    """A model on other ranks, whose logits this rank receives."""
 
     stages: Pipeline
     vocab: int
     shard: Shard
-    """Of a rank that has the model."""
+    """The shard of a rank that has the model."""
     device: torch.device
 
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
@@ -139,7 +139,7 @@ class Elsewhere(Runner):
 def assemble(
     chunks: Sequence[Chunk], shard: Shard, whole: bool = True
 ) -> tuple[Batch, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The arrays of a step, its tokens [tokens], and which of them want logits [n]; `whole`: see `batch_of`."""
+    """The arrays of a step, its tokens [tokens], and those whose logits are wanted [n]; `whole` is as in `batch_of`."""
     batch = batch_of([Span(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks], shard, whole)
     tokens = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
     wanted = [

@@ -1,4 +1,4 @@
-"""Token choice whose randomness depends on (seed, position, purpose) alone.
+"""Token choice whose randomness depends only on (seed, position, purpose).
 
 So an undivided engine and a prefill/decode pair draw the same tokens, whatever happened in between.
 """
@@ -21,7 +21,7 @@ Scores = NDArray[np.float64]
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """Temperature 0 is greedy; `seed` is any integer of 64 bits."""
+    """How tokens are drawn: temperature 0 is greedy, and `seed` is any integer of 64 bits. Raises EngineError."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -34,7 +34,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
 
@@ -60,7 +60,7 @@ def pick(probs: Probabilities, number: float) -> int:
     """The token at which the running sum of `probs` [vocab] passes `number` in [0, 1)."""
     sums = probs.cumsum()
     token = int(np.searchsorted(sums, number * sums[-1], side="right"))
-    # Rounding may carry past the end, on to a token without mass.
+    # Rounding may carry past the end, or to a token without mass.
     return min(token, int(np.flatnonzero(probs)[-1]))
 
 

@@ -9,7 +9,7 @@ from .sampling import SamplingParams
 
 @attrs.define(kw_only=True)
 class SpeculationStats:
-    """Counts over the decode of one sequence, without the first token, which prefill makes."""
+    """Counts over the decode of one sequence, without the first token, which prefill samples."""
 
     steps: int = 0
     tokens: int = 0
@@ -18,7 +18,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance(self) -> float:
-        """Tokens per target step (1.0 without a draft), 0.0 before any step."""
+        """Tokens per target step (1.0 without a draft); 0.0 before any step."""
         return self.tokens / self.steps if self.steps else 0.0
 
 
@@ -26,7 +26,8 @@ class SpeculationStats:
 class Sequence:
     """A prompt, what was generated for it, and its page tables in the target's and the draft's pool.
 
-    `valid` rows, of positions [0, valid), are held by both caches; the newest token has no row yet.
+    Both caches hold the rows of positions [0, valid); the newest token has no row yet. Raises EngineError for an empty
+    prompt.
     """
 
     prompt: list[int]
@@ -75,7 +76,7 @@ class Sequence:
         return self.remaining <= 0 or (bool(self.generated) and self.generated[-1] in self.eos)
 
     def append(self, tokens: list[int]) -> list[int]:
-        """Add generated tokens up to EOS or max_new; gives back those that were kept."""
+        """Add generated tokens up to EOS or max_new; returns those that were kept."""
         kept = tokens[: max(self.remaining, 0)]
         ends = next((i for i, token in enumerate(kept) if token in self.eos), len(kept))
         kept = kept[: ends + 1]
@@ -84,5 +85,5 @@ class Sequence:
 
 
 def rows_needed(prompt: int, max_new: int) -> int:
-    """Rows that a whole generation writes at most: the last token gets none, and speculation never passes it."""
+    """The most rows that a generation writes: the last token gets none, and speculation never passes it."""
     return prompt + max_new - 1

@@ -23,11 +23,11 @@ class _Proposal:
     most: int
     tokens: list[int] = attrs.Factory(list)
     beliefs: list[Probabilities] = attrs.Factory(list)
-    """The draft's distributions [vocab] of each token, where sampling needs them."""
+    """The draft's distribution [vocab] for each token, if sampling needs them."""
 
     @property
     def newest(self) -> int:
-        """The last token, proposed or not."""
+        """The last token, whether proposed or not."""
         return self.tokens[-1] if self.tokens else self.sequence.newest
 
     @property
@@ -48,7 +48,7 @@ class SpeculativeDecoder:
         self.target, self.draft, self.k = target, draft, k
 
     def step(self, sequences: Many[Sequence]) -> list[list[int]]:
-        """One forward of the target over all of them: the tokens that each gained, none where it was finished."""
+        """Run one forward of the target over all of them; returns the tokens that each gained, none if finished."""
         if not all(sequence.generated for sequence in sequences):
             raise EngineError("decode needs the first token, which prefill samples")
         gained: dict[Sequence, list[int]] = {}
@@ -68,7 +68,7 @@ class SpeculativeDecoder:
                 gained[p.sequence] = self._take(p, accepted, extra)
                 if p.tokens and accepted == len(p.tokens) and extra is not None:
                     behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.draft_pages))
-            if self.draft is not None and behind:  # it never ran its last proposals, whose rows are valid now
+            if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]
 
@@ -82,10 +82,10 @@ class SpeculativeDecoder:
         return kept
 
     def _propose(self, sequences: Many[Sequence]) -> list[_Proposal]:
-        # the target adds one token of its own, so proposing all that remain would overshoot max_new and the pages
+        # the target adds one token itself, so proposing all that remain would overshoot max_new and the pages
         most = self.k if self.draft is not None else 0
         made = [_Proposal(s, s.valid, min(most, s.remaining - 1)) for s in sequences]
-        running = made if self.draft is not None else []  # all: the row of the newest token is due in both caches
+        running = made if self.draft is not None else []  # all, as the row of the newest token is due in both caches
         while running and self.draft is not None:
             logits = self.draft.run(
                 [Chunk([p.newest], p.start + len(p.tokens), p.sequence.draft_pages) for p in running]
@@ -114,10 +114,11 @@ def verify(
     position: int,
     eos: frozenset[int] = BYTES.eos,
 ) -> tuple[int, int | None]:
-    """Number of accepted proposals and the target's own next token, None after an accepted EOS.
+    """The number of accepted proposals, and the target's own next token, or None after an accepted EOS.
 
-    `own`: the target's most likely tokens [len(proposed) + 1]; `scores(i)` its logits [vocab] there, asked for where
-    sampling is not greedy; beliefs: the draft's distributions [vocab] of each proposal, which stands at `position + i`.
+    `own` are the target's most likely tokens [len(proposed) + 1], and `scores(i)` its logits [vocab] there, which are
+    needed unless sampling is greedy. `beliefs` are the draft's distributions [vocab] for each proposal; proposal i is
+    at `position + i`. Speculative sampling is that of arXiv 2211.17192.
     """
     for i, token in enumerate(proposed):
         if params.greedy:
@@ -127,7 +128,7 @@ def verify(
             wanted = probabilities(scores(i), params)
             if uniform(params.seed, position + i, "accept") * beliefs[i][token] >= wanted[token]:
                 residual = np.maximum(wanted - beliefs[i], 0.0)
-                # Equal distributions leave no residual but rounding; the target's own is then right.
+                # Equal distributions leave no residual but rounding errors; the target's own is then right.
                 residual = residual if residual.sum() > 0.0 else wanted
                 return i, pick(residual, uniform(params.seed, position + i, "residual"))
         if token in eos:

@@ -1,7 +1,7 @@
-"""Pages of an engine's pools that stay after their requests: on the device, on the host, and in storage.
+"""Pages of an engine's pools that are kept after their requests: on the device, on the host, and in storage.
 
-Each rank keeps its own. What a rank finds in storage, and how long that takes, differs; so each says when its share of
-a prompt is there, and once all have, they agree on one length (docs/tiers.md, Several ranks).
+Each rank keeps its own pages. What a rank finds in storage, and how long that takes, differs; so each says when its
+share of a prompt is there, and once all have, they agree on one length (docs/tiers.md, Several ranks).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .world import World
 __all__ = ["KeptPages", "names_of"]
 
 _PAUSE = 0.002
-"""Seconds between looks at what threads have read and written."""
+"""Seconds between polls of what threads have read and written."""
 
 
 def names_of(folders: Many[Path], configs: Many[ModelConfig]) -> dict[str, str]:
-    """What pages of target and draft are computed by (KVP-TIER-NAMESPACE)."""
+    """What the pages of target and draft were computed by (KVP-TIER-NAMESPACE)."""
     names = {}
     for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=True):
         names[f"weights.{name}"] = checkpoint.fingerprint(each)
@@ -49,18 +49,18 @@ def names_of(folders: Many[Path], configs: Many[ModelConfig]) -> dict[str, str]:
 
 @attrs.define(eq=False)
 class _Coming:
-    """A prompt whose pages are looked for in storage."""
+    """A prompt whose pages are being looked up in storage."""
 
     sequence: Sequence
     chain: Chain
     count: int
-    """Tokens of the prompt that pages are looked for of."""
+    """Tokens of the prompt whose pages are looked up."""
     fetch: Fetch
     said: bool = False
     taken: int | None = None
     """Pages that came from storage."""
     ranks: set[int] = attrs.Factory(set)
-    """Those that wait no more for theirs."""
+    """Ranks that no longer wait for theirs."""
 
 
 @attrs.define(eq=False)
@@ -70,13 +70,13 @@ class _Held:
 
 
 class KeptPages:
-    """The pages of one rank, for the scheduler: it takes them for a request, and leaves them when that is over."""
+    """The pages of one rank, which the scheduler takes for a request and leaves when the request is over."""
 
     def __init__(
         self, rank: int, pool: Pool, names: Mapping[str, str], shards: Many[Shard], world: World, host: int,
         storage: str | None,
     ) -> None:  # fmt: skip
-        """`host` pages on the host. Raises EngineError where pages hold no whole runs of a deal."""
+        """`host` is the number of pages on the host. Raises EngineError if pages do not hold whole runs of a deal."""
         self.unit, self._each = tokens_a_unit(shards)
         if not self.unit:
             raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
@@ -85,7 +85,7 @@ class KeptPages:
         self._coming: dict[str, _Coming] = {}
         self._held: dict[Sequence, _Held] = {}
         self._left = self._told = 0
-        """Requests whose pages were given back; and how many of them are in storage, as the others were told."""
+        """Requests whose pages were returned, and how many of them are in storage, as the other ranks were told."""
 
     @property
     def available(self) -> list[int]:
@@ -100,17 +100,17 @@ class KeptPages:
             raise EngineError(f"{rows} tokens need {need} pages of {self.unit} tokens, the pools have {room}")
 
     def begin(self, id: str, sequence: Sequence, count: int) -> None:
-        """Look for pages of the first `count` tokens of a prompt in storage, in threads."""
+        """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""
         chain = self.tiers.chain(sequence.prompt[:count])
         fetch = self.tiers.fetch(chain, time.monotonic() + patience(count))
         self._coming[id] = _Coming(sequence, chain, count, fetch)
 
     def drop(self, id: str) -> None:
-        """A request is not wanted any more that has not taken its pages, if there is such a one."""
+        """Drop a request that has not taken its pages, if there is one of that id."""
         self._coming.pop(id, None)
 
     def turn(self) -> Said:
-        """Do what can be done without the other ranks, and give what they have to be told."""
+        """Do what can be done without the other ranks; returns what to tell them."""
         self.tiers.step()
         now, said = time.monotonic(), list[dict[str, Any]]()
         for id, one in self._coming.items():
@@ -123,19 +123,19 @@ class KeptPages:
         return said
 
     def next_timer(self) -> float | None:
-        """When `turn` may have something to do."""
+        """The time at which `turn` may have something to do, or None."""
         waits = self._left > self._told or any(not one.said for one in self._coming.values())
         return time.monotonic() + _PAUSE if waits else None
 
     def fetched(self, id: str, rank: int) -> None:
-        """A rank waits no more for storage."""
+        """Note that a rank no longer waits for storage."""
         if id in self._coming:
             self._coming[id].ranks.add(rank)
 
     def take(self, id: str, rows: int) -> tuple[int, dict[str, int]] | None:
-        """Give a request pages for so many rows: how many tokens they hold already, on all ranks, and from where.
+        """Give a request pages for `rows` rows; returns how many tokens they hold already on all ranks, and from where.
 
-        None, taking nothing, while a rank waits for storage or has too few pages. All ranks call it together.
+        Returns None, taking nothing, while a rank waits for storage or has too few pages. A collective.
         """
         one = self._coming[id]
         if len(one.ranks) < self._world.size:
@@ -149,7 +149,7 @@ class KeptPages:
             return None
         self.tiers.step()
         lease.wait()
-        # a copy that failed on a rank makes the hit shorter on all
+        # a copy that failed on one rank makes the hit shorter on all
         pages = int(self._least(np.array([lease.pages], np.int32))[0])
         del self._coming[id]
         self._held[one.sequence] = _Held(lease, one.count)
@@ -162,7 +162,7 @@ class KeptPages:
         return pages * self.unit, {name: count * self.unit for name, count in where.items()}
 
     def leave(self, sequence: Sequence, valid: int) -> None:
-        """Take a request's pages back: those of its first `valid` tokens are kept."""
+        """Take a request's pages back, and keep those of its first `valid` tokens."""
         if (held := self._held.pop(sequence, None)) is None:
             return
         held.lease.chain.extend((sequence.prompt + sequence.generated)[held.count : valid])
@@ -171,13 +171,13 @@ class KeptPages:
         self.tiers.step()
 
     def close(self, well: bool) -> None:
-        """End; `well`: once storage has all that it is to have."""
+        """End; with `well`, after everything has been written to storage."""
         if well:
             self.tiers.drain()
         self.tiers.close()
 
     def _least(self, vector: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """MIN over all ranks, in place."""
+        """The minimum over all ranks, in place."""
         if self._world.size > 1:
             dist.all_reduce(torch.from_numpy(vector), dist.ReduceOp.MIN, self._world.group)
         return vector

@@ -64,7 +64,7 @@ class Undivided:
             return torch_runner(loaded, pool, Shard(group, 0), back_end=back_end)
 
         self.rounds = checkpoint.load_config(target_dir, dtype).dtype != "float32"
-        """Whether logits depend, in their last bits, on what else was in a step."""
+        """Whether the last bits of logits depend on what else was in a step."""
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
         self._target_pages = PageAllocator(pages, seed)
@@ -74,12 +74,12 @@ class Undivided:
     def generate(
         self, prompt: bytes | Tokens[int], sampling: SamplingParams | None = None, max_new: int = 64
     ) -> Result:
-        """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy unless told otherwise."""
+        """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy by default."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else prompt
         return self.generate_all([(ids, sampling or SamplingParams())], max_new)[0]
 
     def generate_all(self, prompts: Tokens[tuple[Tokens[int], SamplingParams]], max_new: int) -> list[Result]:
-        """The same of many prompts at once, a batch, by at most `max_new` tokens each."""
+        """Continue many prompts as one batch, by at most `max_new` tokens each."""
         eos = self.tokenizer.eos
         some = [Sequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
         prefiller = Prefiller(self._target, self._draft, self._chunk)
@@ -101,13 +101,13 @@ class Undivided:
         return [Result(tokens=s.generated, stats=s.stats, tokenizer=self.tokenizer) for s in some]
 
     def pages_of(self, prompt: int, max_new: int) -> int:
-        """Pages of either pool that a prompt of so many tokens takes with its continuation."""
+        """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""
         return self._target.shard.pages(rows_needed(prompt, max_new))
 
     def lag(self, prompt: Tokens[int], found: Tokens[int]) -> float:
-        """How far tokens that continue a prompt are from the most likely at their places, at most.
+        """The largest distance of the tokens that continue a prompt from the most likely ones at their places.
 
-        In standard deviations of the logits there, after the tokens as found; 0 if all are the most likely.
+        It is in standard deviations of the logits there, given the tokens before; 0 if all are the most likely.
         """
         ids, worst = [*prompt, *found], 0.0
         pages = self._target_pages.allocate(self._target.shard.pages(len(ids)))

@@ -15,11 +15,11 @@ class World:
     size: int = 1
     group: dist.ProcessGroup | None = None
     bells: tuple[socket.socket, ...] = ()
-    """Of rank 0 one to each other rank, of the others one to rank 0: see `Lockstep`."""
+    """Sockets to each other rank for rank 0, and to rank 0 for the others; `Lockstep` uses them."""
     _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = attrs.field(factory=dict, init=False, eq=False)
 
     def among(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The group of these that this process is in, None where it would be alone; all processes call it together."""
+        """The one of these groups that this process is in, None if it would be alone; a collective of all processes."""
         key = tuple(map(tuple, groups))
         if key not in self._made:
             mine = None

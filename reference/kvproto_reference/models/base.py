@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and what a model's layers ask of whoever stores their rows."""
+"""What the engine needs of a model, and what a model's layers need of the attention that stores their rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -40,7 +40,7 @@ class Model(Protocol):
         ...
 
     def use(self, ops: Ops) -> None:
-        """Take the steps between products by these."""
+        """Use these ops for the steps between matrix products."""
         ...
 
     def forward(
@@ -56,7 +56,7 @@ class Model(Protocol):
 
 
 class Dense(Attention):
-    """Attention of one forward from position 0 on that keeps no cache; leading batch dims allowed."""
+    """Attention of a single forward from position 0 on, without a cache; leading batch dims are allowed."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = SOLO) -> None:
         self._scale, self._width = config.score_scale, config.value_dim
@@ -64,6 +64,6 @@ class Dense(Attention):
 
     def attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         k = rows["k"] if "k" in rows else rows["latent"]
-        v = rows.get("v", k)  # the whole row: the fused kernel wants equal widths
+        v = rows.get("v", k)  # the whole row, as the fused kernel needs equal widths
         heads = self._kv_of.to(q.device)
         return attend(q, k[..., heads, :], v[..., heads, :], self._scale)[..., : self._width]

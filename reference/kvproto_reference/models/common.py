@@ -1,4 +1,4 @@
-"""Maths that both model kinds share; leading batch dims allowed. Expert scores are float32."""
+"""Maths that both model kinds share; leading batch dims are allowed. Expert scores are float32."""
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,12 @@ from .parallel import TensorParallel
 def weight(*shape: int) -> nn.Parameter:
     """A matrix parameter [..., out, in], drawn with deviation in^-0.5."""
     drawn = torch.empty(*shape)
-    # Meta tensors stand for weights that are loaded; drawing them would cost the import of torch's compiler.
+    # Meta tensors stand for weights that will be loaded; drawing them would import torch's compiler.
     return nn.Parameter(drawn if drawn.is_meta else drawn.normal_(std=shape[-1] ** -0.5))
 
 
 def join(*weights: nn.Parameter) -> Tensor:
-    """Moves matrices [out, in] of one input to where they touch; the whole [sum of outs, in], for one product."""
+    """Move matrices [out, in] of one input next to each other; returns the whole [sum of outs, in], for one product."""
     whole = torch.cat([each.data for each in weights])
     for each, place in zip(weights, whole.split_with_sizes([len(each) for each in weights]), strict=True):
         each.data = place
@@ -24,7 +24,7 @@ def join(*weights: nn.Parameter) -> Tensor:
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[..., heads * d] -> [..., heads, d], of no tokens too."""
+    """[..., heads * d] -> [..., heads, d], also without tokens."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 

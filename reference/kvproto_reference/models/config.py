@@ -35,7 +35,7 @@ class MoeConfig:
     ffn: int
     """Width of one routed expert."""
     shared_ffn: int = 0
-    """Width of the expert that every token goes through, 0 for none."""
+    """Width of the expert that every token goes through; 0 if there is none."""
     scores: str = "softmax"
     groups: int = 1
     top_groups: int = 1
@@ -43,10 +43,10 @@ class MoeConfig:
     group_best: int = 1
     """A group ranks by the sum of this many of its best scores."""
     normalize: bool = False
-    """Whether the weights of the chosen experts are made to sum to 1, before `scale`."""
+    """Whether the weights of the chosen experts are normalized to sum to 1, before `scale`."""
     scale: float = 1.0
     correction: bool = False
-    """Whether a bias is added to the scores for the choice, not for the weights."""
+    """Whether a bias is added to the scores for the choice of experts, but not for their weights."""
 
     def __attrs_post_init__(self) -> None:
         if self.scores not in SCORES:
@@ -67,7 +67,7 @@ def _moe(value: Any) -> MoeConfig | None:
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """Sizes of one model; fields of the other kind stay 0, dims count elements."""
+    """Sizes of one model, in elements; fields of the other kind are 0. Raises EngineError for sizes that cannot be."""
 
     kind: Kind
     hidden: int
@@ -84,19 +84,19 @@ class ModelConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     tied: bool = True
-    """Whether the embedding is the output matrix too."""
+    """Whether the embedding is also the output matrix."""
     qk_norm: bool = True
     qkv_bias: bool = False
     q_rank: int | None = None
-    """Width that MLA queries are squeezed through, None where they are not."""
+    """Rank of the low-rank projection of MLA queries; None if there is none."""
     rope_rates: tuple[float, ...] = attrs.field(default=(), converter=_floats)
-    """Radians a position of each rotary pair; empty for those of `rope_theta`."""
+    """Radians per position of each rotary pair; empty for those of `rope_theta`."""
     rope_gain: float = 1.0
-    """Factor of cosines and sines, so of cached keys too."""
+    """Factor of cosines and sines, and so of cached keys."""
     rope_pairs: bool = False
-    """Whether neighbours are turned together, not elements half a head apart."""
+    """Whether neighbouring elements are rotated together, instead of those half a head apart."""
     score_factor: float = 1.0
-    """Factor of attention scores beside head width ^ -0.5."""
+    """Factor of attention scores in addition to head width ^ -0.5."""
     moe: MoeConfig | None = attrs.field(default=None, converter=_moe)
     dtype: str = "float32"
     """Element type of weights and cache."""
@@ -118,17 +118,17 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that RoPE turns."""
+        """Elements of a head that RoPE rotates."""
         return self.head_dim if self.kind == "gqa" else self.rope_dim
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Radians a position of each rotary pair."""
+        """Radians per position of each rotary pair."""
         return self.rope_rates or plain_rates(self.rotary_dim, self.rope_theta)
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores."""
+        """Factor of attention scores in all."""
         width = self.head_dim if self.kind == "gqa" else self.nope_dim + self.rope_dim
         return float(self.score_factor * width**-0.5)
 
@@ -153,12 +153,12 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
-        """The config read from JSON text."""
+        """The config of a JSON text; raises EngineError."""
         return cls.from_fields(json_object(text))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "ModelConfig":
-        """The config of a JSON object's members."""
+        """The config of the members of a JSON object; raises EngineError."""
         try:
             return cls(**fields)
         except TypeError as error:
@@ -166,7 +166,7 @@ class ModelConfig:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Members of the JSON object that a config file holds."""
+    """The members of the JSON object in a config file; raises EngineError."""
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:

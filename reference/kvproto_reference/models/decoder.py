@@ -41,7 +41,7 @@ class Block(Stepping):
 
 
 class Decoder(Stepping):
-    """A GQA or MLA language model; holds the weights of this TP rank, and of this pipeline stage, only."""
+    """A GQA or MLA language model, with the weights of only this TP rank and pipeline stage."""
 
     rates: Tensor
 
@@ -59,7 +59,7 @@ class Decoder(Stepping):
         self.register_buffer("rates", torch.tensor(config.rates, device="cpu"), persistent=False)
 
     def join(self) -> None:
-        """Lay the weights that have one input side by side, once they are loaded and where they stay.
+        """Put weights with the same input next to each other, once they are loaded and on their device.
 
         A step of few tokens is as fast as weights are read, and one long product reads faster than two or three.
         """
@@ -68,7 +68,7 @@ class Decoder(Stepping):
                 module.join()
 
     def use(self, ops: Ops) -> None:
-        """Take the steps between products by these, as those of an attention back end fit its tensors."""
+        """Use these ops for the steps between matrix products; an attention back end has ones that fit its tensors."""
         for module in self.modules():
             if isinstance(module, Stepping):
                 module.ops = ops

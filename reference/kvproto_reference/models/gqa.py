@@ -1,4 +1,4 @@
-"""Llama/Qwen-style attention: grouped KV heads, RoPE, QK-norm or biases where the model has them; caches K and V."""
+"""Llama/Qwen-style attention: grouped KV heads, RoPE, and QK-norm or biases if the model has them; caches K and V."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from .parallel import TensorParallel, kv_head_range
 
 
 class GqaAttention(Stepping):
-    """One layer's attention, whose KV heads are those of this rank's DCP group."""
+    """The attention of one layer; its KV heads are those of this rank's DCP group."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: int) -> None:
         super().__init__()

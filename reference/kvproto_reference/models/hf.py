@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints in our terms: which config key becomes which field, which tensor becomes which weight.
+"""Hugging Face checkpoints in our terms: which config key becomes which field, and which tensor which weight.
 
-What is not understood is refused: a model that is nearly right answers fluently and wrong.
+What is not understood is refused, because a model that is nearly right gives fluent wrong answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,9 +56,9 @@ DERIVED: Mapping[str, Callable[[Config], Any]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
 }
-"""What a key stands for that is missing or null."""
+"""The value of a key that is missing or null."""
 NULLABLE = ("q_lora_rank",)
-"""Keys that say something by null."""
+"""Keys for which null has a meaning."""
 
 WEIGHTS = {
     "embed": "model.embed_tokens.weight",
@@ -93,9 +93,9 @@ WEIGHTS = {
     "ffn.experts.up": "mlp.experts.{}.up_proj.weight",
     "ffn.experts.down": "mlp.experts.{}.down_proj.weight",
 }
-"""Tensors by our names; those of a layer without its prefix, `{}` is the number of the expert that we stack."""
+"""Tensors by our names, without the prefix of a layer; `{}` is the number of an expert, which we stack."""
 SQUEEZED = {**WEIGHTS, "attn.q": "self_attn.q_b_proj.weight"}
-"""The same where MLA queries are squeezed."""
+"""The same for models with a low-rank projection of MLA queries."""
 
 
 @attrs.frozen(kw_only=True)
@@ -105,9 +105,9 @@ class Family:
     kind: Kind
     fields: Mapping[str, str]
     fixed: Mapping[str, Any]
-    """What every model of the family has, without a config key for it."""
+    """Fields with one value in all models of the family, which have no config key."""
     windowed: bool = True
-    """Whether `sliding_window` counts where `use_sliding_window` is missing."""
+    """Whether `sliding_window` counts if `use_sliding_window` is missing."""
     allowed: Allowed = attrs.field(factory=dict)
     derived: Mapping[str, Callable[[Config], Any]] = DERIVED
     moe: Callable[[Config], MoeConfig | None] = lambda config: None
@@ -123,16 +123,16 @@ def source(name: str, config: ModelConfig) -> str:
 
 
 def ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is none of the decoder's: stored RoPE rates, DeepSeek's layers that predict further tokens."""
+    """Whether the decoder does not use a tensor: stored RoPE rates, DeepSeek's layers that predict further tokens."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     return config.kind == "mla" and name.startswith("model.layers.") and int(name.split(".")[2]) >= config.layers
 
 
 def translate(config: Config, dtype: str) -> ModelConfig:
-    """The model that a config.json describes; `dtype` may be "auto", the one that the file names.
+    """The model that a config.json describes; `dtype` may be "auto", for the one that the file names.
 
-    Raises EngineError naming key and value of what the engine has not.
+    Raises EngineError with the key and value of what the engine does not support.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -151,14 +151,14 @@ def translate(config: Config, dtype: str) -> ModelConfig:
 
 
 def eos_ids(config: Config, generation: Config) -> frozenset[int]:
-    """Tokens that end a text: of generation_config.json, else of config.json; one, several or none."""
+    """Tokens that end a text, from generation_config.json or else config.json: one, several or none."""
     said = generation.get("eos_token_id")
     ids = config.get("eos_token_id") if said is None else said
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def refused(key: str, value: object, allowed: tuple[Any, ...]) -> EngineError:
-    """The error for a config that asks for what the engine does not implement."""
+    """The error for a config that needs what the engine does not support."""
     shown = repr(value) if len(repr(value)) < 120 else repr(value)[:117] + "..."
     return EngineError(f"config.json: {key} is {shown}, supported: {', '.join(map(repr, allowed))}")
 
@@ -179,7 +179,7 @@ def _check_window(config: Config, windowed: bool) -> None:
 
 
 def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], Any]] = MappingProxyType({})) -> Any:
-    """What the first of `keys` that is there says, or what follows from others where none is."""
+    """The value of the first of `keys` that is there, or what follows from other keys if none is."""
     for key in keys:
         if config.get(key) is not None or (key in NULLABLE and key in config):
             return config[key]
@@ -190,7 +190,7 @@ def _value(config: Config, *keys: str, derived: Mapping[str, Callable[[Config], 
 
 
 def _rope(config: Config, kind: Kind, dim: int) -> dict[str, Any]:
-    """Fields of the rotary embedding; `rope_parameters` is what `rope_scaling` with `rope_theta` came to be called."""
+    """Fields of the rotary embedding; `rope_parameters` is the later name of `rope_scaling` with `rope_theta`."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if old and new and old != new:
         raise refused("rope_scaling", old, ("what rope_parameters says",))
@@ -220,12 +220,12 @@ def _llama3(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
 
 
 def _yarn(said: Config, kind: Kind, dim: int, theta: float) -> dict[str, Any]:
-    """YaRN with DeepSeek's two weights: `mscale_all_dim` sharpens all of a score, `mscale` what RoPE turns."""
+    """YaRN with DeepSeek's two weights: `mscale_all_dim` sharpens a whole score, `mscale` what RoPE rotates."""
     factor, original = said["factor"], said["original_max_position_embeddings"]
     fast, slow = said.get("beta_fast") or 32, said.get("beta_slow") or 1
     turned, whole = said.get("mscale") or 0, said.get("mscale_all_dim") or 0
     if bool(turned) != bool(whole):
-        # Implementations differ in what a missing one stands for.
+        # Implementations differ in what a missing one means.
         raise refused("yarn rope mscale and mscale_all_dim", (turned, whole), ("both", "neither"))
     gain = said.get("attention_factor")
     if gain is None:
@@ -242,7 +242,7 @@ class Rope:
     """One `rope_type`."""
 
     make: Callable[[Config, Kind, int, float], dict[str, Any]]
-    """Our fields from its keys, the kind of model, the rotary width and theta."""
+    """Makes our fields from its keys, the kind of model, the rotary width and theta."""
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
@@ -305,7 +305,7 @@ FAMILIES: Mapping[str, Family] = {
         allowed={
             "scoring_func": ("softmax",),
             "topk_method": ("greedy", "group_limited_greedy"),
-            "norm_topk_prob": OFF,  # implementations differ in whether the scale is applied then
+            "norm_topk_prob": OFF,  # implementations differ in whether the scale then applies
             "moe_layer_freq": (1,),
         },
         moe=_deepseek_v2,

@@ -11,11 +11,11 @@ from .ops import Stepping, Table
 from .parallel import TensorParallel
 
 LATENT_EPS = 1e-6
-"""Of the norms inside; DeepSeek's code gives them no other, whatever the model's own."""
+"""Epsilon of the inner norms; DeepSeek's code uses this one, whatever the model's own."""
 
 
 class MlaAttention(Stepping):
-    """One layer's attention in the absorbed form; query heads are split over ranks, the latent is on all.
+    """The attention of one layer in the absorbed form; query heads are split over ranks, the latent is on all of them.
 
     DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
@@ -44,7 +44,7 @@ class MlaAttention(Stepping):
         latent, k_rope = kv[..., : c.latent], kv[..., c.latent :]
         q_rope, k_rope = self.ops.rope(q_rope, k_rope, table, c.rope_pairs)
         row = torch.cat((self.ops.norm(latent, self.kv_norm, LATENT_EPS), k_rope), dim=-1)
-        # W_uk goes into the query, so that scores are taken against the cached latents themselves.
+        # W_uk is applied to the query, so that scores are computed against the cached latents themselves.
         absorbed = torch.einsum("...hd,hdl->...hl", q_nope, self.k_up)
         query = torch.cat((absorbed, q_rope), dim=-1)
         mixed = attention.attend(self.layer, query, {"latent": row})

@@ -48,7 +48,7 @@ class MoeFFN(nn.Module):
         return out.view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 and numbers, both [tokens, top_k], of the experts that tokens [tokens, hidden] go to."""
+        """Float32 weights and indices, both [tokens, top_k], of the experts that tokens [tokens, hidden] go to."""
         moe = self.moe
         logits = F.linear(tokens.float(), self.router.float())
         scores = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()

@@ -1,4 +1,4 @@
-"""The small steps between a model's products, in torch; FlashInfer has each of them as one kernel (`FusedOps`)."""
+"""The small steps between a model's matrix products in torch; FlashInfer has one kernel for each (`FusedOps`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 __all__ = ["FusedOps", "Ops", "Stepping", "Table"]
 
 Table = tuple[Tensor, Tensor]
-"""What `Ops.rope` turns by, as the same ops' `table` makes it."""
+"""The angles for `Ops.rope`, as `table` of the same ops makes them."""
 
 
 class Ops:
-    """Norms and rotations for any device and type, in float32; leading batch dims allowed."""
+    """Norms and rotations for any device and type, in float32; leading batch dims are allowed."""
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dim: x [..., d], gain [d]."""
@@ -37,7 +37,7 @@ class Ops:
         return first[:, None], second[:, None]
 
     def rope(self, q: Tensor, k: Tensor, table: Table, pairs: bool) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of q and k [..., n, heads, dim]: neighbours are turned together (pairs), or halves are.
+        """Rotary embedding of q and k [..., n, heads, dim], of neighbouring elements (`pairs`) or of halves.
 
         Neither argument is used again.
         """
@@ -50,7 +50,7 @@ class Ops:
 
 
 class FusedOps(Ops):
-    """FlashInfer's, for bfloat16 and float16 on CUDA and without batch dims; what is not used again is overwritten."""
+    """FlashInfer's kernels, for bfloat16 and float16 on CUDA, without batch dims; they overwrite arguments."""
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         from flashinfer.norm import rmsnorm
@@ -69,7 +69,7 @@ class FusedOps(Ops):
         return silu_and_mul(both)  # type: ignore[no-any-return]
 
     def table(self, positions: Tensor, rates: Tensor, gain: float, pairs: bool) -> Table:
-        """Cosines before sines [n, 2 * rates] float32, and which of its rows each token reads."""
+        """Cosines, then sines [n, 2 * rates] float32, and the row that each token reads [n]."""
         return torch.cat(_angles(positions, rates, gain), -1), torch.arange(len(positions), device=positions.device)
 
     def rope(self, q: Tensor, k: Tensor, table: Table, pairs: bool) -> tuple[Tensor, Tensor]:
@@ -81,12 +81,12 @@ class FusedOps(Ops):
 
 
 class Stepping(nn.Module):
-    """A module that takes such steps, in torch until it is told otherwise."""
+    """A module that takes such steps; in torch by default."""
 
     ops = Ops()
 
 
 def _angles(positions: Tensor, rates: Tensor, gain: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, times `gain` [n, rates] float32."""
+    """Cosines and sines, times `gain`: [n, rates] float32 each."""
     angles = positions.to(torch.float32)[:, None] * rates
     return angles.cos() * gain, angles.sin() * gain

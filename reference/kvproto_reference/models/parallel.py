@@ -11,20 +11,20 @@ from .config import ModelConfig
 
 @attrs.frozen
 class Pipeline:
-    """Which ranks have which layers of a model, and this rank among them; `group` None means that it has all.
+    """Which ranks have which layers of a model, and this rank's place; `group` None means that it has all of them.
 
     A step is on one rank at a time: hidden states go from chunk to chunk, and all ranks wait for the logits.
     """
 
     rank: int
     chunks: tuple[tuple[int, range], ...]
-    """In order: the rank that has them, and layers."""
+    """In order: a rank, and the layers that it has."""
     group: dist.ProcessGroup | None = None
     """The ranks with layers, and others that need the logits."""
 
     @property
     def layers(self) -> list[int]:
-        """Those of this rank."""
+        """The layers of this rank."""
         return [layer for rank, layers in self.chunks if rank == self.rank for layer in layers]
 
     @property
@@ -38,7 +38,7 @@ class Pipeline:
         return self.chunks[-1][0] == self.rank
 
     def hand(self, x: Tensor, source: int, sink: int) -> Tensor:
-        """Hidden states (any shape, on all ranks the same) that one rank has and another needs; others keep theirs."""
+        """Move hidden states (any shape, the same on all ranks) from `source` to `sink`; other ranks keep theirs."""
         if source == sink or self.rank not in (source, sink) or not x.numel():
             return x
         moved = near_to(x, self.group)
@@ -49,7 +49,7 @@ class Pipeline:
         return moved.to(x.device)
 
     def everywhere(self, logits: Tensor) -> Tensor:
-        """Those that the last rank has, on all ranks; the others say the shape."""
+        """Logits of the last rank, on all ranks; on the others the argument gives the shape."""
         if self.group is None or not logits.numel():
             return logits
         told = near_to(logits, self.group)
@@ -61,7 +61,7 @@ class Pipeline:
 class TensorParallel:
     """Place of this process in a TP group; `group` None means the default process group.
 
-    With `dcp` N, every N consecutive ranks are a DCP group: they hold the same KV heads, and deal out the tokens.
+    With `dcp` N, every N consecutive ranks are a DCP group: they hold the same KV heads, and divide the tokens.
     """
 
     rank: int = 0
@@ -86,16 +86,16 @@ class TensorParallel:
 
     @property
     def whole(self) -> "TensorParallel":
-        """The same place for a model whose cache is not dealt out: each rank stores all tokens of its own heads."""
+        """The same place for a model whose cache is not dealt: each rank stores all tokens of its own heads."""
         return attrs.evolve(self, dcp=1, replicate_q=False)
 
     @property
     def together(self) -> "TensorParallel":
-        """The place of this rank's DCP group among the groups, which share out KV heads as ranks would."""
+        """The place of this rank's DCP group among the groups, which divide KV heads as ranks would."""
         return TensorParallel(self.rank // self.dcp, self.size // self.dcp)
 
     def stages(self, layers: int) -> Pipeline:
-        """Who has which of a model's layers."""
+        """Which ranks have which of a model's layers."""
         return self.pipeline or Pipeline(self.rank, ((self.rank, range(layers)),))
 
     def queries(self, count: int) -> slice:
@@ -113,7 +113,7 @@ class TensorParallel:
         return gather(x.detach(), self.size, self.group).sum(0)
 
     def share(self, count: int) -> slice:
-        """This rank's share of `count` units; shares differ by one where the ranks do not divide them."""
+        """This rank's share of `count` units; shares differ by one if the number of ranks does not divide them."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def width(self, count: int) -> int:
@@ -125,9 +125,9 @@ SOLO = TensorParallel()
 
 
 def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
-    """Raise EngineError where some of `size` TP ranks would have no query head, or nothing of the ffn.
+    """Raise EngineError if some of `size` TP ranks would have no query head, or nothing of the ffn.
 
-    In DCP groups, also where ranks have unequal numbers of heads, as queries and outputs are exchanged in equal pieces.
+    In DCP groups, also if ranks have unequal numbers of heads, as queries and outputs are exchanged in equal pieces.
     """
     if dcp > 1 and config.heads % size:
         raise EngineError(f"DCP needs as many heads on every rank: {size} ranks do not divide {config.heads} heads")
@@ -143,8 +143,8 @@ def check_split(config: ModelConfig, size: int, dcp: int = 1) -> None:
 def kv_head_range(config: ModelConfig, tp: TensorParallel) -> tuple[int, int]:
     """Global KV heads [lo, hi) that a rank stores: those that the query heads of its DCP group attend to.
 
-    Without DCP the group is the rank. Where the groups do not divide the heads, or are more than the KV heads, a KV
-    head is in the cache of several of them. The MLA latent counts as one head, on all ranks.
+    Without DCP the group is the rank. If the groups do not divide the heads, or outnumber the KV heads, a KV head is in
+    the cache of several of them. The MLA latent counts as one head, on all ranks.
     """
     check_split(config, tp.size, tp.dcp)
     if config.kind == "mla":
@@ -169,7 +169,7 @@ CUTS = {
     **dict.fromkeys(("gate", "up"), ("ffn", -2)),
     "down": ("ffn", -1),
 }
-"""What of a weight is shared out over ranks, and along which dim; weights that are not here are on every rank."""
+"""What of a weight is divided over ranks, and along which dim; weights that are not here are on every rank."""
 
 
 def cut(config: ModelConfig, tp: TensorParallel, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:

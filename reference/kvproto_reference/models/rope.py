@@ -1,4 +1,4 @@
-"""Rates of rotary embeddings: radians that each pair of a head turns from one position to the next."""
+"""Rates of rotary embeddings: radians by which each pair of a head is rotated from one position to the next."""
 
 import math
 
@@ -11,9 +11,9 @@ def plain_rates(dim: int, theta: float) -> Rates:
 
 
 def llama3_rates(rates: Rates, original: int, factor: float, low: float, high: float) -> Rates:
-    """Slows by `factor` the pairs that make less than `low` turns in `original` positions, none above `high`.
+    """Slow by `factor` the pairs that make less than `low` turns in `original` positions, and none above `high`.
 
-    Llama 3.1, by the code that came with it.
+    As in the code that came with Llama 3.1.
     """
 
     def kept(rate: float) -> float:
@@ -24,9 +24,9 @@ def llama3_rates(rates: Rates, original: int, factor: float, low: float, high: f
 
 
 def yarn_rates(rates: Rates, theta: float, original: int, factor: float, fast: float, slow: float) -> Rates:
-    """Slows by `factor` the pairs that make less than `slow` turns in `original` positions, none above `fast`.
+    """Slow by `factor` the pairs that make less than `slow` turns in `original` positions, and none above `fast`.
 
-    YaRN, arXiv 2309.00071, section 3.2, with its authors' code's ramp: by pair, between bounds rounded outwards.
+    YaRN, arXiv 2309.00071, section 3.2, with the ramp of the authors' code: by pair, between bounds rounded outwards.
     """
     dim = 2 * len(rates)
 
@@ -40,5 +40,5 @@ def yarn_rates(rates: Rates, theta: float, original: int, factor: float, fast: f
 
 
 def yarn_gain(factor: float, weight: float = 1.0) -> float:
-    """What attention scores over a context longer by `factor` are sharpened by, from each side (section 3.4)."""
+    """The factor of queries and of keys that sharpens attention over a context longer by `factor` (section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
