@@ -260,8 +260,8 @@ class Cache:
         claims: list[tuple[_Job, Hit, range, Claim]] = []
         for job in jobs:
             ids = job.chain.ids(self.host.layout.form)[: len(job.slots)]
-            hit = self.host.find(job.chain)
-            first = min(len(hit.pages), len(ids))
+            hit = self.host.hold(job.chain, job.groups)
+            first = len(hit.pages)
             first += len([*takewhile(flying.__contains__, ids[first:])])
             wanted = range(first, min(len(ids), first + self.host.slots.free + self.host.slots.idle))
             self.counts["not kept"] += len(ids) - wanted.stop

@@ -1,12 +1,13 @@
 """Pages between an engine's pool and memory of the host: one copy program for all components of all pages.
 
-In the pool, component c of slot s is the items [s * k, (s + 1) * k) of its group, where k items hold a page. On the
-host it is one run of bytes, in the order in which it is stored too (tiers.md, Components).
+In the pool, component c of slot s is the items [s * k, (s + 1) * k) of its group, where k items hold a page; of a
+recurrent state it is item s, the state after the page's last token. On the host it is one run of bytes, in the order in
+which it is stored (tiers.md, Components).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import attrs
@@ -21,7 +22,7 @@ from kvproto.planning.plan import Box, Route
 from kvproto.tiers.components import Layout
 from kvproto.transport.base import Regions
 from kvproto.transport.paging import Pager, Paging
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
 
 __all__ = ["Copies", "as_pool"]
@@ -31,13 +32,17 @@ class Copies:
     """The pool of one rank, memory of the host for `slots` pages, and what copies between them."""
 
     def __init__(self, layout: Layout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
-        """`regions` are the pool's memory, by region id; raises LocalError for components that are not rows."""
+        """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
         self.layout, self.pager, self._regions = layout, pager, regions
+        states = {part.group for part in layout.parts if kind_of(pool.group(part.group)).is_state}
+        pool = _paged(pool, states)
         self.programs = self.bytes = 0
         """How many were started, and what they move."""
         rows = {part.group: _rows(pool.group(part.group), pool.owns(part.group), part.length) for part in layout.parts}
         self._items = {group: count // pool.group(group).rows for group, count in rows.items()}
         """Items of the pool that hold a page."""
+        self._tokens = {group: count if group in states else layout.page for group, count in rows.items()}
+        """Of a page, as windows count them."""
         self.slots = slots
         self.pages = min(pool.columns[group].items // count for group, count in self._items.items())
         """How many the pool holds."""
@@ -82,17 +87,28 @@ class Copies:
         """The pages as if they were those of one prompt: each is whole turns, so none is dealt otherwise for that."""
         at = np.asarray(slots, np.int64)[:, None]
         items = {group: (at * count + np.arange(count)).reshape(-1) for group, count in self._items.items()}
-        return {group: Window(0, len(slots) * self.layout.page, held) for group, held in items.items()}
+        return {group: Window(0, len(slots) * self._tokens[group], held) for group, held in items.items()}
 
     def _on_host(self, slots: Sequence[int]) -> dict[int, Window]:
-        window = Window(0, len(slots) * self.layout.page, np.asarray(slots, np.int64))
-        return dict.fromkeys(self._items, window)
+        at = np.asarray(slots, np.int64)
+        return {group: Window(0, len(slots) * count, at) for group, count in self._tokens.items()}
+
+
+def _paged(side: RankLayout, states: Collection[int]) -> RankLayout:
+    """A pool whose states are pages of as many tokens as they have rows, so that a copy takes many of them."""
+    groups = tuple(
+        attrs.evolve(g, kind=ItemKind.PAGE, rows=g.live_rows or g.rows, live_rows=None, tokens_per_row=1)
+        if g.id in states
+        else g
+        for g in side.geometry.groups
+    )
+    return RankLayout(attrs.evolve(side.geometry, groups=groups), side.rank, side.columns)
 
 
 def _rows(group: Group, share: Owns, length: int) -> int:
-    """Rows of a page that the rank has; raises LocalError for a state, and for pages that cut an item."""
+    """Rows of a page that the rank has; raises LocalError for a ring, and for pages that cut an item."""
     if not kind_of(group).paged:
-        raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens", "a state")
+        raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens, or states", "a ring")
     rows = length // _width(group, share)
     if rows % group.rows:
         wants = f"a multiple of {group.rows} rows"

@@ -7,7 +7,7 @@ gives back what it has exactly once, when it is closed. One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -88,6 +88,16 @@ class Index:
         said = len(slots), [lengths_of(part, page, [bits & bit for bits in held]) for part, bit in self._some]
         return Hit(self, said, slots[: usable(said)])
 
+    def hold(self, chain: Chain, groups: Sequence[Collection[int]]) -> Hit:
+        """The leading pages that have at least these components, pinned, also where no request can go on after them."""
+        slots = []
+        for id, some in zip(chain.ids(self._form), groups, strict=False):
+            slot = self._by_id.get(id)
+            if slot is None or self.bits(some) & ~self._held[slot]:
+                break
+            slots.append(slot)
+        return Hit(self, (len(slots), []), slots)
+
     def claim(self, chain: Chain, first: int, count: int) -> Claim | None:
         """Slots for pages [first, first + count) of a prompt, all or none; others are given up for them."""
         ids = chain.ids(self.layout.form)
@@ -104,6 +114,10 @@ class Index:
             return None
         self.evict(count)
         return Claim(self, [self.slots.reserve() for _ in range(count)])
+
+    def bits(self, groups: Iterable[int]) -> int:
+        """A bit for each component; raises LocalError for one that the layout lacks."""
+        return sum(self._bit[self.layout.part(group).group] for group in {*groups})
 
     def groups(self, slot: int) -> list[int]:
         """Components that the page has which can be found there."""
@@ -161,10 +175,29 @@ class Index:
             del self._by_id[id]
             if self.news is not None:
                 self.news[id] = None
-            self._ids[each], self._held[each] = None, 0
-            self._parent[each] = self._child[each] = self._next[each] = self._before[each] = _NONE
-            self.slots.move(each, State.RETIRING if self.slots.pins(each) else State.FREE)
+            self._clear(each)
         return len(gone)
+
+    def _replace(self, old: int, new: int, bits: int) -> None:
+        """Let a page be found in place of one that lacks some of its components; readers keep what they have."""
+        id = self._ids[old]
+        assert id is not None
+        self.slots.move(new, State.READABLE)
+        self._by_id[id], self._ids[new], self._held[new] = new, id, bits
+        parent, child = self._parent[old], self._child[old]
+        self._unlink(old)
+        self._link(new, parent)
+        self._child[new] = child
+        while child != _NONE:
+            self._parent[child], child = new, self._next[child]
+        self._clear(old)
+        if self.news is not None:  # a request may go on after those that follow, too
+            self.news.update(dict.fromkeys(id for slot in self._below(new) if (id := self._ids[slot]) is not None))
+
+    def _clear(self, slot: int) -> None:
+        self._ids[slot], self._held[slot] = None, 0
+        self._parent[slot] = self._child[slot] = self._next[slot] = self._before[slot] = _NONE
+        self.slots.move(slot, State.RETIRING if self.slots.pins(slot) else State.FREE)
 
     def _below(self, slot: int) -> Iterator[int]:
         todo = [slot]
@@ -207,6 +240,9 @@ class Index:
                 self._link(slot, parent)
                 if self.news is not None:
                     self.news[id] = None
+            elif bits & ~self._held[known] and not self._held[known] & ~bits:
+                self._replace(known, slot, bits)
+                known = slot
             parent, done = known, done + 1
         while parent is not None and parent != _NONE:  # the leaf first, so that no page is older than what follows it
             self.slots.touch(parent)
@@ -285,7 +321,7 @@ class Claim(_Owner):
 
     def seal(self, i: int, groups: Sequence[int]) -> None:
         """All copies into page i are over, of these groups; raises LocalError if they lack a PREFIX component."""
-        held = sum(self._index._bit[self._index.layout.part(group).group] for group in {*groups})
+        held = self._index.bits(groups)
         if self._index._must & ~held:
             must = sorted(self._index.layout.must)
             raise LocalError(ErrorCode.OUT_OF_RANGE, "groups", f"{must} at least", str(sorted(groups)))
@@ -295,7 +331,7 @@ class Claim(_Owner):
     def publish(self) -> int:
         """Let the sealed pages be found, and close; how many of its first pages can be found now (KVP-TIER-VISIBLE).
 
-        A page that somebody else has published first is theirs.
+        A page that somebody else has published first is theirs, unless ours has all of its components and more.
         """
         try:
             return self._index._publish(self._parent, self._ids, self._slots, self._held)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, seal
 from kvproto.transport.paging import Paging
+from kvproto.wire.enums import LengthRule
 
 if TYPE_CHECKING:
     from kvproto.tiers.cache import Cache
@@ -86,8 +88,11 @@ class Lease:
             assert more is not None
             self._rest.join(more)
 
-    def leave(self, rows: int = 0) -> None:
-        """Give all back; whole pages of the first `rows` tokens of `chain`, which has grown by then, are kept."""
+    def leave(self, rows: int = 0, states: Collection[int] | None = None) -> None:
+        """Give all back; whole pages of the first `rows` tokens of `chain`, which has grown by then, are kept.
+
+        `states` are the numbers of tokens after which pages have their recurrent states; None: each page has.
+        """
         self._cache.settle()
         ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)
         whole = min(rows // self.chain.page, len(ids), slots) if self.ready else 0
@@ -98,10 +103,16 @@ class Lease:
                 rest.name(self.chain, self.pages)
                 for i in range(whole - self.pages):
                     rest.fill(i)
-                    rest.seal(i, [part.group for part in self._cache.device.layout.parts])
+                    rest.seal(i, self._computed(self.pages + i, states))
                 rest.publish()
             if whole:
                 self._cache.published(self.chain, whole)
         if self._copy is None:  # else it still writes there
             self.load.close()
             self._far.close()
+
+    def _computed(self, i: int, states: Collection[int] | None) -> list[int]:
+        """Components that page i has once it is computed."""
+        kept = states is None or (i + 1) * self.chain.page in states
+        parts = self._cache.device.layout.parts
+        return [part.group for part in parts if kept or part.rule is not LengthRule.STATE]

@@ -26,7 +26,7 @@ from kvproto.tiers.copies import as_pool
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.manifest import Named, manifest_key, object_key
 from kvproto.tiers.store import Store
-from kvproto.wire.enums import KeyForm
+from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
 __all__ = ["Others", "geometry_key"]
@@ -75,13 +75,13 @@ class Others:
     def __init__(self, store: Store, geometry: Geometry, rank: int, layout: Layout) -> None:
         """`geometry` is our engine's Description, `layout` what our pages are made of."""
         self.store, self.layout = store, layout
-        self._own = alone(geometry, rank, [part.group for part in layout.parts])
+        self.own = alone(geometry, rank, [part.group for part in layout.parts])
         self._engines: list[_Engine] = []
         self._seen = -FRESH
 
     def tell(self) -> None:
         """Keep what we own where our pages are; raises OSError."""
-        self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self._own))
+        self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self.own))
 
     def read(self, chain: Chain, first: int) -> Pages:
         """Pages of a prompt from `first` on, as many as others have, by group; raises OSError."""
@@ -116,7 +116,7 @@ class Others:
         for count in sorted({len(some) for some in found.values()} - {0}, reverse=True):
             with suppress(PlanError):  # those that have so many pages do not own all of ours
                 there = tuple(one for one in engine.geometry.ranks if len(found[one.rank]) >= count)
-                routes = plan(attrs.evolve(engine.geometry, ranks=there), self._own).routes
+                routes = plan(attrs.evolve(engine.geometry, ranks=there), self.own).routes
                 break
         else:
             return []
@@ -126,26 +126,23 @@ class Others:
             return []
         count = -(-pages * mine // theirs)
         made = {part.group: memoryview(bytearray(part.length * pages)) for part in self.layout.parts}
-        sink = as_pool(RankLayout(self._own, 0, {}), {part.group: part.length for part in self.layout.parts}, pages)
-        for rank in sorted({route.source for route in routes}):
-            manifests, some = found[rank], tuple(route for route in routes if route.source == rank)
-            layout = components(engine.geometry, rank, theirs)
-            groups = {box.source_group for route in some for box in route.boxes}
-            if not self._alike(some, manifests[0]):
-                return []
-            memory = self._memory(layout, manifests[:count], groups)
-            if memory is None:
-                return []
-            source = as_pool(
-                RankLayout(engine.geometry, rank, {}),
-                {p.group: p.length for p in layout.parts if p.group in groups},
-                count,
-            )
-            have, want = Window(0, count * theirs, np.arange(count)), Window(0, pages * mine, np.arange(pages))
-            program = Pair(some, source, sink).lower(dict.fromkeys(groups, have), dict.fromkeys(made, want))
-            execute(program, memory, made)
+        cut = _Cut(self, engine, routes, found)
+        paged = {part.group for part in self.layout.parts if part.rule is not LengthRule.STATE}
+        if not cut.run(paged, range(count), Window(0, pages * mine, np.arange(pages)), made):
+            return []
+        lacks: dict[int, set[int]] = {i: set() for i in range(pages)}
+        for i in range(pages):  # a state is after the last token of a page, which may be in the middle of one of theirs
+            at, middle = divmod((i + 1) * mine, theirs)
+            for group in made.keys() - paged:
+                window = Window(0, (i + 1) * mine, np.array([i]))
+                if middle or not cut.run({group}, range(at - 1, at), window, made):
+                    lacks[i].add(group)
         return [
-            {part.group: bytes(made[part.group][i * part.length : (i + 1) * part.length]) for part in self.layout.parts}
+            {
+                part.group: bytes(made[part.group][i * part.length : (i + 1) * part.length])
+                for part in self.layout.parts
+                if part.group not in lacks[i]
+            }
             for i in range(first - base // mine, pages)
         ]
 
@@ -165,17 +162,55 @@ class Others:
                 return found
         return found
 
+
+@attrs.frozen
+class _Cut:
+    """Copies from the objects of an engine's pages, as routes say."""
+
+    ours: Others
+    engine: _Engine
+    routes: Sequence[Route]
+    found: Mapping[int, Sequence[Manifest]]
+    """Of their ranks, the pages that are there."""
+
+    def run(self, groups: Collection[int], pages: range, want: Window, made: Mapping[int, memoryview]) -> bool:
+        """Fill some of our groups from some of their pages; whether all objects were there whole (KVP-TIER-CHECK)."""
+        layout, routes = self.ours.layout, [route for route in self.routes if route.group in groups]
+        lengths = {part.group: part.length for part in layout.parts}
+        for rank in sorted({route.source for route in routes}):
+            some = tuple(route for route in routes if route.source == rank)
+            manifests = self.found[rank][pages.start : pages.stop]
+            parts = components(self.engine.geometry, rank, self.engine.page)
+            theirs = {box.source_group for route in some for box in route.boxes}
+            if not self._alike(some, manifests[0]):
+                return False
+            memory = self._memory(parts, manifests, theirs)
+            if memory is None:
+                return False
+            source = as_pool(
+                RankLayout(self.engine.geometry, rank, {}),
+                {part.group: part.length for part in parts.parts if part.group in theirs},
+                len(pages),
+            )
+            sink = as_pool(
+                RankLayout(self.ours.own, 0, {}), lengths, made[routes[0].group].nbytes // lengths[routes[0].group]
+            )
+            have = Window(0, len(pages) * self.engine.page, np.arange(len(pages)))
+            program = Pair(some, source, sink).lower(dict.fromkeys(theirs, have), dict.fromkeys(groups, want))
+            execute(program, memory, made)
+        return True
+
     def _alike(self, routes: Sequence[Route], manifest: Manifest) -> bool:
         """Whether what a page has counts as ours does (KVP-TIER-PARTS)."""
         stated = {c.group: (c.form, c.rule, c.reach) for c in manifest.components}
         pairs = {(route.group, box.source_group) for route in routes for box in route.boxes}
-        ours = {part.group: (part.form, part.rule, part.reach) for part in self.layout.parts}
+        ours = {part.group: (part.form, part.rule, part.reach) for part in self.ours.layout.parts}
         return all(stated.get(there) == ours[here] for here, there in pairs)
 
     def _memory(
         self, layout: Layout, manifests: Sequence[Manifest], groups: Collection[int]
     ) -> Mapping[int, memoryview] | None:
-        """The objects of a rank's pages, one after the other; None where one is not whole (KVP-TIER-CHECK)."""
+        """The objects of a rank's pages, one after the other; None where one is not whole."""
         made = {}
         for group in groups:
             length = layout.part(group).length
@@ -188,7 +223,7 @@ class Others:
     def _objects(self, manifests: Sequence[Manifest], group: int, length: int) -> Iterator[bytes | None]:
         for manifest in manifests:
             component = next((c for c in manifest.components if c.group == group), None)
-            data = None if component is None else self.store.get(object_key(manifest, component))
+            data = None if component is None else self.ours.store.get(object_key(manifest, component))
             whole = component and data and len(data) == length and hashlib.sha256(data).digest() == component.digest
             yield data if whole else None
 

@@ -106,6 +106,13 @@ def test_pages_are_found_again_wherever_they_went() -> None:
     assert [line.startswith("0 device, 16 host") for line in said] == [False] * 3 + [True] * 3
 
 
+def test_recurrent_states_are_found_again_with_their_pages() -> None:
+    said = forked("examples/hybrid.py").splitlines()
+    assert len(said) == 9
+    assert all(line.endswith("same: True") for line in said)
+    assert [" 0 from the host" in line for line in said] == [True] * 4 + [False] * 5
+
+
 def test_a_storage_node_takes_pages_of_one_engine_and_serves_them_to_another() -> None:
     """From its folder, then from its pool; what it has not is computed."""
     assert forked("examples/storage_node.py").splitlines() == [

@@ -84,6 +84,16 @@ class Model:
                 self.state |= {slot} if 2 in groups else set()
                 self.order.append(tokens[:n])
                 self.free -= 1
+            elif 2 in groups and (old := self.tree[tokens[:n]]) not in self.state:
+                self.tree[tokens[:n]] = slot
+                self.state.add(slot)
+                if self.pins[old]:
+                    self.retiring.add(old)
+                else:
+                    self.order.remove(tokens[:n])
+                    self.free += 1
+                self.order.append(tokens[:n])
+                self.free -= 1
         self.free += len(slots)
         if done or (first and tokens[:first] in self.tree):
             for n in range(first + done, 0, -1):

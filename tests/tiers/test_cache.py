@@ -11,7 +11,7 @@ from weakref import ref
 import pytest
 
 from kvproto import Cache as Group
-from kvproto import DType, Parallel, lay_out
+from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.node.pool import pack
@@ -402,9 +402,9 @@ def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path
     ("other", "says"),
     [
         (Group.mla("b", 1, latent=2, rope=2, page=2 * PAGE), "multiple of 8 rows"),
-        (Group.state("b", 1, parts={"s": (DType.F32, 1, 4)}), "rows of tokens"),
+        (Group.window("b", [1], kv_heads=1, head_dim=2, ring_rows=8), "rows of tokens"),
     ],
-    ids=["half a page of the pool", "a state"],
+    ids=["half a page of the pool", "a ring"],
 )
 def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) -> None:
     geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
