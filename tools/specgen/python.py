@@ -164,7 +164,7 @@ def tables_module(facts: Facts) -> str:
 _LIMITS = {
     "session": "Times and numbers that a session keeps; an engine may set others before it opens a Source or Sink.\n\n",
     "net": "Times and numbers of connections. ",
-    "plan": "Limits of Descriptions, plans and Transfers. ",
+    "plan": "Limits of planning. ",
 }
 """What the module of each scope holds."""
 
@@ -183,7 +183,7 @@ def limits_module(facts: Facts, scope: str) -> str:
 def metrics_module(facts: Facts) -> str:
     """kvproto/seeing/names.py"""
     out = [
-        f'"""Names, types and labels of metrics of v1. {HEAD}"""',
+        f'"""Metrics of v1. {HEAD}"""',
         "",
         'BASE = ("engine", "replica", "rank", "role")',
         '"""Labels of every metric."""',
