@@ -253,7 +253,7 @@ class Door:
         if self._observer.counts is None:
             advice = "open it with Options(metrics=True)"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "metrics", "metrics that are counted", "none", advice)
-        found = self._driver.look(self._observer.samples, _PATIENCE)
+        found = self._driver.between_turns(self._observer.samples, _PATIENCE)
         if found is not None:
             self._samples = found
         return self._samples

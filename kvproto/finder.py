@@ -102,7 +102,7 @@ class Finder:
                     found.append(Held(address, party.engine, party.replica, max(both, default=0), near, pages))
             return sorted(found, key=lambda held: (-held.tokens, -held.device))
 
-        made = self._driver.look(ask, _PATIENCE)
+        made = self._driver.between_turns(ask, _PATIENCE)
         if made is None:
             raise LocalError(ErrorCode.BUSY, "find", f"an answer within {_PATIENCE:.0f} s", "none", "try again")
         return made
@@ -128,7 +128,7 @@ class Finder:
             return "no answer yet" if endpoint.refused is None else str(endpoint.refused)
 
         self._driver.check()
-        unknown = self._driver.look(
+        unknown = self._driver.between_turns(
             lambda: {a: said(e) for a, e in self._node.endpoints.items() if e.known() is None}, _PATIENCE
         )
         return dict.fromkeys(self._node.endpoints, "busy") if unknown is None else unknown

@@ -116,7 +116,7 @@ class Driver:
         self._inbox.append((work, failed))
         self._ring()
 
-    def look(self, ask: Callable[[], T], patience: float) -> T | None:
+    def between_turns(self, ask: Callable[[], T], patience: float) -> T | None:
         """Call `ask` between two turns and return its result; None if a turn takes longer than `patience` seconds."""
         if not self._lock.acquire(timeout=patience):
             return None

@@ -45,18 +45,28 @@ class LinkContext:
     """The latest incarnation of each source rank that any link has met."""
 
 
-@attrs.frozen
-class _Wanted:
-    """The arguments of a transfer, kept while it waits for the link and in case it has to be requested again."""
+@attrs.define(eq=False)
+class _Transfer:
+    """A transfer, from the engine's fetch until nothing can write its pages any more."""
 
+    number: int
     ticket: bytes = attrs.field(repr=False)
     content: bytes
-    grants: Mapping[int, Grants]
+    asks: Mapping[int, Grants]
+    """What the engine asks for, by group id."""
     axes: Collection[str]
-    claimed: bool
-    """Whether `grants` names no items yet."""
+    claim: Claimed | None
+    """Which items are named so far, if they are named late."""
+    deadline: Timer | None = None
+    """The timer for the source to accept, and later to serve it."""
+    inner: int | None = None
+    """The endpoint's number of it; None while it waits for the link to be ready."""
     by: tuple[int, ...] = ()
     """Versions of the Descriptions by which it was last requested (KVP-TRN-CHANGED)."""
+    terms: PoolTerms = attrs.field(init=False)
+    """The terms by which it was last requested."""
+    grants: Mapping[int, Grants] = {}
+    """What is granted so far, once it was requested."""
 
 
 class SourceLink:
@@ -80,19 +90,12 @@ class SourceLink:
         self.endpoint.runs = context.runs
         self._puller = Puller(self.endpoint, context.readers)
         self._arrivals = Arrivals()
-        self._numbers: dict[int, int] = {}
-        """The link's number of each transfer by the endpoint's; all other tables are by the link's number."""
-        self._waiting: dict[int, _Wanted] = {}
-        """Transfers that wait for the link to be ready."""
-        self._asked: dict[int, _Wanted] = {}
-        """Transfers under way."""
-        self._terms: dict[int, PoolTerms] = {}
-        """The terms of transfers until nothing can write their pages any more."""
-        self._grants: dict[int, Mapping[int, Grants]] = {}
-        self._deadlines: dict[int, Timer] = {}
-        """Timers for the source to accept, and later to serve, a transfer."""
-        self._claims: dict[int, Claimed] = {}
-        """Transfers that name their items late."""
+        self._transfers: dict[int, _Transfer] = {}
+        """All transfers, by the link's number."""
+        self._waiting: dict[int, _Transfer] = {}
+        """Transfers that wait for the link to be ready, by the link's number."""
+        self._asked: dict[int, _Transfer] = {}
+        """The other transfers, by the endpoint's number."""
         self._events: list[TransferLost | PagesNeeded] = []
         """Events for the next turn."""
         self._agreed: Planned | None = None
@@ -111,52 +114,58 @@ class SourceLink:
         `claimed`, `grants` names no items, and PagesNeeded reports when they are of use, with `spans` piece by piece.
         """
         assert self._pools.terms is not None  # a sink that is asleep fetches nothing
+        made = _Transfer(number, ticket, content, grants, axes, Claimed(spans) if claimed else None)
         if seconds is not None:
             deadline = time.monotonic() + seconds
-            self._deadlines[number] = self.endpoint.timers.at(deadline, partial(self._check_accepted, number))
-        self._waiting[number] = _Wanted(ticket, content, grants, axes, claimed)
-        if claimed:
-            self._claims[number] = Claimed(spans)
+            made.deadline = self.endpoint.timers.at(deadline, partial(self._check_accepted, made))
+        self._transfers[number] = self._waiting[number] = made
         self._ask()
 
     def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
         """Name items of a transfer: `grants` is everything granted so far, and `whole` if that is all it asks for."""
-        claim = self._claims.get(number)
-        if claim is None or claim.whole:
+        transfer = self._transfers.get(number)
+        if transfer is None or transfer.claim is None or transfer.claim.whole:
             return
-        claim.grants, claim.whole = grants, whole
-        inner = self._inner(number)
-        if inner is None:
+        transfer.claim.grants, transfer.claim.whole = grants, whole
+        if transfer.inner is None:
             self._ask()
             return
-        self._grants[number] = grants
-        for offer in claim.offers if whole else ():
+        transfer.grants = grants
+        for offer in transfer.claim.offers if whole else ():
             self._read(offer)
-        self._send_grants(inner, claim)
+        self._send_grants(transfer, transfer.inner, whole)
 
-    def _inner(self, number: int) -> int | None:
-        """The endpoint's number of a transfer."""
-        return next((n for n, ours in self._numbers.items() if ours == number), None)
-
-    def _send_grants(self, inner: int, claim: Claimed) -> None:
+    def _send_grants(self, transfer: _Transfer, inner: int, whole: bool) -> None:
         """Send the sources what is granted so far."""
         try:
-            terms, grants = self._terms[self._numbers[inner]], claim.grants
-            unpackers = terms.unpackers(self.endpoint.streamed(inner), grants) if claim.whole else {}
-            self.endpoint.grant(inner, grants, time.monotonic(), unpackers)
+            unpackers = transfer.terms.unpackers(self.endpoint.streamed(inner), transfer.grants) if whole else {}
+            self.endpoint.grant(inner, transfer.grants, time.monotonic(), unpackers)
         except KvprotoError as error:
             self.endpoint.abort(inner, error, time.monotonic())
 
     def abort(self, number: int, error: KvprotoError) -> None:
         """Stop a transfer; TransferLost follows."""
-        if self._waiting.pop(number, None) is not None:
-            self._undo_deadline(number)
-            self._claims.pop(number, None)
+        transfer = self._transfers.get(number)
+        if transfer is not None and transfer.inner is not None:
+            self.endpoint.abort(transfer.inner, error, time.monotonic())
+        elif transfer is not None:
+            self._forget(transfer)
             self._events.append(TransferLost(number, error, True))
-            return
-        inner = self._inner(number)
-        if inner is not None:
-            self.endpoint.abort(inner, error, time.monotonic())
+
+    @staticmethod
+    def _end(transfer: _Transfer) -> None:
+        """Expect nothing more of a transfer."""
+        if transfer.deadline is not None:
+            transfer.deadline.cancel()
+        transfer.deadline = transfer.claim = None
+
+    def _forget(self, transfer: _Transfer) -> None:
+        """Forget a transfer whose pages nothing can write any more."""
+        self._end(transfer)
+        del self._transfers[transfer.number]
+        self._waiting.pop(transfer.number, None)
+        if transfer.inner is not None:
+            del self._asked[transfer.inner]
 
     # pools
 
@@ -171,7 +180,7 @@ class SourceLink:
 
     def sleep(self, error: KvprotoError) -> None:
         """End all transfers, and take the pool back from source ranks that can return it."""
-        for number in [*self._waiting, *self._grants]:
+        for number in list(self._transfers):
             self.abort(number, error)
         self._pools.withdraw(at_once=True)
 
@@ -206,7 +215,7 @@ class SourceLink:
     @property
     def idle(self) -> bool:
         """Whether no transfer is under way, and nothing of an earlier one waits for proof."""
-        return not (self._terms or self._waiting or self._events)
+        return not (self._transfers or self._events)
 
     def timeout(self) -> float | None:
         """Seconds until a turn is due; None if no timer is set."""
@@ -242,24 +251,19 @@ class SourceLink:
         self._puller.close()
         self.endpoint.goodbye(reason)
 
-    def _check_accepted(self, number: int, now: float) -> None:
+    def _check_accepted(self, transfer: _Transfer, now: float) -> None:
         """Give up a transfer that the source has not accepted in time.
 
         Once accepted, the source watches the deadline, and the transfer is given up only long after (KVP-TRN-ENDLESS).
         """
-        inner = self._inner(number)
-        if number in self._waiting or (inner is not None and not self.endpoint.accepted(inner)):
-            self._abort_late(_UNANSWERED, number, now)
-        elif inner is not None:
+        if transfer.inner is None or not self.endpoint.accepted(transfer.inner):
+            self._abort_late(_UNANSWERED, transfer.number, now)
+        else:
             end = now + limits.TICKET_WAIT + limits.PATIENCE
-            self._deadlines[number] = self.endpoint.timers.at(end, partial(self._abort_late, _ENDLESS, number))
+            transfer.deadline = self.endpoint.timers.at(end, partial(self._abort_late, _ENDLESS, transfer.number))
 
     def _abort_late(self, why: str, number: int, now: float) -> None:
         self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why.format(self.seed)))
-
-    def _undo_deadline(self, number: int) -> None:
-        if (timer := self._deadlines.pop(number, None)) is not None:
-            timer.cancel()
 
     def _ask(self) -> None:
         """Request the transfers that wait, once the link is ready and no source rank is suspect."""
@@ -268,38 +272,39 @@ class SourceLink:
             return
         waiting, self._waiting = self._waiting, {}
         versions = self.endpoint.versions
-        for number, wanted in waiting.items():
-            claim = self._claims.get(number)
-            if wanted.by == versions:
-                self._waiting[number] = wanted
+        for number, transfer in waiting.items():
+            claim, asks = transfer.claim, transfer.asks
+            if transfer.by == versions:
+                self._waiting[number] = transfer
                 continue
-            asked_by = attrs.evolve(wanted, by=versions)
             if claim is not None and Feature.INTENT not in self.endpoint.features():
                 if not claim.whole:  # such a source needs the items with the request
-                    self._waiting[number] = wanted
-                    self._need(number, claim, None)
+                    self._waiting[number] = transfer
+                    self._need(transfer, None)
                     continue
-                wanted, claim = attrs.evolve(wanted, grants=claim.grants, claimed=False), None
+                asks, claim = claim.grants, None
             try:
-                self._check_axes(terms, wanted.axes)
-                unpackers = terms.unpackers(self.endpoint.streamed(), wanted.grants, wanted.claimed)
-                asked = wanted.ticket, wanted.content, dict(wanted.grants)
+                self._check_axes(terms, transfer.axes)
+                unpackers = terms.unpackers(self.endpoint.streamed(), asks, claim is not None)
+                asked = transfer.ticket, transfer.content, dict(asks)
                 inner = self.endpoint.transfer(*asked, time.monotonic(), unpackers)
             except KvprotoError as error:
-                self._claims.pop(number, None)
+                self._forget(transfer)
                 self._events.append(TransferLost(number, error.kept(), True))
                 continue
-            self._numbers[inner], self._grants[number], self._asked[number] = number, wanted.grants, asked_by
-            self._terms[number] = terms
+            transfer.inner, transfer.by, transfer.terms, transfer.grants = inner, versions, terms, asks
+            self._asked[inner] = transfer
             if claim is not None and claim.grants:
-                self._grants[number] = claim.grants
-                self._send_grants(inner, claim)
+                transfer.grants = claim.grants
+                self._send_grants(transfer, inner, claim.whole)
 
-    def _need(self, number: int, claim: Claimed, tokens: int | None) -> None:
+    def _need(self, transfer: _Transfer, tokens: int | None) -> None:
         """Report to the engine, once, that items are of use up to this token (None: all of them)."""
-        if not (claim.whole or (tokens is not None and not claim.spans) or claim.told == (tokens,)):
-            claim.told = (tokens,)
-            self._events.append(PagesNeeded(number, tokens))
+        claim = transfer.claim
+        if claim is None or claim.whole or (tokens is not None and not claim.spans) or claim.told == (tokens,):
+            return
+        claim.told = (tokens,)
+        self._events.append(PagesNeeded(transfer.number, tokens))
 
     def _check_axes(self, terms: PoolTerms, axes: Collection[str]) -> None:
         """Raise LocalError for an axis that no group of either side has."""
@@ -317,39 +322,36 @@ class SourceLink:
             case UnmapAsked():
                 self._puller.unmap(event)
             case Offered():
-                number = self._numbers[event.transfer]
-                claim = self._claims.get(number)
-                if claim is None or claim.whole:
+                transfer = self._asked[event.transfer]
+                if transfer.claim is None or transfer.claim.whole:
                     self._read(event)
                 else:  # the endpoint renews its lease until then
-                    claim.offers.append(event)
-                    if len(claim.offers) == len(self._terms[number].expected.writers):
-                        self._need(number, claim, None)
+                    transfer.claim.offers.append(event)
+                    if len(transfer.claim.offers) == len(transfer.terms.expected.writers):
+                        self._need(transfer, None)
             case Useful():
-                number = self._numbers[event.transfer]
-                self._need(number, self._claims[number], event.tokens)
+                self._need(self._asked[event.transfer], event.tokens)
             case Arrived():
-                number = self._numbers[event.transfer]
-                self._arrivals.add(event, self._terms[number], self._grants[number], self.endpoint.features())
+                transfer = self._asked[event.transfer]
+                self._arrivals.add(event, transfer.terms, transfer.grants, self.endpoint.features())
             case Lost():
-                number = self._numbers[event.transfer]
-                grants, wanted = self._grants.pop(number), self._asked.pop(number)
-                if self._asks_again(event, number):
-                    del self._numbers[event.transfer], self._terms[number]
-                    self._waiting[number] = wanted
+                transfer, proven = self._asked[event.transfer], event.proof == Proof.PROVEN
+                if proven and self._asks_again(event.error, transfer):
+                    del self._asked[event.transfer]
+                    transfer.inner = None
+                    self._waiting[transfer.number] = transfer
                     return []
-                self._undo_deadline(number)
-                self._claims.pop(number, None)
-                proven = event.proof == Proof.PROVEN
                 if proven:
-                    del self._numbers[event.transfer], self._terms[number]
+                    self._forget(transfer)
                 else:
-                    self._terms[number].lent.quarantine.hold(number, grants)
-                return [TransferLost(number, event.error, proven)]
+                    self._end(transfer)
+                    transfer.terms.lent.quarantine.hold(transfer.number, transfer.grants)
+                return [TransferLost(transfer.number, event.error, proven)]
             case Proven():
-                number = self._numbers.pop(event.transfer)
-                self._terms.pop(number).lent.quarantine.free(number)
-                return [TransferProven(number)]
+                transfer = self._asked[event.transfer]
+                transfer.terms.lent.quarantine.free(transfer.number)
+                self._forget(transfer)
+                return [TransferProven(transfer.number)]
             case Planned():
                 self._agreed = event
                 self._pools.planned()
@@ -359,30 +361,28 @@ class SourceLink:
                 return [event]
         return []
 
-    def _asks_again(self, event: Lost, number: int) -> bool:
+    def _asks_again(self, error: KvprotoError, transfer: _Transfer) -> bool:
         """Whether to request a transfer again, because only a changed Description of the source was in its way."""
-        changed = event.error.code == ErrorCode.DESCRIPTION_MISMATCH and event.proof == Proof.PROVEN
         terms = self._pools.terms
-        if not changed or self.over or terms is None or terms.lent is not self._terms[number].lent:
+        if error.code != ErrorCode.DESCRIPTION_MISMATCH or self.over or terms is None:
             return False
-        if number in self._claims:
-            self._claims[number].offers.clear()
+        if terms.lent is not transfer.terms.lent:
+            return False
+        if transfer.claim is not None:
+            transfer.claim.offers.clear()
         return True
 
     def _read(self, event: Offered) -> None:
         """Have an offer read into the pages of its transfer."""
-        number = self._numbers[event.transfer]
-        terms = self._terms[number]
-        grants = terms.begun(self._grants[number], begins_of(event.offer))
+        transfer = self._asked[event.transfer]
+        terms, grants = transfer.terms, transfer.terms.begun(transfer.grants, begins_of(event.offer))
         routes = terms.expected.pair(event.offer.writer).routes
         self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
 
     def _received(self, event: Arrived, taken: Taken) -> Received | TransferLost:
-        number = self._numbers.pop(event.transfer)
-        _, _, terms = self._grants.pop(number), self._asked.pop(number), self._terms.pop(number)
-        self._undo_deadline(number)
-        self._claims.pop(number, None)
-        return received(number, event, taken, terms)
+        transfer = self._asked[event.transfer]
+        self._forget(transfer)
+        return received(transfer.number, event, taken, transfer.terms)
 
 
 _UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: check that it runs and is known"

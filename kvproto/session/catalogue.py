@@ -37,7 +37,7 @@ class Catalogue:
 
     def change(self, pages: Changes) -> list[tuple[int, tuple[m.KeptPage, ...]]]:
         """Record changes; return the number and pages of each Kept that announces what they change (KVP-CAT-ONCE)."""
-        news = []
+        changed = []
         for id, tier in sorted(pages.items()):
             bucket = self._buckets[_bucket(id)]
             if bucket.get(id) is tier:
@@ -46,11 +46,11 @@ class Catalogue:
                 del bucket[id]
             else:
                 bucket[id] = tier
-            news.append(m.KeptPage(id=id, tier=tier))
+            changed.append(m.KeptPage(id=id, tier=tier))
         made = []
-        for first in range(0, len(news), limits.MAX_TOLD):
+        for first in range(0, len(changed), limits.MAX_TOLD):
             self.number += 1
-            made.append((self.number, tuple(news[first : first + limits.MAX_TOLD])))
+            made.append((self.number, tuple(changed[first : first + limits.MAX_TOLD])))
         return made
 
     def after(self, id: bytes | None) -> tuple[tuple[m.KeptPage, ...], bool]:

@@ -89,7 +89,7 @@ class Session:
         """The request id of the peer's last Describe that was answered."""
         self._parts: dict[type[Part], Part] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
-        self._hear(self)
+        self._add_handlers(self)
         self._pending: dict[int, Request] = {}
         self._next_request = 1
 
@@ -126,9 +126,9 @@ class Session:
     def install(self, part: Part) -> None:
         """Add a part; its handlers replace others for the same messages."""
         self._parts[type(part)] = part
-        self._hear(part)
+        self._add_handlers(part)
 
-    def _hear(self, whom: Part | Session) -> None:
+    def _add_handlers(self, whom: Part | Session) -> None:
         self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
 
     def has(self, cls: type[Part]) -> bool:

@@ -150,8 +150,8 @@ class SinkIntent(Part):
             return
         whole, spans = attempt.begun, Feature.SPANS in session.features
         said = added(attempt.granted, attempt.named)
-        news = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
-        if not (whole or (spans and news)) or not (spans or attempt.ready):
+        grows = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
+        if not (whole or (spans and grows)) or not (spans or attempt.ready):
             return
         on_error = partial(session.part(SinkTransfers).lose, attempt)
         try:

@@ -307,9 +307,9 @@ class Holder(Part):
             session.host.unsettled()
             if message.at_once:
                 self._end(epoch, now)
-            self.look()
+            self.unmap_unused()
 
-    def look(self) -> None:
+    def unmap_unused(self) -> None:
         """Have the epochs unmapped that were taken back and that no transfer uses any more (KVP-EPO-UNMAP)."""
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):

@@ -196,10 +196,10 @@ class SinkSession(Session):
             if delivery.polled:
                 delivery.advance()
 
-    def look(self) -> None:
+    def unmap_unused(self) -> None:
         """Have memory of the source unmapped that it has taken back and that is not read any more."""
         if Feature.PULL in self.features:
-            self.part(Holder).look()
+            self.part(Holder).unmap_unused()
 
     def _take(self, exposed: Registration, owned: Owned, message: m.Registered) -> Delivery:
         """Make the delivery for the transport that the source chose."""

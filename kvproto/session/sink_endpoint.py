@@ -54,7 +54,7 @@ class SinkEndpoint(Reading):
         self._unpacking: set[int] = set()
         """Transfers whose last bytes are still being unpacked, which ends without notice."""
         self._asking: Timer | None = None
-        self._told: list[tuple[SinkSession, e.Event]] = []
+        self._unhandled: list[tuple[SinkSession, e.Event]] = []
         """Events of sessions that the endpoint has not acted on yet."""
         self._next = 1
 
@@ -70,7 +70,7 @@ class SinkEndpoint(Reading):
 
     def tell(self, session: SinkSession, event: e.Event) -> None:
         """Queue an event of a session, for the endpoint itself and for the engine."""
-        self._told.append((session, event))
+        self._unhandled.append((session, event))
 
     def ended(self, session: SinkSession, attempt: SinkAttempt) -> None:
         """Note that an attempt has changed."""
@@ -258,7 +258,7 @@ class SinkEndpoint(Reading):
         self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
 
     def _after(self, now: float) -> None:
-        self._hear_sessions(now)
+        self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._events.append(e.Ready(self.plan))
@@ -269,13 +269,13 @@ class SinkEndpoint(Reading):
             if (want := self._wants.get(self._changed.pop())) is not None:
                 self._progress(want, now)
         for session in self.sessions.values() if self._pulls else ():
-            session.look()
-        self._hear_sessions(now)
+            session.unmap_unused()
+        self._act_on_events(now)
 
-    def _hear_sessions(self, now: float) -> None:
-        while self._told or self._register(now):
-            if self._told:
-                self._conclude(*self._told.pop(0), now)
+    def _act_on_events(self, now: float) -> None:
+        while self._unhandled or self._register(now):
+            if self._unhandled:
+                self._conclude(*self._unhandled.pop(0), now)
 
     def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)

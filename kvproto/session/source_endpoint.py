@@ -95,7 +95,7 @@ class SourceEndpoint(Claims):
         known, incarnations = self._superseded.get(number, (None, ""))
         late = session is not None and not session.open and isinstance(message, m.Transfer | m.Abort)
         if session is not None and late and isinstance(message, m.Abort) and session.conn != conn:
-            self._let_go(session)
+            self._unbind(session)
             session.conn = conn  # a session that has ended is not resumed
         if session is not None and late and session.conn == conn and known is None:
             return session
@@ -230,10 +230,10 @@ class SourceEndpoint(Claims):
 
     def kept(self, pages: Changes) -> None:
         """Announce changes of cached pages to all sinks that watch (KVP-CAT-NUMBER)."""
-        news = self._catalogue.change(pages) if self._catalogue is not None else []
-        for session in self.sessions.values() if news else ():
+        kept = self._catalogue.change(pages) if self._catalogue is not None else []
+        for session in self.sessions.values() if kept else ():
             if session.open and session.has(SourceCatalogue):
-                session.part(SourceCatalogue).tell(news)
+                session.part(SourceCatalogue).tell(kept)
 
     def drain(self) -> None:
         """Refuse new sessions and transfers from now on; those under way go on (KVP-SES-DRAINING)."""
@@ -317,7 +317,7 @@ class SourceEndpoint(Claims):
         """Note that an attempt of a session has ended or changed."""
         self._touch(attempt)
         session.forget()
-        session.part(Holder).look()
+        session.part(Holder).unmap_unused()
         if not session.open:
             self._closed.add(session.session)
 
@@ -349,9 +349,9 @@ class SourceEndpoint(Claims):
             self._bare.pop(number, None)
             if session.part(SourceTransfers).proven and number not in self._superseded:
                 self._drained[number] = session.minor
-            self._let_go(session)
+            self._unbind(session)
 
-    def _let_go(self, session: SourceSession) -> None:
+    def _unbind(self, session: SourceSession) -> None:
         """Dissociate a session that has ended from its connection."""
         if self._greetings.get(session.conn) == session.session:
             del self._greetings[session.conn]

@@ -265,15 +265,15 @@ class SinkTransfers(Part):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._sequence = 0
-        self._look: Timer | None = None
+        self._timer: Timer | None = None
 
     def closed(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _ask_again(self, now: float) -> None:
         """Send the Transfers again of which the source should have reported more by now (KVP-TRN-LONG)."""
-        self._look = None
+        self._timer = None
         for attempt in list(self._session.attempts.values()):
             waits = attempt.state == TransferState.ACCEPTED and now - attempt.asked >= limits.PATIENCE
             if waits and attempt.ask is not None and not self._session.asks(attempt.request):
@@ -282,8 +282,8 @@ class SinkTransfers(Part):
         self._watch(now)
 
     def _watch(self, now: float) -> None:
-        if self._look is None and self._session.attempts:
-            self._look = self._session.host.timers.at(now + limits.PATIENCE, self._ask_again)
+        if self._timer is None and self._session.attempts:
+            self._timer = self._session.host.timers.at(now + limits.PATIENCE, self._ask_again)
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]

@@ -403,7 +403,7 @@ def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -
     with two(tmp_path, STEPPED) as both:
         request = both.source.request(both.ticket, PROMPT)
         fetch = both.sink.fetch(both.ticket, PROMPT)
-        both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0]._numbers)
+        both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0]._asked)
         for _ in range(5):
             both.turn()
         request.finish({"kv": [3, 1, 2]})

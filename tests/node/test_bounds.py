@@ -91,7 +91,7 @@ def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch
     source.expect(made, CONTENT, TOKENS)
     number = fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=5.0)
     (link,) = fleet.sink._links.values()
-    fleet.until(lambda: all(map(link.endpoint.accepted, link._numbers)) and link._numbers)
+    fleet.until(lambda: all(map(link.endpoint.accepted, link._asked)) and link._asked)
     with monkeypatch.context() as patch:
         patch.setattr(limits, "PING_SILENCE", 1000.0)
         for seconds in (6, TICKET_WAIT + PATIENCE - 1):
@@ -159,7 +159,7 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_that_it_waits_for(fleet: Fl
         source.expect(made, CONTENT, TOKENS)
         fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=300.0)
     (link,) = fleet.sink._links.values()
-    fleet.until(lambda: len(link._numbers) == 300 and all(map(link.endpoint.accepted, link._numbers)))
+    fleet.until(lambda: len(link._asked) == 300 and all(map(link.endpoint.accepted, link._asked)))
     assert least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5) < 1.5 * alone
 
 
