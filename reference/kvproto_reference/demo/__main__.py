@@ -1,4 +1,4 @@
-"""`make demo`: prefill engine, decode engine, router, and the undivided engine that they are compared with."""
+"""`make demo`: runs a prefill engine, a decode engine and a router, and compares them with one undivided engine."""
 
 import contextlib
 import json
@@ -113,7 +113,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _compare(router: Router, options: DemoOptions) -> list[Compared]:
-    """What was served, in one engine: all of it in a batch."""
+    """Compare each request with one undivided engine, which serves all of them in one batch."""
     served = [request for request in router.requests if request.error is None]
     rows = sum(rows_needed(len(r.prompt.tokens), r.max_new) + options.page_size for r in served)
     gpus = numbers(devices(options)[1])
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     told = []
 
     def stop(number: int, _: object) -> None:
-        # remembered too: an exception that is raised inside a callback of a library can be lost there
+        # remembered as well, since a library may swallow an exception that is raised inside one of its callbacks
         told.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(143)
 

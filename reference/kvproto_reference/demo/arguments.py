@@ -193,4 +193,4 @@ def check(options: DemoOptions) -> None:
 SIZES = (
     "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk", "speculate"
 )  # fmt: skip
-"""Options that count something."""
+"""Options that count something, and must be at least 1."""

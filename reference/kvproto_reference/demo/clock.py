@@ -1,4 +1,4 @@
-"""What the demo is at, for those who wait, and how long it took."""
+"""Announces each stage of the demo while it runs, and measures how long it took."""
 
 import contextlib
 import time
@@ -8,17 +8,17 @@ from rich.console import Console
 
 
 class Clock:
-    """The stages of a demo."""
+    """Announces and times the stages of a demo."""
 
     def __init__(self, console: Console | None) -> None:
-        """`console`: where each stage is announced; None: nowhere."""
+        """Announce each stage at `console`; None announces nothing."""
         self._console = console
         self.seconds: dict[str, float] = {}
-        """That each stage took."""
+        """How long each stage took, by its name."""
 
     @contextlib.contextmanager
     def stage(self, name: str, says: str = "") -> Iterator[None]:
-        """Time what is done inside; what it says stands on a terminal as long as it lasts, and elsewhere in a line."""
+        """Time the block; a terminal shows `says` while it runs, any other console prints it as a line first."""
         begun = time.monotonic()
         if self._console is None or not says:
             yield

@@ -1,4 +1,4 @@
-"""JSON lines between the router and rank 0 of an engine, over ZeroMQ; the demo's own, and no part of kvproto."""
+"""JSON messages between the router and rank 0 of an engine, over ZeroMQ; they belong to the demo, not to kvproto."""
 
 import contextlib
 import json
@@ -13,14 +13,14 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import EngineError
 
 _LINGER = 500
-"""Milliseconds for what is still to be sent when a socket closes."""
+"""Milliseconds that a closing socket waits for its unsent messages."""
 
 
 class Control:
-    """The engine's end: rank 0 listens, and answers whoever spoke last."""
+    """The engine's end of the line: rank 0 listens, and answers whichever router spoke last."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Listen in the engines' private directory; raises EngineError where another engine of that name listens."""
+        """Listen in the engines' private directory; raises EngineError if an engine of that name listens there."""
         path = folder / name
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:  # ZeroMQ would take the path over
@@ -30,16 +30,16 @@ class Control:
         self._router: bytes | None = None
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the router says something; edge-triggered, so ask `pending` too."""
+        """A descriptor that becomes readable when the router sends; it is edge-triggered, so check `pending` too."""
         return int(self._socket.getsockopt(zmq.FD))
 
     @property
     def pending(self) -> bool:
-        """Whether the router has said something."""
+        """Whether a message of the router is waiting."""
         return bool(self._socket.poll(0))
 
     def receive(self) -> list[dict[str, Any]]:
-        """What the router said."""
+        """All waiting messages of the router, oldest first."""
         found = []
         while self._socket.poll(0):
             self._router, line = self._socket.recv_multipart()
@@ -47,7 +47,7 @@ class Control:
         return found
 
     def send(self, op: str, **fields: Any) -> None:
-        """Tell the router, if one ever spoke."""
+        """Send a message to the router, if one ever spoke."""
         if self._router is not None:
             self._socket.send_multipart([self._router, json.dumps({"op": op, **fields}).encode()])
 
@@ -57,25 +57,25 @@ class Control:
 
 
 class Line:
-    """The router's end, to one engine that may still have to start, or to start again."""
+    """The router's end of the line to one engine, which may not have started yet, or may be restarting."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / name
         self.socket, self._end = _open(self, zmq.DEALER)
-        """Readable when the engine has said something."""
+        """Becomes readable when the engine sends."""
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for an engine that is not there
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        """Readable when it came or went."""
+        """Becomes readable when the engine connects or disconnects."""
         self.connected = False
         self.socket.connect(f"ipc://{self.path}")
 
     def send(self, op: str, **fields: Any) -> None:
-        """Tell the engine, if it is there."""
+        """Send a message to the engine, or nothing if it is not connected."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(json.dumps({"op": op, **fields}).encode(), zmq.DONTWAIT)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What the engine said, and {"op": "lost"} where it went away; one that comes is greeted."""
+        """All waiting messages of the engine, with {"op": "lost"} after a disconnect; say hello on a connect."""
         found = []
         while self.socket.poll(0):
             found.append(json.loads(self.socket.recv()))
@@ -88,18 +88,18 @@ class Line:
         return found
 
     def close(self) -> None:
-        """Close it."""
+        """Close the socket."""
         self._end()
 
 
 def _open(owner: object, kind: int) -> tuple[zmq.Socket[bytes], "weakref.finalize[Any, Any]"]:
-    """A socket with a context of its own, and what closes both; an owner that nobody closes is closed all the same."""
+    """A socket with its own context, and a finalizer that closes both, at the latest when `owner` is collected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     made = context.socket(kind)
     return made, weakref.finalize(owner, _close, context, made)
 
 
 def _close(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
-    """The monitor first: ZeroMQ's own thread stands still where the socket that it would tell of an event is closed."""
+    """Close the monitor first: ZeroMQ's thread hangs when it reports an event to a monitor socket that is closed."""
     socket.disable_monitor()
     context.destroy(_LINGER)

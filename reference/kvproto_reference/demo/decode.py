@@ -1,4 +1,4 @@
-"""`kvproto-decode`: fetches the caches of target and draft by ticket, and decodes speculatively."""
+"""`kvproto-decode`: fetches the caches of target and draft by ticket and decodes speculatively."""
 
 import sys
 from collections import deque
@@ -41,7 +41,7 @@ SAYS = {
     "gone": "has lost {peer}: {error}",
     "refused": "has no source: {error}",
 }
-"""What people are told of each event of a peer."""
+"""The sentence on stderr for each event of a peer; a rank's name comes before it."""
 
 
 @attrs.define(eq=False)
@@ -53,20 +53,20 @@ class Job:
     prompt: Prompt
     sequence: Sequence
     fetches: dict[int, Fetch] = attrs.Factory(dict)
-    """What each rank of this process fetches of it, once it does, and unless kvproto refused at once."""
+    """The fetch of each rank in this process, once it has begun; ranks that kvproto refused at once are missing."""
     claim: Claim | None = None
-    """Where its pages are claimed when they are of use."""
-    cached: int = 0
+    """The claim on its pages, where they are claimed only when they are of use."""
+    cached: int = 0  # tokens of the prompt that this engine had already
     found: dict[str, int] = attrs.Factory(dict)
-    """Tokens of the prompt that this engine had already, and by where they were with --host-pages."""
+    """Those tokens by place, with --host-pages."""
     verdicts: dict[int, dict[str, Any]] = attrs.Factory(dict)
-    """What each rank said of its fetch: "arrived" or "lost"."""
+    """The word "arrived" or "lost" of each rank's fetch."""
     pages_free: set[int] = attrs.Factory(set)
     """Ranks on which nothing can write the pages any more."""
 
     @property
     def rows(self) -> int:
-        """Rows that the caches hold in the end, at most."""
+        """The most rows that the caches will hold."""
         return rows_needed(len(self.prompt), self.sequence.max_new)
 
 
@@ -82,13 +82,13 @@ class DecodeProcess(EngineProcess):
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
         self._prefixes = PrefixCache(list(self.pages.values()), (self.target.shard, self.draft.shard))
         self._answering: dict[int, set[int]] = {}
-        """Replicas of prefill that answer each rank."""
+        """Prefill replicas that answer, by rank."""
         self._plan: dict[str, Any] = {}
         self._asked = False
         self._warned: dict[int, str] = {}
-        """The last sentence about each rank's sources."""
+        """The last sentence on stderr about each rank's sources."""
         self._tired = False
-        """Whether it is to sleep once nothing is being decoded."""
+        """Whether to sleep as soon as nothing is being decoded."""
         self._queue: deque[Job] = deque()
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
@@ -101,12 +101,12 @@ class DecodeProcess(EngineProcess):
 
     @property
     def held(self) -> bool:
-        """Whether a request is not over; one that is lost may still wait for proof about its pages."""
+        """Whether a request is not over; a lost one is, though it may still wait for proof about its pages."""
         waits = (job for job in self._fetching.values() if len(job.verdicts) < self.ranks)
         return bool(self._running or self._queue or any(waits))
 
     def words(self, rank: int, event: Event) -> Said:
-        """The source, and what has become of each fetch."""
+        """Words for what happened to a source or to a fetch."""
         match event:
             case Connected():
                 self._plan = self._shown(event.plan)
@@ -138,16 +138,16 @@ class DecodeProcess(EngineProcess):
         return super().words(rank, event)
 
     def on_time(self) -> None:
-        """Dial again what is gone, and say which sources answer."""
+        """Dial lost sources again, and tell all ranks which sources answer."""
         super().on_time()
         self.said += self._lines.turn()
 
     def next_timer(self) -> float | None:
-        """The next dial, beside what all engines have."""
+        """The next dial or what any engine has to do next, by time.monotonic; None: nothing is planned."""
         return min((at for at in (super().next_timer(), self._lines.next_timer()) if at is not None), default=None)
 
     def _shown(self, plan: Plan) -> dict[str, Any]:
-        """The plan as the report shows it, with groups by name."""
+        """The plan as the demo's report shows it, with groups by name."""
         names = {group.id: group.name for group in self.geometry.groups}
         undealt = attrs.evolve(self.options.layout, dcp=1, deal="cyclic")
         whole = lay_out(caches(self.options.configs, undealt, self.options.page_size), undealt.parallel)
@@ -161,7 +161,7 @@ class DecodeProcess(EngineProcess):
         }  # fmt: skip
 
     def advance(self) -> None:
-        """Fetch what there are pages for, and decode one step of all that has arrived."""
+        """Fetch the requests there are pages for, and decode one step of all that have arrived."""
         if not self._tired and self._slept is None:
             self._fetch()
         self._claim()
@@ -170,23 +170,23 @@ class DecodeProcess(EngineProcess):
             self.on_sleep(0, {})
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
-        """The router asks who we are, and for news from now on."""
+        """The router greets: say when this engine is ready, and keep it informed from now on."""
         self._asked = True
         self._tell_ready()
 
     def on_sources(self, rank: int, word: dict[str, Any]) -> None:
-        """Which replicas of prefill answer a rank has changed."""
+        """Other prefill replicas than before answer a rank."""
         self._answering[rank] = set(word["replicas"])
         self._tell_ready()
 
     def _tell_ready(self) -> None:
-        """Requests of a replica may come once every rank can fetch from it, and the first has heard of a plan."""
+        """Tell the router from which replicas every rank can fetch; none before there is a plan."""
         if self._asked and len(self._answering) == self.ranks:
             answering = set.intersection(*self._answering.values()) if self._plan else set[int]()
             self.tell("ready", sources=sorted(answering), **self._plan)
 
     def on_peer(self, rank: int, word: dict[str, Any]) -> None:
-        """What has become of a source rank; one that never was of use and never will be ends the engine."""
+        """A source rank has come, gone or refused; a misfit ends the engine, if it has no other source."""
         self.tell("peer", rank=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
         if word["event"] == "connected":
             self._tell_ready()
@@ -202,17 +202,17 @@ class DecodeProcess(EngineProcess):
             self._warned[rank] = sentence
 
     def on_sleep(self, rank: int, word: dict[str, Any]) -> None:
-        """What is being decoded is decoded to its end first, as its rows would be gone."""
+        """Sleep once the running requests are decoded to their end: sleep would lose their rows."""
         self._tired = bool(self._running)
         if not self._tired:
             super().on_sleep(rank, word)
 
     def forget_rows(self) -> None:
-        """Prefixes too."""
+        """Forget the prefixes too, whose rows are gone."""
         self._prefixes.clear()
 
     def on_drain(self, rank: int, word: dict[str, Any]) -> None:
-        """What waits for pages is refused."""
+        """Drain, and refuse the requests that wait for pages."""
         super().on_drain(rank, word)
         for job in self._queue:
             self._drop(job)
@@ -220,7 +220,7 @@ class DecodeProcess(EngineProcess):
         self._queue.clear()
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router asks elsewhere."""
+        """The router has given the request up here: drop it, whether it waits or is being fetched."""
         for job in [job for job in self._queue if job.id == word["id"]]:
             self._queue.remove(job)
             self._drop(job)
@@ -229,7 +229,7 @@ class DecodeProcess(EngineProcess):
                 fetch.abort("dropped by the router")
 
     def _drop(self, job: Job) -> None:
-        """One that waits for pages waits no more."""
+        """Forget a request that waited for pages."""
         if self.kept is not None:
             self.kept.drop(job.id)
 
@@ -237,7 +237,7 @@ class DecodeProcess(EngineProcess):
         self.tell("failed", id=id, error="this engine drains: ask another", code="DRAINING")
 
     def on_decode(self, rank: int, word: dict[str, Any]) -> None:
-        """A request of the router."""
+        """Take a request of the router, or tell it why not."""
         if self.draining:
             self._refuse(word["id"])
             return
@@ -254,12 +254,12 @@ class DecodeProcess(EngineProcess):
             self.kept.begin(job.id, sequence, len(sequence.prompt))
 
     def _fetch(self) -> None:
-        """Ask for the caches of waiting requests while there are pages; Sink takes of the page tables what it needs."""
+        """Fetch the caches of waiting requests while there are pages; Sink takes what it needs of the page tables."""
         while self._queue:
             job = self._queue[0]
             later = self.options.intent or self.options.spans
             cached = self._take(job, later)
-            if later and cached == len(job.prompt):  # nothing is left to fetch by itself
+            if later and cached == len(job.prompt):  # nothing is left that could be claimed later
                 self._prefixes.leave(job.sequence, 0)
                 later, cached = False, self._prefixes.take(job.sequence, self.need(job.rows))
             if cached is None:
@@ -276,7 +276,7 @@ class DecodeProcess(EngineProcess):
                     self.said.append({"op": "lost", "rank": rank, "id": job.id, "pages_free": True, **said})
 
     def _take(self, job: Job, later: bool) -> int | None:
-        """Give a request its pages; how many tokens of its prompt they hold, None while too few are free."""
+        """Give a request its pages; returns how many tokens of its prompt they hold, None while too few are free."""
         if self.kept is None:
             return self._prefixes.take(job.sequence, (0, 0) if later else self.need(job.rows))
         if (taken := self.kept.take(job.id, job.rows)) is None:
@@ -285,17 +285,17 @@ class DecodeProcess(EngineProcess):
         return cached
 
     def _leave(self, sequence: Sequence, valid: int) -> None:
-        """Take a request's pages back, and keep those of its first tokens."""
+        """Take a request's pages back, keeping those of its first `valid` tokens for others."""
         (self.kept or self._prefixes).leave(sequence, valid)
 
     def on_wanted(self, rank: int, word: dict[str, Any]) -> None:
-        """The sources of one rank have a use for pages; all ranks claim the same, once all say so."""
+        """One rank's sources have a use for pages; all ranks claim the same ones, once each has said so."""
         job = self._fetching.get(word["id"])
         if job is not None and job.claim is not None:
             job.claim.useful[rank] = word["tokens"]
 
     def _claim(self) -> None:
-        """Claim pages that are of use, as far as there are some."""
+        """Claim the pages that are of use, as far as there are free ones."""
         waiting = [job.claim for job in self._fetching.values() if job.claim is not None]
         running = [sum(len(s.pages(model)) for s in self._running) for model in (0, 1)]
         for job in self._fetching.values():
@@ -309,11 +309,11 @@ class DecodeProcess(EngineProcess):
                     fetch.grant(self.tables(job.sequence), tokens)
 
     def on_arrived(self, rank: int, word: dict[str, Any]) -> None:
-        """Everything for one rank of a request is here."""
+        """A rank has received its share of a request."""
         self._verdict(rank, word)
 
     def on_lost(self, rank: int, word: dict[str, Any]) -> None:
-        """A rank's fetch failed: nothing of the request is wanted any more."""
+        """A rank's fetch failed: abort those of the other ranks in this process."""
         job = self._fetching[word["id"]]
         job.claim = None
         for other, fetch in job.fetches.items():
@@ -322,7 +322,7 @@ class DecodeProcess(EngineProcess):
         self._verdict(rank, word)
 
     def _verdict(self, rank: int, word: dict[str, Any]) -> None:
-        """A request starts when all ranks have received it, and ends when one has lost it and all have spoken."""
+        """Start a request when all ranks have received it; fail it when all have reported and one has lost it."""
         job = self._fetching[word["id"]]
         job.verdicts[rank] = word
         if word.get("pages_free", True):
@@ -343,7 +343,7 @@ class DecodeProcess(EngineProcess):
         self._running[job.sequence] = job
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
-        """Nothing can write the pages that a lost request has on one rank any more."""
+        """Nothing can write a lost request's pages on one rank any more."""
         job = self._fetching[word["id"]]
         job.pages_free.add(rank)
         if len(job.verdicts) == self.ranks:
@@ -355,13 +355,13 @@ class DecodeProcess(EngineProcess):
             self._leave(job.sequence, 0)
 
     def _forget(self, job: Job) -> None:
-        """No word of its fetch comes any more."""
+        """Forget a request's fetches, of which no more events come."""
         del self._fetching[job.id]
         for fetch in job.fetches.values():
             del self._ids[fetch]
 
     def _decode(self) -> None:
-        """One speculative step of all running requests together."""
+        """Compute one speculative step of all running requests together."""
         running = list(self._running.values())
         if not running:
             return

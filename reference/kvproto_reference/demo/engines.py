@@ -1,4 +1,4 @@
-"""The engine processes that the demo itself starts, and starts again."""
+"""The engine processes that the demo starts and restarts."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from ..errors import EngineError
 from .network import enter
 
 Main = Callable[[list[str]], int]
-"""Entry point of an engine: takes its options, returns the exit status."""
+"""The entry point of an engine: it takes the command-line options and returns the exit status."""
 
 
 @attrs.define
@@ -30,26 +30,26 @@ class _Engine:
 
 
 class Engines:
-    """Engines by name."""
+    """The engine processes, by name."""
 
     def __init__(self, fork: bool = True) -> None:
-        """Forked engines have torch at once; `fork` is not for a process that has asked CUDA for its GPUs."""
+        """Fork the engines, which saves importing torch again, or spawn them, as a process that uses CUDA must."""
         self._context = ForkContext() if fork else SpawnContext()
         self._engines: dict[str, _Engine] = {}
 
     def start(self, name: str, main: Main, options: list[str], namespace: str | None = None) -> None:
-        """Start one by its entry point, in this network namespace or ours; it shares our stderr."""
+        """Start an engine by its entry point, in the network namespace given or in ours; it shares our stderr."""
         process = self._context.Process(target=_engine, args=(main, options, os.getpid(), namespace))
         process.start()
         self._engines[name] = _Engine(main, options, namespace, process)
 
     def restart(self, name: str) -> None:
-        """Start one that has ended, as it was started before."""
+        """Start an engine that has ended again, with the options and the namespace it had."""
         engine = self._engines[name]
         self.start(name, engine.main, engine.options, engine.namespace)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send all its processes a signal that it may end by, or SIGTERM to the first of them."""
+        """Send a signal that may end the engine: SIGTERM to its first process, any other to all of them."""
         engine = self._engines[name]
         engine.may_end = True
         first = engine.process.pid or 0
@@ -59,11 +59,11 @@ class Engines:
                 os.kill(pid, number)
 
     def exit_status(self, name: str) -> int | None:
-        """Of one that has ended; negative: the signal that did it."""
+        """The exit status of an engine, negative for the signal that killed it; None while it runs."""
         return self._engines[name].process.exitcode
 
     def check(self) -> None:
-        """Raise EngineError if one has ended that should not."""
+        """Raise EngineError if an engine has ended that was sent no signal."""
         for name, engine in self._engines.items():
             if engine.process.exitcode is not None and not engine.may_end:
                 raise EngineError(f"the {name} engine ended with exit status {engine.process.exitcode}")
@@ -93,5 +93,5 @@ def _engine(main: Main, options: list[str], parent: int, namespace: str | None) 
             signal.signal(number, handler)
         end_with(parent)
         sys.exit(main(options))
-    except KeyboardInterrupt:  # before it serves, when it would end by itself
+    except KeyboardInterrupt:  # it had not begun to serve
         sys.exit(130)

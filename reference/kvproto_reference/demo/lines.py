@@ -1,4 +1,4 @@
-"""Decode's lines to the replicas of prefill: which of them answer, and the dialling of those that went away."""
+"""Decode's connections to the prefill replicas: which of them answer, and when lost ones are dialled again."""
 
 import time
 from collections.abc import Mapping
@@ -10,33 +10,33 @@ from kvproto import Seed, Sink
 from ..engine.lockstep import Said
 
 PASSING = {"BUSY", "DRAINING", "PEER_LOST", "SUPERSEDED"}
-"""Codes of refusals that say nothing about whether the two engines fit each other."""
+"""Codes of refusals that do not mean that the two engines are incompatible."""
 _FIRST, _LONGEST = 0.5, 8.0
-"""Seconds until a source that went away is dialled again; twice as many after each time, up to the latter."""
+"""Seconds before a lost source is dialled again: the first wait, and the most that doubling it leads to."""
 
 
 @attrs.define(eq=False)
 class _Line:
-    """One rank and one replica."""
+    """The connection of one decode rank to one prefill replica."""
 
     answers: bool = False
     again: float | None = None
-    """When it is dialled."""
+    """When it is dialled next, by time.monotonic; None: nothing is planned."""
     pause: float = _FIRST
 
 
 class Lines:
-    """Of the ranks of one process to all replicas."""
+    """The connections of the decode ranks in one process to all prefill replicas."""
 
     def __init__(self, sinks: Mapping[int, Sink], sources: Mapping[tuple[str, int], Seed]) -> None:
         self._sinks, self._sources = sinks, sources
         self._lines = {(rank, source): _Line() for rank in sinks for source in sources}
         self._told: dict[int, list[int]] = {}
         self.known = False
-        """Whether a source has ever answered, so that what it refuses now is no misfit."""
+        """Whether a source has ever answered: a later refusal then does not mean that the engines are incompatible."""
 
     def turn(self) -> Said:
-        """Dial what is due; the words for what has changed."""
+        """Dial what is due; returns a word for each rank whose answering replicas have changed."""
         now, ready = time.monotonic(), {rank: sink.ready for rank, sink in self._sinks.items()}
         for (rank, source), line in self._lines.items():
             if source in ready[rank]:
@@ -56,7 +56,7 @@ class Lines:
         return said
 
     def next_timer(self) -> float | None:
-        """When to dial next, by time.monotonic."""
+        """When to dial next, by time.monotonic; None: nothing is planned."""
         return min((line.again for line in self._lines.values() if line.again is not None), default=None)
 
     def _dial(self, rank: int, source: tuple[str, int]) -> None:

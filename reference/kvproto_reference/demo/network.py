@@ -1,4 +1,4 @@
-"""Keys, addresses and network namespaces for engines that meet over TCP, as an operator would make them."""
+"""Keys, addresses and network namespaces for engines that connect over TCP, set up as an operator would."""
 
 import contextlib
 import ctypes
@@ -18,11 +18,11 @@ LOOPBACK = "127.0.0.1"
 _HOSTS = {"prefill": "10.213.78.1", "decode": "10.213.78.2"}
 _TRIES = 100
 _NEWNET, _NEWNS, _SLAVE, _RECURSIVE = 0x40000000, 0x00020000, 1 << 19, 1 << 14
-"""Network and mount namespaces, and how far mounts of the latter spread, for setns, unshare and mount."""
+"""Linux flags of setns, unshare and mount: network namespace, mount namespace, and keeping mounts to the latter."""
 
 
 def key_folders(folder: Path) -> tuple[Path, Path]:
-    """Keys of the prefill and of the decode engine, in a folder each; only the decode engine may connect."""
+    """Make a folder of keys for each engine, and allow decode's at prefill; returns both folders, prefill's first."""
     prefill, decode = folder / "prefill-keys", folder / "decode-keys"
     make_keys(prefill)
     public = make_keys(decode).public.decode()
@@ -32,7 +32,7 @@ def key_folders(folder: Path) -> tuple[Path, Path]:
 
 
 def free_address(replicas: int, ranks: int) -> str:
-    """A loopback address from which on the ports of all replicas and ranks are free."""
+    """A loopback address with free ports for all replicas and ranks, counted from it; raises EngineError."""
     for _ in range(_TRIES):
         with contextlib.ExitStack() as stack:
             first = stack.enter_context(socket.socket())
@@ -50,7 +50,7 @@ def free_address(replicas: int, ranks: int) -> str:
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[tuple[dict[str, str], str]]:
-    """Two network namespaces by engine, joined by a link, and where prefill listens; raises EngineError."""
+    """Make two linked network namespaces: their names by engine, and prefill's address; raises EngineError."""
     if shutil.which("ip") is None:
         raise EngineError("no network namespaces here (ip of iproute2 is not installed); --tcp is over loopback")
     names = {role: f"kvproto-{role}-{os.getpid()}" for role in _HOSTS}
@@ -78,10 +78,10 @@ def _ip(*words: str) -> None:
 
 
 def enter(namespace: str) -> None:
-    """Let this process, and what it starts, go on in a network namespace, with a /sys that shows its devices.
+    """Move this process and its children into a network namespace, with a /sys that shows its devices.
 
-    As `ip netns exec` does: UCX looks there for what it can send by. It goes over the link, as between two hosts, and
-    not through memory that only one host shares.
+    `ip netns exec` does the same, and UCX finds its network devices in /sys. UCX is limited to TCP, so that it uses the
+    link, as between two hosts, instead of memory that only one host shares. Raises EngineError.
     """
     os.environ.setdefault("UCX_TLS", "tcp")
     libc = ctypes.CDLL(None, use_errno=True)

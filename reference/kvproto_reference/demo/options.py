@@ -21,7 +21,7 @@ from ..models import ModelConfig
 from ..tokenizer import Tokenizer, check_agreement
 
 POOLS = {"own": shareable, "jax": of_jax}
-"""What allocates the pools."""
+"""Allocators of the pools, by name."""
 PORTS = 256
 """TCP ports from one prefill replica to the next."""
 REPLICAS = 64
@@ -30,7 +30,7 @@ TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other inst
 
 
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
-"""What the option of a deal says of itself."""
+"""The help text of every option that takes a deal."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class EngineOptions:
     folder: Path
     """Private directory of the control socket, and of the ipc addresses."""
     address: str
-    """Address of the prefill engine; see `rank_address`."""
+    """Address of the prefill engine, from which `rank_address` derives those of its ranks."""
     target: Path
     draft: Path
     dtype: str
@@ -64,35 +64,35 @@ class EngineOptions:
     keys: Path | None
     """The folder of this engine's CURVE keys."""
     seeds: Mapping[tuple[str, int], Seed]
-    """Of decode: where each replica of prefill listens."""
+    """For decode: where each prefill replica listens."""
     seed: int
     transport: str
     devices: tuple[int, ...]
-    """GPUs of the ranks, in turn; none: the host."""
+    """GPUs of the ranks, in turn; empty: the host."""
     pull: bool = False
     """Whether decode reads the pages, instead of prefill writing them."""
     host_pages: int = 0
     """Pages that stay on the host after their requests; 0: none, and no storage."""
     storage: str | None = None
-    """Where they are stored beyond that: what `kvproto.Tiers` takes."""
+    """Where pages go from the host, as `kvproto.Tiers` takes it; None: nowhere."""
     intent: bool = False
-    """Whether decode claims pages when prefill is over ..."""
+    """Whether decode claims pages when prefill is over, instead of at the beginning."""
     spans: bool = False
-    """... or piece by piece while it runs, in place of at the beginning."""
+    """Whether decode claims pages piece by piece while prefill runs, instead of at the beginning."""
     pools: str = "own"
     """A key of POOLS."""
     framework: str = "torch"
     """A key of FRAMEWORKS."""
     back_end: str = "torch"
-    """What computes attention in torch: a name of KERNELS."""
+    """What computes attention in torch: one of KERNELS."""
     captured: bool = False
     """Whether decode's steps of one token are CUDA graphs."""
     feed: bool = False
     """Whether `kvproto top` and `kvproto tail` may look on, at feed-NAME-REPLICA-RANK in the folder."""
     quiet: bool = False
-    """Whether stderr hears nothing of sources that come and go, as the router does."""
+    """Whether to print nothing about sources that come and go, which the router reports."""
     drain_for: float = 30.0
-    """Seconds for what is under way at SIGTERM; 0: it is lost at once."""
+    """Seconds that SIGTERM leaves what is under way; 0: it is lost at once."""
     costs: Probe | None = None
     """Measurements of `kvproto probe`, from which a transport chooses how to move runs of each length."""
 
@@ -126,12 +126,12 @@ class EngineOptions:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's; raises EngineError where the draft has another vocabulary."""
+        """The target's tokenizer; raises EngineError if the draft has another vocabulary."""
         return shared_tokenizer(self.target, self.draft)
 
 
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
-    """Options of `kvproto-prefill` or `kvproto-decode`."""
+    """The options of `kvproto-prefill` or `kvproto-decode` from its command line; raises EngineError."""
     parser = argparse.ArgumentParser(
         prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch or JAX)."
     )
@@ -223,7 +223,7 @@ def _address(args: argparse.Namespace) -> str:
 
 
 def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
-    """Where decode finds its sources: a file says it, or other options do."""
+    """Where decode finds its sources, from the file of --seeds or from the other options."""
     if args.seeds is not None:
         found = read_sources(args.seeds, args.insecure)
         if not found:
@@ -234,7 +234,7 @@ def _seeds(args: argparse.Namespace) -> dict[tuple[str, int], Seed]:
 
 
 def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:
-    """Addresses whose host this machine does not know, and why; it may know them when they are dialled."""
+    """Why this machine cannot resolve the host of an address, for each such one; it may when they are dialled."""
     found = {}
     for address in {seed.address for seed in seeds.values() if seed.address.startswith("tcp://")}:
         try:
@@ -245,7 +245,7 @@ def unknown_hosts(seeds: Mapping[tuple[str, int], Seed]) -> dict[str, str]:
 
 
 def _key(path: Path | None) -> str | None:
-    """The line of a file with a public key."""
+    """The public key in a file, or None without a file; raises EngineError."""
     try:
         return path.read_text().strip() if path is not None else None
     except (OSError, ValueError) as error:
@@ -253,7 +253,7 @@ def _key(path: Path | None) -> str | None:
 
 
 def _deal(text: str) -> str | tuple[int, ...]:
-    """The name of a deal, or the ranks of its runs."""
+    """The name of a deal, or the rank of each of its runs; raises EngineError."""
     if not text[:1].isdecimal():
         return text
     try:
@@ -263,7 +263,7 @@ def _deal(text: str) -> str | tuple[int, ...]:
 
 
 def _check(role: str, args: argparse.Namespace) -> None:
-    """Raise EngineError for options that do not go together."""
+    """Raise EngineError for options that cannot be combined."""
     gpus, jax = bool(args.devices) or args.transport == "cuda", args.framework == "jax"
     flashinfer, captured = args.back_end == "flashinfer", vars(args).get("captured", False)
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
@@ -324,7 +324,7 @@ STAGES = {
     "virtual": (1, "chunks of layers per stage: chunk i is on stage i mod pp (default 1)"),
     "draft-tp": (None, "hold the draft on only the first N ranks of the last stage (default: all)"),
 }
-"""Options of pipeline stages, and of where the draft is: defaults, and what they say of themselves."""
+"""Defaults and help texts of the options of pipeline stages and of the draft's place, by name."""
 
 
 def add_stages(parser: argparse.ArgumentParser, role: str = "") -> None:
@@ -365,12 +365,12 @@ def shared_tokenizer(target: Path, draft: Path) -> Tokenizer:
 
 
 def checkpoint_folder(role: str, name: str) -> Path:
-    """The folder of a shipped checkpoint, by kind, or the folder itself."""
+    """The folder of a shipped checkpoint (`name` is "mla" or "gqa"), or else `name` itself as a folder."""
     return CHECKPOINTS / f"{role}-{name}" if name in ("mla", "gqa") else Path(name)
 
 
 def private_folder(folder: Path) -> Path:
-    """The directory, made with mode 0700 if it is missing; raises EngineError where others may enter it."""
+    """The absolute path of the directory, made with mode 0700 if missing; raises EngineError if others may enter it."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         mode = folder.stat().st_mode & 0o777
@@ -382,7 +382,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def rank_address(address: str, replica: int, rank: int) -> str:
-    """Where a rank of a prefill replica listens: both are appended to an ipc address, and move a TCP port."""
+    """Where a rank of a prefill replica listens: an ipc address with both appended, or a TCP port further on."""
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
         if not port.isdigit() or not 0 < (moved := int(port) + PORTS * replica + rank) < 65536:

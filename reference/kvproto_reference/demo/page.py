@@ -1,4 +1,4 @@
-"""What the demo prints of a real model: a page for people who have not seen kvproto before."""
+"""The page that the demo prints of a real model, for people who have not seen kvproto before."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,9 @@ def show_page(
     console: Console, options: DemoOptions, router: Router, compared: list[Compared], verdicts: dict[str, bool],
     tokenizer: Tokenizer, seconds: dict[str, float],
 ) -> None:  # fmt: skip
-    """Who computed what, where the caches went, the answers, and the proof; `seconds` of each stage of the demo.
+    """Print who computed what, where the caches went, the answers, the proof and the `seconds` of each stage.
 
-    A picture has no times, which are those of one machine on one day.
+    A picture leaves all times out, since they hold for one machine on one day.
     """
     folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
     target, draft = (load_config(folder, options.dtype) for folder in folders)
@@ -46,11 +46,11 @@ def show_page(
 
 
 _SVG = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-"""Without fonts from elsewhere."""
+"""rich's template of an SVG file, without the fonts that it would load from the network."""
 
 
 def picture(console: Console, path: Path, title: str = "make demo") -> None:
-    """Write what a recording console has printed as SVG; raises EngineError where it cannot."""
+    """Write what a recording console has printed as SVG; raises EngineError if the file cannot be written."""
     try:
         console.save_svg(str(path), title=title, code_format=_SVG, unique_id="kvproto")
     except OSError as error:
@@ -58,7 +58,7 @@ def picture(console: Console, path: Path, title: str = "make demo") -> None:
 
 
 def _engines(options: DemoOptions, router: Router, compared: list[Compared]) -> Table:
-    """The two engines, and between them what went from one to the other."""
+    """The two engines, with what was copied between them."""
     served = [c.request for c in compared if c.request.error is None]
     read = sum(len(r.prompt.tokens) for r in served)
     wrote = sum(len(r.tokens) - 1 for r in served)
@@ -91,7 +91,7 @@ def _shape(options: DemoOptions, role: str) -> str:
 
 
 def _lasted(requests: list[Request], begin: str, end: str, tokens: int = 0) -> str:
-    """From the first of one kind to the last of another; a rate too, where there are tokens."""
+    """How long it took from the first `begin` to the last `end`, with the rate of `tokens` if there are any."""
     if not requests:
         return ""
     seconds = max(r.at[end] for r in requests) - min(r.at[begin] for r in requests)
@@ -119,7 +119,7 @@ def _answers(compared: list[Compared], tokenizer: Tokenizer) -> Table:
 
 
 def short(said: str, most: int = 90) -> str:
-    """Whole words of both ends of what is long."""
+    """The text, cut to whole words of both ends if it is longer than `most` characters."""
     words = " ".join(said.split())
     if len(words) <= most:
         return words
@@ -127,13 +127,13 @@ def short(said: str, most: int = 90) -> str:
 
 
 def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
-    """An answer, with "..." where it was cut off."""
+    """The text of an answer, with "..." if it was cut off."""
     ended = bool(tokens) and tokens[-1] in tokenizer.eos
     return tokenizer.decode(tokens).decode("utf-8", "replace").strip() + ("" if ended else " ...")
 
 
 def _differs(c: Compared, tokenizer: Tokenizer) -> str:
-    """Where the tokens of the pair leave those of one engine."""
+    """Where the tokens of the pair first differ from those of one engine."""
     if c.request.error is not None:
         return "no answer"
     pairs = zip(c.request.tokens, c.tokens, strict=False)
@@ -142,7 +142,7 @@ def _differs(c: Compared, tokenizer: Tokenizer) -> str:
 
 
 def _proof(compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> list[str]:
-    """A line for each verdict."""
+    """A line for each verdict, and one for all of them."""
     count = sum(len(c.tokens) for c in compared)
     equal = sum(m == o for c in compared for m, o in zip(c.request.tokens, c.tokens, strict=False))
     sums, due = sum(c.checksums for c in compared), sum(c.due for c in compared)

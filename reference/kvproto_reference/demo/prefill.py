@@ -1,4 +1,4 @@
-"""`kvproto-prefill`: reads prompts, fills the caches of target and draft, hands both over."""
+"""`kvproto-prefill`: computes the caches of target and draft for each prompt and hands both over."""
 
 import sys
 from collections import deque
@@ -29,16 +29,16 @@ class Job:
 
     id: str
     requests: dict[int, Request]
-    """What each rank of this process tells kvproto of it."""
+    """kvproto's request of each rank in this process."""
     sequence: Sequence
     needed: set[int]
-    """Ranks that have to be over before the pages are free; all, until one says which have a route."""
+    """Ranks that have to report the request over before its pages are free: all, until one says which have a route."""
     over: set[int] = attrs.Factory(set)
-    """Ranks whose pages kvproto reads no more."""
+    """Ranks that have reported the request over: kvproto reads its pages no more."""
     found: dict[str, int] = attrs.Factory(dict)
-    """Tokens that were not computed, by where they were, with --host-pages."""
+    """Tokens that were found instead of computed, by place, with --host-pages."""
     events: list[torch.cuda.Event] = attrs.Factory(list)
-    """After each layer, on a GPU; kept while a copy may wait for them."""
+    """One event after each layer, on a GPU; they live as long as a copy may wait for them."""
 
 
 class PrefillProcess(EngineProcess):
@@ -70,7 +70,7 @@ class PrefillProcess(EngineProcess):
         return bool(self._jobs)
 
     def words(self, rank: int, event: Event) -> Said:
-        """Copies, and requests that are over."""
+        """Words for copies, and for requests that are over."""
         match event:
             case Sent(request) if request in self._ids:
                 return [{"op": "sent", "id": self._ids[request], "sink": event.sink, "seconds": event.seconds,
@@ -86,11 +86,11 @@ class PrefillProcess(EngineProcess):
         return super().words(rank, event)
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
-        """The router asks whether we are ready."""
+        """The router greets: this engine is ready."""
         self.tell("ready")
 
     def on_prefill(self, rank: int, word: dict[str, Any]) -> None:
-        """A request of the router."""
+        """Take a request of the router, or tell it why not."""
         requests: dict[int, Request] = {}
         try:
             prompt, ticket = Prompt(word["prompt"]), read_ticket(word["ticket"])
@@ -111,13 +111,13 @@ class PrefillProcess(EngineProcess):
             self.kept.begin(job.id, sequence, len(sequence.prompt) - 1)
 
     def on_drop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router asks elsewhere."""
+        """The router has given the request up here: fail it."""
         if (job := self._jobs.get(word["id"])) is not None:
             for request in job.requests.values():
                 request.fail("dropped by the router")
 
     def advance(self) -> None:
-        """Take on the prompts that there are pages for, and compute one step of those under way."""
+        """Admit the prompts there are pages for, and compute one step of those under way."""
         while self._queue and (done := self._take_pages(self._queue[0])) is not None:
             self._prefiller.add(self._queue.popleft().sequence, done)
         for sequence in self._prefiller.step():
@@ -130,9 +130,7 @@ class PrefillProcess(EngineProcess):
             self.tell("prefilled", id=job.id, found=job.found)
 
     def _take_pages(self, job: Job) -> int | None:
-        """Give a prompt pages in both pools; how many of its tokens they hold already. None, taking none, while too
-        few are free.
-        """
+        """Give a prompt pages in both pools; returns how many of its tokens they hold, None while too few are free."""
         sequence = job.sequence
         if self.kept is not None:
             if (taken := self.kept.take(job.id, len(sequence.prompt))) is None:
@@ -148,7 +146,7 @@ class PrefillProcess(EngineProcess):
         return 0
 
     def _on_layer(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
-        """Hand over what is there, while the next layer computes."""
+        """Tell kvproto that a layer's rows are there, so that they are sent while the next layer computes."""
         job = self._of[sequence]
         for request in job.requests.values():
             request.computed(
@@ -156,7 +154,7 @@ class PrefillProcess(EngineProcess):
             )
 
     def _event(self, job: Job) -> int | None:
-        """The handle of an event after all that was launched until now; None on the host, where nothing is pending."""
+        """The handle of a CUDA event after all work launched so far; None on the host, where nothing is pending."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -169,7 +167,7 @@ class PrefillProcess(EngineProcess):
         self.tell("sent", source=rank, **{k: v for k, v in word.items() if k not in ("op", "rank")})
 
     def on_over(self, rank: int, word: dict[str, Any]) -> None:
-        """No sink needs a rank's pages any more; ranks without a route hear nothing, and follow those that do."""
+        """No sink needs a rank's pages any more; ranks without a route hear nothing and are not waited for."""
         job = self._jobs.get(word["id"])
         if job is None:
             return
@@ -197,7 +195,7 @@ class PrefillProcess(EngineProcess):
 
     @property
     def _available(self) -> list[int]:
-        """Pages of each pool that no request holds."""
+        """Free pages of the target's and of the draft's pool."""
         return self.kept.available if self.kept is not None else [pages.available for pages in self.pages.values()]
 
 

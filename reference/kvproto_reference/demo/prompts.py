@@ -20,7 +20,7 @@ class Prompt:
     temperature: float = 0.0
     seed: int = 0
     said: str = ""
-    """What a user said, where it was put into a chat template."""
+    """What a user said, where a chat template made the prompt from it."""
 
 
 CHATS = (
@@ -31,13 +31,13 @@ CHATS = (
     "Write one sentence about autumn.",
     "Write a haiku about the sea.",
 )
-"""What the demo says to a model that was taught to chat, unless told otherwise; the story is Alice's first page."""
+"""Default prompts for a model that was trained to chat; {story} is the first page of Alice in Wonderland."""
 LONGEST_TOKEN = 8
-"""Bytes that a token of English text has at most, on average."""
+"""Bytes of text to encode for each token wanted: more than a token of English text has on average."""
 
 
 def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts of several pages, of less than a page, ending on a page, sampled, and one whose text ends at once."""
+    """Prompts of several pages, below a page, ending on a page, sampled, and one whose text is complete already."""
     text = load_text()
     start = text.index("Alice was beginning")
     later = text.index("\n\n", start + 1500) + 2
@@ -60,13 +60,16 @@ def default_prompts(page_size: int, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def default_chats(tokenizer: Tokenizer, template: ChatTemplate) -> list[Prompt]:
-    """CHATS, of which one is longer than a step of prefill."""
+    """CHATS as prompts; the one with the story is longer than a step of prefill."""
     story = "\n\n".join(part.replace("\n", " ") for part in paragraphs(load_text())[1:4])
     return chats([said.format(story=story) for said in CHATS], tokenizer, template)
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[Prompt]:
-    """The prompts of a file, separated by blank lines; with a template, what a user says."""
+    """The prompts of a file, separated by blank lines; with a template, each is what a user says.
+
+    Raises EngineError for a file that cannot be read, is empty or, with a template, is not UTF-8.
+    """
     try:
         text = path.read_bytes()
     except OSError as e:

@@ -27,21 +27,21 @@ from .options import EngineOptions
 
 
 class EngineProcess:
-    """What prefill and decode have in common.
+    """What the processes of prefill and decode have in common.
 
-    A word is a JSON object with an "op"; each word that the router or a rank says is heard by all processes, in one
-    order, and handled by the method `on_OP(rank, word)`.
+    A word is a JSON object with an "op". All processes hear each word of the router or of a rank, in the same order,
+    and handle it in the method `on_OP(rank, word)`.
     """
 
     doors: Mapping[int, Source] | Mapping[int, Sink]
-    """Each hosted rank's side of kvproto; subclasses open them."""
+    """kvproto's Source or Sink of each hosted rank; subclasses open them."""
 
     def __init__(self, options: EngineOptions, world: World) -> None:
         self.options, self.ranks = options, options.layout.ranks
         configs, tokenizer, layout = options.configs, options.tokenizer, options.layout
         self.eos = tokenizer.eos
         self.device = device_of(options.device(world.rank) if options.framework == "torch" else None)
-        """Where torch leaves work pending; a step in JAX is over when it returns."""
+        """The device on which torch leaves work pending: the host for JAX, whose steps are over when they return."""
         folders = options.target, options.draft
         self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
         hosted = self._host(options, world)
@@ -49,18 +49,18 @@ class EngineProcess:
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
         self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate((TARGET, DRAFT))}
         self.status: int | None = None
-        """Exit status, once the engine is to end."""
+        """The exit status, as soon as the engine is to end."""
         self.said: Said = []
-        """What this process has to tell the others beside events of kvproto."""
+        """Words to the other processes that do not come from kvproto's events."""
         self.draining = False
-        """Whether nothing new is taken, and the engine ends when it has finished what it has."""
+        """Whether the engine takes nothing new and ends when it has finished what it has."""
         self._slept: set[int] | None = None
-        """Ranks whose memory nobody touches any more, on the way from sleep to wake; None: awake."""
+        """While asleep, the ranks whose memory no peer touches any more; None: awake."""
         self._drained: set[int] = set()
-        """Ranks of which no peer needs anything any more."""
+        """Ranks from which no peer needs anything any more."""
         self._drain_until: float | None = None
         self.kept: KeptPages | None = None
-        """What finds pages again that were computed before, where --host-pages asks for it."""
+        """Finds pages that were computed before, with --host-pages."""
         if options.host_pages:
             names = names_of(folders, configs)
             shards, pool = (self.target.shard, self.draft.shard), self.pools[world.rank]
@@ -69,7 +69,7 @@ class EngineProcess:
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable after a signal."""
+        """Becomes readable when a signal was handled."""
 
     def _host(self, options: EngineOptions, world: World) -> Hosted:
         if options.framework == "jax":
@@ -85,7 +85,7 @@ class EngineProcess:
     # the loop
 
     def serve(self, role: str) -> int:
-        """Until told to stop, drained, or until nothing can be served any more; the exit status."""
+        """Serve until stopped, drained or unable to go on; returns the exit status."""
         if 0 in self.pools:
             self._control = Control(self.options.folder, f"{role}-{self.options.replica}")
         signal.signal(signal.SIGTERM, self._terminated)
@@ -111,7 +111,7 @@ class EngineProcess:
         return self.status
 
     def _rest(self) -> bool:
-        """Sleep until the ranks have something to tell each other; whether they have."""
+        """Wait until the ranks have something to tell each other or a timer is due; returns whether they have."""
         fds, say = [self._bell, *(door.fileno() for door in self.doors.values())], bool(self.said)
         if self._control is not None:
             fds.append(self._control.fileno())
@@ -120,7 +120,7 @@ class EngineProcess:
         return self._lockstep.wait(fds, None if timer is None else max(timer - time.monotonic(), 0.0), say)
 
     def _hear(self) -> Said:
-        """What has happened at these ranks, and what the router said to rank 0."""
+        """Words for what happened at these ranks, and those of the router to rank 0."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         said, self.said = self.said, []
@@ -129,7 +129,7 @@ class EngineProcess:
         return said + (self._control.receive() if self._control is not None else [])
 
     def on_time(self) -> None:
-        """What this process does by the clock, and of its own accord."""
+        """Do what is due by the clock."""
         if self.kept is not None:
             self.said += self.kept.turn()
         if not self.draining:
@@ -160,10 +160,10 @@ class EngineProcess:
         raise NotImplementedError
 
     def words(self, rank: int, event: Event) -> Said:
-        """What the other ranks have to know of an event of kvproto."""
+        """Words with what the other ranks have to know of an event of kvproto."""
         if isinstance(event, PoolFree):
             return [{"op": "slept"}]
-        # an unknown session is that of an earlier run, whose sinks will hear that it has ended
+        # an unknown session belongs to an earlier run, whose sinks are told that it has ended
         if isinstance(event, ProtocolError) and event.error.code.name != "UNKNOWN_SESSION":
             self.warn(rank, f"from {event.peer}: {event.error}")
         return []
@@ -171,19 +171,19 @@ class EngineProcess:
     # sleep
 
     def _put_to_sleep(self, *_: object) -> None:
-        """SIGUSR1: sleep, and wake with other memory."""
+        """Handle SIGUSR1: sleep, and wake with other memory."""
         self.said.append({"op": "sleep"})
         os.eventfd_write(self._bell, 1)
 
     def on_sleep(self, rank: int, word: dict[str, Any]) -> None:
-        """Take the pools back from all peers; once they are free, wake with other memory."""
+        """Take the pools back from all peers, to wake with other memory once they are free."""
         if self._slept is None and self._elsewhere is not None:
             self._slept = set()
             for door in self.doors.values():
                 door.sleep("the engine sleeps")
 
     def on_slept(self, rank: int, word: dict[str, Any]) -> None:
-        """Nobody touches a rank's pool any more; when that is so of all, they are allocated anew."""
+        """No peer touches a rank's pool any more; when that holds for all ranks, allocate new pools and wake."""
         assert self._slept is not None
         self._slept.add(rank)
         if len(self._slept) == self.ranks and self._elsewhere is not None:
@@ -196,12 +196,12 @@ class EngineProcess:
             self.tell("woke")
 
     def forget_rows(self) -> None:
-        """What the pools held is gone."""
+        """Forget what the old pools held; subclasses with prefixes have some."""
 
     # the end
 
     def _terminated(self, *_: object) -> None:
-        """SIGTERM: drain; a second one ends this process at once."""
+        """Handle SIGTERM: drain; a second one ends this process at once."""
         if self.draining or not self.options.drain_for:
             sys.exit(143)
         self.said.append({"op": "drain"})
@@ -221,40 +221,40 @@ class EngineProcess:
         self._drained.add(rank)
 
     def on_overtime(self, rank: int, word: dict[str, Any]) -> None:
-        """What is under way takes too long: it is lost."""
+        """Draining took too long: end, and lose what is still under way."""
         if 0 in self.pools:
             print(f"error: not drained after {self.options.drain_for:g} s: the rest is lost", file=sys.stderr)
         self.status = 1
 
     def on_stop(self, rank: int, word: dict[str, Any]) -> None:
-        """The router wants no more."""
+        """The router stops the engine."""
         self.tell("stopped")
         self.status = 0
 
     # to people and to the router
 
     def warn(self, rank: int, sentence: str) -> None:
-        """Say something on stderr."""
+        """Print a sentence about a rank to stderr."""
         print(f"{self.options.name} rank {rank} {sentence}", file=sys.stderr, flush=True)
 
     def tell(self, op: str, **fields: Any) -> None:
-        """Tell the router; the process of rank 0 speaks for all."""
+        """Tell the router, if this is the process of rank 0, which speaks for all."""
         if self._control is not None:
             self._control.send(op, **fields)
 
     # pages
 
     def on_fetched(self, rank: int, word: dict[str, Any]) -> None:
-        """A rank has of a prompt what it gets from storage."""
+        """A rank has read what it can of a prompt from storage."""
         assert self.kept is not None
         self.kept.fetched(word["id"], rank)
 
     def on_settled(self, rank: int, word: dict[str, Any]) -> None:
-        """A rank has copied and stored what requests have left."""
+        """A rank has copied and stored the pages that finished requests left."""
         self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
 
     def need(self, tokens: int) -> tuple[int, int]:
-        """Pages of the target's and of the draft's pool that so many tokens take on every rank."""
+        """Pages that `tokens` tokens take on every rank, in the target's and in the draft's pool."""
         return self.target.shard.pages(tokens), self.draft.shard.pages(tokens)
 
     def check_room(self, tokens: int) -> None:
@@ -266,7 +266,7 @@ class EngineProcess:
             raise EngineError(f"{tokens} tokens need {need} pages, the pools have {room}")
 
     def rest(self) -> None:
-        """Wait until all device work has completed: what used pages is over."""
+        """Wait until all device work has completed, so that nothing uses pages any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,4 +1,4 @@
-"""What the demo prints: who sent what, and the proof that nothing was lost."""
+"""The report of the demo: who sent what, and the proof that nothing was lost."""
 
 import time
 from collections import defaultdict
@@ -13,24 +13,24 @@ from ..tokenizer import Tokenizer
 from .router import Request, Router
 
 NEAR = 0.1
-"""Logits this close, in their standard deviations, are a tie where arithmetic rounds to 16 bits."""
+"""Logits this close, in standard deviations, count as tied where arithmetic rounds to 16 bits."""
 
 
 @attrs.frozen
 class Compared:
-    """One request, as served by the pair of engines and by one undivided engine."""
+    """One request as the pair of engines served it, beside the tokens of one undivided engine."""
 
     request: Request
     tokens: list[int]
     stats: SpeculationStats
     rounded: bool = False
-    """Whether both compute in 16 bits, so that logits depend on what else is in a step."""
+    """Whether both compute in 16 bits, so that logits depend on what else is in the batch."""
     lag: float | None = None
-    """See `Undivided.lag`; measured where rounded tokens differ, unless they were sampled."""
+    """`Undivided.lag` of the request, in standard deviations; measured if rounded, greedy tokens differ."""
 
     @property
     def agrees(self) -> bool:
-        """Whether all tokens are equal or, where arithmetic rounds, sampled or tied with one engine's most likely."""
+        """Whether all tokens are equal or, where arithmetic rounds, sampled or tied with one engine's best."""
         return self.same_tokens or (self.rounded and self.request.error is None and (self.lag or 0.0) <= NEAR)
 
     @property
@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def same_acceptance(self) -> bool:
-        """Whether steps, proposals and acceptances are equal; nearly so, of equal tokens, where arithmetic rounds."""
+        """Whether steps, proposals and acceptances are equal or, with equal tokens where arithmetic rounds, close."""
         stats = self.request.stats or {}
         mine = [stats.get(k) for k in ("steps", "decoded", "proposed", "accepted")]
         if self.rounded:  # a proposal may be tied, too
@@ -49,31 +49,31 @@ class Compared:
 
     @property
     def checksums(self) -> int:
-        """How many were found equal: one of each group from each source rank, at each decode rank."""
+        """Checksums found equal: one for each group from each source rank, at each decode rank."""
         return sum(len(rank["checksums"]) for rank in self.request.arrived or [])
 
     @property
     def due(self) -> int:
-        """Checksums of the request: one for each route and group of which bytes were copied.
+        """Checksums expected: one for each route and group with copied bytes.
 
-        A DCP rank may own no token of a short prompt. Hand-off data is in Done, and is not copied. Where prefill went
-        away before it said what it copied, those that were found are all.
+        A DCP rank may own no token of a short prompt, and hand-off data is in Done and not copied. If prefill went away
+        before it said what it copied, at least those that were found were expected.
         """
         said: int = sum(count > 0 for word in self.request.sent for count in word["bytes"].values())
         return max(said, self.checksums) if self.request.orphan else said
 
 
 class Notes:
-    """What has happened to the engines meanwhile, with the seconds since the first of it."""
+    """Notes of what happened to the engines, each with the seconds since the first note."""
 
     def __init__(self, console: Console | None) -> None:
-        """`console`: where each is shown as it comes."""
+        """Show each note at `console` as it comes; None shows none."""
         self._console = console
         self._first = 0.0
         self.told: list[tuple[float, str]] = []
 
     def add(self, text: str) -> None:
-        """Keep one, and show it."""
+        """Keep a note, and show it."""
         now = time.monotonic()
         self._first = self._first or now
         self.told.append((now - self._first, text))
@@ -82,7 +82,7 @@ class Notes:
 
 
 def verdict(router: Router, compared: list[Compared], verify: bool) -> dict[str, bool]:
-    """What was proved, by name; tokens and acceptance are those of the requests that were served."""
+    """Whether each claim holds, by name; "tokens" and "acceptance" are about the requests that were served."""
     served = [c for c in compared if c.request.error is None]
     unverified = any("VERIFY_FAILED" in (c.request.error or "") for c in compared)
     complete = all(c.checksums == c.due for c in served)
@@ -128,7 +128,7 @@ WORDS = {
     "sleep": {True: "[green]what was lost had its memory moved", False: "[red]something was lost"},
     "pause": {True: "[green]nothing was lost", False: "[red]nothing was under way, or something was lost"},
 }
-"""Of each verdict; the others say whether both sides agree."""
+"""How to print a verdict, by its name; those not listed here say whether both sides agree."""
 
 
 def show(console: Console, router: Router, compared: list[Compared], verdicts: dict[str, bool], verify: bool) -> None:
@@ -164,7 +164,7 @@ def _left(router: Router) -> int:
 
 
 def matrix(router: Router) -> dict[tuple[int, int, str], int]:
-    """Bytes that each source rank has sent to each rank of decode, by group."""
+    """Bytes copied, by source rank, decode rank and group."""
     found: dict[tuple[int, int, str], int] = defaultdict(int)
     for word in router.sent:
         for group, count in word["bytes"].items():

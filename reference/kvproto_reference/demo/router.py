@@ -1,4 +1,4 @@
-"""A small router: makes tickets, hands each prompt to both engines, collects what they say, and asks again."""
+"""A small router: makes tickets, hands each prompt to both engines, collects their answers, and retries."""
 
 import secrets
 import time
@@ -17,51 +17,51 @@ from .engines import Engines
 from .prompts import Prompt
 
 DEADLINE = 60.0
-"""Seconds that a ticket is good for."""
+"""Seconds for which a ticket is valid."""
 START = 60.0
-"""Seconds that an engine may take to answer when it runs already ..."""
+"""Seconds that an engine which runs already may take to answer."""
 LOAD = 900.0
-"""... and when it was started here and has to load its models."""
+"""Seconds that an engine may take to answer if it was just started and has to load its models."""
 TRIES = 5
-"""Tickets that a request gets, at most."""
+"""The most tickets that one request gets."""
 AGAIN = {
     "ABORTED", "BUSY", "DEADLINE", "DRAINING", "NOT_ALLOWED", "PEER_LOST", "POOL_MOVED", "SUPERSEDED",
     "TRANSPORT_FAILED", "UNKNOWN_SESSION", "UNKNOWN_TICKET",
 }  # fmt: skip
-"""Codes after which a new ticket, or another engine, may do."""
+"""Codes after which a new ticket, or another engine, may succeed."""
 
 
 @attrs.define(eq=False)
 class Request:
-    """One prompt, and what the engines have said of it; what one try has brought is forgotten with it."""
+    """One prompt, and what the engines have said of the present try; a failed try leaves only its reason."""
 
     number: int
     prompt: Prompt
     max_new: int
     id: str = ""
-    """Names a try between router and engines, unlike any other router's; empty while it waits for one."""
+    """Names the try between router and engines, unlike any other router's; empty while the request waits."""
     engines: tuple[str, ...] = ()
-    """Prefill and decode of this try."""
+    """The prefill and the decode engine of this try."""
     tries: int = 0
     lost: list[str] = attrs.Factory(list)
-    """Why each earlier try has failed."""
+    """Why each earlier try failed."""
     tokens: list[int] = attrs.Factory(list)
     arrived: list[dict[str, Any]] | None = None
-    """Of each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
+    """For each decode rank: seconds, bytes by source rank, checksums by source rank and group."""
     sent: list[dict[str, Any]] = attrs.Factory(list)
-    """Each source rank's copies to each rank of decode."""
+    """The "sent" words, one for each pair of ranks that copied."""
     freed: bool = False
-    """Whether prefill needs its pages no more."""
+    """Whether prefill has freed its pages."""
     orphan: bool = False
-    """Whether prefill went away before it said so, and may not have said what it sent."""
+    """Whether prefill went away before it freed them, so that some "sent" words may be missing."""
     found: dict[str, dict[str, int]] = attrs.Factory(dict)
-    """Tokens of the prompt by where prefill and decode found them, where they keep pages."""
+    """Tokens of the prompt that an engine which keeps pages found, by engine and by place."""
     cached: int = 0
     """Tokens of the prompt that decode had already."""
     stats: dict[str, Any] | None = None
     error: str | None = None
     at: dict[str, float] = attrs.Factory(dict)
-    """When this try was asked for, arrived and finished, by time.monotonic."""
+    """When this try was asked, and when the last word of each op came, by time.monotonic."""
 
     @property
     def over(self) -> bool:
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def under_way(self) -> bool:
-        """Whether it was asked for and is not at decode yet."""
+        """Whether it was asked and has not arrived at decode yet."""
         return bool(self.id) and self.arrived is None and not self.over
 
 
@@ -80,19 +80,22 @@ class _Engine:
     takes: bool = False
     """Whether it takes requests."""
     sources: frozenset[int] = frozenset()
-    """Of decode: replicas of prefill that answer it."""
+    """For decode, the prefill replicas that answer it."""
     said: str = "does not run: nothing listens at {path}"
     """Why it is not ready."""
 
 
 class Router:
-    """Sends each prompt to one replica of prefill and one of decode, in turn, and elsewhere if one of them fails it."""
+    """Sends each prompt to one prefill and one decode replica, in turn, and retries elsewhere if one of them fails."""
 
     def __init__(
         self, folder: Path, prefill_name: str, engines: Engines, prefill: int = 1, decode: int = 1,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
-        """`note` is told, in a sentence, what happens to the engines and what is asked again."""
+        """Connect to the engines in `folder`; `note` is called with a sentence when one comes, goes or loses something.
+
+        `prefill` and `decode` are the numbers of replicas.
+        """
         self._replicas = {"prefill": prefill, "decode": decode}
         names = [f"{role}-{replica}" for role, count in self._replicas.items() for replica in range(count)]
         self._engines = {name: _Engine(Line(folder, name)) for name in names}
@@ -104,13 +107,13 @@ class Router:
         self.requests: list[Request] = []
         self.plan: dict[str, Any] = {}
         self.settled: dict[tuple[str, int], dict[str, Any]] = {}
-        """What each rank of each engine that keeps pages has said last: it has stored what so many requests left."""
+        """The last "settled" word by engine and rank: how many requests have left pages that are stored now."""
         self._told = time.monotonic()
-        """When an engine last said something of a request."""
+        """When an engine last said something about a request, by time.monotonic."""
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        """All copies, but those of tries that have failed."""
+        """The "sent" words of all requests, without those of failed tries."""
         return [word for request in self.requests for word in request.sent]
 
     def takes(self, name: str) -> bool:
@@ -118,7 +121,10 @@ class Router:
         return self._engines[name].takes
 
     def wait_ready(self, patience: float, hint_after: float = 3.0) -> None:
-        """Wait until all engines are ready, after some seconds saying for what; raises EngineError after `patience`."""
+        """Wait until all engines are ready; raises EngineError after `patience` seconds.
+
+        After `hint_after` seconds, note once which engines are missing.
+        """
         until, hint = time.monotonic() + patience, time.monotonic() + hint_after
         while missing := self._missing():
             self._turn(lambda request: None)
@@ -129,7 +135,7 @@ class Router:
                 hint = until
 
     def _missing(self) -> list[str]:
-        """Engines that do not take requests, or know too few others."""
+        """Engines that take no requests, or are connected to too few others."""
         return [n for n, e in self._engines.items() if not e.takes or len(e.sources) < self._needs(n)]
 
     def _why(self, names: list[str]) -> str:
@@ -140,12 +146,15 @@ class Router:
         return self._replicas["prefill"] if name.startswith("decode") else 0
 
     def submit(self, prompts: list[Prompt], max_new: int) -> None:
-        """Ask for these."""
+        """Ask for up to `max_new` tokens of each prompt."""
         self.requests += [Request(number, p, max_new) for number, p in enumerate(prompts, len(self.requests))]
         self._ask()
 
     def collect(self, on_news: Callable[[Request], None], on_turn: Callable[[], bool] = lambda: True) -> None:
-        """Wait until every request is over and prefill has freed its pages; `on_turn`: whether that is all."""
+        """Wait until every request is over, prefill has freed its pages, and `on_turn` returns True.
+
+        `on_news` is called with each request that has changed. Raises EngineError if nothing happens in time.
+        """
         self._told = time.monotonic()
         while not on_turn() or not all(r.over and (r.freed or r.error) for r in self.requests):
             self._turn(on_news)
@@ -160,7 +169,7 @@ class Router:
         self._ask()
 
     def _ask(self) -> None:
-        """Make a ticket for each request that waits, as far as engines take them, and send both to both."""
+        """Send each waiting request, with a new ticket, to a pair of engines, if one takes requests."""
         for request in self.requests:
             if request.id or request.over or not (pair := self._pair(request.number + request.tries)):
                 continue
@@ -176,7 +185,7 @@ class Router:
                 self._engines[name].line.send(op, **body)
 
     def _pair(self, turn: int) -> tuple[str, str] | None:
-        """Prefill and decode that take requests and know each other; in turn."""
+        """A prefill and a decode engine that take requests and are connected, beginning at number `turn` of each."""
         prefills, decodes = ([(turn + i) % count for i in range(count)] for count in self._replicas.values())
         for here in prefills:
             for there in decodes:
@@ -204,7 +213,7 @@ class Router:
                 self._note(_SAYS[word["event"]].format(**{"error": "", **word, "name": f"{name} rank {word['rank']}"}))
             case _:
                 request = next((r for r in self.requests if r.id and r.id == word.get("id")), None)
-                if request is not None and self._of(request, word):  # else of a try that failed, or another router's
+                if request is not None and self._of(request, word):  # None: a try that failed, or another router's
                     on_news(request)
 
     def _ready(self, name: str, engine: _Engine, word: dict[str, Any]) -> None:
@@ -218,7 +227,7 @@ class Router:
             self._note(f"{name} takes requests")
 
     def _lost(self, name: str, engine: _Engine) -> None:
-        """An engine went away. Decode says what it has lost with a prefill; nobody says what a decode has lost."""
+        """An engine went away. Decode reports what it lost with a prefill engine, but nobody what a decode lost."""
         engine.takes, engine.sources, engine.said = False, frozenset(), "went away"
         for request in (r for r in self.requests if name in r.engines and r.id and not (r.over and r.freed)):
             if name == request.engines[0]:
@@ -230,7 +239,7 @@ class Router:
             self._note(f"{name} is gone")
 
     def _of(self, request: Request, word: dict[str, Any]) -> bool:
-        """A word about a request; whether there is something to show."""
+        """Take a word about a request; returns whether there is something to show."""
         self._told = request.at[word["op"]] = time.monotonic()
         if word.get("found"):
             request.found["prefill" if word["op"] == "prefilled" else "decode"] = word["found"]
@@ -254,7 +263,7 @@ class Router:
         return True
 
     def _again(self, request: Request, why: str, code: str | None) -> None:
-        """A try has failed: nobody goes on with it, and the request waits for another if that may help."""
+        """End a failed try at both engines, and let the request wait for another if that may help."""
         for name in request.engines:
             self._engines[name].line.send("drop", id=request.id)
         if code not in AGAIN or request.tries == TRIES:
@@ -270,7 +279,7 @@ class Router:
         return [(name, word) for name, engine in self._engines.items() for word in engine.line.receive()]
 
     def stop(self) -> None:
-        """Stop all engines: decode first, or it would take prefill's Goodbye for a failure."""
+        """Stop all engines: decode first, since it would take prefill's Goodbye for a failure."""
         running = {name for name in self._engines if name.startswith("decode")}
         for name in running:
             self._engines[name].line.send("stop")
@@ -293,6 +302,6 @@ _SAYS = {
     "gone": "{name} has lost {peer}: {error}",
     "connected": "{name} is connected to {peer}",
 }
-"""What is noted of each event of decode's peers."""
+"""The note for each event of decode's peers."""
 _TURN = 50
-"""Milliseconds that one turn waits."""
+"""The most milliseconds that one turn waits."""

@@ -1,4 +1,4 @@
-"""Starts the engines of the demo, by the command lines that a user would give them."""
+"""Starts the engines of the demo with the command lines that a user would give them."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ def start(
     engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack,
     more: Mapping[str, Sequence[str]] | None = None,
 ) -> None:  # fmt: skip
-    """Start all replicas of both; what has to go on longer than they do is put into `outside`.
+    """Start all replicas of both engines.
 
-    `more` are arguments of one role alone.
+    `outside` takes what has to outlive them, and `more` holds further arguments by role. Raises EngineError.
     """
     shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
               "--pages", str(options.pages), "--transport", options.transport,
@@ -66,7 +66,7 @@ def start(
 
 
 def devices(options: DemoOptions) -> tuple[str, str]:
-    """GPUs of the prefill and of the decode engine: those that were asked for, or half of all GPUs each."""
+    """GPUs of the prefill and of the decode engine: those asked for, or half of all GPUs each; raises EngineError."""
     if options.transport != "cuda":
         given = [d or "" for d in (options.prefill_devices, options.decode_devices)]
         return (given[0], given[1]) if options.transport == "nixl" else ("", "")
@@ -74,5 +74,5 @@ def devices(options: DemoOptions) -> tuple[str, str]:
     if not count:
         raise EngineError("--transport cuda needs a GPU")
     half = max(count // 2, 1)
-    first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % max(count, 1), max(count, 1))))
+    first, second = ",".join(map(str, range(half))), ",".join(map(str, range(half % count, count)))
     return options.prefill_devices or first, options.decode_devices or second

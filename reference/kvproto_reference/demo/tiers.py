@@ -1,4 +1,4 @@
-"""`make demo ARGS="--tiers"`: conversations that do not fit on the device, turn by turn, and three engines compared."""
+"""`make demo ARGS="--tiers"`: plays conversations that do not fit on the device, and compares three engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = (
     "turn", "prompt", "on the\ndevice", "on the\nhost", "stored", "new", "first\ntoken", "all\nnew", "a step\ngives",
     "never\nevicted", "tokens",
 )  # fmt: skip
-"""Tokens of a prompt by where they were found; ms to the first token, and where all is computed; tokens a step."""
+"""Column heads. Tokens of a prompt by where they were found; milliseconds to the first token, and if all is new."""
 CONVERSATIONS, TURNS = 4, 3
 OPENS, GOES_ON = 10, 3
 """Pages of text that a conversation opens with, and that each further turn adds."""
@@ -38,25 +38,25 @@ class Turn:
     number: int
     prompt: list[int]
     kept: Answer
-    """On the device, on the host and in a folder."""
+    """By an engine that keeps pages on the device, on the host and in a folder."""
     never: Answer
-    """On a device that has room for all."""
+    """By an engine whose device has room for everything."""
     anew: Answer
-    """All computed."""
+    """By an engine that keeps nothing and computes everything."""
 
     @property
     def same_tokens(self) -> bool:
-        """Whether all three wrote the same."""
+        """Whether all three generated the same tokens."""
         return self.kept.tokens == self.never.tokens == self.anew.tokens
 
     @property
     def same_acceptance(self) -> bool:
-        """Whether as many of the draft's tokens were accepted, step by step, as where nothing was evicted."""
+        """Whether as many of the draft's tokens were accepted as where nothing was evicted."""
         return self.kept.stats == self.never.stats
 
 
 def order() -> Iterator[int]:
-    """Whose turn it is: there and back, so that some find theirs on the device, and some where it went from there."""
+    """The conversations in turn, up and down: some then find their pages on the device, others further down."""
     for turn in range(TURNS):
         yield from range(CONVERSATIONS) if turn % 2 == 0 else reversed(range(CONVERSATIONS))
 
@@ -65,7 +65,10 @@ def play(
     folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int,
     told: Callable[[Turn], None] = lambda turn: None, use: Callable[[KeptEngine], None] = lambda engine: None,
 ) -> tuple[list[Turn], KeptEngine]:  # fmt: skip
-    """All turns, and the engine with tiers; `use` may do something to it before it begins."""
+    """Play all turns; returns them and the engine that keeps pages, which is closed.
+
+    `told` is called with each turn, and `use` with that engine before it begins. Raises EngineError.
+    """
     longest = TURNS * max_new + (OPENS + (TURNS - 1) * GOES_ON) * page_size
     each = -(-longest // page_size) + 1
     made = partial(KeptEngine, *folders, page_size=page_size, chunk=chunk, k=k)
@@ -81,7 +84,7 @@ def play(
             for which in order():
                 numbers[which] += 1
                 prompt = so_far[which] + said[which][numbers[which] - 1]
-                engine.tiers.drain()  # as long as the other engines take, storage has nothing else to do
+                engine.tiers.drain()  # storage has as much time in practice, while other requests are served
                 found = [each.answer(prompt, max_new) for each in (engine, never, anew)]
                 so_far[which] = prompt + found[0].tokens
                 turns.append(Turn(which, numbers[which], prompt, *found))
@@ -93,7 +96,7 @@ def play(
 
 
 def verdict(turns: list[Turn]) -> dict[str, bool]:
-    """What was proved, by name."""
+    """Whether each claim holds, by name."""
     return {
         "tokens": all(turn.same_tokens for turn in turns),
         "acceptance": all(turn.same_acceptance for turn in turns),
@@ -105,7 +108,10 @@ def run(
     folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int, console: Console | None,
     options: DemoOptions | None = None,
 ) -> int:  # fmt: skip
-    """Play, print (JSON without a console), and give the exit status; with `options`, two engines play it too."""
+    """Play and print all turns, as JSON without a console; returns the exit status.
+
+    With `options`, a prefill and a decode engine serve the same turns too. Raises EngineError.
+    """
     table = Table(title="turns", title_justify="left")
     for head in HEADS:
         table.add_column(head, justify="right")
@@ -137,13 +143,13 @@ def run(
 
 
 def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
-    """The same turns, served by a prefill and a decode engine whose pools hold a conversation and a half."""
+    """Serve the same turns with a prefill and a decode engine whose pools hold a conversation and a half."""
     asked, last = [], dict[int, Turn]()
     units = options.page_size_of("decode") * options.dcp, options.page_size_of("prefill") * options.prefill_cp
     for turn in turns:
         before = last.get(turn.conversation)
         prompt = len(before.prompt) if before else 0
-        rows = prompt + len(before.never.tokens) - 1 if before else 0  # of the last token there is none
+        rows = prompt + len(before.never.tokens) - 1 if before else 0  # the last token has no row
         for unit in units:
             rows -= rows % unit
         name = f"{turn.conversation + 1}.{turn.number}"
@@ -155,7 +161,7 @@ def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
 
 
 def summary(turns: list[Turn], engine: KeptEngine) -> str:
-    """A sentence or two of figures."""
+    """The figures of a run, in two sentences."""
     later = [turn for turn in turns if turn.number > 1]
     with_, without = (sum(getattr(t, name).first for t in later) / len(later) for name in ("kept", "anew"))
     counts, copies = engine.tiers.counts, engine.tiers.copies
@@ -195,7 +201,7 @@ def _row(turn: Turn) -> list[str]:
 
 
 def _texts(engine: KeptEngine, page_size: int) -> list[list[list[int]]]:
-    """What is said in each conversation, by turn, as tokens: pieces of one text."""
+    """The tokens said in each turn of each conversation, cut from one text; raises EngineError if it is too short."""
     sizes = [pages * page_size for pages in (OPENS, *[GOES_ON] * (TURNS - 1))]
     text, at, found = engine.tokenizer.encode(load_text().encode()), 0, []
     if len(text) < CONVERSATIONS * sum(sizes):

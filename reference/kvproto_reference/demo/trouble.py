@@ -1,4 +1,4 @@
-"""What the demo does to a prefill engine in the middle of its work: kill, drain or stop it, or put it to sleep."""
+"""Disturbs a prefill engine in the middle of its work: kills, drains or stops it, or puts it to sleep."""
 
 import signal
 import time
@@ -11,23 +11,23 @@ from .router import Router
 
 VICTIM = "prefill-0"
 _HEARD = 0.3
-"""Seconds in which decode has heard what was on its way."""
+"""Seconds after which decode has received whatever the stopped engine had sent."""
 
 
 @attrs.frozen
 class Kind:
-    """A way to trouble it."""
+    """A way to disturb the engine."""
 
     name: str
-    """Of the demo's option."""
+    """The name of the demo's option, without "--"."""
     number: signal.Signals
     says: str
     ends: bool = True
-    """Whether the engine ends by it, and is started again."""
+    """Whether this ends the engine, so that it has to be restarted."""
     later: bool = False
-    """Whether half of the requests are asked for only then."""
+    """Whether half of the requests are submitted only afterwards."""
     seconds: float = 0.0
-    """Until it is started again, or goes on."""
+    """How long the engine stays away, unless --down says otherwise."""
 
 
 KINDS = (
@@ -36,12 +36,12 @@ KINDS = (
     Kind("sleep", signal.SIGUSR1, "told to sleep, and to wake with other memory (SIGUSR1)", ends=False),
     Kind("pause", signal.SIGSTOP, "stopped (SIGSTOP)", ends=False, seconds=12.0),
 )
-"""A pause is longer than two heartbeats of 5 s."""
+"""All ways to disturb the engine. A pause lasts longer than two heartbeats of 5 s, so that it is noticed."""
 
 
 @attrs.define(eq=False)
 class Trouble:
-    """One of them, and its course."""
+    """One disturbance, from the moment before it to the engine's return."""
 
     kind: Kind
     engines: Engines
@@ -50,19 +50,19 @@ class Trouble:
     down: float
     """Seconds from the end of the engine to its next start, or from SIGSTOP to SIGCONT."""
     later: Callable[[], None]
-    """Asks for the rest of the prompts, where it is asked for only then."""
+    """Submits the rest of the prompts, if there is a rest."""
     under_way: int = 0
-    """Requests that had begun and not arrived when it struck."""
+    """Requests that had begun and not arrived at decode when the engine was disturbed."""
     status: int | None = None
-    """With which the engine ended."""
+    """The exit status with which the engine ended."""
     _held_at: float | None = None
-    """When it was stopped, so that what is under way stays so until it is killed."""
+    """When the engine was stopped, which keeps requests under way until it is killed."""
     _struck: bool = False
     _back_at: float | None = None
     _back: bool = False
 
     def turn(self) -> bool:
-        """Go on with it; whether it is over, and the engine takes requests again."""
+        """Take the next step that is due; returns whether all is over and the engine takes requests again."""
         if not self._struck:
             if self._held_at is not None or any(VICTIM in r.engines and r.sent for r in self.router.requests):
                 self._hold() if self.kind.number == signal.SIGKILL else self._strike()
@@ -76,7 +76,7 @@ class Trouble:
         return self._back and self.router.takes(VICTIM)
 
     def _hold(self) -> None:
-        """Strike where requests are under way once all that it has said is heard, and else a little later."""
+        """Stop the engine, wait until all its messages are heard, and strike; if nothing is under way, try later."""
         if self._held_at is None:
             self._held_at = time.monotonic()
             self.engines.signal(VICTIM, signal.SIGSTOP)
@@ -110,7 +110,7 @@ class Trouble:
 
     @property
     def verdict(self) -> bool:
-        """Whether all went as it should: requests are lost with an engine that is killed, and with no other."""
+        """Whether all went as it should: only a killed engine loses requests; draining and moving may refuse some."""
         lost = sum(len(request.lost) for request in self.router.requests)
         refused = sum("DRAINING" in why for request in self.router.requests for why in request.lost)
         if self.kind.number == signal.SIGTERM:

@@ -1,6 +1,6 @@
-"""The turns of `make demo ARGS="--tiers"` again, by a prefill and a decode engine that keep pages.
+"""Serves the turns of `make demo ARGS="--tiers"` again, with a prefill and a decode engine that keep pages.
 
-First prefill alone keeps them, then both do, over one storage: decode writes what it generated, and prefill finds it.
+First only prefill keeps them, then both do in one storage: decode writes what it generated, and prefill finds it.
 """
 
 from __future__ import annotations
@@ -29,63 +29,63 @@ from .start import start
 KEEPERS = (("prefill",), ("prefill", "decode"))
 """Which engines keep pages, one run after the other."""
 HEADS = ("turn", "prompt", "a router\nwas told", "prefill\nfound", "computed", "decode\nhad", "a step\ngives", "tokens")
-"""What was found on the device, on the host and in storage, in tokens of the prompt; tokens a step."""
+"""Column heads. What was found counts tokens of the prompt: on the device, on the host and in storage."""
 PLACES = "device", "host", "storage"
 
 
 @attrs.frozen
 class Asked:
-    """A turn of a conversation, and what an engine that never evicts answered."""
+    """A turn of a conversation, with the answer of an engine that never evicts."""
 
     name: str
     prompt: list[int]
     right: Answer
     before: int
-    """Tokens of the prompt of the turn before."""
+    """Tokens of the previous turn's prompt."""
     kept: int
-    """Tokens that prefill can find: whole pages of both engines, of that prompt and what decode generated."""
+    """Tokens that prefill can find: those of the previous prompt and answer that fill whole pages of both engines."""
 
 
 @attrs.frozen
 class Served:
-    """The same turn, as both engines have served it."""
+    """A turn as the two engines served it."""
 
     asked: Asked
     keepers: tuple[str, ...]
     request: Request
     told: int
-    """Tokens of the prompt that prefill had, as a Finder was told before."""
+    """Tokens of the prompt that prefill had before, according to a Finder."""
 
     @property
     def same_tokens(self) -> bool:
-        """Whether they wrote the same."""
+        """Whether they generated the tokens of the engine that never evicts."""
         return self.request.tokens == self.asked.right.tokens
 
     @property
     def stats(self) -> SpeculationStats:
-        """What became of the draft's tokens."""
+        """The counts of proposed and accepted draft tokens."""
         said = self.request.stats or {}
         names = {"steps": "steps", "tokens": "decoded", "proposed": "proposed", "accepted": "accepted"}
         return SpeculationStats(**{name: said.get(theirs, 0) for name, theirs in names.items()})
 
     def found(self, role: str, *places: str) -> int:
-        """Tokens of the prompt that an engine found there."""
+        """Tokens of the prompt that an engine found in these places, or in all PLACES if none is given."""
         said = self.request.found.get(role, {})
         return sum(said.get(place, 0) for place in places or PLACES)
 
     def split(self, role: str) -> str:
-        """The same by place."""
+        """Tokens of the prompt that an engine found in each of PLACES, with "+" between."""
         return "+".join(str(self.found(role, place)) for place in PLACES)
 
     @property
     def handed_over(self) -> int:
-        """Tokens that decode had not, and that prefill took from the host or from storage to send them."""
+        """Tokens that decode lacked and prefill read from the host or from storage, to send them."""
         there = self.found("prefill")
         return min(there - self.request.cached, self.found("prefill", "host", "storage"))
 
 
 def serve(options: DemoOptions, asked: Sequence[Asked], pages: int, host: int) -> list[Served]:
-    """Each turn with each set of keepers, by engines with pools of `pages` pages, and `host` pages there."""
+    """Serve each turn with each set of KEEPERS, by engines with `pages` pages in a pool and `host` on the host."""
     return [served for keepers in KEEPERS for served in _serve(options, asked, pages, host, keepers)]
 
 
@@ -122,7 +122,7 @@ def _serve(
 
 
 def _settled(router: Router, ranks: Sequence[tuple[str, int]]) -> bool:
-    """Whether all that requests have left is stored, as each rank of all replicas says."""
+    """Whether every rank has stored the pages of all requests that are over."""
     done = dict.fromkeys(ranks, 0)
     for (name, rank), word in router.settled.items():
         done[name.partition("-")[0], rank] += word["left"]
@@ -130,7 +130,7 @@ def _settled(router: Router, ranks: Sequence[tuple[str, int]]) -> bool:
 
 
 def verdict(served: Sequence[Served]) -> dict[str, bool]:
-    """What was proved, by name."""
+    """Whether each claim of SAYS holds, for those that apply."""
     found = {
         "served_tokens": all(one.same_tokens for one in served),
         "served_acceptance": all(one.stats == one.asked.right.stats for one in served),
@@ -150,11 +150,11 @@ SAYS = {
     "served_told": "prefill found all that a router was told it has",
     "served_from_tiers": "prefill handed over pages from the host and from storage, without computing them",
 }
-"""What is said of each."""
+"""The claims of `verdict`, as printed."""
 
 
 def table(served: Sequence[Served]) -> Group:
-    """A row a turn, for people, and a table for each set of keepers."""
+    """A table for each set of KEEPERS, with a row for each turn."""
     tables = []
     for keepers in KEEPERS:
         who = " and ".join(keepers) + (" keeps" if len(keepers) == 1 else " keep")
@@ -172,7 +172,7 @@ def table(served: Sequence[Served]) -> Group:
 
 
 def as_json(served: Sequence[Served]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """The turns as JSON objects, in tokens."""
     return [
         {
             "turn": one.asked.name, "keepers": [*one.keepers], "prompt_tokens": len(one.asked.prompt),

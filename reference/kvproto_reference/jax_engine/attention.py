@@ -1,9 +1,9 @@
-"""Back end `xla`: attention of one rank by page table, and how the ranks of a DCP group make one of theirs.
+"""Back end `xla`: attention of one rank by page table, merged over the ranks of a DCP group.
 
-What runs here runs inside shard_map, over a mesh with an axis `dcp`. A step is a grid [spans, n]: a token of a span
-follows those before it, and padding follows the last. XLA never writes a pool, so the new tokens are always a pass of
-their own, causal and over rows in hand; the pass over the pool is over what was committed before, for all tokens of a
-span alike. The two passes, and the ranks' shares, merge by log-sum-exp (spec/v1/dcp.md).
+All of it runs inside shard_map, over a mesh with an axis `dcp`. A step is a grid [spans, n], in which the tokens of a
+span stand in order, with padding behind them. XLA never writes a pool, so attention takes two passes: a causal one over
+the new rows, which are at hand, and one over the rows committed to the pool before, which all tokens of a span see. The
+two passes, and the shares of the ranks, merge by log-sum-exp (spec/v1/dcp.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Rows = Mapping[str, jax.Array]
 
 
 class Partial(NamedTuple):
-    """Normalised attention `out` [..., heads, width] over some tokens, and their `lse` [..., heads].
+    """Attention over some of the tokens: normalised `out` [..., heads, width] and its log-sum-exp `lse` [..., heads].
 
-    The log-sum-exp is natural and float32. A row without tokens has out 0 and lse -inf.
+    The log-sum-exp is natural and float32. Where there is no token, `out` is 0 and `lse` is -inf.
     """
 
     out: jax.Array
@@ -35,32 +35,31 @@ class Partial(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What one rank computes of a step, and reads of its pool."""
+    """What one rank computes in a step, and reads from its pool."""
 
     positions: jax.Array
-    """[spans, n] of the tokens that the rank computes; -1 for padding."""
-
+    """Positions of the tokens that the rank computes, int32 [spans, n]; -1 for padding."""
     table: jax.Array
-    """[spans, pages] pages of each span's committed rows; no pages where no rank has any."""
+    """Page table of each span's committed rows, int32 [spans, pages]; `pages` is 0 if no rank has any."""
     bounds: jax.Array
-    """[spans] rows of this rank's that every token of a span attends to."""
+    """Committed rows of this rank that all tokens of a span attend to, int32 [spans]."""
     token_bounds: jax.Array
-    """[spans, n] rows of this rank's up to each token itself, counting new ones."""
+    """Rows of this rank up to and including each token's, new ones counted, int32 [spans, n]."""
     new: jax.Array
-    """[spans, n] place of each new row among this rank's of its span; beyond all for those of other ranks."""
+    """Index of each token's row among this rank's rows of the span, int32 [spans, n]; out of range for other ranks'."""
 
 
 class Heads(NamedTuple):
-    """The KV head, of the rank's, that each query head reads: of its DCP group's heads, and of its own."""
+    """The KV head of the rank that each query head reads, int32 [heads]: for its DCP group's heads, and for its own."""
 
     group: jax.Array
     own: jax.Array
 
 
 def attend(q: jax.Array, rows: Rows, heads: jax.Array, seen: jax.Array, scale: float, width: int) -> Partial:
-    """q [s, n, heads, d] over rows [s, m, KV heads, d] by part; `seen` bool [s, n or 1, m].
+    """Attention of q [s, n, heads, d] over rows [s, m, KV heads, d] by part, where `seen` (bool [s, n or 1, m]) holds.
 
-    What nobody sees may be NaN.
+    `heads` [heads] are the KV heads to read, and `width` the elements of an output. Rows that nobody sees may be NaN.
     """
     ever = seen.any(1)[..., None, None]
     k = rows["k"] if "k" in rows else rows["latent"]
@@ -74,7 +73,7 @@ def attend(q: jax.Array, rows: Rows, heads: jax.Array, seen: jax.Array, scale: f
 
 
 def merge(parts: Partial) -> Partial:
-    """Attention over the union of disjoint sets of tokens, which the first axis counts."""
+    """Merge attention over disjoint sets of tokens, one for each index of the first axis."""
     total = jax.nn.logsumexp(parts.lse, 0)
     return Partial(_weighted(parts.out, _weights(parts.lse, total)).sum(0), total)
 
@@ -85,12 +84,12 @@ def _weights(lse: jax.Array, most: jax.Array) -> jax.Array:
 
 
 def _weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
-    """What has no weight is selected away: kernels leave anything where they read no token, and 0 * NaN is NaN."""
+    """out * weights, but 0 where the weight is 0: kernels leave garbage where they read no token, even NaN."""
     return jnp.where(weights[..., None] > 0, out * weights[..., None], 0)
 
 
 def _by_sum(part: Partial, ranks: int) -> Partial:
-    """Reduce-scatter of weighted outputs and of weights; a maximum over ranks spares the gathering of log-sum-exps."""
+    """Reduce-scatter weighted outputs and weights; a maximum over the ranks replaces gathering their log-sum-exps."""
     most = lax.pmax(part.lse, "dcp")  # type: ignore[no-untyped-call]
     weights = _weights(part.lse, most)
     scatter = functools.partial(lax.psum_scatter, axis_name="dcp", scatter_dimension=2, tiled=True)
@@ -104,9 +103,9 @@ def _by_all_to_all(part: Partial, ranks: int) -> Partial:
 
 
 def exchanged(part: Partial, among: str, ranks: int, along: int) -> Partial:
-    """Each rank's piece of axis `along`, merged over the ranks of a mesh axis.
+    """This rank's piece of axis `along`, merged over the `ranks` of mesh axis `among`.
 
-    One all-to-all of outputs and log-sum-exps, packed; the merge is local.
+    Outputs and log-sum-exps are packed into one all-to-all, and each rank merges what it receives.
     """
     packed = jnp.concatenate((part.out, part.lse[..., None]), -1)
     shape = packed.shape
@@ -116,21 +115,24 @@ def exchanged(part: Partial, among: str, ranks: int, along: int) -> Partial:
 
 
 def union(parts: Sequence[Partial]) -> Partial:
-    """The same, of parts that are not stacked."""
+    """Merge attention over disjoint sets of tokens that are not stacked."""
     return merge(Partial(*(jnp.stack(each) for each in zip(*parts, strict=True))))
 
 
 def rows_of(pool: Rows, table: jax.Array) -> dict[str, jax.Array]:
-    """What pages [spans, pages] of a pool [pages, rows, KV heads, row_dim] hold: [spans, rows, KV heads, row_dim]."""
+    """The rows [spans, rows, KV heads, row_dim] by part that page tables [spans, pages] name.
+
+    `pool` is [pages, rows of a page, KV heads, row_dim] by part.
+    """
     return {part: x[table].reshape(len(table), -1, *x.shape[2:]) for part, x in pool.items()}
 
 
 EXCHANGES: dict[str, Callable[[Partial, int], Partial]] = {"ag_rs": _by_sum, "a2a": _by_all_to_all}
-"""The group's heads over a rank's tokens -> the rank's heads over all tokens. By the torch engine's names."""
+"""Turn the group's heads over a rank's tokens into the rank's heads over all tokens; names as in the torch engine."""
 
 
 def _own(x: jax.Array, ranks: int) -> jax.Array:
-    """[spans, n, heads of the group, ...] -> this rank's heads."""
+    """This rank's heads of x [spans, n, heads of the group, ...]."""
     each = x.shape[2] // ranks
     return lax.dynamic_slice_in_dim(x, lax.axis_index("dcp") * each, each, 2)
 
@@ -142,7 +144,7 @@ def _check_exchange(_: object, __: object, name: str) -> None:
 
 @attrs.frozen
 class Attention:
-    """Attention of a layer over the pools of a DCP group of `ranks` and over the new tokens."""
+    """Attention of a layer over the pools of a DCP group of `ranks` and over the new tokens; raises EngineError."""
 
     scale: float
     width: int
@@ -152,13 +154,12 @@ class Attention:
     replicated: bool = False
     """Whether every rank projects the queries of the whole group, so that none have to be gathered."""
     by_token: bool = False
-    """Reads the pool once a token, new rows put in their places of what is read: what passes over several tokens are
-    checked against."""
+    """Whether to attend token by token over the pool's rows with the new ones among them, to check the two passes."""
 
     def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
-        """q [spans, n, heads, row_dim] as this rank projects it, new rows [spans, n, KV heads, row_dim] by part.
+        """Attend with this rank's q [spans, n, heads, row_dim]; returns [spans, n, own heads, width].
 
-        pool [pages, rows, KV heads, row_dim] by part -> [spans, n, own heads, width].
+        `new` [spans, n, KV heads, row_dim] and `pool` [pages, rows, KV heads, row_dim] are rows by part.
         """
         parts = []
         if reads.table.shape[1]:

@@ -1,4 +1,4 @@
-"""Puts models, pools and attention together: one process hosts all ranks of an engine."""
+"""Assembles models, pools and attention into the ranks of an engine, which one process hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ __all__ = ["jax_hosted", "jax_runner"]
 def jax_hosted(
     folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int, gpus: Sequence[int] = ()
 ) -> Hosted:
-    """All ranks of an engine in JAX, on a GPU each, by CUDA ordinal; without, on devices that XLA makes of the CPU."""
+    """All ranks of an engine in JAX, one on each of `gpus` (CUDA ordinals), or without any on devices made of the CPU.
+
+    Raises EngineError.
+    """
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
     pools = [Pool.allocate(geometry, pages, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
     target, draft = (
@@ -40,11 +43,11 @@ def jax_hosted(
 
 
 def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, by_token: bool = False) -> JaxRunner:
-    """The model in a checkpoint folder on all ranks, whose pools these are, in rank order; `group` is TARGET or DRAFT.
+    """The model in a checkpoint folder, on all ranks; `pools` are theirs in rank order, and `group` is TARGET or DRAFT.
 
-    It computes where the pools are: on a GPU for each rank, or on the host. `by_token`: see `Attention`; not with
-    context parallelism. Raises EngineError for ranks of unequal KV heads, for pools that are not float32, and for two
-    of one GPU.
+    It computes where the pools are: on a GPU for each rank, or on the host. `by_token` is that of `Attention`, and
+    ignored with context parallelism. Raises EngineError for ranks with unequal KV heads, for pools that are not
+    float32, and for two pools on one GPU.
     """
     if [pool.rank for pool in pools] != list(range(layout.ranks)):
         raise EngineError(f"JAX hosts all {layout.ranks} ranks: it needs their pools, in rank order")
@@ -61,7 +64,7 @@ def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, 
     states = [checkpoint.state(folder, place) for place in places]
 
     def dealt(pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
-        """One of each TP rank -> on all ranks."""
+        """Put the piece of each TP rank on the ranks that hold it, padded to one shape."""
         return by_rank(mesh, _padded(pieces) * layout.cp)
 
     weights = {name: dealt([state[name].numpy() for state in states]) for name in states[0]}
@@ -75,11 +78,11 @@ def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, 
 
 
 def _kv_heads(config: ModelConfig, place: TensorParallel, among: TensorParallel) -> npt.NDArray[np.int32]:
-    """The KV head, of the rank's, that each query head of `among` reads."""
+    """The KV head of the rank that each query head of `among` reads, int32 [heads]."""
     return np.array(kv_head_of(config, place, among.share(config.heads)), np.int32)
 
 
 def _padded(pieces: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """All of the largest's shape, with zeros behind: heads and widths that add nothing, where ranks' shares differ."""
+    """Pad all pieces with zeros to the largest shape, where ranks' shares differ; such heads and widths add nothing."""
     shape = np.max([piece.shape for piece in pieces], axis=0)
     return [np.pad(piece, [(0, most - own) for most, own in zip(shape, piece.shape, strict=True)]) for piece in pieces]

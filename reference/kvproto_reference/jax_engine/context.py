@@ -1,8 +1,8 @@
-"""Prefill with context parallelism: each rank along the mesh's axis `cp` computes, and stores, the tokens that it owns.
+"""Prefill with context parallelism: each rank along mesh axis `cp` computes and stores the tokens that it owns.
 
-Keys and values of a step's tokens are gathered, so that each rank attends with its own queries to all of them, by their
-positions; to what was committed before, each rank attends with everybody's queries over its own rows, and the parts are
-merged: what DCP does along heads, along tokens.
+The new keys and values of a step are gathered, so that each rank attends to all of them with its own queries, masked by
+position. For the rows committed before, queries are gathered instead: each rank attends with all of them over its own
+rows, and the results are merged, along tokens as DCP does along heads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ContextAttention:
     ranks: int
 
     def __call__(self, q: jax.Array, new: Rows, pool: Rows, reads: Reads, heads: Heads) -> jax.Array:
-        """q [spans, n, heads, row_dim] and new rows [spans, n, KV heads, row_dim] by part, of this rank's tokens.
+        """Attend with q [spans, n, heads, row_dim] of this rank's tokens; returns [spans, n, heads, width].
 
-        pool [pages, rows, KV heads, row_dim] by part -> [spans, n, heads, width].
+        `new` [spans, n, KV heads, row_dim] are their rows, `pool` [pages, rows, KV heads, row_dim] the rank's, by part.
         """
         gather = functools.partial(lax.all_gather, axis_name="cp", axis=1, tiled=True)
         rows, at = {part: gather(x) for part, x in new.items()}, gather(reads.positions)[:, None]

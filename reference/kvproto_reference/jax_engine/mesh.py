@@ -1,6 +1,6 @@
-"""Where the ranks of an engine are: one device each, in a mesh whose axes are the ways in which they divide work.
+"""The mesh of an engine: one device for each rank, with an axis for each way of dividing work.
 
-Ranks along `cp` deal the tokens of a prefill step; those of a `group` along `dcp` hold the same KV heads.
+Ranks along `cp` share the tokens of a prefill step out; the ranks of one `group`, along `dcp`, hold the same KV heads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from ..errors import EngineError
 __all__ = ["DEALT", "EVERYWHERE", "RANKS", "by_rank", "gpus", "host_devices", "mesh_of", "placed"]
 
 RANKS = PartitionSpec(("cp", "group", "dcp"))  # type: ignore[no-untyped-call]
-"""An array whose first axis is dealt out over ranks."""
+"""An array whose first axis is split over all ranks."""
 DEALT = PartitionSpec("cp")  # type: ignore[no-untyped-call]
-"""An array whose first axis is dealt out over `cp`, the same on all ranks of a group."""
+"""An array whose first axis is split over `cp`, and which is the same on all other ranks."""
 EVERYWHERE = PartitionSpec()  # type: ignore[no-untyped-call]
+"""An array that is the same on all ranks."""
 
 
 def host_devices(count: int) -> list[jax.Device]:
-    """The first `count` devices that XLA makes of the host's CPU; the first call of a process fixes how many there are.
+    """The first `count` devices that XLA makes of the host's CPU; the first call in a process fixes how many there are.
 
-    Raises EngineError where XLA has started with fewer.
+    Raises EngineError if XLA has started with fewer.
     """
-    with contextlib.suppress(RuntimeError):  # it has started
+    with contextlib.suppress(RuntimeError):  # XLA has started
         jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
     found = jax.devices("cpu")
     if len(found) < count:
@@ -39,7 +40,7 @@ def host_devices(count: int) -> list[jax.Device]:
 
 
 def gpus(numbers: Sequence[int]) -> list[jax.Device]:
-    """The GPUs of these CUDA ordinals; raises EngineError where one is named twice, or is none that JAX computes on."""
+    """The GPUs of these CUDA ordinals; raises EngineError for one named twice, or one that JAX does not see."""
     if len(set(numbers)) < len(numbers):
         raise EngineError(f"JAX needs a GPU of its own for each rank, not {list(numbers)}")
     try:
@@ -52,20 +53,20 @@ def gpus(numbers: Sequence[int]) -> list[jax.Device]:
 
 
 def mesh_of(tp: int, dcp: int = 1, cp: int = 1, on: Sequence[int] = ()) -> Mesh:
-    """A device for each rank, in rank order: `tp` for each CP rank, every `dcp` of them a DCP group.
+    """A mesh [cp, group, dcp] of a device for each rank, in rank order: `tp` for each CP rank, `dcp` for each group.
 
-    `on`: the GPUs of the ranks, by CUDA ordinal; none: host devices.
+    `on` holds the CUDA ordinals of the ranks' GPUs; empty, it means host devices. Raises EngineError.
     """
     devices = gpus(on) if on else host_devices(cp * tp)
     return Mesh(np.array(devices).reshape(cp, -1, dcp), ("cp", "group", "dcp"))
 
 
 def by_rank(mesh: Mesh, pieces: Sequence[npt.NDArray[Any]]) -> jax.Array:
-    """Each rank's own array, all of one shape -> [ranks, ...]; a rank's program has [1, ...]."""
+    """Stack each rank's own array, all of one shape, as [ranks, ...]; the program of a rank sees [1, ...]."""
     return placed(mesh, np.stack(pieces), RANKS)
 
 
 def placed(mesh: Mesh, array: npt.NDArray[Any], where: PartitionSpec) -> jax.Array:
-    """One array, on every rank or dealt out."""
+    """Put an array on the devices, split or copied as `where` says."""
     made: jax.Array = jax.device_put(array, NamedSharding(mesh, where))
     return made

@@ -1,6 +1,6 @@
-"""The GQA and MLA decoders as functions of a dict of weights, named as in checkpoints; float32.
+"""The GQA and MLA decoders in float32, as functions of a dict of weights that are named as in checkpoints.
 
-A rank has its cut of each weight; `total` sums what ranks compute of one result.
+A rank holds its slice of each weight, and `total` sums the shares of a result over the ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ __all__ = ["block", "logits"]
 Array = jax.Array
 Weights = Mapping[str, Array]
 Attend = Callable[[Array, Mapping[str, Array]], Array]
-"""Queries [spans, n, heads, row_dim] and new rows by part -> [spans, n, own heads, value_dim]."""
+"""Takes queries [spans, n, heads, row_dim] and new rows by part; returns [spans, n, own heads, value_dim]."""
 Total = Callable[[Array], Array]
+"""Sums an array over the ranks that share its result."""
 
 
 def block(
     c: ModelConfig, w: Weights, x: Array, positions: Array, attend: Attend, total: Total
 ) -> tuple[Array, dict[str, Array]]:
-    """One layer: x [spans, n, hidden] at positions [spans, n] -> the next x, and the new rows by part."""
+    """Compute one layer of x [spans, n, hidden] at `positions` [spans, n]; returns the next x and new rows by part.
+
+    The rows are [spans, n, KV heads, row_dim].
+    """
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.array(c.rates, jnp.float32)
     turn = _Turn(jnp.cos(angles) * c.rope_gain, jnp.sin(angles) * c.rope_gain, c.rope_pairs)
     q, rows = (_gqa if c.kind == "gqa" else _mla)(c, w, _rms_norm(x, w["attn_norm"], c.norm_eps), turn)
@@ -40,18 +44,18 @@ def block(
 
 
 def logits(c: ModelConfig, w: Weights, x: Array) -> Array:
-    """[n, hidden] after the last layer -> [n, vocab]."""
+    """Logits [n, vocab] of x [n, hidden] after the last layer."""
     return _rms_norm(x, w["norm"], c.norm_eps) @ w.get("head", w["embed"]).T
 
 
 class _Turn:
-    """Rotary embedding at a step's positions: cosines and sines [spans, n, 1, pairs]."""
+    """Rotary embedding at the positions of a step; its cosines and sines are [spans, n, 1, pairs]."""
 
     def __init__(self, cos: Array, sin: Array, pairs: bool) -> None:
         self._cos, self._sin, self._pairs = cos, sin, pairs
 
     def __call__(self, x: Array) -> Array:
-        """x [spans, n, heads, dim]: neighbours are turned together, or halves are."""
+        """Rotate x [spans, n, heads, dim], pairing neighbouring elements or the two halves."""
         first, second = (x[..., ::2], x[..., 1::2]) if self._pairs else jnp.split(x, 2, -1)
         turned = (first * self._cos - second * self._sin, second * self._cos + first * self._sin)
         return jnp.stack(turned, -1).reshape(x.shape) if self._pairs else jnp.concatenate(turned, -1)
@@ -62,7 +66,7 @@ def _rms_norm(x: Array, gain: Array, eps: float) -> Array:
 
 
 def _heads(w: Weights, name: str, x: Array, dim: int) -> Array:
-    """x [spans, n, hidden] projected by `name`, with its bias where there is one -> [spans, n, heads, dim]."""
+    """Project x [spans, n, hidden] by weight `name`, and its bias if it has one, to [spans, n, heads, dim]."""
     flat = x @ w[name].T + w.get(name + "_bias", 0.0)
     return flat.reshape(*x.shape[:2], -1, dim)
 
@@ -88,7 +92,7 @@ def _swiglu(w: Weights, name: str, x: Array) -> Array:
 
 
 def _moe(m: MoeConfig, w: Weights, x: Array) -> Array:
-    """Every expert sees every token, so that shapes do not depend on the routing; most weights are 0."""
+    """Run every expert on every token, so that shapes do not depend on the routing; most weights are 0."""
     found = x @ w["ffn.router"].T
     scores = jax.nn.softmax(found) if m.scores == "softmax" else jax.nn.sigmoid(found)
     grouped = (scores + w.get("ffn.correction", 0.0)).reshape(*x.shape[:2], m.groups, -1)

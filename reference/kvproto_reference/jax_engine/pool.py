@@ -1,8 +1,8 @@
-"""The engine's registered pools: XLA reads them where they lie, and torch writes the rows that XLA gives back.
+"""The engine's registered pools: XLA reads them in place, and torch writes the rows that XLA returns.
 
-XLA takes its inputs to be constant and its outputs to be its own, while a pool stays at its address and changes under
-transports. So a layer's program takes the pool as a plain input and never writes it. The input is an alias of the
-pool, which is made for one layer of one step and dropped: whatever was written between steps is seen.
+XLA takes its inputs as constant and its outputs as its own, but a pool stays at its address while transports write it.
+So a layer's program takes the pool as a plain input and never writes it. The input is an alias of the pool, made for
+one layer of one step and dropped, which therefore sees whatever was written between steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .mesh import RANKS
 __all__ = ["RankPools", "gpus_of"]
 
 ALIGNED = 64
-"""Bytes; XLA would copy an input that starts elsewhere."""
+"""Alignment in bytes; XLA copies an input that is aligned to less."""
 
 
 class RankPools:
-    """One model's rows in the pools of all ranks, in rank order."""
+    """One model's rows in the pools of all ranks, in rank order; raises EngineError for pools that JAX cannot read."""
 
     def __init__(self, pools: Sequence[Pool], group: str, config: ModelConfig, mesh: Mesh) -> None:
         self.pages = min(pool.pages(group) for pool in pools)
@@ -45,22 +45,23 @@ class RankPools:
             raise EngineError(f"JAX needs as many pages and KV heads on every rank, not {sorted(shapes)}")
 
     def check(self, pages: Sequence[int]) -> None:
-        """Raise EngineError for pages that the pools have not."""
+        """Raise EngineError for a page outside the pools."""
         for page in pages:
             if not 0 <= page < self.pages:
                 raise EngineError(f"page {page} is outside a pool of {self.pages} pages")
 
     def read(self, layer: int) -> dict[str, jax.Array]:
-        """What the pools hold now, by part: [ranks * pages, rows, KV heads, row_dim], each rank's on its device.
+        """The present rows of a layer by part, float32 [ranks * pages, rows, KV heads, row_dim], each on its device.
 
-        Raises EngineError where XLA does not read the registered memory itself.
+        Raises EngineError if XLA would not read the registered memory itself.
         """
         return {part: self._alias(views) for part, views in self._views[layer].items()}
 
     def write(self, layer: int, rows: Mapping[str, jax.Array], places: Sequence[tuple[Ints, Ints]]) -> None:
-        """Scatter what a layer gave, [ranks, spans, n, KV heads, row_dim]; waits for it, and until it is there.
+        """Wait for a layer's new rows [ranks, spans, n, KV heads, row_dim] by part, and write them to the pools.
 
-        `places` of each rank: tokens of the step, counted along the spans, and the slots of their rows.
+        `places` holds two arrays for each rank: tokens, counted along the spans, and the slots of their rows. The rows
+        are there when this returns.
         """
         jax.block_until_ready(rows)  # type: ignore[no-untyped-call]
         for part, found in rows.items():
@@ -87,7 +88,7 @@ class RankPools:
 
 
 def gpus_of(pools: Sequence[Pool]) -> list[int]:
-    """The GPU of each rank's pool, by CUDA ordinal; none: all pools are on the host. Raises EngineError for others."""
+    """The CUDA ordinal of each rank's pool, or nothing if all are on the host; raises EngineError for a mixture."""
     found = [{memory.device for memory in pool.memories.values()} for pool in pools]
     numbers = [number for of_rank in found for number in of_rank if number is not None]
     if numbers and any(len(of_rank) > 1 or None in of_rank for of_rank in found):
@@ -96,7 +97,7 @@ def gpus_of(pools: Sequence[Pool]) -> list[int]:
 
 
 def _view(pool: Pool, group: str, layer: int, part: str) -> Tensor:
-    """float32 [pages, rows, KV heads, row_dim] of one rank, in its memory."""
+    """A part of one rank's rows in its memory, float32 [pages, rows, KV heads, row_dim]; raises EngineError."""
     if pool.group(group).parts[0].dtype != DType.F32:
         raise EngineError(f"the JAX engine computes in float32, and so must its pools be: {group!r} is not")
     region, offset, shape, strides = pool.place(group, layer, part)
@@ -116,5 +117,5 @@ def _exported(view: Tensor) -> jax.Array:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU torch's current one: it exports tensors of no other."""
+    """Make a GPU the current one of torch, which exports tensors of no other."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

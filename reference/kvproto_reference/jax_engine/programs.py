@@ -1,4 +1,4 @@
-"""What XLA compiles, once for a shape of step and for all runners: a step's first rows, one layer, and logits."""
+"""The functions that XLA compiles: embedding, one layer, and logits; once for each shape of step, for all runners."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ QUICK: dict[str, dict[str, Any]] = {
     },
     "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
 }  # fmt: skip
-"""To compile in an eighth of the time, which for models of this size is far more than they compute: by platform.
+"""Compiler options by platform that cut compile time to an eighth, which small models spend most of their time on.
 
-On GPUs matrix products are then the library's, as they come; none is compiled in many ways to find the quickest.
+On GPUs, matrix products are then those of the library: XLA does not compile variants to find the fastest.
 """
 
 
 @functools.cache
 def quick(platform: str = "cpu") -> dict[str, Any]:
-    """Those of QUICK that this XLA knows: later ones have dropped some."""
+    """The options of QUICK that this version of XLA knows; later versions have dropped some."""
     known: dict[str, Any] = {}
     x = jax.device_put(np.zeros((8, 8), np.float32), jax.devices(platform)[0])  # so that it compiles for this platform
     for name, value in QUICK[platform].items():
@@ -51,7 +51,7 @@ def quick(platform: str = "cpu") -> dict[str, Any]:
 
 @attrs.frozen
 class Programs:
-    """The compiled functions of a model in one division over a mesh."""
+    """The compiled functions of a model, divided over a mesh in one way."""
 
     config: ModelConfig
     attention: Attention | ContextAttention
@@ -59,11 +59,11 @@ class Programs:
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Where the tokens of a step are: all on every rank, or dealt out over `cp`, each with a grid of its own."""
+        """How a step's tokens are placed: all on every rank, or split over `cp`, with a grid for each rank along it."""
         return DEALT if isinstance(self.attention, ContextAttention) else EVERYWHERE
 
     def embed(self, weights: Weights, tokens: jax.Array) -> jax.Array:
-        """tokens [spans, n] -> x [spans, n, hidden]."""
+        """The input x [spans, n, hidden] of the first layer for tokens [spans, n]."""
         return _embed(self)(weights, tokens)  # type: ignore[no-any-return]
 
     def layer(
@@ -74,16 +74,16 @@ class Programs:
         reads: Reads,
         x: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The next x, and the new rows of each rank by part, [ranks, spans, n, KV heads, row_dim]."""
+        """Compute a layer; returns the next x and new rows by part, [ranks, spans, n, KV heads, row_dim]."""
         return _layer(self)(weights, heads, pool, reads, x)  # type: ignore[no-any-return]
 
     def head(self, weights: Weights, x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits [m, vocab] of these tokens of the step [m], counted along the spans, and the most likely of each."""
+        """Logits [m, vocab] and most likely tokens [m] after the `wanted` tokens [m] of a step, counted along spans."""
         return _head(self)(weights, x, wanted)  # type: ignore[no-any-return]
 
 
 def compiled(mesh: Mesh, program: Callable[..., Any], takes: Any, gives: Any) -> Callable[..., Any]:
-    """A function that runs on every rank of a mesh, with its share of what it takes, in float32 throughout."""
+    """Compile a program to run on every rank of a mesh with its share of the arguments, in full float32 precision."""
 
     def precise(*args: Any) -> Any:
         with jax.default_matmul_precision("highest"):
@@ -94,7 +94,7 @@ def compiled(mesh: Mesh, program: Callable[..., Any], takes: Any, gives: Any) ->
 
 
 def _mine(tree: Tree) -> Tree:
-    """[1, ...] of one rank -> [...]."""
+    """Drop the first axis, of length 1, from the arrays of one rank."""
     found: Tree = jax.tree.map(lambda x: x[0], tree)
     return found
 

@@ -1,4 +1,4 @@
-"""Runs one model over the pools of all ranks of an engine; the scheduler's side is that of the torch engine."""
+"""Runs one model over the pools of all ranks of an engine; schedulers see the interface of the torch engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["JaxLogits", "JaxRunner"]
 
 
 class JaxLogits(Logits):
-    """Logits [n or more, vocab] and the most likely tokens, on the devices; padding follows the n."""
+    """Logits [n or more, vocab] and most likely tokens [n or more] on the devices; all after the first n is padding."""
 
     def __init__(self, values: jax.Array, best: jax.Array, count: int) -> None:
         self._values, self._best, self._count = values, best, count
@@ -38,19 +38,20 @@ class JaxLogits(Logits):
 
 @attrs.frozen(eq=False)
 class _Step:
-    """The arrays of a step on the devices, and where the host puts its rows."""
+    """The arrays of a step on the devices, and where its rows go in the pools."""
 
     tokens: jax.Array
     reads: Reads
     wanted: jax.Array
+    """Tokens whose logits are wanted, counted along the spans, with padding behind them."""
     count: int
-    """Of the wanted."""
+    """How many they are without padding."""
     places: list[tuple[Ints, Ints]]
-    """See `RankPools.write`."""
+    """The argument of `RankPools.write`."""
 
 
 class JaxRunner(Runner):
-    """A JAX model on all ranks of an engine."""
+    """Runs a JAX model on all ranks of an engine."""
 
     def __init__(
         self, programs: Programs, weights: Mapping[str, jax.Array], heads: Heads, pools: RankPools,
@@ -81,15 +82,18 @@ class JaxRunner(Runner):
         return JaxLogits(*self._programs.head(self._top, x, step.wanted), step.count)
 
     def _step(self, chunks: Sequence[Chunk]) -> _Step:
-        """Spans, tokens, pages and wanted tokens are padded to powers of two, so that few programs compile."""
+        """Assemble a step; spans, tokens and pages are padded to powers of two, so that few programs are compiled.
+
+        Raises EngineError for a page outside the pools or a token outside the vocabulary.
+        """
         made = [assemble(chunks, shard, whole=False) for shard in self._shards]
         batches, (_, tokens, wanted) = [each for each, _, _ in made], made[0]
         for chunk in chunks:
             self._pools.check(chunk.pages[: self.shard.pages(chunk.stop)])
-        if tokens.min() < 0 or tokens.max() >= self.vocab:  # XLA would take others in their place
+        if tokens.min() < 0 or tokens.max() >= self.vocab:  # XLA would clamp them silently
             raise EngineError(f"tokens must be of a vocabulary of {self.vocab}, not {tokens.min()} to {tokens.max()}")
         dealt, ranks = self._programs.tokens == DEALT, len(made)
-        lead = range(0, ranks, ranks // self.shard.count if dealt else ranks)  # what they compute is all of the step
+        lead = range(0, ranks, ranks // self.shard.count if dealt else ranks)  # together, these compute all of the step
         grid = _Grid.of([np.flatnonzero(b.slots >= 0) if dealt else np.arange(b.tokens) for b in batches], batches[0])
 
         attention = self._programs.attention
@@ -101,7 +105,7 @@ class JaxRunner(Runner):
         mesh, beyond = self._programs.mesh, np.iinfo(np.int32).max
 
         def each(values: Sequence[npt.NDArray[Any]], rest: int) -> jax.Array:
-            """[tokens] of every rank -> [spans, n] of what it computes."""
+            """Lay out the values [tokens of the step] of every rank in its grid [spans, n]."""
             return by_rank(mesh, [grid.fill(rank, of, rest) for rank, of in enumerate(values)])
 
         reads = Reads(
@@ -126,17 +130,17 @@ class JaxRunner(Runner):
 
 @attrs.frozen(eq=False)
 class _Grid:
-    """Where each rank has the tokens of a step that it computes: in a grid [spans, n] of its own."""
+    """The grid [spans, n] of each rank, in which the tokens that it computes are laid out."""
 
     which: Sequence[Ints]
-    """Of each rank, the tokens that it computes, counted along the step."""
+    """The tokens that each rank computes, counted along the step."""
     cells: Sequence[Ints]
-    """Of each rank, their cells in the grid."""
+    """The cells of those tokens in each rank's grid, counted along its spans."""
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, which: Sequence[Ints], batch: Batch) -> _Grid:
-        """All grids have one shape, which `batch` and the longest part of a span give."""
+        """Grids of one shape for all ranks, with room for the most tokens of one span that a rank computes."""
         span = np.repeat(np.arange(len(batch.spans)), np.diff(batch.starts))
         nth = [np.arange(len(mine)) - np.searchsorted(span[mine], span[mine]) for mine in which]
         longest = 1 + max(int(places.max(initial=0)) for places in nth)
@@ -146,25 +150,25 @@ class _Grid:
 
     @property
     def size(self) -> int:
-        """Cells."""
+        """The number of cells, padding included."""
         return self.shape[0] * self.shape[1]
 
     def fill(self, rank: int, values: npt.NDArray[Any], rest: int) -> npt.NDArray[np.int32]:
-        """[tokens of the step] -> [spans, n], with `rest` for padding."""
+        """A rank's grid [spans, n] of values [tokens of the step], padded with `rest`."""
         out = np.full(self.shape, rest, np.int32)
         out.flat[self.cells[rank]] = values[self.which[rank]]
         return out
 
     def stored(self, rank: int, slots: Ints) -> tuple[Ints, Ints]:
-        """Of the slots [tokens of the step] those that the rank has, after their cells; see `RankPools.write`."""
+        """Cells and slots of the tokens that a rank stores, for `RankPools.write`; `slots` [tokens of the step]."""
         mine = slots[self.which[rank]]
         return self.cells[rank][mine >= 0], mine[mine >= 0]
 
 
 SPANS, TOKENS, PAGES = 4, 8, 8
-"""The least powers of two that are padded to: spans unless they are long, tokens of a span if several, and pages."""
+"""The least numbers that are padded to: spans unless they are long, tokens of a span if several, and pages."""
 
 
 def _power(count: int, least: int = 1) -> int:
-    """The power of two at or above `count` and `least`."""
+    """The least power of two that is at least `count` and `least`, itself one."""
     return max(least, 1 << (count - 1).bit_length())
