@@ -18,6 +18,7 @@ $(VENV)/.fuzz: EXTRAS = fuzz
 $(VENV)/.gpu: EXTRAS = cuda
 $(VENV)/.real: EXTRAS = real
 $(VENV)/.jax: EXTRAS = torch,jax
+$(VENV)/.nixl: EXTRAS = nixl
 $(VENV)/.%: pyproject.toml constraints.txt
 	@test -x $(PY) || { echo "making $(VENV)"; python3 -m venv $(VENV); }
 	@echo "installing kvproto[$(EXTRAS)] into $(VENV): once, up to half a minute from a nearby mirror"
@@ -54,7 +55,8 @@ check: $(VENV)/.check
 	@$(PY) -m tools.layout_vectors --check
 
 # The conformance suite on every testee, as far as its claim goes; a page for each, and one for all, in build/conformance.
-conformance: $(VENV)/.demo
+# NIXL is for the live scenarios of staging slots.
+conformance: $(VENV)/.demo $(VENV)/.nixl
 	@test -e /usr/include/zmq.h || { echo "installing libzmq3-dev, for the sink in C"; apt-get install -y -qq libzmq3-dev > /dev/null 2>&1 || true; }
 	@$(PY) -m tools.conformance $(ARGS)
 

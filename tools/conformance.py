@@ -36,6 +36,7 @@ LIVE = [
     "--extension", "curve", "--extension", "pull",
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
+    *(["--extension", "staged"] if importlib.util.find_spec("nixl") else []),
 ]  # fmt: skip
 FRAMEWORKS = {"torch": TESTEES / "live_torch.py", "jax": TESTEES / "live_jax.py"}
 PAGE = """# Who keeps the contract

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,13 @@ def ran(args: Namespace) -> int:
         mine = claimed(cases, claim)
         asked = _chosen(mine, args)
         live = [case for case in asked if case.suite in engines.LIVE.values()]
+        wanting = engines.unplayable(live, _engines(args)) if live else {}
         with terminal.Progress(len(asked)) as progress:
             results = run([*probes(seed), *(case for case in asked if case not in live)], testee, progress)
             results.append(ended(testee))
             if live:
-                results += engines.played(live, _engines(args), progress)
+                playable = [case for case in live if case.id not in wanting]
+                results += engines.played(playable, _engines(args), progress)
     left_out = len(mine) - sum(result.case.suite != PROTOCOL for result in results)
     ids = {case.id for case in cases} | {result.case.id for result in results}
     results, complaints = baseline.apply(entries, results, ids, datetime.now(UTC).date())
@@ -94,7 +97,7 @@ def ran(args: Namespace) -> int:
     seconds = time.monotonic() - begun
     one = report.Run(
         VERSION, tuple(args.testee), greeting, claim, seed, tuple(results), found, seconds, left_out,
-        tuple(complaints), args.vectors, _engines(args) if live else {},
+        tuple(complaints), args.vectors, _engines(args) if live else {}, Counter(wanting.values()),
     )  # fmt: skip
     made = one.json()
     _written(made, args)
@@ -294,10 +297,7 @@ def _played_again(found: Json, row: Json, command: list[str]) -> Verdict:
     print(f"{said.status} {case.id} ({row['status']} in the report): {case.note}")
     for check in said.checks:
         print(f"  {'good' if check.good else 'BAD '}  {check.name}  {check.text}".rstrip())
-    for number, connection in enumerate(said.log, 1):
-        print(f"connection {number}")
-        for at, sender, message, fields in connection:
-            print(f"  {at:8.3f} s  {sender:<6}  {message}  {report.short(fields, 100)}")
+    print("\n".join(engines.heard(said)))
     if said.text:
         print(f"{said.clause} {sentence(said.clause)['text'] if said.clause else ''}\n{said.text}")
     return Verdict.CONFORMANT if said.status == "pass" else Verdict.NONCONFORMANT

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
 
-__all__ = ["LIVE", "played", "played_alone", "scenarios"]
+__all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "unplayable"]
 
 LIVE = {"L3": "session", "L4": "robust"}
 """Level to suite. What runs them needs pyzmq and numpy, and is imported when they are asked for."""
+_LINES = 300
+"""Of what both sides said, the last that a report keeps."""
 _STATUS = {
     "pass": Status.PASS,
     "fail": Status.FAIL,
@@ -35,7 +37,7 @@ def played(
     cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object]
 ) -> list[Result]:
     """Results of the cases of each role by the command of its engine; of a role without a command there are none."""
-    from kvproto_conformance.live import list_scenarios, run
+    from kvproto_conformance.live import list_scenarios, run, wirelog
 
     by_id, found = {case.id: case for case in cases}, []
     for role, command in commands.items():
@@ -45,9 +47,21 @@ def played(
             if status is Status.FAIL and not scenario.must:
                 status = Status.NONSTRICT
             wrong = () if said.status == "pass" else (_wrong(said, scenario.title),)
-            found.append(Result(by_id[said.id], wrong, status, said.seconds))
+            wire = tuple(wirelog.lines(said))[-_LINES:] if wrong else ()
+            found.append(Result(by_id[said.id], wrong, status, said.seconds, wire))
             told(found[-1])
     return found
+
+
+def unplayable(cases: Sequence[Case], roles: Collection[str]) -> dict[str, str]:
+    """Cases that this run cannot ask, by id: what they need. `roles` have an adapter."""
+    from kvproto_conformance.live import lacks, list_scenarios
+
+    by_id = {scenario.id: scenario for scenario in list_scenarios()}
+    said = {
+        c.id: lacks(by_id[c.id]) if c.role in roles else f"--live-{c.role}, the command of an adapter" for c in cases
+    }
+    return {id: why for id, why in said.items() if why}
 
 
 def played_alone(id: str, command: Sequence[str]) -> Any:
@@ -56,6 +70,13 @@ def played_alone(id: str, command: Sequence[str]) -> Any:
 
     (said,) = run(command, [scenario for scenario in list_scenarios() if scenario.id == id])
     return said
+
+
+def heard(said: Any) -> list[str]:
+    """What both sides of a scenario said, a line each."""
+    from kvproto_conformance.live import wirelog
+
+    return list(wirelog.lines(said))
 
 
 def _wrong(said: Any, title: str) -> Wrong:

@@ -39,7 +39,7 @@ def page(report: Json) -> str:
         f" ({escape(testee['language'])}) · {report['date']} · {report['seconds']:.1f} s · seed {report['seed']}</p>",
         f'<p class="dim">suite {escape(report["suite"])} · vectors {report["vectors"][:16]} · <code>{escape(" ".join(report["command"]))}</code></p>',
         *(f'<p class="fail">{escape(line)}</p>' for line in report["complaints"]),
-        f'<p class="incomplete">{report["left_out"]:,} cases of the claim were not asked.</p>'
+        f'<p class="incomplete">{report["left_out"]:,} cases of the claim were not asked{_wanting(report)}.</p>'
         if report["left_out"]
         else "",
         "<h2>Suites</h2>",
@@ -51,6 +51,12 @@ def page(report: Json) -> str:
         _clauses(rows),
     ]
     return _document("kvproto conformance", "\n".join(parts))
+
+
+def _wanting(report: Json) -> str:
+    """What the cases that were left out need."""
+    needs = [f"{cases:,} need {what}" for what, cases in report.get("wanting", {}).items()]
+    return escape(f": {', '.join(needs)}") if needs else ""
 
 
 def _suites(rows: list[Json]) -> str:
@@ -71,6 +77,8 @@ def _failed(row: Json) -> str:
         parts.append(f"<pre>{escape(text(wrong))}</pre>")
         if lines := explained(wrong["question"]):
             parts.append(f"<pre>{escape(chr(10).join(lines))}</pre>")
+    if row.get("wire"):
+        parts.append(f"<p>What both sides said:</p><pre>{escape(chr(10).join(row['wire']))}</pre>")
     return (
         f'<details><summary><span class="{row["status"]}">{row["status"]}</span> <code>{escape(row["id"])}</code> '
         f'{escape(row["note"])} <span class="dim">{escape(row["clause"])}</span></summary>{"".join(parts)}</details>'

@@ -54,6 +54,8 @@ class Run:
     """Folder of the cases, where it is not the suite's own."""
     engines: Mapping[str, Sequence[str]] = attrs.Factory(dict)
     """By role, the commands of the adapters of live engines."""
+    wanting: Mapping[str, int] = attrs.Factory(dict)
+    """What cases that were left out need, and how many do."""
 
     def json(self) -> Json:
         """The report, with questions and answers of cases that did not pass."""
@@ -83,6 +85,7 @@ class Run:
             "passed": sum(result.status in GOOD for result in counted),
             "cases": len(counted),
             "left_out": self.left_out,
+            **({"wanting": dict(self.wanting)} if self.wanting else {}),
             "complaints": list(self.complaints),
             "results": [_row(result) for result in self.results],
         }
@@ -93,7 +96,9 @@ def _row(result: Result) -> Json:
     row = {"id": case.id, "suite": case.suite, "clause": case.clause, "must": case.must, "status": str(result.status)}
     row |= {"seconds": round(result.seconds, 4), "note": case.note}
     wrong = [{"question": w.question, "expected": w.expected, "got": w.got} for w in result.wrong]
-    return row | ({"wrong": wrong} if wrong else {})
+    if wrong:
+        row["wrong"] = wrong
+    return row | ({"wire": list(result.wire)} if result.wire else {})
 
 
 def read(path: Path) -> Json:

@@ -89,6 +89,8 @@ class Result:
     wrong: tuple[Wrong, ...] = ()
     status: Status = Status.PASS
     seconds: float = 0.0
+    wire: tuple[str, ...] = ()
+    """Of a live engine, where the case did not pass: what both sides said."""
 
 
 class BadGreeting(Exception):

@@ -66,6 +66,8 @@ def verdict(report: Json, every: bool) -> None:
         print(f"{len(skipped):,} of them were not asked, from {skipped[0]} on: it broke too often before")
     if report["left_out"]:
         print(f"{report['left_out']:,} cases of the claim were not asked")
+        for what, cases in report.get("wanting", {}).items():
+            print(f"    {cases:,} of them need {what}")
     colour = {"conformant": "32", "incomplete": "33"}.get(report["verdict"], "31")
     print(f"{_painted(report['verdict'], colour)}: {headline(report)}")
 

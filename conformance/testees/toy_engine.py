@@ -16,6 +16,8 @@ import numpy as np
 from engine_cache import ITEMS, Bytes, EngineCache, Ints, Key
 
 from kvproto import Cache, DType, ItemKind, KvprotoError, Options, Pool, Ticket, allocate, lay_out
+from kvproto.transport.nixl.direct import WriteMode
+from kvproto.transport.nixl.transport import NixlTransport
 
 WORLDS: dict[str, list[Cache]] = {
     "gqa": [
@@ -33,6 +35,8 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.state("state", [2], parts={"ssm": (DType.U8, 4, 32)}, rows=2, scratch_rows=1),
     ],
 }
+SLOTS, SLOT = 5, 704
+"""Staging slots of a sink, and their bytes: a stream takes several, and rows lie over their ends."""
 
 
 class Toy(EngineCache):
@@ -94,11 +98,10 @@ def keys_of(ask: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def options_of(ask: dict[str, Any], folder: Path) -> Options:
-    """What an engine is opened with: it offers PULL wherever memory is shared."""
+    """What an engine is opened with: it offers PULL wherever memory is shared, and by NIXL has staging slots."""
     transport = ask["transport"].lower()
-    return Options(
-        transports=[transport], verify=ask.get("verify", True), pull=transport == "shm", **keys_of(ask, folder)
-    )
+    chosen: Any = NixlTransport(WriteMode.PACKED, SLOTS, SLOT) if transport == "nixl" else transport
+    return Options(transports=[chosen], verify=ask.get("verify", True), pull=transport == "shm", **keys_of(ask, folder))
 
 
 def serve(adapter: Any) -> None:

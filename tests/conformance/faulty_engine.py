@@ -31,8 +31,11 @@ from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
 from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
+from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
+from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
+from kvproto.transport.staging.staged import Link, StagedReceiver
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto_conformance.live import Result, list_scenarios, run
@@ -175,6 +178,26 @@ def sink_without_keys(adapter: Any) -> None:
     adapter.on_connect = lambda ask: connect({name: value for name, value in ask.items() if name != "key"})
 
 
+_link, _chunk = Link.__init__, StagedReceiver.chunk
+
+
+def granted_from_the_start(self: Link, *both: Any) -> None:
+    """A source that waits for no Credit."""
+    _link(self, *both)
+    self.granted.extend(range(self.target.slots))
+
+
+def any_grant(self: Link, credit: m.Credit) -> None:
+    """A source that counts no slot."""
+    assert credit.slots is not None
+    self.granted.extend(slot for slot in credit.slots.tolist() if slot < self.target.slots)
+
+
+def full_slots(self: StagedReceiver, chunk: m.Chunk) -> None:
+    """A sink that takes a slot for full, whatever its Chunk says."""
+    _chunk(self, attrs.evolve(chunk, bytes=self._own.slot_bytes))
+
+
 def shorter(grant: m.Grant) -> tuple[m.Grants, ...]:
     """Windows that begin a token later than those of the Transfer."""
     return tuple(attrs.evolve(g, valid=g.valid - 1) if g.count else g for g in grant.grants)
@@ -294,6 +317,44 @@ FAULTS: dict[str, Fault] = {
         f"an Offer is refused by another code ({id})": ("sink", has(endpoint, "refusal", internal), id, "refused")
         for id in ("LIVE-1172", "LIVE-1177")
     },
+    "Released is heard of what was not read": (
+        "sink", has(SinkPull, "hears", (*SinkPull.hears[:2], (m.Released, lambda self, message, now: None))), "LIVE-1164",
+        "Error has not come",
+    ),
+    "an Offer of memory that is being mapped is refused": (
+        "sink", has(Holder, "mapping", lambda self, epoch: False), "LIVE-1165", "Offer was refused",
+    ),
+    **{
+        f"page off by one in staging slots ({id})": ("source", does("on_finish", page_off_by_one), id, "every byte")
+        for id in ("LIVE-1201", "LIVE-1202", "LIVE-1203")
+    },
+    "slots are written that nobody granted": ("source", has(Link, "__init__", granted_from_the_start), "LIVE-1204", "nothing"),
+    **{
+        f"any Credit will do ({id})": ("source", has(Link, "grant", any_grant), id, "Error has not come")
+        for id in ("LIVE-1211", "LIVE-1212")
+    },
+    "a Credit of bytes is taken for none": (
+        "source", has(Credits, "hears", ((m.Credit, lambda self, message, now: None),)), "LIVE-1213", "Error has not come",
+    ),
+    **{
+        f"staging memory is not looked for ({id})": (
+            "source", has(NixlTransport, "_stage", lambda self, mapped, allowed: None), id, "Refused has not come",
+        )
+        for id in ("LIVE-1221", "LIVE-1222")
+    },
+    **{
+        f"heads exchanged by attention, which unpacked ({id})": ("sink", does("on_read", other_heads_read), id, "every byte")
+        for id in ("LIVE-1251", "LIVE-1252", "LIVE-1253")
+    },
+    "every slot is taken for full": ("sink", has(StagedReceiver, "chunk", full_slots), "LIVE-1254", ""),
+    **{
+        f"any Chunk will do ({id})": ("sink", has(StagedReceiver, "chunk", lambda self, chunk: None), id, begins)
+        for id, begins in (
+            ("LIVE-1261", "Error has"), ("LIVE-1262", "Error has"), ("LIVE-1263", "Error has"), ("LIVE-1264", "Error has"),
+            ("LIVE-1265", "Error has"),
+        )
+    },
+    "Done is the end of any stream": ("sink", has(StagedReceiver, "finish", lambda self, *ids: True), "LIVE-1266", "fetch lost"),
     "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 

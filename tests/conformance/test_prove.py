@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -9,22 +10,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from tools.prove import bugs, code, facts
+from tools.prove.__main__ import _part
 from tools.prove.children import DIED, LATE, in_children
+from tools.prove.rows import Row
+from tools.prove.state import State
 
 ROOT = Path(__file__).parents[2]
 
 
-def proved(*words: str) -> subprocess.CompletedProcess[str]:
+def proved(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command: it forks before kvproto is imported, which it is here."""
-    command = [sys.executable, "-m", "tools.prove", "--jobs", "1", *words]
+    command = [sys.executable, "-m", "tools.prove", "--jobs", "1", "--state", str(state), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
 
 
-def test_bugs_and_facts_are_noticed() -> None:
-    ended = proved("bugs", "registry", "--sample", "2", "--seed", "5")
+def test_bugs_and_facts_are_noticed(tmp_path: Path) -> None:
+    ended = proved(tmp_path, "bugs", "registry", "--sample", "2", "--seed", "5")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^bug +2 .*\n^registry +2 ", ended.stdout, re.MULTILINE)
 
@@ -34,7 +39,7 @@ def test_what_nobody_notices_and_a_reason_that_is_not_true_fail_the_command(tmp_
     reasons = tmp_path / "reasons.toml"
     reasons.write_text('[[equivalent]]\nnames = ["*.presence"]\nwhy = "None."\n')
     which = "struct.Limits.max_body.[pu]*"
-    ended = proved("registry", "--sample", "2", "--only", which, "--reasons", str(reasons))
+    ended = proved(tmp_path, "registry", "--sample", "2", "--only", which, "--reasons", str(reasons))
     assert ended.returncode == 1
     assert "SURVIVED: registry: struct.Limits.max_body.unit" in ended.stdout
     assert "KILLED THOUGH EQUIVALENT: registry: struct.Limits.max_body.presence" in ended.stdout
@@ -98,5 +103,36 @@ def test_a_fault_of_the_tool_counts_for_nobody() -> None:
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_children_that_never_end_or_die_have_no_answer(jobs: int) -> None:
     tasks = [("right", lambda: json.dumps("yes")), ("late", forever), ("dead", dies), ("again", lambda: "too")]
-    answers = dict(in_children(tasks, jobs, 0.5))
-    assert answers == {"right": '"yes"', "late": LATE, "dead": DIED, "again": "too"}
+    answers = list(in_children(tasks, jobs, 0.5))
+    assert {a.name: a.text for a in answers} == {"right": '"yes"', "late": LATE, "dead": DIED, "again": "too"}
+    seconds = {a.name: a.seconds for a in answers}
+    assert seconds["late"] > seconds["right"] >= 0  # of CPU, also of one that was ended
+
+
+def test_parts_make_the_whole_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    """Rows are kept as they come: those of all parts, in one folder, are the table, and no mutant is asked again."""
+    words = ["registry", "--only", "struct.Ticket.deadline.[iop]*", "--sample", "3"]
+    for part in ("1/2", "2/2"):
+        assert proved(tmp_path, *words, "--part", part).returncode == 0
+    whole = proved(tmp_path, *words)
+    asked = re.search(r"^registry +(\d+)", whole.stdout, re.MULTILINE)
+    assert asked is not None
+    assert f"{asked[1]} of them by earlier runs over the same sources" in whole.stdout
+    first = next(tmp_path.glob("*.jsonl"))
+    first.write_text("\n".join(first.read_text().splitlines()[:1]) + '\n{"kind": "regis')
+    fewer = proved(tmp_path, *words)
+    assert fewer.returncode == 0
+    assert re.search(rf"^registry +{asked[1]} ", fewer.stdout, re.MULTILINE)
+    assert f"{asked[1]} of them" not in fewer.stdout
+
+
+def test_rows_of_other_sources_count_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old.jsonl").write_text('{"sources": "other"}\n' + json.dumps(attrs.asdict(Row("bug", "a", "b"))))
+    assert State(tmp_path, "these").known("bug", "a", "") is None
+    assert State(tmp_path, "other").known("bug", "a", "") == Row("bug", "a", "b")
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    for text in ("0/2", "3/2", "1", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            _part(text)

@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
-__all__ = ["DIED", "LATE", "in_children"]
+__all__ = ["DIED", "LATE", "Answer", "in_children"]
 
 LATE, DIED = "no end within its time", "the process died"
 _MEMORY = 8 << 30
@@ -22,8 +23,18 @@ _MEMORY = 8 << 30
 Task = Callable[[], str]
 
 
-def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> Iterator[tuple[str, str]]:
-    """Name and answer of each task, as they end; LATE or DIED where there is no answer. Raises what a task raises."""
+class Answer(NamedTuple):
+    """Of one task."""
+
+    name: str
+    text: str
+    """LATE or DIED where there is no answer."""
+    seconds: float
+    """Of CPU, with those of its own children that it has waited for."""
+
+
+def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> Iterator[Answer]:
+    """The answer of each task, as they end. Raises what a task raises."""
     left = iter(tasks)
     running: dict[Connection, tuple[str, BaseProcess, float]] = {}
     try:
@@ -43,10 +54,10 @@ def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> I
                 else:
                     continue
                 del running[here]
-                _end(here, child)
+                seconds = _end(here, child)
                 if fault:
                     raise RuntimeError(f"{name}: {fault}")
-                yield name, answer
+                yield Answer(name, answer, seconds)
     finally:
         for here, (_, child, _) in running.items():
             _end(here, child)
@@ -60,10 +71,18 @@ def _started(task: Task) -> tuple[Connection, BaseProcess]:
     return here, child
 
 
-def _end(here: Connection, child: BaseProcess) -> None:
+def _end(here: Connection, child: BaseProcess) -> float:
+    """End a child; returns the seconds of CPU that it took."""
+    before = _of_children()
     child.kill()
     child.join()
     here.close()
+    return _of_children() - before
+
+
+def _of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _heard(here: Connection) -> tuple[str, str]:

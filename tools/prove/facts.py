@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from tools.prove.judging import Changes, module_of
 from tools.specgen import python, straight
 from tools.specgen.registry import Facts, load
 
-__all__ = ["changes_of", "mutants"]
+__all__ = ["changes_of", "homes", "mutants"]
 
 Row = dict[str, Any]
 Edit = Callable[[Facts], object]
@@ -46,6 +47,29 @@ def changes_of(edit: Edit) -> Changes:
     made = {file: make(facts) for file, make in _FILES.items()}
     differ = {file: text for file, text in made.items() if text != _PLAIN[file]}
     return {module_of(file): text for file, text in differ.items() if _code(text) != _code(_PLAIN[file])}
+
+
+def homes(name: str) -> frozenset[str]:
+    """Messages and structs that the fact of a mutant is part of: that which its name says, and all that have it."""
+    found, more = set[str](), {name.split(".")[1]}
+    while more:
+        found |= more
+        more = {home for each in more for home in _HOMES.get(each, ())} - found
+    return frozenset(found)
+
+
+def _homes() -> dict[str, set[str]]:
+    """Struct to what has a field of it."""
+    found: dict[str, set[str]] = {}
+    for kind in ("struct", "message"):
+        for name, body in _FACTS[kind].items():
+            for field in body["field"]:
+                for word in re.findall(r"(?:struct|enum):(\w+)", field["type"]):
+                    found.setdefault(word, set()).add(name)
+    return found
+
+
+_HOMES = _homes()
 
 
 def _code(text: str) -> str:

@@ -6,6 +6,7 @@ in a forked child, whose parent has loaded the cases and the libraries, and noth
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -24,7 +25,18 @@ from kvproto_conformance.run import Result, run
 from kvproto_conformance.testee import Testee
 from tools.specgen.registry import ROOT
 
-__all__ = ["SURVIVED", "Changes", "by_both_codecs", "by_cases", "by_tests", "cases", "doubts", "failing", "module_of"]
+__all__ = [
+    "SURVIVED",
+    "Changes",
+    "by_both_codecs",
+    "by_cases",
+    "by_tests",
+    "cases",
+    "doubts",
+    "failing",
+    "module_of",
+    "within",
+]
 
 Json = dict[str, Any]
 Changes = Mapping[str, str]
@@ -97,6 +109,11 @@ class _Within(Testee):
             return {"broken": repr(error)}
 
 
+def within() -> Testee:
+    """The testee of this process, which has imported kvproto."""
+    return _Within()
+
+
 class _Noticed(Exception):
     pass
 
@@ -133,6 +150,7 @@ def doubts(asked: Sequence[Case]) -> str:
 
 def _asked(changes: Changes, asked: Sequence[Case], way: Callable[[Sequence[Case], Testee], str]) -> str:
     change(changes)
+    gc.disable()  # a child lives for a moment
     try:
         return way(asked, _Within())
     except Exception as error:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -58,10 +58,10 @@ _VIRTUAL = ("tests/session", "tests/plan", "tests/wire")
 
 
 class _Tracer:
-    """A plugin of pytest that follows each test through some files."""
+    """A plugin of pytest that notes which of some lines each test passes."""
 
-    def __init__(self, files: Collection[str]) -> None:
-        self._files = {str(ROOT / file) for file in files}
+    def __init__(self, wanted: Iterable[tuple[str, int]]) -> None:
+        self._wanted = {(str(ROOT / file), line) for file, line in wanted}
         self._ours: dict[CodeType, bool] = {}
         self._now: set[tuple[str, int]] = set()
         self.seconds: dict[str, float] = {}
@@ -72,11 +72,12 @@ class _Tracer:
         code = frame.f_code
         ours = self._ours.get(code)
         if ours is None:
-            ours = self._ours[code] = code.co_filename in self._files
+            ours = self._ours[code] = any((code.co_filename, line) in self._wanted for _, _, line in code.co_lines())
         return self._line if ours else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self._now.add((frame.f_code.co_filename, frame.f_lineno))
+        if (at := (frame.f_code.co_filename, frame.f_lineno)) in self._wanted:
+            self._now.add(at)
         return self._line
 
     @pytest.hookimpl(wrapper=True)
@@ -95,13 +96,13 @@ class _Tracer:
             self.failed.add(report.nodeid)
 
 
-def trace(files: Collection[str], words: Sequence[str]) -> str:
+def trace(wanted: Iterable[tuple[str, int]], words: Sequence[str]) -> str:
     """Run the tests that `words` name to pytest, as they are; what `Passing.read` reads.
 
-    `files` of the repository are followed, which makes tests several times slower: one that waits for the clock, and
-    fails for it, is not asked. Raises ValueError if another fails.
+    Functions with a wanted line are followed, which makes them several times slower: a test that waits for the clock,
+    and fails for it, is not asked. Raises ValueError if another fails.
     """
-    tracer = _Tracer(files)
+    tracer = _Tracer(wanted)
     status = pytest.main([*_OPTIONS, *(str(ROOT / word) if "/" in word else word for word in words)], plugins=[tracer])
     failed = [test for test in tracer.failed if test.startswith(_VIRTUAL)]
     if failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

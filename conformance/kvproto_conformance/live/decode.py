@@ -9,6 +9,7 @@ from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.pull import PullSource
 from kvproto_conformance.live.scenario import Prompt, Run, handoff, rows_of, shares
 from kvproto_conformance.live.source import Asked, Source
+from kvproto_conformance.live.staged import StagedSource
 from kvproto_conformance.live.wire import free_address
 from kvproto_conformance.sections import whole
 
@@ -30,7 +31,7 @@ class DecodeRun(Run):
             more.setdefault("keys", self.live.keys)
         more.setdefault("geometry", world.mirror(self.live.geometry, ranks))
         more.setdefault("transport", self.transport)
-        kind = PullSource if "PULL" in more.get("offered", ()) else Source
+        kind = StagedSource if self.transport == "NIXL" else PullSource if "PULL" in more.get("offered", ()) else Source
         made = [kind(addresses[r], name=f"suite-{number}", rank=r, endpoints=addresses, **more) for r in addresses]
         self.peers += made
         return made

@@ -11,11 +11,12 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 __all__ = ["Engine", "EngineFault", "Unsupported"]
@@ -112,6 +113,15 @@ class Engine:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
         self._errors.close()
+
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Stop the adapter's process meanwhile: what is sent is heard in one go afterwards."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     @property
     def alive(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadHandle", "Shared", "boot_id", "holds", "map_region"]
+__all__ = ["BadHandle", "Shared", "boot_id", "holds", "map_region", "read_uint", "write_uint"]
 
 Bytes = npt.NDArray[np.uint8]
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -45,7 +45,7 @@ class Shared:
         """What Register says of it, in hex; a field that is given is stated in place of the true one."""
         stated = self.nonce if nonce is None else nonce
         return (
-            b"\x93" + _uint(os.getpid() if pid is None else pid) + _uint(self.fd if fd is None else fd)
+            b"\x93" + write_uint(os.getpid() if pid is None else pid) + write_uint(self.fd if fd is None else fd)
             + b"\xd9" + bytes([len(stated)]) + stated.encode()
         ).hex()  # fmt: skip
 
@@ -100,7 +100,7 @@ def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes, str]:
     return mapped, np.frombuffer(mapped, np.uint8), nonce
 
 
-def _uint(number: int) -> bytes:
+def write_uint(number: int) -> bytes:
     """A msgpack unsigned integer in its shortest form."""
     if number < 0x80:
         return bytes([number])
@@ -108,7 +108,8 @@ def _uint(number: int) -> bytes:
     return bytes([mark]) + number.to_bytes(width, "big")
 
 
-def _read_uint(data: bytes, at: int) -> tuple[int, int]:
+def read_uint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of a handle, and where the next byte is; raises BadHandle."""
     width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(data[at])
     if width is None:
         if data[at] >= 0x80:
@@ -122,8 +123,8 @@ def _read_handle(data: bytes) -> tuple[int, int, str]:
     try:
         if data[0] != 0x93:
             raise BadHandle("no msgpack array of three")
-        pid, at = _read_uint(data, 1)
-        fd, at = _read_uint(data, at)
+        pid, at = read_uint(data, 1)
+        fd, at = read_uint(data, at)
         if data[at : at + 2] != b"\xd9\x20" or len(data) != at + 34:
             raise BadHandle("no nonce of 32 characters at the end of the handle")
     except IndexError:

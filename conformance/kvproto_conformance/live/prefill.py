@@ -11,6 +11,7 @@ from kvproto_conformance.live.memory import holds
 from kvproto_conformance.live.pull import PullSink
 from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
 from kvproto_conformance.live.sink import Request, Sink
+from kvproto_conformance.live.staged import StagedSink
 from kvproto_conformance.live.watch import Frame
 from kvproto_conformance.sections import whole
 
@@ -33,7 +34,7 @@ class PrefillRun(Run):
         more.setdefault("transport", self.transport)
         if self.live.key[3]:
             more.setdefault("keys", self.live.keys._replace(server=self.live.theirs.public))
-        kind = PullSink if "PULL" in more.get("offered", ()) else Sink
+        kind = StagedSink if self.transport == "NIXL" else PullSink if "PULL" in more.get("offered", ()) else Sink
         made = kind(self.live.address, name=name or self.live.name(next(_numbers)), rank=rank, **more)
         self.peers.append(made)
         return made

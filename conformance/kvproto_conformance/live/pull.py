@@ -35,9 +35,12 @@ class PullSource(Source):
 
     def __init__(self, address: str, **more: Any) -> None:
         super().__init__(address, **more)
-        self.columns, length = world.lay_out(self.geometry, self.rank)
-        self.memory: Shared | None = Shared(length)
+        self.columns, self._length = world.lay_out(self.geometry, self.rank)
+        self.memory: Shared | None = Shared(self._length)
+        self.epoch = 1
+        """Of the memory that is offered from."""
         self.image = self.memory.bytes.copy()
+        self._old: list[Shared] = []
         self._used: dict[str, int] = {}
         """Items of each group that were offered."""
         self._sizes: dict[str, int] = {}
@@ -52,18 +55,32 @@ class PullSource(Source):
 
     def lend(self) -> Frame:
         """Register to Registered, of memory that may be read."""
+        return self.lent(self.register())
+
+    def register(self) -> Frame:
+        """Register memory that may be read; Registered is not waited for."""
         assert self.memory is not None
         handle = {"transport": self.transport, "data": self.memory.handle()}
         region = {"id": "0", "base": "0", "length": str(self.memory.bytes.size), "kind": "HOST", "boot": boot_id(),
                   "handles": [handle]}  # fmt: skip
-        found = self.ask(
-            "Register", "Registered", source=self.digest, sink=self.their_digest, epoch="1", access="READ",
-            regions=[region], columns=self.columns, routes=self.routes(), plan=self.planned["plan"],
-            clause="KVP-REG-MAP",
+        return self.send(
+            "Register", request=self.next_id(), source=self.digest, sink=self.their_digest, epoch=str(self.epoch),
+            access="READ", regions=[region], columns=self.columns, routes=self.routes(), plan=self.planned["plan"],
         )  # fmt: skip
+
+    def lent(self, asked: Frame) -> Frame:
+        """Hear Registered of a Register."""
+        id = asked.fields["request"]
+        found = self.expect("Registered", where=lambda f: f["request"] == id, again=asked, clause="KVP-REG-MAP")
         if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
         return found
+
+    def move_pool(self) -> None:
+        """Have other memory from now on, of the next epoch, of which nothing is said yet."""
+        assert self.memory is not None
+        self._old.append(self.memory)
+        self.memory, self.epoch = Shared(self._length), self.epoch + 1
 
     def _drawn(self, asked: Asked) -> list[Json]:
         """Windows of the suite's groups that cover what a Transfer asks for, and items that nothing else is in."""
@@ -83,8 +100,8 @@ class PullSource(Source):
     def move(self, asked: Asked, seed: str) -> None:
         """Have the labelled bytes in memory that the engine may read."""
         assert self.memory is not None
-        asked.lent = self._drawn(asked)
-        windows = [grant | {"items": grant.get("items", [])} for grant in asked.lent]
+        asked.drawn = self._drawn(asked)
+        windows = [grant | {"items": grant.get("items", [])} for grant in asked.drawn]
         here = moving.side(self.geometry, self.rank, self.columns, windows)
         for piece in asked.moved:
             for _, offset, lo, hi in moving.spans(here, piece.home, piece):
@@ -96,7 +113,7 @@ class PullSource(Source):
         """What a good Offer says."""
         good = super().done_fields(asked, handoff, seed)
         kept = {key: value for key, value in good.items() if key not in ("groups", "bytes")}
-        return kept | {"epoch": "1", "grants": asked.lent, "lease": str(LEASE)}
+        return kept | {"epoch": str(self.epoch), "grants": asked.drawn, "lease": str(LEASE)}
 
     def done(self, asked: Asked, handoff: Mapping[str, str], seed: str, **changes: Any) -> Frame:
         """Send Offer."""
@@ -121,9 +138,11 @@ class PullSource(Source):
     def close(self) -> None:
         """Goodbye, and give the memory back."""
         super().close()
-        if self.memory is not None:
-            self.memory.close()
+        for memory in (self.memory, *self._old):
+            if memory is not None:
+                memory.close()
         self.memory = None
+        self._old.clear()
 
 
 class PullSink(Sink):

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from kvproto_conformance.live import nixl
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.engine import EngineFault, Unsupported
 from kvproto_conformance.live.peer import Missed
@@ -15,7 +16,7 @@ from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scenario
 from kvproto_conformance.live.watch import ENGINE, Blamed
 
-__all__ = ["Result", "list_scenarios", "run"]
+__all__ = ["Result", "lacks", "list_scenarios", "run"]
 
 
 @attrs.frozen
@@ -59,6 +60,9 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
                 live.stop()
                 live = None
             begin = time.monotonic()
+            if lacks(each):
+                yield Result(each.id, "suite-error", (), lacks(each), "", 0.0)
+                continue
             try:
                 live = live or Live(command, *key)
             except EngineFault as fault:
@@ -75,6 +79,12 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
     finally:
         if live is not None:
             live.stop()
+
+
+def lacks(scenario: Scenario) -> str:
+    """What the suite's side would need to play a scenario, and does not have; empty where it has all."""
+    wanted = scenario.transport == "NIXL" and not nixl.is_there()
+    return "NIXL beside the suite (pip install nixl)" if wanted else ""
 
 
 def _one(live: Live, scenario: Scenario) -> Result:

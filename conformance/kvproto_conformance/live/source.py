@@ -33,7 +33,7 @@ class Asked:
 
     def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any, regions: Regions) -> None:
         self.frame, self.moved, self.side, self.regions = frame, moved, side, regions
-        self.lent: list[Json] = []
+        self.drawn: list[Json] = []
         """Windows and items of the suite, where the engine reads."""
 
     @property
@@ -134,12 +134,16 @@ class Source(Peer):
                 self.nonces.append(nonce)
                 self._maps.append(mapped)
                 self.regions[int(region["id"])] = view
+        self.reach(fields["regions"])
         answer: Json = {"epoch": fields["epoch"], "transport": self.transport, "routes": self.routes(),
                         "plan": self.planned["plan"]}  # fmt: skip
         if self.transport == "SHM" and self.maps:
             answer["process"] = this_process()
         self.reply(found, "Registered", **(answer | changes))
         return found
+
+    def reach(self, regions: list[Json]) -> None:
+        """Reach memory that is not mapped."""
 
     def ready(self) -> Source:
         """Hello to Registered."""

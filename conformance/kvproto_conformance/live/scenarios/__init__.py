@@ -14,4 +14,5 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_transfers,
     pulls,
     restarts,
+    staging,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.prefill import PrefillRun
-from kvproto_conformance.live.pull import PullSink
+from kvproto_conformance.live.pull import PullSink, PullSource
 from kvproto_conformance.live.scenario import Prompt, scenario
 from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.source import Asked, Source
@@ -16,6 +16,7 @@ from kvproto_conformance.live.watch import Frame
 Json = dict[str, Any]
 _LENT = "Pages that decode reads are given to another request, or are read where nobody offered them."
 _CLOCK = "A lease is counted from when its frame came: pages are read after they were given to another request."
+_EARLY = "What overtakes a Register is refused, and a request is lost in the moment in which a pool moves."
 _LIE = "Pages are read that nobody offered: another request's cache is decoded on."
 
 
@@ -154,6 +155,40 @@ def _aborted(run: DecodeRun) -> None:
         source.reply(source.expect("Abort", clause="KVP-END-REUSE"), "Drained", proof="PROVEN")
         run.lost(prompt, "ABORTED")
         run.hand_over([source])
+
+
+@scenario("LIVE-1164", "Released of an offer that waits for its lease, and was not read", "KVP-PUL-OFFER", role="sink",
+          guards=_LIE, level="L4", slow=True, extensions=("PULL",))  # fmt: skip
+def _let_go(run: DecodeRun) -> None:
+    source, prompt, offer, renew = _late(run)
+    if renew.name == "Renew":
+        source.misstate("Released", **{name: offer.fields[name] for name in ("sequence", "attempt")})
+        found = source.expect("Error", clause="KVP-PUL-OFFER").fields
+        run.check("refused", found["code"] == "UNEXPECTED_MESSAGE", str(found), "KVP-SES-STATE")
+        given_up = [frame for frame in source.silence(0.5, but=("Abort",)) if frame.name != "Renew"]
+        run.check("nothing read", not given_up, str([frame.name for frame in given_up]), "KVP-PUL-READ")
+        source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+        run.lost(prompt, "UNEXPECTED_MESSAGE")
+        run.hand_over([source])
+
+
+@scenario("LIVE-1165", "an Offer overtakes the mapping of its epoch", "KVP-PUL-EARLY", role="sink", guards=_EARLY,
+          extensions=("PULL", "EPOCHS"))  # fmt: skip
+def _overtakes(run: DecodeRun) -> None:
+    source, prompt = run.one(offered=["PULL", "EPOCHS", "VERIFY"]), run.prompt()
+    run.chosen(source)
+    assert isinstance(source, PullSource)
+    run.fetch(source, prompt)
+    asked = run.asked(source, prompt)
+    source.move_pool()
+    source.move(asked, prompt.seed)
+    with run.engine.held_up():
+        registered = source.register()
+        offer = source.done(asked, run.handed(source, prompt), prompt.seed)
+    source.acknowledged(offer, "KVP-PUL-EARLY")
+    source.lent(registered)
+    run.arrived(prompt)
+    run.hand_over([source])
 
 
 def _first(**changes: Callable[[Any], Any]) -> Callable[[Json], Json]:

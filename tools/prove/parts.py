@@ -1,0 +1,250 @@
+"""The three parts: facts of the registry, code, and bugs; each finds who notices its mutants."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import attrs
+
+from tools.prove import bugs, code, facts
+from tools.prove.children import in_children
+from tools.prove.judging import SURVIVED, Changes, by_both_codecs, by_cases, by_tests, cases, doubts
+from tools.prove.passing import Passing, trace
+from tools.prove.rows import Reasons, Row, why
+from tools.prove.state import State
+from tools.specgen.registry import ROOT
+
+__all__ = ["AS_IT_IS", "HINTS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
+
+HINTS = Path(__file__).with_name("hints.json")
+"""Which test noticed a mutant the last time. It is asked first; if it notices nothing, all others are asked."""
+AS_IT_IS = "without any change"
+_WIRE = ("codec", "writing", "json", "tickets", "streams")
+_SUITES = {
+    "codec": _WIRE,
+    "planner": ("plan", "deal", "lowering", "late", "verify", "stream"),
+}
+"""What is asked first of an area; the rest comes after it."""
+_ROOMS = {
+    # package to its tests
+    "kvproto.wire.": "tests/wire",
+    "kvproto.planning.": "tests/plan",
+    "kvproto.copying.": "tests/plan",
+    "kvproto.session.": "tests/session",
+    "kvproto.net.": "tests/net",
+    "kvproto.seeing.": "tests/seeing",
+}
+_QUICK = ("-m", "not slow")
+_TESTS = {
+    # area to runs of tests, of which those are asked that pass the line
+    "codec": (("tests/wire", *_QUICK),),
+    "planner": (
+        ("tests/plan", "tests/session", *_QUICK),
+        ("tests/plan/test_deals.py", "tests/conformance/test_planner.py"),
+    ),
+    "session": (("tests/session",), ("tests/node", "tests/door", *_QUICK)),
+}
+LIMIT = 120.0
+"""Seconds of the cases for one mutant: thirty times what all of them take."""
+_ENOUGH = 900.0
+"""Seconds of tests for one mutant, each of which has a limit of its own: to take long is no sign of anything."""
+_BATCH = 400
+"""Mutants that go through all stages before the next do: what an interrupted run has found is kept."""
+Judge = Callable[[], str]
+Stage = Callable[[list[str]], Mapping[str, Judge]]
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Asked:
+    """Which mutants are asked, and how."""
+
+    only: str
+    number: int
+    seed: int
+    part: tuple[int, int]
+    jobs: int
+    reasons: Reasons
+    state: State
+
+    def chosen(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Those that have such a name, and are of this part."""
+        which, of = self.part
+        names = [name for name in found if fnmatch.fnmatchcase(name, self.only)]
+        return {name: found[name] for name in names[which - 1 :: of]}
+
+    def drawn(self, found: Mapping[str, T]) -> dict[str, T]:
+        """All of such a name, or so many by chance; of those the ones of this part."""
+        names = [name for name in found if fnmatch.fnmatchcase(name, self.only)]
+        if self.number:
+            names = random.Random(self.seed).sample(names, min(self.number, len(names)))
+        return self.chosen({name: found[name] for name in names})
+
+    def known(self, kind: str, names: Mapping[str, object]) -> dict[str, Row]:
+        """Rows of earlier runs."""
+        found = {name: self.state.known(kind, name, why(name, self.reasons)) for name in names}
+        return {name: row for name, row in found.items() if row is not None}
+
+
+Found = Iterator[tuple[Row, bool]]
+"""Rows, and whether each was known before."""
+
+
+def _judged(asked: Asked, kind: str, names: Mapping[str, object], *stages: Stage) -> Found:
+    """Who noticed each mutant: a stage is asked of those that nobody of the stages before has noticed."""
+    known = asked.known(kind, names)
+    yield from ((row, True) for row in known.values())
+    asked_now = [name for name in names if name not in known]
+    for begin in range(0, len(asked_now), _BATCH):
+        yield from _batch(asked, kind, asked_now[begin : begin + _BATCH], stages)
+
+
+def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) -> Found:
+    spent = defaultdict[str, float](float)
+    for stage, limit in zip(stages, (LIMIT, *[_ENOUGH] * len(stages)), strict=False):
+        for name, noticed, seconds in in_children(stage(left).items() if left else (), asked.jobs, limit):
+            spent[name] += seconds
+            if noticed != SURVIVED:
+                left.remove(name)
+                yield Row(kind, name, noticed, why(name, asked.reasons), round(spent[name], 2)), False
+    for name in left:
+        yield Row(kind, name, SURVIVED, why(name, asked.reasons), round(spent[name], 2)), False
+
+
+def _hinted(jobs: int, changes: Callable[[str], Changes], left: list[str]) -> dict[str, Judge]:
+    """The test that noticed each the last time; raises SystemExit if one fails without any change."""
+    known: dict[str, str] = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() else {}
+    hints = {name: known[name] for name in left if name in known and _is_there(known[name])}
+    tests = sorted(set(hints.values()))
+    checks = [(AS_IT_IS, partial(by_tests, {}, tests))] if tests else []
+    for _, failed, _ in in_children(checks, jobs, _ENOUGH):
+        if failed in tests:
+            raise SystemExit(f"{AS_IT_IS} {failed} fails")
+    return {name: partial(_by_hint, changes, name, hint) for name, hint in hints.items()}
+
+
+def _is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return (ROOT / file).exists() and f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def _by_hint(changes: Callable[[str], Changes], name: str, hint: str) -> str:
+    return hint if by_tests(changes(name), [hint]) == hint else SURVIVED
+
+
+def _by_rooms(changes: Changes) -> str:
+    """Who of the tests of the rooms in which something is otherwise."""
+    rooms = dict.fromkeys(room for package, room in _ROOMS.items() for m in changes if m.startswith(package))
+    words = [f"{room}/test_numbers.py" for room in rooms]  # the first that are asked
+    return by_tests(changes, [*words, *rooms, *_QUICK]) if rooms else SURVIVED
+
+
+def _fact(name: str, edit: facts.Edit, excused: bool) -> str:
+    """Who of the cases notices one fact that is otherwise."""
+    try:
+        changes = facts.changes_of(edit)
+    except KeyError as error:
+        return f"does not generate: {error!r}"
+    if not changes:
+        return SURVIVED
+    about, field = facts.homes(name), name.split(".")[2].split()[-1] if name.count(".") > 1 else ""
+    asked = sorted(
+        cases(*(_WIRE if _of_wire(changes) else ())), key=lambda case: (case.about not in about, field not in case.id)
+    )
+    if excused and name.startswith(("struct", "message")):  # many; what could notice is about the message itself
+        asked = [case for case in asked if case.about in about] or asked
+    return by_cases(changes, asked)
+
+
+def _fact_by_rooms(name: str, edit: facts.Edit) -> str:
+    """The same of the tests; of how a message is delivered those of sessions."""
+    changes = facts.changes_of(edit)
+    if name.endswith(".delivery"):
+        return by_tests(changes, ["tests/session/test_delivery.py", "tests/session/test_numbers.py"])
+    return _by_rooms(changes)
+
+
+def _of_wire(changes: Changes) -> bool:
+    return all(module.startswith("kvproto.wire.") and module != "kvproto.wire.enums" for module in changes)
+
+
+def prove_facts(asked: Asked) -> Found:
+    """Mutants of the registry: all, or so many by chance."""
+    found = asked.drawn(dict(facts.mutants()))
+    excused = {name for name in found if why(name, asked.reasons)}  # of which the cases are asked alone
+
+    def by_the_cases(left: list[str]) -> dict[str, Judge]:
+        return {name: partial(_fact, name, found[name], name in excused) for name in left}
+
+    def by_hints(left: list[str]) -> dict[str, Judge]:
+        return _hinted(asked.jobs, lambda name: facts.changes_of(found[name]), [n for n in left if n not in excused])
+
+    def by_the_tests(left: list[str]) -> dict[str, Judge]:
+        return {name: partial(_fact_by_rooms, name, found[name]) for name in left if name not in excused}
+
+    yield from _judged(asked, "registry", found, by_the_cases, by_hints, by_the_tests)
+
+
+Ask = Callable[[code.Mutant], str]
+
+
+def _by_cases(area: str) -> Ask:
+    """Who of the cases notices a mutant of an area."""
+    asked = sorted(cases(), key=lambda case: case.suite not in _SUITES[area])
+    if area == "codec":
+        ((_, text, _),) = in_children([(AS_IT_IS, partial(doubts, asked))], 1, LIMIT)
+        told = json.loads(text)
+        return lambda mutant: by_both_codecs({mutant.module: mutant.text}, asked, told)
+    return lambda mutant: by_cases({mutant.module: mutant.text}, asked)
+
+
+def _by_tests(area: str, mutants: list[code.Mutant], jobs: int) -> Ask:
+    """Who of the tests that pass its line."""
+    lines = sorted({(mutant.file, mutant.line) for mutant in mutants})
+    runs = ((f"{AS_IT_IS}, {words[0]}", partial(trace, lines, words)) for words in _TESTS[area])
+    passing = Passing.read([answer.text for answer in in_children(runs, jobs, _ENOUGH)])
+
+    def ask(mutant: code.Mutant) -> str:
+        order = passing.tests(mutant.file, mutant.line)
+        words = dict.fromkeys(test.partition("::")[0] for test in order)
+        return by_tests({mutant.module: mutant.text}, list(words), order)
+
+    return ask
+
+
+def prove_code(asked: Asked) -> Found:
+    """Mutants of code, so many of each area."""
+    for area in code.AREAS:
+        mutants = code.sample(area, asked.number, asked.seed)
+        yield from _of_area(asked, area, asked.chosen({f"{m.file} {m.key}": m for m in mutants}))
+
+
+def _of_area(asked: Asked, area: str, drawn: Mapping[str, code.Mutant]) -> Found:
+    def by_the_cases(left: list[str]) -> dict[str, Judge]:
+        judge = _by_cases(area) if area in _SUITES else None  # no case is about sessions
+        return {name: partial(judge, drawn[name]) for name in left} if judge else {}
+
+    def by_hints(left: list[str]) -> dict[str, Judge]:
+        return _hinted(asked.jobs, lambda name: {drawn[name].module: drawn[name].text}, left)
+
+    def by_the_tests(left: list[str]) -> dict[str, Judge]:
+        judge = _by_tests(area, [drawn[name] for name in left], asked.jobs)
+        return {name: partial(judge, drawn[name]) for name in left}
+
+    yield from _judged(asked, area, drawn, by_the_cases, by_hints, by_the_tests)
+
+
+def prove_bugs(asked: Asked) -> Found:
+    """Bugs of real engines: each has to be noticed by all the cases that it names."""
+    found = asked.drawn({bug.name: bug for bug in bugs.load()})
+    yield from _judged(asked, "bug", found, lambda left: {n: partial(bugs.noticed, found[n]) for n in left})
+
+
+PARTS: dict[str, Callable[[Asked], Found]] = {"registry": prove_facts, "code": prove_code, "bugs": prove_bugs}
