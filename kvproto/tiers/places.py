@@ -1,4 +1,4 @@
-"""Which store a name means: a folder, `lmdb:FOLDER`, or the URL of an object store."""
+"""Which store a name means: a folder, `lmdb:FOLDER`, `nixl:FOLDER`, or the URL of an object store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from kvproto.wire.enums import ErrorCode
 
 __all__ = ["open_store"]
 
-SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb"}
+SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb", "nixl": "nixl"}
 """Extra of kvproto by the first word of a name."""
+
+_MODULES = {"objects": ("objects", "Objects"), "lmdb": ("embedded", "Lmdb"), "nixl": ("nixl_files", "NixlFiles")}
+"""Module and class by extra."""
 
 
 def open_store(place: Path | str | Store, durable: bool = False) -> Store:
@@ -26,10 +29,11 @@ def open_store(place: Path | str | Store, durable: bool = False) -> Store:
     extra = SCHEMES.get(scheme) if colon else None
     if extra is None:
         return Files(Path(place), durable)
+    name, kind = _MODULES[extra]
     try:
-        module = import_module("kvproto.tiers.embedded" if extra == "lmdb" else "kvproto.tiers.objects")
+        made = getattr(import_module(f"kvproto.tiers.{name}"), kind)
     except ImportError as error:
         wants = f"pip install 'kvproto[{extra}]'"
         raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}") from error
-    made: Store = module.Lmdb(Path(rest), durable) if extra == "lmdb" else module.Objects.at(place)
-    return made
+    store: Store = made.at(place) if extra == "objects" else made(Path(rest), durable)
+    return store

@@ -28,7 +28,7 @@ from tests.tiers.test_storage import PROMPT, in_child, length
 NOBODY = 65534
 
 
-@pytest.fixture(params=["memory", "files", "lmdb", "objects"])
+@pytest.fixture(params=["memory", "files", "nixl", "lmdb", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with opened(request.param, tmp_path) as one:
         yield one

@@ -14,6 +14,7 @@ import pytest
 from kvproto.errors import LocalError
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
@@ -158,14 +159,15 @@ def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     assert length(other) == 0
 
 
-def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, NixlFiles])
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[Files]) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
     assert Shelf(Files(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
 
     def write() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-        shelf = Shelf(Files(tmp_path), LAYOUT)
+        shelf = Shelf(kind(tmp_path), LAYOUT)
         assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
         assert shelf.counts["failed"] == 1
         assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
@@ -269,7 +271,9 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
         Shelf(Memory(), LAYOUT, 2, 1)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("memory", 100), ("files", 50), ("lmdb", 50), ("objects", 50), ("s3", 2)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("memory", 100), ("files", 50), ("nixl", 50), ("lmdb", 50), ("objects", 50), ("s3", 2)]
+)
 def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     met = Counter[str]()
     with opened(kind, tmp_path) as store:

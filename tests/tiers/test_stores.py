@@ -4,7 +4,9 @@ import random
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from subprocess import PIPE, Popen
@@ -16,11 +18,13 @@ import pytest
 from kvproto.errors import LocalError
 from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.objects import Objects
 from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files, Store
 from kvproto.tiers.survey import prune, survey
+from kvproto.wire.enums import ErrorCode
 from tests.tiers.schedules import LAYOUT, page, prompt
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
 
@@ -157,6 +161,7 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         tmp_path: Files,
         f"{tmp_path}/a": Files,
         f"lmdb:{tmp_path}/b": Lmdb,
+        f"nixl:{tmp_path}/c": NixlFiles,
         f"s3://{BUCKET}/{tmp_path.name}": Objects,
     }
     for place, kind in places.items():
@@ -166,7 +171,7 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         assert open_store(place).get(NAMES[0]) == b"1"
 
 
-@pytest.mark.parametrize("place", ["{}", "lmdb:{}"])
+@pytest.mark.parametrize("place", ["{}", "lmdb:{}", "nixl:{}"])
 def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = open_store(place.format(tmp_path), durable=True)
     if isinstance(made, Files):
@@ -180,3 +185,30 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.embedded", None)
     with pytest.raises(LocalError, match=r"kvproto\[lmdb\]"):
         open_store("lmdb:somewhere")
+
+
+def test_nixl_that_is_not_installed_or_lacks_its_plug_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "nixl._bindings", None)
+        with pytest.raises(LocalError, match=r"kvproto\[nixl\]"):
+            open_store(f"nixl:{tmp_path}")
+
+    def lacks(self: NixlFiles) -> None:
+        raise RuntimeError("no plug-in of that name")
+
+    monkeypatch.setattr(NixlFiles, "_agent", lacks)
+    with pytest.raises(LocalError, match="plug-in POSIX") as caught:
+        open_store(f"nixl:{tmp_path}")
+    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
+
+
+def test_files_of_nixl_are_those_of_files(tmp_path: Path) -> None:
+    """Either reads what the other wrote, by whatever thread."""
+    stores = Files(tmp_path), NixlFiles(tmp_path)
+    for writer, reader in (stores, stores[::-1]):
+        shelf, other = Shelf(writer, LAYOUT), Shelf(reader, LAYOUT)
+        assert shelf.write_all([(PROMPT, i, page(PROMPT, i)) for i in range(2)]) == [True, True]
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(partial(other.read, PROMPT), range(2))] == [page(PROMPT, i) for i in range(2)]
