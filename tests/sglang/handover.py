@@ -147,8 +147,10 @@ def _inner(pool: Any) -> Any:
 
 def _attention(
     pool: Any, model: Model, number: int, rank: int, ranks: int
-) -> list[tuple[Any, int, str, torch.Tensor, bool]]:
-    """Of each layer with pages: its pool, its number there, the part, and what this rank has of it by token."""
+) -> list[tuple[Any, int, int, str, torch.Tensor, bool]]:
+    """Of each layer with pages: its pool, its numbers in the model and there, the part, and what this rank has of it by
+    token; and whether a window is.
+    """
     found = []
     for ids, inner, window in (
         (model.full, _inner(pool), False), (model.window, getattr(pool, "swa_kv_pool", None), True),
@@ -156,7 +158,7 @@ def _attention(
         for n, layer in enumerate(ids):
             for part, dtype, dim in model.parts:
                 whole = content(number, layer, part, (TOKENS, model.heads, dim), dtype)
-                found.append((inner, inner.start_layer + n, part, share(whole, 1, rank, ranks), window))
+                found.append((inner, layer, inner.start_layer + n, part, share(whole, 1, rank, ranks), window))
     return found
 
 
@@ -165,7 +167,7 @@ def write(side: Side, rank: int) -> None:
     ranks = len(side.ranks)
     for number, (pool, model) in enumerate(zip(side.ranks[rank], side.models, strict=True)):
         halves: dict[tuple[int, int], list[torch.Tensor]] = {}
-        for inner, n, _, rows, window in _attention(pool, model, number, rank, ranks):
+        for inner, _, n, _, rows, window in _attention(pool, model, number, rank, ranks):
             device = _buffers(inner)[0].device
             both = halves.setdefault((id(inner), n), [])
             both.append(rows.to(device))
@@ -188,13 +190,14 @@ def differences(side: Side, rank: int) -> list[str]:
     """What a rank's pools do not hold, read by SGLang's own methods."""
     ranks, found = len(side.ranks), []
     for number, (pool, model) in enumerate(zip(side.ranks[rank], side.models, strict=True)):
-        for inner, n, part, rows, window in _attention(pool, model, number, rank, ranks):
-            held = inner.get_value_buffer(n) if part == "v" else inner.get_key_buffer(n)
+        for inner, layer, n, part, rows, window in _attention(pool, model, number, rank, ranks):
+            asked, layer = (pool, layer) if hasattr(pool, "get_key_buffer") else (inner, n)
+            held = asked.get_value_buffer(layer) if part == "v" else asked.get_key_buffer(layer)
             if held.dim() == 4:  # [page, head, token, dim]
                 held = held.transpose(1, 2).flatten(0, 1)
             first = TOKENS - model.tokens if window else 0
             if not _same(held.view(rows.dtype)[side.slots(window).to(held.device)].cpu()[first:], rows[first:]):
-                found.append(f"rank {rank}, model {number}, {part} of layer {n}{' of a window' * window}")
+                found.append(f"rank {rank}, model {number}, {part} of layer {layer}{' of a window' * window}")
         for n, layer in enumerate(model.index):
             for part, width, view in _index(_inner(pool), n):
                 at = side.slots(False).to(view.device)

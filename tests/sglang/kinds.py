@@ -18,8 +18,8 @@ __all__ = ["KINDS", "Kind", "Standins", "side"]
 
 HEADS, DIM, LATENT, ROPE = 2, 16, 512, 64
 BF16, FP8, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-WINDOW, PAGES = 37, 12
-"""Tokens of a window; and tokens that a pool has room for, in prompts."""
+WINDOW = 37
+"""Tokens of a window."""
 
 
 class Standins:
@@ -116,7 +116,8 @@ class Kind:
 
 
 def _size(page: int) -> int:
-    return -(-TOKENS // page) * page + 2 * page
+    """Room for two prompts."""
+    return 2 * -(-TOKENS // page) * page + 2 * page
 
 
 def _kv(dtype: torch.dtype, v_dim: int = DIM) -> tuple[tuple[str, torch.dtype, int], ...]:
