@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["digest_of", "rope_of", "weights_of"]
+__all__ = ["digest_of", "facts_of", "rope_of", "weights_of"]
 
 _SAMPLE = 1 << 16
 """Bytes of the beginning and of the end of a file of weights that its digest covers."""
@@ -23,6 +23,13 @@ _ROPE = (
 def digest_of(form: Any) -> str:
     """Of something that is JSON."""
     return hashlib.sha256(json.dumps(form, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def facts_of(of: str, weights: str, text: Any, scales: Any, order: str) -> dict[str, str]:
+    """Of the target, or of a draft: its weights and rotary embedding, and where it has some its scales and an order."""
+    more = {"kv_scales": digest_of(scales) if scales else "", "state_order": order}
+    made = {"weights": weights, "rope": rope_of(text)} | {name: value for name, value in more.items() if value}
+    return {f"{name}.{of}": value for name, value in made.items()}
 
 
 def rope_of(text: Any) -> str:

@@ -19,7 +19,7 @@ __all__ = ["ShareableMemory"]
 
 
 class ShareableMemory(TorchFunctionMode):
-    """Within it `torch.zeros(shape, dtype=...)` on the CPU is memory that transports can share."""
+    """Within it `torch.zeros(shape, dtype=...)`, or `size=`, on the CPU is memory that transports can share."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """`dtype`: of these elements alone."""
@@ -28,9 +28,10 @@ class ShareableMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func is torch.zeros and len(args) == 1 and torch.device(named.get("device") or "cpu").type == "cpu":
+        sizes: tuple[Any, ...] = args or ((named["size"],) if "size" in named else ())
+        if func is torch.zeros and len(sizes) == 1 and torch.device(named.get("device") or "cpu").type == "cpu":
             dtype = named.get("dtype") or torch.get_default_dtype()
-            shape = (args[0],) if isinstance(args[0], int) else tuple(args[0])
+            shape = (sizes[0],) if isinstance(sizes[0], int) else tuple(sizes[0])
             length = math.prod(shape) * dtype.itemsize
             if length and self._dtype in (None, dtype):
                 return from_dlpack(kvproto.allocate(length)).view(dtype).view(shape)

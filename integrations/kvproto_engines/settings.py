@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,7 +13,7 @@ import attrs
 from kvproto import LocalError, Options, Seed, read_sources
 from kvproto.errors import ErrorCode
 
-__all__ = ["checked", "refuse"]
+__all__ = ["checked", "of_environment", "refuse"]
 
 
 def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool) -> dict[str, Any]:
@@ -57,6 +60,17 @@ def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:
             mine = 'an address, or {"address": ..., "key": ...}, by "name" or "name/replica"'
             raise refuse(where, f"sources[{name!r}]", mine, str(error), "correct it") from None
     return found
+
+
+def of_environment(variable: str, such_as: str) -> Any:
+    """What an environment variable says: a JSON object, or the path of one. Raises LocalError where it says neither."""
+    text, mine = os.environ.get(variable, ""), "a JSON object, or the path of one"
+    if not text:
+        raise refuse(variable, "", mine, "nothing", f"such as {such_as}")
+    try:
+        return json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise refuse(variable, "", mine, str(error), "correct it") from None
 
 
 def refuse(where: str, path: str, mine: str, yours: str, advice: str) -> LocalError:

@@ -2,72 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.disaggregation.base.conn import (
-    BaseKVBootstrapServer,
-    BaseKVManager,
-    BaseKVReceiver,
-    BaseKVSender,
-    KVPoll,
-    KVTransferMetric,
-)
+import torch
+from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 
 from kvproto import KvprotoError, Sink, Source
-from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
-from kvproto_engines import described
+from kvproto_engines import described, told
+from kvproto_engines.gpu import Gpu
 from kvproto_sglang import metadata
-from kvproto_sglang.engine import Layout, Opened, open_pool
+from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
 from kvproto_sglang.receiving import Receiving
-from kvproto_sglang.sending import Sending, stop_unwanted
+from kvproto_sglang.sending import Sending
 from kvproto_sglang.settings import VARIABLE, Settings
 from kvproto_sglang.state import State
+from kvproto_sglang.stated import refused
 from kvproto_sglang.tickets import Asked, asked_of, ticket_of
 
 __all__ = ["CLASSES", "BootstrapServer", "Manager", "Receiver", "Sender"]
 
 logger = logging.getLogger("sglang.kvproto")
 
-_POLL: dict[State, Any] = {
-    State.FAILED: KVPoll.Failed,
-    State.BOOTSTRAPPING: KVPoll.Bootstrapping,
-    State.WAITING: KVPoll.WaitingForInput,
-    State.TRANSFERRING: KVPoll.Transferring,
-    State.SUCCESS: KVPoll.Success,
-}
-_WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
 _ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
 """Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
-_NOT_ASKED = "the plug-in's hooks are not in place: SGLang's log says why"
-
-
-class Peer:
-    """What SGLang's decode queue reads of a prefill engine's topology."""
-
-    follow_bootstrap_room = True
-
-    def __init__(self, replicas: int) -> None:
-        self.dp_size = replicas
+_NO_HOOKS = "the plug-in's hooks are not in place: SGLang's log says why"
 
 
 class Peers:
-    """Of any bootstrap address: what is wrong with one is told of its request."""
+    """Of any bootstrap address what SGLang's decode queue reads; what is wrong with one is told of its request."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def get(self, address: str, default: Any = None) -> Peer:
-        try:
-            return Peer(self._settings.replicas(self._settings.source_of(address)))
-        except KvprotoError:
-            return Peer(1)
+    def get(self, address: str, default: Any = None) -> SimpleNamespace:
+        replicas = 1
+        with contextlib.suppress(KvprotoError):
+            replicas = self._settings.replicas(self._settings.source_of(address))
+        return SimpleNamespace(dp_size=replicas, follow_bootstrap_room=True)
 
 
-class Manager(BaseKVManager):
+class Manager(base.BaseKVManager):
     """One rank's pool, and its Source or Sink."""
 
     enable_all_cp_ranks_for_transfer = False
@@ -85,23 +65,45 @@ class Manager(BaseKVManager):
 
     def open(self, queue: Any) -> None:
         """SGLang's queue has made this manager: open the pool that is there, and listen or connect."""
-        settings, parallel, args = self.settings, get_parallel(), self.kv_args
-        self.buffers = queue.metadata_buffers
-        names = metadata.SETS["all" if self.prefills else settings.metadata]
+        settings, parallel = self.settings, get_parallel()
+        self.buffers, scheduler = queue.metadata_buffers, queue.scheduler
         self.layout = Layout(
             parallel.attn_tp_size, parallel.attn_tp_rank, tuple((name, getattr(parallel, name)) for name in _ONES),
             parallel.attn_dp_rank or parallel.dp_rank or 0, parallel.num_dp_ranks,
         )  # fmt: skip
-        self.opened: Opened = open_pool(
-            queue.token_to_kv_pool, queue.scheduler.model_config, self._server, self.buffers, args.state_types,
-            args.num_draft_entries, self.layout, settings, names,
-        )  # fmt: skip
+        parts = "all" if self.prefills else settings.metadata
+        self.opened: Opened = open_pool(self._engine(queue), self.layout, settings, parts)
+        self.gpu = Gpu(torch.device(queue.token_to_kv_pool.device), getattr(scheduler, "forward_stream", None))
+        self.drafts = queue.draft_token_to_kv_pool is not None
         described.write(VARIABLE, settings.description, self.opened.pool, self.layout.replica)
         if self.prefills:
             listen = settings.listen_of(self.layout.replica, self.layout.replicas)
             self.source = Source(settings.name, self.opened.pool, listen, settings.options)
         else:
             self.sink = Sink(settings.name, self.opened.pool, dict(settings.sources), settings.options)
+
+    def _engine(self, queue: Any) -> Engine:
+        """What SGLang has, of the target and of its draft."""
+        scheduler, draft, args = queue.scheduler, queue.draft_token_to_kv_pool, self.kv_args
+        runners = [scheduler.tp_worker.model_runner]
+        if draft is not None:
+            more = scheduler.draft_worker._draft_model_runners()
+            if len(more) > 1:
+                raise refused("draft model", "one model, in one pool", f"{len(more)}")
+            runners += more
+        shares = self.prefills or self._server.disaggregation_decode_enable_radix_cache
+        return Engine(
+            pools=(queue.token_to_kv_pool, *[draft] * (draft is not None)),
+            models=(scheduler.model_config, *(each.model_config for each in runners[1:])), server=self._server,
+            buffers=self.buffers, states=[each.value for each in args.state_types], entries=args.num_draft_entries,
+            scales=tuple(scales_of(each.model.modules()) for each in runners),
+            window=0 if shares else scheduler.sliding_window_size or 0,
+        )  # fmt: skip
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Parts of the metadata without which no request can go on here: what a draft starts with, but a cold one."""
+        return ("hidden",) if self.drafts and not self.settings.options.cold_draft else ()
 
     def register_to_bootstrap(self) -> None:
         """Peers are in the settings."""
@@ -114,13 +116,10 @@ class Manager(BaseKVManager):
 
     def events(self) -> None:
         """Say what is worth saying, and end what nobody waits for."""
-        told: list[Event] = []
         for door in (self.source, self.sink):
-            told += door.events() if door is not None else []
-        for event in told:
-            if isinstance(event, _WORTH_SAYING):
-                logger.warning("kvproto: %s", event)
-        stop_unwanted(told)
+            events = door.events() if door is not None else []
+            told.log(logger, events)
+            told.stop_unwanted(events)
 
     def stopped(self, room: int, receiving: Receiving) -> None:
         """SGLang will ask whether the pages of this room are free."""
@@ -134,27 +133,28 @@ class Manager(BaseKVManager):
         self._stopped.pop(bootstrap_room, None)
 
 
-class Sender(BaseKVSender):
+class Sender(base.BaseKVSender):
     """A request of a prefill engine."""
 
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:  # fmt: skip
         self.kv_mgr, self._room, self._row = mgr, bootstrap_room, 0
-        self._sending = None if mgr.source is None else Sending(mgr.source, mgr.opened.groups)
+        self._early_send_wait_event: Any = None
+        """Set by SGLang before it sends a prefix that an earlier forward may still write."""
+        assert mgr.source is not None, _NO_HOOKS
+        self._sending = Sending(mgr.source, mgr.opened.tables)
 
     def begin(self, request: Any) -> None:
         """SGLang's request, of which this sender was made."""
-        sending, manager = self._sending, self.kv_mgr
-        if sending is None:
-            return
+        manager = self.kv_mgr
         try:
             asked = asked_of(request)
             name, replica, deadline = manager.settings.name, manager.layout.replica, manager.settings.deadline
             made = asked.ticket or ticket_of(self._room, name, replica, deadline)
-            sending.begin(made, asked.prompt)
+            self._sending.begin(made, asked.prompt)
         except KvprotoError as error:
-            sending.error = error
+            self._sending.error = error
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._row = aux_index or 0
@@ -164,28 +164,28 @@ class Sender(BaseKVSender):
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
         manager = self.kv_mgr
-        if self._sending is not None:
-            handoff = partial(metadata.read, manager.buffers, self._row, manager.opened.parts)
-            self._sending.send(kv_indices, num_kv_tokens or 0, handoff)
+        handoff = partial(metadata.read, manager.buffers, self._row, manager.opened.parts)
+        event = manager.gpu.written(self._early_send_wait_event)
+        self._early_send_wait_event = None
+        self._sending.send(kv_indices, num_kv_tokens or 0, handoff, state_indices, event)
 
-    def poll(self) -> Any:
+    def poll(self) -> State:
         self.kv_mgr.events()
-        return _POLL[self._sending.state] if self._sending is not None else KVPoll.Failed
+        return self._sending.state
 
     def abort(self) -> None:
-        if self._sending is not None:
-            self._sending.abort("the request was aborted")
+        self._sending.abort("the request was aborted")
 
     def failure_exception(self) -> None:
         """SGLang takes the pages back after this, on all ranks where one has failed."""
         self.abort()
-        raise RuntimeError(str(self._sending.error if self._sending is not None else _NOT_ASKED))
+        raise RuntimeError(str(self._sending.error))
 
     def get_transfer_metric(self) -> Any:
-        return KVTransferMetric()
+        return base.KVTransferMetric()
 
 
-class Receiver(BaseKVReceiver):
+class Receiver(base.BaseKVReceiver):
     """A request of a decode engine."""
 
     require_staging = False
@@ -196,13 +196,12 @@ class Receiver(BaseKVReceiver):
         self.abort_notified, self.conclude_state = False, None
         self._asked: Asked | None = None
         self._refused = ""
-        self._receiving = None if mgr.sink is None else Receiving(mgr.sink, mgr.opened.groups, mgr.opened.page)
+        assert mgr.sink is not None, _NO_HOOKS
+        self._receiving = Receiving(mgr.sink, mgr.opened.tables, mgr.opened.page)
 
     def begin(self, request: Any) -> None:
         """SGLang's request, of which this receiver was made."""
         receiving, settings = self._receiving, self.kv_mgr.settings
-        if receiving is None:
-            return
         try:
             asked, parts = asked_of(request), self.kv_mgr.opened.parts
             made = asked.ticket or ticket_of(self._room, settings.source_of(self._address), 0, settings.deadline)
@@ -213,13 +212,13 @@ class Receiver(BaseKVReceiver):
         self._asked = asked
         if not parts and asked.first_token is None:
             self._refused = "no first token: it is not handed over here, and custom_params.kvproto has none"
-        elif missing := [name for name in asked.needs if name not in parts]:
+        needs = [*asked.needs, *self.kv_mgr.needs]
+        if not self._refused and (missing := [name for name in needs if name not in parts]):
             self._refused = f'no {", ".join(missing)}: "metadata": "{settings.metadata}" does not fetch them'
 
     def init(self, prefill_dp_rank: int) -> None:
-        if self._receiving is not None:
-            named = self._asked is not None and self._asked.ticket is not None
-            self._receiving.resolve(None if named else prefill_dp_rank)
+        named = self._asked is not None and self._asked.ticket is not None
+        self._receiving.resolve(None if named else prefill_dp_rank)
         if self._refused:
             self.fail(self._refused)
 
@@ -228,23 +227,19 @@ class Receiver(BaseKVReceiver):
         decode_prefix_len: int | None = None, **more: Any,
     ) -> None:  # fmt: skip
         self._row = aux_index or 0
-        if self._receiving is not None:
-            self._receiving.fetch(kv_indices, decode_prefix_len or 0)
+        self._receiving.fetch(kv_indices, decode_prefix_len or 0, state_indices, self.kv_mgr.gpu.idle())
 
-    def poll(self) -> Any:
+    def poll(self) -> State:
         self.kv_mgr.events()
         receiving = self._receiving
-        if receiving is None:
-            return KVPoll.Failed
         state = receiving.state
         if state == State.SUCCESS and self._asked is not None and receiving.arrived is not None:
             handoff, token = receiving.arrived.handoff, self._asked.first_token
             metadata.write(self.kv_mgr.buffers, self._row, self._room, handoff, token)
-        return _POLL[state]
+        return state
 
     def fail(self, reason: str) -> None:
-        if self._receiving is not None:
-            self._receiving.abort(reason)
+        self._receiving.abort(reason)
 
     def abort(self) -> None:
         self.fail("the request was aborted")
@@ -252,7 +247,7 @@ class Receiver(BaseKVReceiver):
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """One rank has failed: this one stops too, and SGLang keeps the pages until nobody writes them."""
-        if self._receiving is not None and not self.abort_notified:
+        if not self.abort_notified:
             self._receiving.abort("another rank has failed")
             self.kv_mgr.stopped(self._room, self._receiving)
             self.abort_notified = True
@@ -261,11 +256,10 @@ class Receiver(BaseKVReceiver):
         self.kv_mgr.clear_deferred_abort_state(self._room)
 
     def failure_exception(self) -> None:
-        error = self._receiving.error if self._receiving is not None else _NOT_ASKED
-        raise RuntimeError(str(error))
+        raise RuntimeError(str(self._receiving.error))
 
 
-class BootstrapServer(BaseKVBootstrapServer):
+class BootstrapServer(base.BaseKVBootstrapServer):
     """Peers are in the settings, so nothing listens here."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from kvproto import Cache, DType, LocalError, Parallel, Pool, lay_out
-from kvproto.errors import ErrorCode
-from kvproto_engines.facts import rope_of, weights_of
+from kvproto import Parallel, Pool, lay_out
+from kvproto_engines.facts import facts_of, weights_of
 from kvproto_sglang import metadata
+from kvproto_sglang.pools import FLAT, state
 from kvproto_sglang.settings import Settings
+from kvproto_sglang.stated import Owner, Stated, Table, refused
 
-__all__ = ["Layout", "Opened", "open_pool"]
+__all__ = ["Engine", "Layout", "Opened", "open_pool", "scales_of"]
 
-DTYPES = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
-TARGET = "kv"
-"""Name of the group of the target's pages."""
+_SERVED = ("model_path", "revision", "quantization"), ("path", "revision", "quantization")
+"""Of ServerArgs, what says which weights the target has; and a draft, behind `speculative_draft_model_`."""
+_DRAFT = "speculative_draft_model_"
+TITLES = ("kv", "draft")
+"""Names of the groups of the pages of the target, and of a draft."""
+Scales = Mapping[int, tuple[float, float]]
 
 
 @attrs.frozen
@@ -38,105 +42,117 @@ class Layout:
 
 
 @attrs.frozen
+class Engine:
+    """What SGLang has at the start of a rank.
+
+    Fields:
+        pools: The KVCache of the target, and that of its draft where there is one.
+        models: The ModelConfig of each.
+        scales: Of K and of V by layer, of each, where the checkpoint has some.
+        server: ServerArgs.
+        buffers: MetadataBuffers.
+        states: The types of the components of its state.
+        entries: Buffers of drafts among its pages.
+        window: Tokens before the next one that a sliding window needs, where pages serve one request alone; else 0.
+    """
+
+    pools: tuple[Any, ...]
+    models: tuple[Any, ...]
+    server: Any
+    buffers: Any
+    states: Sequence[str] = ()
+    entries: int = 0
+    scales: tuple[Scales, ...] = ({}, {})
+    window: int = 0
+
+
+@attrs.frozen
 class Opened:
     """An engine's pool as kvproto sees it.
 
     Fields:
-        groups: Names of those whose page table is the request's.
+        tables: By the name of a group, what its page table is.
         parts: Of the metadata.
+        page: Tokens of a page.
     """
 
     pool: Pool
-    groups: tuple[str, ...]
+    tables: dict[str, Table]
     parts: tuple[str, ...]
     page: int
 
 
-def open_pool(
-    pool: Any, model: Any, server: Any, buffers: Any, states: Any, drafts: int, layout: Layout, settings: Settings,
-    parts: tuple[str, ...],
-) -> Opened:  # fmt: skip
-    """The pool of one rank; raises LocalError for what this back end cannot state, by its name.
+def open_pool(engine: Engine, layout: Layout, settings: Settings, parts: str) -> Opened:
+    """The pool of one rank; `parts` is a name of `metadata.SETS`.
 
-    `pool`, `model`, `server` and `buffers` are SGLang's KVCache, ModelConfig, ServerArgs and MetadataBuffers; `states`
-    the types of its state pools and `drafts` the buffers of draft models among its pages.
+    Raises LocalError for what this back end cannot state, by its name.
     """
-    for name, size in layout.refused:
-        if size != 1:
-            raise _refuse(name, "1", str(size))
+    for name, size in ((name, size) for name, size in layout.refused if size != 1):
+        raise refused(name, "1", str(size))
     if layout.tp > 1 and settings.options.spread != "even":  # ranks that nobody reads would keep pages for long
-        raise _refuse("options.spread", '"even" with tensor parallel', settings.options.spread)
-    if getattr(server, "enable_memory_saver", False):
-        raise _refuse("enable_memory_saver", "memory that stays where it is, as peers map it", "True")
-    if states:
-        raise _refuse("state pools", "none", ", ".join(str(getattr(each, "value", each)) for each in states))
-    if drafts:
-        raise _refuse("draft model", "none", f"{drafts} buffers of one")
-    kind = type(pool).__name__
-    if kind not in _KINDS:
-        raise _refuse("KV pool", f"one of {sorted(_KINDS)}", kind)
-    if pool.dtype not in DTYPES or pool.store_dtype != pool.dtype:
-        raise _refuse("kv_cache_dtype", f"one of {[str(each) for each in DTYPES]}", f"{pool.dtype}")
-    cache, tensors, axes = _KINDS[kind](pool, model)
-    facts = settings.facts if settings.facts is not None else _facts(model, server, settings)
+        raise refused("options.spread", '"even" with tensor parallel', settings.options.spread)
+    if getattr(engine.server, "enable_memory_saver", False):
+        raise refused("enable_memory_saver", "memory that stays where it is, as peers map it", "True")
+    if (device := torch.device(engine.pools[0].device)).type not in ("cpu", "cuda"):
+        raise refused("device", "cpu or cuda", str(device))
+    owners = [Owner(n, TITLES[n], model, layout.tp) for n, model in enumerate(engine.models)]
+    stated = [each for n, pool in enumerate(engine.pools) for each in state(pool, owners[n], *[FLAT] * n)]
+    _check(engine, stated)
+    warm = len(engine.pools) > 1 and not settings.options.cold_draft
+    page, names = engine.pools[0].page_size, metadata.names_of(engine.buffers, parts, warm)
+    facts = [_facts(n, engine, settings, [each for each in stated if each.cache.group.model == n]) for n in (0, 1)]
+    if not settings.options.cold_draft:
+        facts = [facts[0] | facts[1], {}]
     geometry = lay_out(
-        [cache, *metadata.cache_of(buffers, parts)], Parallel(tp=layout.tp), layout.replica, facts,
-        depth=model.num_hidden_layers,
+        [each.cache for each in stated] + metadata.cache_of(engine.buffers, names), Parallel(tp=layout.tp),
+        layout.replica, settings.facts if settings.facts is not None else facts[0],
+        depth=engine.models[0].num_hidden_layers, warn=facts[1],
     )  # fmt: skip
-    made = Pool(geometry, {TARGET: tensors}, rank=layout.rank, axes=axes)
-    return Opened(made, (TARGET,), parts, pool.page_size)
+    tensors = {each.cache.group.name: each.tensors for each in stated}
+    axes = {each.cache.group.name: each.axes for each in stated}
+    tables = {each.cache.group.name: _table(each, engine) for each in stated}
+    return Opened(Pool(geometry, tensors, rank=layout.rank, axes=axes), tables, names, page)
 
 
-def _attention(pool: Any, model: Any) -> tuple[Cache, dict[str, list[torch.Tensor]], str]:
-    """K and V, each [slot, head, dim] a layer."""
-    if pool.kv_cache_layout != "nhd":
-        raise _refuse("kv_cache_layout", "nhd", str(pool.kv_cache_layout))
-    cache = Cache.gqa(
-        TARGET, _layers(pool), kv_heads=model.get_total_num_kv_heads(), head_dim=pool.head_dim,
-        v_head_dim=pool.v_head_dim, page=pool.page_size, dtype=DTYPES[pool.dtype],
-    )  # fmt: skip
-    tensors = {"k": _paged(pool, pool.k_buffer), "v": _paged(pool, pool.v_buffer)}
-    return cache, tensors, "page token head dim"
-
-
-def _latent(pool: Any, model: Any) -> tuple[Cache, dict[str, list[torch.Tensor]], str]:
-    """Latent and rotary key of MLA, [slot, 1, dim] a layer."""
-    size = pool.kv_cache_dim * pool.dtype.itemsize
-    parts = {"latent": (DTYPES[pool.dtype], 1, size)}
-    cache = Cache.paged(TARGET, _layers(pool), parts=parts, page=pool.page_size)
-    return cache, {"latent": [each[:, :, 0] for each in _paged(pool, pool.kv_buffer)]}, "page token dim"
-
-
-_KINDS: dict[str, Callable[[Any, Any], tuple[Cache, dict[str, list[torch.Tensor]], str]]] = {
-    "MHATokenToKVPool": _attention,
-    "MLATokenToKVPool": _latent,
-}
-"""How pools are stated, by the very class; those that derive from them hold something else."""
-
-
-def _layers(pool: Any) -> range:
-    return range(pool.start_layer, pool.start_layer + pool.layer_num)
-
-
-def _paged(pool: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each [page, token, head, dim], of a buffer [slot, head, dim] whose slots are those of pages one after another."""
-    found = []
-    for tensor in tensors:
-        pages, rest = divmod(tensor.shape[0], pool.page_size)
-        if tensor.dim() != 3 or rest:
-            raise _refuse("KV pool", f"[slots, heads, dim] of pages of {pool.page_size}", str(tuple(tensor.shape)))
-        if tensor.device.type != "cpu":
-            raise _refuse("device", "cpu", str(tensor.device))
-        found.append(tensor.view(pages, pool.page_size, *tensor.shape[1:]))
+def scales_of(modules: Iterable[Any]) -> dict[int, tuple[float, float]]:
+    """Of K and of V by layer, of the attention layers of a model of SGLang."""
+    found = {}
+    for each in modules:
+        if hasattr(each, "k_scale_float") and hasattr(each, "layer_id"):
+            found[int(each.layer_id)] = each.k_scale_float or 1.0, each.v_scale_float or 1.0
     return found
 
 
-def _facts(model: Any, server: Any, settings: Settings) -> dict[str, str]:
-    """What has to be equal so that bytes mean the same."""
-    dummy = f"dummy {server.random_seed}" if server.load_format == "dummy" else ""
-    weights = settings.weights or weights_of(server.model_path, server.revision, [server.quantization, dummy])
-    return {"weights.target": weights, "rope.target": rope_of(model.hf_text_config)}
+def _table(stated: Stated, engine: Engine) -> Table:
+    """With the place of its component among those that SGLang names items of."""
+    if stated.component not in ("swa", "mamba"):  # an indexer's pages are those of the request
+        return stated.table
+    window = engine.window if stated.component == "swa" else 0
+    return attrs.evolve(stated.table, component=engine.states.index(stated.component), window=window)
 
 
-def _refuse(path: str, mine: str, yours: str) -> LocalError:
-    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/sglang.md lists what this back end states")
+def _check(engine: Engine, stated: list[Stated]) -> None:
+    """Raise LocalError where SGLang hands over other states, or buffers of another draft, than what is stated."""
+    held, page = sorted({each.component for each in stated if each.component}), engine.pools[0].page_size
+    if sorted(engine.states) != held:
+        raise refused("state pools", ", ".join(held) or "none", ", ".join(engine.states) or "none")
+    drafts = [each for each in stated if each.cache.group.model and not each.component]
+    buffers = sum(len(each.cache.layers) * (2 if isinstance(each.tensors, dict) else 1) for each in drafts)
+    found = [buffers, *(each.table.page for each in drafts)]
+    if found != [engine.entries, *[page] * len(drafts)]:
+        wanted = f"{engine.entries} buffers of one, in pages of {page}"
+        raise refused("draft model", wanted, f"{buffers} buffers, in pages of {found[1:]}")
+
+
+def _facts(number: int, engine: Engine, settings: Settings, stated: list[Stated]) -> dict[str, str]:
+    """What has to be equal so that bytes of the target, or of the draft, mean the same."""
+    if not stated:
+        return {}
+    model, of = engine.models[number], ("target", "draft")[number]
+    path, revision, quantized = (getattr(engine.server, _DRAFT * number + name, None) for name in _SERVED[number])
+    words = [quantized, f"dummy {engine.server.random_seed}" if engine.server.load_format == "dummy" else ""]
+    named = settings.weights if not number else None
+    known, weights = engine.scales[number], named or weights_of(path or engine.server.model_path, revision, words)
+    scales = [[known.get(n, (1.0, 1.0)) for n in each.cache.layers] for each in stated if each.scaled]
+    order = next((each.order for each in stated if each.order), "")
+    return facts_of(of, weights, model.hf_text_config, scales, order)

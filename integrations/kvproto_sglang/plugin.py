@@ -23,12 +23,12 @@ NAME = "kvproto"
 def install() -> None:
     """Raises LocalError for a release of SGLang that is not known."""
     check_release(sglang.__version__)
+    for target, hook, kind in _HOOKS:
+        HookRegistry.register(f"sglang.srt.{target}", hook, getattr(HookType, kind))
     add_disagg_transfer_backend_choices([NAME])
     member: Any = object.__new__(TransferBackend)  # SGLang looks the name up in this enum, which is closed
     member._name_, member._value_ = NAME.upper(), NAME
     TransferBackend._value2member_map_[NAME] = member
-    for target, hook, kind in _HOOKS:
-        HookRegistry.register(f"sglang.srt.{target}", hook, getattr(HookType, kind))
 
 
 def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
@@ -62,6 +62,14 @@ def _allocated(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return original(*args, **named)
 
 
+def _placed(original: Callable[..., Any], pool: Any) -> Any:
+    """SGLang's back ends move pages of tokens of heads alone, and say so; this one states heads of tokens too."""
+    if not pool.use_hnd or get_disagg().disaggregation_transfer_backend != NAME:
+        return original(pool)
+    buffers = [*pool.k_buffer, *pool.v_buffer]
+    return tuple(map(list, zip(*((each.data_ptr(), each.nbytes, each[0].nbytes) for each in buffers), strict=True)))
+
+
 def _ours(made: Any) -> bool:
     return type(made).__module__ == "kvproto_sglang.conn"
 
@@ -74,5 +82,8 @@ _HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     ("disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue", _receiver_made, "AFTER"),
     ("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", _allocated, "AROUND"),
     ("mem_cache.memory_pool.MLATokenToKVPool._create_buffers", _allocated, "AROUND"),
+    ("mem_cache.memory_pool.DSATokenToKVPool._create_index_key_cache", _allocated, "AROUND"),
+    ("mem_cache.memory_pool.MambaPool.__init__", _allocated, "AROUND"),
+    ("mem_cache.memory_pool.MHATokenToKVPool.get_contiguous_buf_infos", _placed, "AROUND"),
 )
 """What of SGLang is hooked, below sglang.srt."""

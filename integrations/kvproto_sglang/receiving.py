@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
 from kvproto import Fetch, KvprotoError, Prompt, Sink, Ticket
 from kvproto.events import Arrived
 from kvproto_sglang.state import State
+from kvproto_sglang.stated import HOLE, Table
 
 __all__ = ["Receiving"]
-
-_HOLE = -1
-"""In place of a page into which nothing is fetched."""
-_PADDING = 0
-"""The page that SGLang gives to no request."""
 
 
 class Receiving:
     """Nothing here waits."""
 
-    def __init__(self, sink: Sink, groups: Iterable[str], page: int) -> None:
-        """`groups` are those whose page table is the request's, in pages of `page` tokens."""
-        self.sink, self._groups, self._page = sink, tuple(groups), page
+    def __init__(self, sink: Sink, tables: Mapping[str, Table], page: int) -> None:
+        """`tables` says by group name what its page table is; the request's pages are of `page` tokens."""
+        self.sink, self._tables, self._page = sink, dict(tables), page
         self.error: Exception | None = None
         self._about: tuple[Ticket, Prompt] | None = None
         self._resolved = False
         self._fetch: Fetch | None = None
+        self._due: tuple[Callable[[], bool], dict[str, list[int]], dict[str, int]] | None = None
+        """What to fetch as soon as this says so."""
 
     def begin(self, ticket: Ticket, prompt: Prompt) -> None:
         """What is to be fetched."""
@@ -41,28 +40,44 @@ class Receiving:
             self._about = attrs.evolve(ticket, replica=replica), prompt
         self._resolved = True
 
-    def fetch(self, pages: Iterable[int], cached: int) -> None:
-        """Fetch all tokens but the first `cached`, which fill pages, into these pages."""
+    def fetch(self, pages: Any, cached: int, states: Any = None, ready: Callable[[], bool] = lambda: True) -> None:
+        """Fetch all tokens but the first `cached`, which fill pages, into these pages, and the `states` into theirs.
+
+        They are named to nobody before `ready`: until then the GPU may write them.
+        """
         if self.error is not None or self._about is None:
             return
-        table = [_HOLE] * (cached // self._page) + [int(page) for page in pages]
-        self._begin(table, cached)
-
-    def _begin(self, table: list[int], cached: int) -> None:
-        assert self._about is not None
+        tokens = len(self._about[1])
+        table = [HOLE] * (cached // self._page) + [int(page) for page in pages]
         try:
-            tables = dict.fromkeys(self._groups, table)
-            self._fetch = self.sink.fetch(*self._about, tables, cached=cached)
+            tables = {name: each.of(table, states, tokens) for name, each in self._tables.items()}
+            first = {name: each.wanted(states, tokens, cached) for name, each in self._tables.items()}
+        except ValueError as error:
+            self.error = error
+            return
+        self._due = ready, tables, first
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._due is None or self._about is None or not self._due[0]():
+            return
+        _, tables, first = self._due
+        self._due = None
+        try:
+            self._fetch = self.sink.fetch(*self._about, tables, cached=first)
         except KvprotoError as error:
             self.error = error
 
     @property
     def state(self) -> State:
         """FAILED only when nobody writes the pages."""
+        self._begin()
         fetch = self._fetch
         if fetch is None:
             if self.error is not None:
                 return State.FAILED
+            if self._due is not None:
+                return State.TRANSFERRING
             return State.WAITING if self._resolved else State.BOOTSTRAPPING
         if not fetch.done:
             return State.TRANSFERRING
@@ -90,9 +105,8 @@ class Receiving:
     def abort(self, reason: str) -> None:
         """Stop it; of one that was not begun its source is told that nothing is needed, so that it keeps no pages."""
         if self._fetch is None and self.error is None and self._about is not None and self._resolved:
-            prompt = self._about[1]
-            pages = [_HOLE] * (len(prompt) // self._page) + [_PADDING]
-            tables = dict.fromkeys(self._groups, pages)
+            prompt, self._due = self._about[1], None
+            tables = {name: table.nothing(len(prompt)) for name, table in self._tables.items()}
             with contextlib.suppress(KvprotoError):
                 self.sink.fetch(*self._about, tables, cached=len(prompt))
         self.error = self.error or RuntimeError(reason)

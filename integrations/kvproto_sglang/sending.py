@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvproto import KvprotoError, Prompt, Request, Source, Ticket
-from kvproto.events import Event, Expired, Freed, Undelivered, Unwanted
+from kvproto_engines.told import error_of
 from kvproto_sglang.state import State
+from kvproto_sglang.stated import Table
 
-__all__ = ["Sending", "stop_unwanted"]
+__all__ = ["Sending"]
 
 _PATIENCE = 10.0
 """Seconds in which the copies of a request have to end whose pages SGLang takes back."""
-
-Handoff = Mapping[str, Mapping[str, bytes]]
 
 
 class Sending:
     """SGLang gives its pages chunk by chunk, those of the whole prompt from the first one on."""
 
-    def __init__(self, source: Source, groups: Iterable[str]) -> None:
-        """`groups` are those whose page table is the request's."""
-        self.source, self._groups = source, tuple(groups)
+    def __init__(self, source: Source, tables: Mapping[str, Table]) -> None:
+        """`tables` says by group name what its page table is."""
+        self.source, self._tables = source, dict(tables)
+        self._early = all(table.paged for table in tables.values())
         self._request: Request | None = None
         self.error: Exception | None = None
         self._pages: list[int] = []
         self._tokens = 0
+        self._events: list[Any] = []
+        """Kept while copies may wait for them."""
 
     def begin(self, ticket: Ticket, prompt: Prompt) -> None:
         """Answer sinks from now on."""
@@ -35,22 +38,31 @@ class Sending:
         except KvprotoError as error:
             self.error = error
 
-    def send(self, pages: Iterable[int], tokens: int, handoff: Callable[[], Handoff]) -> None:
-        """So many more tokens are computed, in these pages; with the last of the prompt goes what `handoff` gives."""
+    def send(self, pages: Any, tokens: int, handoff: Callable[[], Any], states: Any = None, event: Any = None) -> None:
+        """So many more tokens are computed, in these pages; with the last of the prompt goes what `handoff` gives.
+
+        With the last, too, SGLang names the items of the `states`. Where there are some, all is handed over with them,
+        as windows leave pages, and a state is that of the last token. After this `event` of a GPU the pages are there.
+        """
         self._pages.extend(int(page) for page in pages)
         self._tokens += tokens
-        request = self._request
+        request, count = self._request, self._tokens
         if request is None or request.done:
             return
-        tables = dict.fromkeys(self._groups, self._pages)
+        if not (last := count >= len(request.prompt)) and not self._early:
+            return
+        self._events.append(event)
+        after = event.cuda_event if event is not None else None
         try:
-            if self._tokens < len(request.prompt):
-                request.computed(tables, self._tokens)
+            tables = {name: table.of(self._pages, states, count) for name, table in self._tables.items()}
+            if last:
+                since = {name: first for name, table in self._tables.items() if (first := table.first(states, count))}
+                request.finish(tables, handoff=handoff(), after=after, since=since)
             else:
-                request.finish(tables, handoff=handoff())
-        except KvprotoError as error:
+                request.computed(tables, count, after=after)
+        except (KvprotoError, ValueError) as error:
             self.error = error
-            request.fail(error)
+            request.fail(str(error) if isinstance(error, ValueError) else error)
 
     @property
     def state(self) -> State:
@@ -60,38 +72,15 @@ class Sending:
             return State.BOOTSTRAPPING if self.error is None else State.FAILED
         if not request.done:
             return State.TRANSFERRING if self._tokens >= len(request.prompt) else State.WAITING
-        self.error = self.error or _error_of(request)
+        self._events.clear()
+        self.error = self.error or error_of(request)
         return State.SUCCESS if self.error is None else State.FAILED
 
     def abort(self, reason: str) -> None:
         """Stop it, and wait until nobody reads its pages: SGLang reuses them when this returns."""
-        request = self._request
+        request, self.error = self._request, self.error or RuntimeError(reason)
         if request is None or request.done:
-            self.error = self.error or RuntimeError(reason)
             return
-        self.error = self.error or RuntimeError(reason)
         request.fail(reason)
         with contextlib.suppress(Exception):
             request.wait(_PATIENCE)
-
-
-def _error_of(request: Request) -> Exception | None:
-    """Why a request that is over was not handed over."""
-    try:
-        result = request.result
-    except Exception as error:
-        return error
-    if isinstance(result, Expired):
-        return RuntimeError("nobody fetched it before its deadline")
-    if isinstance(result, Undelivered):
-        return RuntimeError("; ".join(str(error) for error in result.lost.values()))
-    if isinstance(result, Freed) and not result.routed:
-        return RuntimeError("every engine that asked for it has aborted it or is gone")
-    return None
-
-
-def stop_unwanted(events: Iterable[Event]) -> None:
-    """End requests whose sinks have all gone, so that SGLang need not compute them."""
-    for event in events:
-        if isinstance(event, Unwanted):
-            event.request.release()

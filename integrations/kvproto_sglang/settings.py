@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from kvproto import LocalError, Options, Seed
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import checked, refuse
+from kvproto_engines.settings import checked, of_environment, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE
 
@@ -53,14 +50,7 @@ class Settings:
     @classmethod
     def of_environment(cls, prefill: bool) -> Settings:
         """Raises LocalError naming what is missing or wrong."""
-        text = os.environ.get(VARIABLE, "")
-        if not text:
-            raise refuse(VARIABLE, "", "a JSON object, or the path of one", "nothing", 'such as {"name": "prefill"}')
-        try:
-            given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-        except (OSError, ValueError) as error:
-            raise refuse(VARIABLE, "", "a JSON object, or the path of one", str(error), "correct it") from None
-        return cls.read(given, prefill)
+        return cls.read(of_environment(VARIABLE, '{"name": "prefill"}'), prefill)
 
     @classmethod
     def read(cls, given: Any, prefill: bool) -> Settings:
@@ -100,6 +90,5 @@ class Settings:
 def check_release(version: str) -> None:
     """Raise LocalError for a release of SGLang whose interface is not known."""
     if version.partition("+")[0] not in RELEASES:
-        raise refuse(
-            VARIABLE, "", f"SGLang {' or '.join(RELEASES)}", version, "install one of them, or a newer kvproto"
-        )
+        mine, advice = f"SGLang {' or '.join(RELEASES)}", "install one of them, or a newer kvproto"
+        raise refuse(VARIABLE, "", mine, version, advice)

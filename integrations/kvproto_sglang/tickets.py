@@ -17,6 +17,7 @@ import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket, read_ticket
 from kvproto.errors import ErrorCode
+from kvproto_sglang.metadata import MASKED
 
 __all__ = ["DEADLINE", "Asked", "asked_of", "ticket_of"]
 
@@ -70,7 +71,8 @@ def asked_of(request: Any) -> Asked:
     ticket = given.get("ticket")
     if ticket is not None and not isinstance(ticket, str):
         raise _bad("custom_params.kvproto.ticket", "the JSON text of a ticket", type(ticket).__name__)
-    needs = ("logprob", "sglang.top_logprobs") if request.return_logprob else ()
+    masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
+    needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
     return Asked(Prompt(request.origin_input_ids), read_ticket(ticket) if ticket else None, token, needs)
 
 

@@ -15,14 +15,14 @@ import torch
 
 from kvproto import Cache, DType, LocalError
 from kvproto.errors import ErrorCode
+from kvproto_engines.elements import FLOATS
 from kvproto_engines.pages import cache_of, measured, views_of
 
-__all__ = ["FLOATS", "WINDOW", "Layers", "Stated", "check_sizes", "refused", "state"]
+__all__ = ["WINDOW", "Layers", "Stated", "check_sizes", "refused", "state"]
 
 WINDOW = "SlidingWindowSpec"
 """vLLM's name of caches whose blocks the engine gives up when a window has left them."""
 
-FLOATS = {torch.float32: DType.F32, torch.float16: DType.F16, torch.bfloat16: DType.BF16}
 _QUANTIZED: dict[tuple[str, str], tuple[DType, torch.dtype]] = {
     ("FP8_PER_TENSOR", "fp8"): (DType.F8E4M3, torch.float8_e4m3fn),
     ("FP8_PER_TENSOR", "fp8_e4m3"): (DType.F8E4M3, torch.float8_e4m3fn),

@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvproto import Sink, Source
-from kvproto.events import Disconnected, Event, ProtocolError, Refused, Suspected
-from kvproto_engines import described
+from kvproto_engines import described, told
 from kvproto_engines.memory import ShareableMemory
 from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
@@ -29,8 +28,6 @@ from kvproto_vllm.states import STATE
 __all__ = ["KvprotoConnector"]
 
 logger = logging.getLogger("vllm.kvproto")
-
-_WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
 
 
 @dataclass
@@ -178,11 +175,11 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         results = TransferResults()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
-            self._log(self._sending.source.events())
+            told.log(logger, self._sending.source.events())
         if self._loading is not None:
             results.finished_recving, results.failed_recving = self._loading.results()
             self._lost.over(results.finished_recving, results.failed_recving)
-            self._log(self._loading.sink.events())
+            told.log(logger, self._loading.sink.events())
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -208,8 +205,3 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
         return metadata.orders
-
-    def _log(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, _WORTH_SAYING):
-                logger.warning("kvproto: %s", event)

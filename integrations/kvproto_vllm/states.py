@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from kvproto import Block, Cache, DType, LocalError
+from kvproto import Block, LocalError
 from kvproto.errors import ErrorCode
-from kvproto_vllm.caches import FLOATS, Layers, Stated, refused
+from kvproto_engines.elements import FLOATS
+from kvproto_engines.states import state_of
+from kvproto_vllm.caches import Layers, Stated, refused
 
 __all__ = ["STATE", "order_of", "states"]
 
@@ -66,8 +68,5 @@ def _state(layers: Layers, part: str, tensors: list[torch.Tensor], blocks: list[
     first = tensors[0]
     if first.dtype not in FLOATS:
         raise refused(layers.names[0], f"states of {', '.join(map(str, FLOATS))}", str(first.dtype))
-    size, lanes = int(first.shape[3]) * first.itemsize, sum(block.lanes for block in blocks)
-    parts: dict[str, tuple[DType, int, int]] = {part: (FLOATS[first.dtype], lanes, size)}
-    rows, title = int(first.shape[2]), f"{layers.title} {part}"
-    cache = Cache.state(title, layers.ids, parts=parts, rows=rows, blocks={part: blocks}, model=layers.model)
+    cache = state_of(f"{layers.title} {part}", layers.ids, part, first, blocks, layers.model)
     return Stated(cache, tensors)

@@ -1,153 +1,188 @@
-"""SGLang's pools, stated from its own objects: pages of [slot, head, dim] and of latents meet any other page size."""
+"""SGLang's pools, stated from its own objects: what is stated, what is compared, and what is refused by its name."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from kvproto import LocalError, Options, Pool, Prompt, Sink, Source, new_ticket
-from kvproto_engines.memory import ShareableMemory
-from kvproto_sglang import metadata
-from kvproto_sglang.engine import Layout, open_pool
+from kvproto import LocalError, Options
+from kvproto.wire.enums import FactRule
+from kvproto_sglang.engine import Engine, Layout, Opened, open_pool, scales_of
 from kvproto_sglang.settings import Settings
+from tests.sglang.handover import model_of, server_of
+from tests.sglang.kinds import KINDS, Standins, side
+from tests.sglang.standins import MambaPool, MHATokenToKVPool, buffers
 
-LAYERS, HEADS, DIM, SLOTS, TOKENS = 2, 2, 8, 128, 45
-MODEL = SimpleNamespace(
-    num_hidden_layers=LAYERS, get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(rope_theta=1e4)
-)
-SERVER = SimpleNamespace(
-    model_path="nobody/model", revision=None, quantization=None, load_format="auto", random_seed=0
-)  # fmt: skip
+HEADS, DIM = 2, 16
 
 
-class MHATokenToKVPool:
-    """SGLang's pool of K and V, as far as the back end looks: halves of one allocation a layer."""
-
-    kv_cache_layout = "nhd"
-
-    def __init__(self, page: int, heads: int = HEADS, dtype: torch.dtype = torch.float32, slots: int = SLOTS) -> None:
-        self.page_size, self.layer_num, self.start_layer = page, LAYERS, 0
-        self.head_dim = self.v_head_dim = DIM
-        self.dtype = self.store_dtype = dtype
-        with ShareableMemory():
-            both = [torch.zeros((2, slots, heads, DIM), dtype=dtype, device="cpu") for _ in range(LAYERS)]
-        self.k_buffer, self.v_buffer = ([each[n] for each in both] for n in range(2))
+class UnifiedMHATokenToKVPool(MHATokenToKVPool):
+    """A class that derives from one that is stated."""
 
 
-class MLATokenToKVPool:
-    """SGLang's pool of latents."""
-
-    def __init__(self, page: int) -> None:
-        self.page_size, self.layer_num, self.start_layer, self.kv_cache_dim = page, LAYERS, 0, DIM
-        self.dtype = self.store_dtype = torch.float32
-        with ShareableMemory():
-            self.kv_buffer = [torch.zeros((SLOTS, 1, DIM), dtype=torch.float32, device="cpu") for _ in range(LAYERS)]
+def mha(
+    page: int = 16, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16, kind: Any = MHATokenToKVPool, **more: Any
+) -> Any:
+    return kind(size=8 * page, page_size=page, dtype=dtype, head_num=heads, head_dim=DIM, layer_num=2, **more)
 
 
-class HybridLinearKVPool(MHATokenToKVPool):
-    """One that this back end does not state."""
+def engine(*pools: Any, **more: Any) -> Engine:
+    models = tuple(model_of(HEADS) for _ in pools)
+    return Engine(**{"pools": pools, "models": models, "server": server_of(), "buffers": buffers()} | more)
 
 
-def buffers(rows: int = 4) -> Any:
-    """SGLang's metadata buffers, as far as the back end looks."""
-    made = {name: torch.zeros((rows, 16), dtype=torch.int32) for name in ("output_ids", "cached_tokens")}
-    made |= {"output_token_logprobs_idx": torch.zeros((rows, 16), dtype=torch.int32)}
-    made |= {"output_token_logprobs_val": torch.zeros((rows, 16))}
-    made |= {"output_top_logprobs_val": torch.zeros((rows, 8))}
-    made |= {"output_top_logprobs_idx": torch.zeros((rows, 8), dtype=torch.int32)}
-    return SimpleNamespace(**made, bootstrap_room=torch.zeros((rows, 8), dtype=torch.uint64))
+def opened(given: Engine, layout: Layout | None = None, parts: str = "request", **settings: Any) -> Opened:
+    return open_pool(given, layout or Layout(), Settings(**settings), parts)
 
 
-def opened(pool: Any, layout: Layout | None = None, states: Any = (), drafts: int = 0, parts: str = "request") -> Pool:
-    made = open_pool(
-        pool, MODEL, SERVER, buffers(), states, drafts, layout or Layout(), Settings(), metadata.SETS[parts]
-    )  # fmt: skip
-    return made.pool
+def of_kind(kind: str, spoil: Any = None, **more: Any) -> Engine:
+    """An engine of a kind of the tests, with something else about it."""
+    made = side(kind, 64, 1)
+    if spoil is not None:
+        spoil(made.ranks[0][0])
+    return engine(*made.ranks[0], **{"models": made.configs, "states": made.states} | more)
 
 
-def slots(table: list[int], page: int) -> torch.Tensor:
-    """The slot of each token."""
-    at = torch.arange(TOKENS)
-    return torch.tensor(table)[at // page] * page + at % page
-
-
-@pytest.mark.parametrize(("pages", "tables"), [((64, 16), ([1], [3, 5, 1])), ((1, 32), (list(range(50, 95)), [2, 1]))])
-@pytest.mark.parametrize("kind", [MHATokenToKVPool, MLATokenToKVPool])
-def test_pages_of_any_size_meet(kind: Any, pages: Any, tables: Any, tmp_path: Any) -> None:
-    theirs, ours = kind(pages[0]), kind(pages[1])
-    names = ("k_buffer", "v_buffer") if kind is MHATokenToKVPool else ("kv_buffer",)
-    for n, name in enumerate(names):
-        for layer, tensor in enumerate(getattr(theirs, name)):
-            tensor[:] = torch.rand(tensor.shape) + n + 10 * layer
-    tmp_path.chmod(0o700)
-    place = f"ipc://{tmp_path}/p"
-    with Source("p", opened(theirs), place) as source, Sink("d", opened(ours), {"p": place}) as sink:
-        ticket, prompt = new_ticket("p"), Prompt(range(TOKENS))
-        request = source.request(ticket, prompt)
-        fetch = sink.fetch(ticket, prompt, {"kv": tables[1]})
-        request.finish({"kv": tables[0]})
-        fetch.wait(10)
-        request.wait(10)
-    for name in names:
-        for sent, came in zip(getattr(theirs, name), getattr(ours, name), strict=True):
-            assert torch.equal(sent[slots(tables[0], pages[0])], came[slots(tables[1], pages[1])])
+def facts(made: Opened) -> dict[str, str]:
+    return {fact.name: fact.value for fact in made.pool.geometry.facts}
 
 
 def test_two_ranks_have_half_of_the_heads_each() -> None:
-    layout = Layout(tp=2, rank=1)
-    pool = opened(MHATokenToKVPool(16, heads=1), layout)
+    pool = opened(engine(mha(heads=1)), Layout(tp=2, rank=1)).pool
     assert [pool.rank, len(pool.geometry.ranks)] == [1, 2]
 
 
 def test_weights_and_rope_are_compared() -> None:
-    facts = {fact.name: fact.value for fact in opened(MHATokenToKVPool(16)).geometry.facts}
-    assert facts.keys() == {"weights.target", "rope.target"}
-    assert facts["weights.target"] == "nobody/model@main"
+    found = facts(opened(engine(mha())))
+    assert found.keys() == {"weights.target", "rope.target"}
+    assert found["weights.target"] == "nobody/model@main"
 
 
-@pytest.mark.parametrize(
-    ("pool", "more", "says"),
-    [
-        (HybridLinearKVPool(16), {}, "HybridLinearKVPool"),
-        (MHATokenToKVPool(16), {"states": ["mamba"]}, "mamba"),
-        (MHATokenToKVPool(16), {"drafts": 4}, "draft"),
-        (MHATokenToKVPool(16), {"layout": Layout(refused=(("pp_size", 2),))}, "pp_size"),
-        (MHATokenToKVPool(16, dtype=torch.float64), {}, "kv_cache_dtype"),
-        (MHATokenToKVPool(16, slots=100), {}, "slots"),
-    ],
-)
-def test_what_is_not_stated_is_refused_by_name(pool: Any, more: Any, says: str) -> None:
+def test_a_draft_is_a_model_of_its_own() -> None:
+    made = opened(engine(mha(), mha(), entries=4))
+    assert {group.name: group.model for group in made.pool.geometry.groups} == {"kv": 0, "draft": 1}
+    assert facts(made)["weights.draft"] == "nobody/draft@main"
+
+
+def test_the_weights_of_a_draft_that_may_start_cold_are_not_insisted_on() -> None:
+    made = opened(engine(mha(), mha(), entries=4), options=Options(cold_draft=True))
+    warned = {fact.name for fact in made.pool.geometry.facts if fact.rule == FactRule.WARN}
+    assert warned == {"weights.draft", "rope.draft"}
+
+
+def test_what_scales_a_quantized_cache_is_compared() -> None:
+    layers = [SimpleNamespace(layer_id=n, k_scale_float=k, v_scale_float=None) for n, k in ((1, 0.5), (0, None))]
+    scales = scales_of([*layers, SimpleNamespace(k_scale_float=3.0)])
+    assert scales == {0: (1.0, 1.0), 1: (0.5, 1.0)}
+    quantized = mha(dtype=torch.float8_e4m3fn)
+    one, two = (facts(opened(engine(quantized, scales=(each, {})))) for each in ({}, scales))
+    assert one["kv_scales.target"] != two["kv_scales.target"]
+    assert "kv_scales.target" not in facts(opened(engine(mha(), scales=(scales, {}))))
+
+
+def test_the_order_of_a_matrix_that_shapes_do_not_tell_is_a_fact() -> None:
+    assert facts(opened(of_kind("gated delta nets")))["state_order.target"] == "value, key"
+    assert "state_order.target" not in facts(opened(of_kind("Mamba 2")))
+
+
+def test_layers_that_share_an_index_have_none() -> None:
+    made = Standins().dsa(
+        size=640, page_size=64, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=3,
+        kv_cache_dim=576, index_head_dim=128, skip_topk_layers=[False, True, False],
+    )  # fmt: skip
+    groups = {group.name: group.id for group in opened(engine(made, states=["dsa"])).pool.geometry.groups}
+    owns = {
+        share.group: share.layers.tolist() for share in opened(engine(made, states=["dsa"])).pool.geometry.ranks[0].owns
+    }
+    assert owns[groups["kv"]] == [0, 1, 2]
+    assert owns[groups["kv index"]] == [0, 2]
+
+
+def _set(name: str, value: Any) -> Any:
+    return lambda pool: setattr(pool, name, value)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another class": (lambda: engine(mha(kind=UnifiedMHATokenToKVPool)), "UnifiedMHATokenToKVPool"),
+    "a state that no pool has": (lambda: engine(mha(), states=["mamba"]), "mamba"),
+    "a state that SGLang does not name": (lambda: of_kind("Mamba 2", states=()), "mamba"),
+    "the ring of a kpool": (lambda: of_kind("sparse MLA", states=["dsa", "dsa_tail"]), "dsa_tail"),
+    "two windows": (lambda: of_kind("sliding windows", states=["swa", "swa"]), "swa, swa"),
+    "a draft without a pool": (lambda: engine(mha(), entries=4), "0 buffers"),
+    "a draft of other buffers": (lambda: engine(mha(), mha(), entries=2), "2 buffers of one"),
+    "a draft of another class": (
+        lambda: engine(mha(), side("sliding windows", 16, 1).ranks[0][0], entries=4), "SWAKVPool",
+    ),
+    "a draft of other pages": (lambda: engine(mha(16), mha(32), entries=4), "pages of .32"),
+    "an element type": (lambda: engine(mha(dtype=torch.float64)), "kv_cache_dtype"),
+    "FP4": (lambda: of_kind("MHA", _set("is_quantized_kv_cache", True)), "is_quantized_kv_cache"),
+    "memory behind addresses": (lambda: of_kind("MHA", _set("post_capture_active", True)), "post_capture_active"),
+    "layers of one shard": (lambda: of_kind("MLA", _set("layer_shard_enabled", True)), "layer_shard_enabled"),
+    "memory of another allocator": (lambda: of_kind("MHA", _set("enable_custom_mem_pool", True)), "enable_custom_mem_pool"),
+    "a layout": (lambda: of_kind("MHA", _set("kv_cache_layout", "vectorized_5d")), "vectorized_5d"),
+    "slots that are no pages": (lambda: of_kind("MHA", _set("page_size", 7)), "slots"),
+    "heads of another number": (lambda: engine(mha(heads=3)), "3 on a rank"),
+    "heads that ranks do not divide": (lambda: engine(mha(heads=1), models=(model_of(3),)), "1 on a rank"),
+    "windows in rows of requests": (lambda: of_kind("sliding windows", _set("swa_req_ring_size", 128)), "rows of a request"),
+    "an index of several tokens": (lambda: of_kind("sparse MLA", _set("index_kpool", 4)), "4 tokens to a key"),
+    "a row of other sizes": (lambda: of_kind("sparse MLA in FP8", _set("qk_rope_head_dim", 32)), "kv_cache_dim"),
+    "other states beside": (
+        lambda: of_kind("Mamba 2", lambda pool: setattr(pool.mamba_pool, "_slot_siblings", [1])), "other states",
+    ),
+    "states of another class": (
+        lambda: of_kind("Mamba 2", lambda pool: setattr(pool, "mamba_pool", SimpleNamespace())), "SimpleNamespace",
+    ),
+    "Mamba of another model": (lambda: of_kind("Mamba 2", models=(model_of(HEADS, model_type="zamba"),)), "zamba"),
+    "groups of another number": (
+        lambda: of_kind("Mamba 2", models=(model_of(HEADS, model_type="nemotron_h", n_groups=3),)), "2 on a rank",
+    ),
+    "channels of another number": (
+        lambda: of_kind("gated delta nets", lambda pool: setattr(pool.mamba_pool, "conv_shard_groups", [12, 12, 64])),
+        "56 channels",
+    ),
+    "checksums of SGLang's": (
+        lambda: engine(mha(), buffers=SimpleNamespace(**vars(buffers()) | {"kv_checksum": 1})), "enable_kv_checksum",
+    ),
+    "memory that is given back": (lambda: engine(mha(), server=server_of(enable_memory_saver=True)), "enable_memory_saver"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_stated_is_refused_by_name(what: str) -> None:
+    make, says = REFUSED[what]
     with pytest.raises(LocalError, match=says):
-        opened(pool, **more)
+        opened(make())
 
 
-def test_memory_that_is_given_back_is_refused() -> None:
-    asleep = SimpleNamespace(**vars(SERVER), enable_memory_saver=True)
-    with pytest.raises(LocalError, match="enable_memory_saver"):
-        open_pool(MHATokenToKVPool(16), MODEL, asleep, buffers(), (), 0, Layout(), Settings(), ())
+def test_sizes_that_have_to_be_one_are_refused_by_name() -> None:
+    with pytest.raises(LocalError, match="pp_size"):
+        opened(engine(mha()), Layout(refused=(("pp_size", 2),)))
 
 
 def test_ranks_that_nobody_reads_are_refused() -> None:
-    few = Settings(options=Options(spread="few"))
     with pytest.raises(LocalError, match="spread"):
-        open_pool(MHATokenToKVPool(16, 1), MODEL, SERVER, buffers(), (), 0, Layout(tp=2), few, ())
+        opened(engine(mha(heads=1)), Layout(tp=2), options=Options(spread="few"))
 
 
-def test_metadata_arrives_in_the_row_of_the_request() -> None:
-    theirs, ours = buffers(), buffers()
-    theirs.output_ids[1, 0], theirs.cached_tokens[1, 3], theirs.output_top_logprobs_val[1, 2] = 77, 9, -1.5
-    theirs.output_token_logprobs_val[1, 0] = -0.25
-    sent = metadata.read(theirs, 1, metadata.SETS["all"])
-    metadata.write(ours, 2, 1 << 62, sent, None)
-    assert (ours.output_ids[2, 0], ours.cached_tokens[2, 3], ours.output_top_logprobs_val[2, 2]) == (77, 9, -1.5)
-    assert (ours.output_token_logprobs_val[2, 0], ours.output_token_logprobs_idx[2, 0]) == (-0.25, 77)
-    assert int(ours.bootstrap_room[2, 0]) == 1 << 62
-    assert not ours.output_ids[[0, 1, 3]].any()
+def test_every_kind_of_the_tests_opens_as_it_is() -> None:
+    """So that what is refused above is refused for what was changed."""
+    for name, kind in KINDS.items():
+        made = side(name, 64, 1)
+        drafts = sum(2 if hasattr(pool, "k_buffer") else 1 for pool in made.ranks[0][1:])
+        given = attrs.evolve(of_kind(name), entries=drafts)
+        assert len(opened(given).tables) >= len(kind.models)
 
 
-def test_a_first_token_that_a_router_knows_needs_no_metadata() -> None:
-    made = buffers()
-    metadata.write(made, 0, 5, {}, 123)
-    assert (int(made.output_ids[0, 0]), int(made.bootstrap_room[0, 0])) == (123, 5)
-    assert metadata.cache_of(made, ()) == []
+def test_groups_of_mamba_that_ranks_hold_alike() -> None:
+    """One group for two ranks: each has it."""
+    full = mha(heads=1)
+    state = MambaPool(size=4, mamba_layer_ids=[0], conv=(16 + 6 + 6, 3), temporal=(2, 8, 6))
+    hybrid = type("HybridLinearKVPool", (), {})()
+    hybrid.full_kv_pool, hybrid.mamba_pool, hybrid.page_size, hybrid.device = full, state, 16, "cpu"
+    hybrid.full_attention_layer_id_mapping = {1: 0, 3: 1}
+    config = model_of(HEADS, model_type="granitemoehybrid", mamba_n_groups=1)
+    made = opened(engine(hybrid, models=(config,), states=["mamba"]), Layout(tp=2, rank=1))
+    groups = {group.name: group for group in made.pool.geometry.groups}
+    assert [part.lanes for part in groups["kv conv"].parts] == [32 + 6 + 6]

@@ -9,13 +9,16 @@ import pytest
 
 import kvproto_sglang
 from kvproto import Prompt, Sink, Source, Ticket
+from kvproto_engines.told import stop_unwanted
 from kvproto_sglang.receiving import Receiving
-from kvproto_sglang.sending import Sending, stop_unwanted
+from kvproto_sglang.sending import Sending
 from kvproto_sglang.state import State
+from kvproto_sglang.stated import Table
 from kvproto_sglang.tickets import ticket_of
 from tests.door.doors import PAGE, PROMPT, STEPPED, filled, rows
 
 TABLE, PAGES = [3, 1, 2], [5, 6, 7]
+TABLES = {"kv": Table(PAGE)}
 
 
 class Pair:
@@ -32,7 +35,7 @@ class Pair:
     def both(self, deadline: float = 30) -> tuple[Sending, Receiving, Ticket]:
         """One request at both, begun at neither."""
         ticket = ticket_of(next(self._rooms), "p", 0, deadline)
-        return Sending(self.source, ["kv"]), Receiving(self.sink, ["kv"], PAGE), ticket
+        return Sending(self.source, TABLES), Receiving(self.sink, TABLES, PAGE), ticket
 
     def until(self, condition: Callable[[], Any]) -> None:
         for _ in range(2000):
@@ -99,7 +102,7 @@ def test_the_ticket_says_the_replica_where_a_router_made_it(pair: Pair) -> None:
     receiving.resolve(None)
     receiving.fetch(PAGES, 0)
     assert receiving.state == State.TRANSFERRING
-    other = Receiving(pair.sink, ["kv"], PAGE)
+    other = Receiving(pair.sink, TABLES, PAGE)
     other.begin(ticket, PROMPT)
     other.resolve(1)
     other.fetch(PAGES, 0)
@@ -151,7 +154,7 @@ def test_another_prompt_is_refused(pair: Pair) -> None:
 
 
 def test_a_room_that_comes_twice_fails_the_second_time(pair: Pair) -> None:
-    first, second = (Sending(pair.source, ["kv"]) for _ in range(2))
+    first, second = (Sending(pair.source, TABLES) for _ in range(2))
     for each in (first, second):
         each.begin(ticket_of(5, "p"), PROMPT)
     assert (first.state, second.state) == (State.WAITING, State.FAILED)
@@ -168,6 +171,48 @@ def test_pages_that_cannot_be_fail_their_request_alone(pair: Pair) -> None:
     receiving.fetch(PAGES, 0)
     sending.send(TABLE, len(PROMPT), nothing)
     pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+
+
+def test_pages_are_named_to_nobody_before_the_gpu_has_done_with_them(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    sending.send(TABLE, len(PROMPT), nothing)
+    idle: list[bool] = []
+    receiving.fetch(PAGES, 0, None, lambda: bool(idle))
+    for _ in range(20):
+        pair.source.step(0.001)
+        pair.sink.step(0.001)
+        assert (sending.state, receiving.state) == (State.TRANSFERRING, State.TRANSFERRING)
+    assert not pair.equal()
+    idle.append(True)
+    pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+    assert pair.equal()
+
+
+def test_a_request_that_is_aborted_while_the_gpu_works_names_no_pages(pair: Pair) -> None:
+    sending, receiving = begun(pair)
+    before = rows(pair.pools[1], PAGES).copy()
+    receiving.fetch(PAGES, 0, None, lambda: False)
+    receiving.abort("the client is gone")
+    assert receiving.pages_free
+    sending.send(TABLE, len(PROMPT), nothing)
+    pair.until(lambda: receiving.state == State.FAILED and sending.state in (State.FAILED, State.SUCCESS))
+    assert (rows(pair.pools[1], PAGES) == before).all()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_state_that_sglang_does_not_name_fails_its_request(side: str, pair: Pair) -> None:
+    table = {"kv": Table(PAGE, component=0)}
+    sending, receiving = Sending(pair.source, table), Receiving(pair.sink, table, PAGE)
+    if side == "prefill":
+        sending.begin(ticket_of(9, "p"), PROMPT)
+        sending.send(TABLE, len(PROMPT), nothing, [None])
+        pair.until(lambda: sending.state == State.FAILED)
+        assert "component 0" in str(sending.error)
+    else:
+        receiving.begin(ticket_of(9, "p"), PROMPT)
+        receiving.resolve(0)
+        receiving.fetch(PAGES, 0, [None])
+        assert receiving.state == State.FAILED
 
 
 def test_it_uses_the_front_door_alone() -> None:

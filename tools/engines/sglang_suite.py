@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvproto_engines.memory import ShareableMemory
-from kvproto_sglang.engine import Layout, open_pool
+from kvproto_sglang.engine import Engine, Layout, open_pool
 from kvproto_sglang.settings import Settings
 from tools.engines import suite
 
@@ -35,10 +35,11 @@ class SglangCache(EngineCache):
                 size=(ITEMS - 1) * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS, head_dim=DIM,
                 layer_num=LAYERS, device="cpu", enable_memory_saver=False,
             )  # fmt: skip
-        model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS, hf_text_config=None)
         buffers = SimpleNamespace(output_ids=torch.zeros(1, 16, dtype=torch.int32))
-        settings: Any = Settings(facts={})
-        opened = open_pool(self._kv, model, SimpleNamespace(), buffers, [], 0, Layout(), settings, ("token",))
+        server = SimpleNamespace(model_path="", load_format="auto")
+        engine = Engine(pools=(self._kv,), models=(model,), server=server, buffers=buffers)
+        opened = open_pool(engine, Layout(), Settings(facts={}), "token")
         super().__init__(opened.pool.geometry, opened.pool)
 
     def put(self, key: Key, table: list[int], rows: Ints, data: Bytes) -> None:

@@ -1,0 +1,36 @@
+"""What DeepSeek's kernels of sparse attention read, whichever engine runs them: a row of quantized MLA, and an index.
+
+A row is the latent in FP8, a scale for each 128 elements, and the rotary key in BF16. A page of the index is the keys
+of all its tokens, then their scales.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvproto import DType
+
+__all__ = ["index_views", "row_of"]
+
+_BLOCK = 128
+_SCALE = 4
+"""Bytes of a scale."""
+_TYPES = {"latent": (DType.F8E4M3, 1), "latent_scale": (DType.F32, _SCALE), "rope": (DType.BF16, 2)}
+
+
+def row_of(latent: int, rope: int) -> dict[str, tuple[DType, int, int]]:
+    """The parts of a row, with their lanes and bytes, as `Cache.paged` takes them."""
+    counts = {"latent": latent, "latent_scale": -(-latent // _BLOCK), "rope": rope}
+    return {name: (_TYPES[name][0], 1, count * _TYPES[name][1]) for name, count in counts.items() if count}
+
+
+def index_views(buffer: torch.Tensor, page: int, dim: int) -> dict[str, torch.Tensor]:
+    """Keys and scales of an index, [page, token, byte], of a buffer of bytes [page, ...].
+
+    Raises ValueError for a buffer of other pages than `page` tokens, with keys of `dim` bytes, have.
+    """
+    if tuple(buffer.shape[1:]) != (page * (dim + _SCALE),) or buffer.dtype != torch.uint8:
+        wanted = f"pages of {page * (dim + _SCALE)} bytes"
+        raise ValueError(f"an index {tuple(buffer.shape)} of {buffer.dtype}, not {wanted}")
+    keys, scales = buffer[:, : page * dim], buffer[:, page * dim :]
+    return {"index": keys.view(-1, page, dim), "index_scale": scales.view(-1, page, _SCALE)}

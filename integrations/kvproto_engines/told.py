@@ -1,0 +1,42 @@
+"""What an engine's log says of a hand-over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kvproto import Request
+from kvproto.events import Disconnected, Event, Expired, Freed, ProtocolError, Refused, Suspected, Undelivered, Unwanted
+
+__all__ = ["error_of", "log", "stop_unwanted"]
+
+_WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
+
+
+def log(logger: logging.Logger, events: Iterable[Event]) -> None:
+    """Warn of what an operator should know."""
+    for event in events:
+        if isinstance(event, _WORTH_SAYING):
+            logger.warning("kvproto: %s", event)
+
+
+def error_of(request: Request) -> Exception | None:
+    """Why a request that is over was not handed over; None where it was."""
+    try:
+        result = request.result
+    except Exception as error:
+        return error
+    if isinstance(result, Expired):
+        return RuntimeError("nobody fetched it before its deadline")
+    if isinstance(result, Undelivered):
+        return RuntimeError("; ".join(str(error) for error in result.lost.values()))
+    if isinstance(result, Freed) and not result.routed:
+        return RuntimeError("every engine that asked for it has aborted it or is gone")
+    return None
+
+
+def stop_unwanted(events: Iterable[Event]) -> None:
+    """End requests whose sinks have all gone, so that the engine need not compute them."""
+    for event in events:
+        if isinstance(event, Unwanted):
+            event.request.release()
