@@ -1,7 +1,8 @@
 """Pages in files that NIXL's POSIX plug-in writes and reads; `pip install 'kvproto[nixl]'`.
 
-NIXL moves the bytes. Names, renames and syncs are those of `Files`, and so is what lies on the disk: either reads what the
-other wrote. NIXL is given descriptors of open files, so that a file gets the name that readers look for once it is whole.
+NIXL moves the bytes. Names, renames and syncs are those of `Files`, and so is what lies on the disk: either reads what
+the other wrote. NIXL is given descriptors of open files, so that a file gets the name that readers look for once it is
+whole.
 """
 
 from __future__ import annotations
