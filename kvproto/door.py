@@ -101,7 +101,7 @@ def transports_of(options: Options, pool: Pool) -> list[Transport]:
     try:
         return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
     except LocalError as error:
-        raise LocalError(error.code, "Options.transports", error.mine, error.yours, error.advice) from error
+        raise error.at("Options.transports") from error
 
 
 class Handle(Generic[Result]):

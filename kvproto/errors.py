@@ -34,6 +34,10 @@ class KvprotoError(Exception):
         made.__cause__ = self.__cause__
         return made
 
+    def at(self, path: str) -> Self:
+        """A copy with another path."""
+        return type(self)(self.code, path, self.mine, self.yours, self.advice)
+
     def __str__(self) -> str:
         return self.between("mine", "yours", " ")
 

@@ -58,9 +58,8 @@ class Pool:
         check_type("axes", axes, (str, Mapping), "words, or a mapping of group name to words")
         groups = _groups(geometry, rank)
         if missing := groups.keys() ^ tensors.keys():
-            raise _bad(
-                "tensors", f"the groups {sorted(groups)}", f"{sorted(map(str, tensors))}: {sorted(missing)} differ"
-            )
+            yours = f"{sorted(map(str, tensors))}: {sorted(missing)} differ"
+            raise _bad("tensors", f"the groups {sorted(groups)}", yours)
         found: dict[str, tuple[int, list[Column]]] = {}
         for name, (group, share) in groups.items():
             said = axes if isinstance(axes, str) else axes.get(name, "page token head dim")
@@ -69,9 +68,8 @@ class Pool:
         self.memories, region_of = shareable.adopt_all(views)
         if len(self.memories) > limits.MAX_REGIONS:
             mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
-            raise LocalError(
-                ErrorCode.TOO_LARGE, "tensors", mine, yours, "allocate layers together: peers map each allocation"
-            )
+            advice = "allocate layers together: peers map each allocation"
+            raise LocalError(ErrorCode.TOO_LARGE, "tensors", mine, yours, advice)
         made = {}
         for name, (items, columns) in found.items():
             homes = [region_of[id(c.view)] for c in columns]

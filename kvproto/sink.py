@@ -337,7 +337,7 @@ def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
     try:
         check_address(address, options.keys is not None, options.insecure)
     except LocalError as error:
-        raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error
+        raise error.at(path) from error
     if seed.key is not None:
         return check_public("key", seed.key)
     if encrypted(address) and options.keys is not None:

@@ -210,8 +210,7 @@ class Source(Sleeper):
         try:
             listener = _listener(endpoints[pool.rank], chosen)
         except LocalError as error:
-            path = "listen" if error.path == "address" else error.path
-            raise LocalError(error.code, path, error.mine, error.yours, error.advice) from error
+            raise error.at("listen" if error.path == "address" else error.path) from error
         endpoints[pool.rank] = self._address = listener.address
         self._listen = listen
         try:

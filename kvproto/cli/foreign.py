@@ -117,7 +117,7 @@ def check(args: argparse.Namespace) -> int:
                 fleets.append(_fleet(str(path), said["both"] | said[side]))
                 sides.append(_described(fleets[-1], args))
             except KvprotoError as error:
-                raise type(error)(error.code, f"{path}: {error.path}", error.mine, error.yours, error.advice) from None
+                raise error.at(f"{path}: {error.path}") from None
     except (KvprotoError, OSError, ValueError) as error:
         print(f"error: {_said(error)}", file=sys.stderr)
         return 1

@@ -189,7 +189,7 @@ def read_geometry(path: Path) -> Geometry:
         geometry = from_json(Geometry, data)
         validate(geometry)
     except KvprotoError as error:
-        raise type(error)(error.code, f"{path}: {error.path}", error.mine, error.yours, error.advice) from None
+        raise error.at(f"{path}: {error.path}") from None
     return geometry
 
 

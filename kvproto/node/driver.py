@@ -160,9 +160,8 @@ class Driver:
         """Raise LocalError or the node's failure if no turn is possible: when closed, in a fork, or after a failure."""
         if os.getpid() != self._pid:
             advice = "open a Source or Sink in the process that uses it, or start workers by spawn"
-            raise LocalError(
-                ErrorCode.UNEXPECTED_MESSAGE, self._name, f"process {self._pid}", f"its fork {os.getpid()}", advice
-            )
+            mine, yours = f"process {self._pid}", f"its fork {os.getpid()}"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, self._name, mine, yours, advice)
         if self.failure is not None:
             raise self.failure
         if self._closed:

@@ -176,9 +176,8 @@ def _listen(path: str) -> socket.socket:
     try:
         check_address(f"ipc://{path}", keyed=False, insecure=False)
     except LocalError as error:
-        raise LocalError(
-            error.code, "Options.feed", error.mine.replace("ipc:// and ", ""), error.yours, error.advice
-        ) from error
+        mine = error.mine.replace("ipc:// and ", "")
+        raise LocalError(error.code, "Options.feed", mine, error.yours, error.advice) from error
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         if os.path.lexists(path):

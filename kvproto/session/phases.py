@@ -70,7 +70,7 @@ class Stated:
         try:
             return cls(decode_geometry(encoded), encoded, bytes(message.digest), message.version)
         except (WireError, PlanError) as e:
-            raise type(e)(e.code, f"geometry.{e.path}", e.mine, e.yours, e.advice) from None
+            raise e.at(f"geometry.{e.path}") from None
 
     @property
     def fields(self) -> dict[str, object]:
