@@ -32,8 +32,8 @@ __all__ = ["Pool"]
 class Pool:
     """One rank's cache, in tensors of the engine or in memory that `allocate` makes.
 
-    A pool is used by one Source or Sink at a time, or by one of each. The engine keeps its tensors, and must leave them
-    where they are until the Source and Sink are closed.
+    A pool serves one Source at a time, alongside Sinks. The engine keeps its tensors, and must leave them where they
+    are until all of these are closed.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Pool:
         part in sections, pass a tensor for each section, under names such as "latent[0:1024]". With `shared`, layers
         that share a cache may be given the same tensor; such a pool is for a Source. Raises LocalError: BAD_COLUMNS,
         naming the tensor and the axis, also where layers or parts share some of their bytes; TOO_LARGE for too many
-        allocations; NO_TRANSPORT for memory that cannot be shared.
+        allocations; NO_TRANSPORT for memory that cannot be shared. Raises PlanError for a geometry that contradicts
+        itself.
         """
         check_type("shared", shared, bool, "True or False")
         check_type("geometry", geometry, Geometry, "a kvproto.Geometry", "lay_out makes one")

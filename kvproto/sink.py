@@ -105,8 +105,8 @@ class Sink(Sleeper):
         `sources` maps each engine name (replica 0), or (name, replica), to the address of any of its ranks, or to a
         Seed, which also holds its public key; the other ranks' addresses come with its Welcome. `read_sources` reads
         such a mapping from a file, and `connect` adds to it. Raises LocalError: OUT_OF_RANGE for an argument or an
-        address that cannot be used, NO_TRANSPORT, UNEXPECTED_MESSAGE for a pool that is closed or in use, and
-        ITEM_ALIAS for a `shared` pool.
+        address that cannot be used, NO_TRANSPORT, UNEXPECTED_MESSAGE for a closed pool, and ITEM_ALIAS for a `shared`
+        one.
         """
         self._fetches: dict[int, Fetch] = {}
         self._sources: set[tuple[str, int]] = set()
