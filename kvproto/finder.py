@@ -95,11 +95,11 @@ class Finder:
             for address, endpoint in self._node.endpoints.items():
                 party, known = endpoint.party(), endpoint.known()
                 if party is not None and known is not None:
-                    told = [_lengths(each, *ids(each)) for each in known.values()]
-                    both = {n: max(of[n] for of in told) for n in told[0] if all(n in of for of in told)}
-                    near = max((n for n, tier in both.items() if tier == Tier.DEVICE), default=0)
+                    ranks = [_lengths(each, *ids(each)) for each in known.values()]
+                    common = {n: max(of[n] for of in ranks) for n in ranks[0] if all(n in of for of in ranks)}
+                    near = max((n for n, tier in common.items() if tier == Tier.DEVICE), default=0)
                     pages = sum(len(each.pages) for each in known.values())
-                    found.append(Held(address, party.engine, party.replica, max(both, default=0), near, pages))
+                    found.append(Held(address, party.engine, party.replica, max(common, default=0), near, pages))
             return sorted(found, key=lambda held: (-held.tokens, -held.device))
 
         made = self._driver.between_turns(ask, _PATIENCE)

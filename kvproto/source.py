@@ -315,13 +315,13 @@ class Source(Sleeper):
                 return self._returned(event)
             case RequestOver():
                 request = self._requests.pop(event.key)
-                told: Over = Freed(request, event.routed or ())
+                over: Over = Freed(request, event.routed or ())
                 if event.routed is None:
-                    told = Expired(request)
+                    over = Expired(request)
                 elif event.lost:
-                    told = Undelivered(request, event.routed, event.lost)
-                request._end(told)
-                return told
+                    over = Undelivered(request, event.routed, event.lost)
+                request._end(over)
+                return over
         return shared_event(event)
 
     def _handles(self) -> Iterable[Handle[Any]]:

@@ -62,9 +62,9 @@ class Tiers(Cache):
         base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
         names = {group.id: group.name for group in self._geometry.groups}
         pages, shelf = dict(self.counts), dict(self.shelf.counts) if self.shelf else {}
-        told = pages | {what: shelf.get(what, 0) for what in _OF_STORAGE}
+        counts = pages | {what: shelf.get(what, 0) for what in _OF_STORAGE}
         found = [
-            sample(base, "kvproto_tier_pages_total", (what,), told.get(what.replace("_", " "), 0)) for what in _WHAT
+            sample(base, "kvproto_tier_pages_total", (what,), counts.get(what.replace("_", " "), 0)) for what in _WHAT
         ]
         for of, count in (("copy", pages.get("failed", 0)), ("storage", shelf.get("failed", 0))):
             found.append(sample(base, "kvproto_tier_failures_total", (of,), count))

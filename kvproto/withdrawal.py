@@ -138,9 +138,9 @@ class Sleeper(Door):
         """On the node: nothing can read or write a pool any more, so its withdrawal ends."""
         made = self._withdrawals.pop(event.epoch)
         self._drop(made.pool)
-        told = PoolFree(made)
-        made._end(told)
-        return told
+        free = PoolFree(made)
+        made._end(free)
+        return free
 
     def _all_handles(self) -> Iterator[Handle[Any]]:
         yield from super()._all_handles()

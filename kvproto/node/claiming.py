@@ -33,7 +33,7 @@ class Claimed:
     """Everything granted so far, by group id."""
     whole: bool = False
     """Whether `grants` is everything that the transfer asks for."""
-    told: tuple[int | None, ...] = ()
+    reported: tuple[int | None, ...] = ()
     """The `tokens` of the last PagesNeeded, if there was one."""
     offers: list[Offered] = attrs.Factory(list)
     """Offers that wait for items to be read into."""

@@ -301,9 +301,9 @@ class SourceLink:
     def _need(self, transfer: _Transfer, tokens: int | None) -> None:
         """Report to the engine, once, that items are of use up to this token (None: all of them)."""
         claim = transfer.claim
-        if claim is None or claim.whole or (tokens is not None and not claim.spans) or claim.told == (tokens,):
+        if claim is None or claim.whole or (tokens is not None and not claim.spans) or claim.reported == (tokens,):
             return
-        claim.told = (tokens,)
+        claim.reported = (tokens,)
         self._events.append(PagesNeeded(transfer.number, tokens))
 
     def _check_axes(self, terms: PoolTerms, axes: Collection[str]) -> None:

@@ -80,8 +80,8 @@ class Endpoint:
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
-        told, self._events = self._events, []
-        return told
+        found, self._events = self._events, []
+        return found
 
     def next_deadline(self) -> float | None:
         """When `on_time` is next due; None if only a frame or a call can change anything."""

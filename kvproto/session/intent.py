@@ -194,10 +194,10 @@ class SinkIntent(Part):
     hears = ((m.Progress, _progress), (m.Accepted, _accepted))
 
 
-def useful(attempts: Iterable[SinkAttempt], told: int | None) -> int | None:
-    """The token up to which all source ranks can use items that are lacking, at least `told`; None: all items."""
+def useful(attempts: Iterable[SinkAttempt], reported: int | None) -> int | None:
+    """The token up to which all source ranks can use items that are lacking, at least `reported`; None: all items."""
     lacking = [attempt for attempt in attempts if not attempt.whole]
-    if not lacking or told is None:
-        return told
+    if not lacking or reported is None:
+        return reported
     tokens = min((attempt.useful for attempt in lacking if not attempt.ready), default=None)
-    return tokens if tokens is None else max(tokens, told)
+    return tokens if tokens is None else max(tokens, reported)

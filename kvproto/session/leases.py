@@ -47,7 +47,7 @@ class Lease:
     """The request id of a Renew under way."""
     sent: float = 0.0
     """When that Renew was first sent."""
-    told: bool = False
+    reported: bool = False
     """Whether the offer was reported to the engine."""
     reading: bool = False
     """Whether a copy is under way."""

@@ -62,7 +62,7 @@ class Plans:
             made.required(0)  # builds the table of routes here
             return Planned(theirs, made)
 
-        def told(found: Planned | KvprotoError) -> None:
+        def pass_on(found: Planned | KvprotoError) -> None:
             if isinstance(found, Planned):
                 self._made[key] = found
                 while len(self._made) > _KEPT:
@@ -76,4 +76,4 @@ class Plans:
             waiting.append(then)
         else:
             self._waiting[key] = [then]
-            self.defer(work, told)
+            self.defer(work, pass_on)

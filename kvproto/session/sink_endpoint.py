@@ -316,8 +316,8 @@ class SinkEndpoint(Reading):
             if want.error is None and not session.open and attempt.done is None:
                 lost = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
                 self._fail(want, session.revoked or lost, now)
-            if want.error is None and attempt.lease is not None and not attempt.lease.told:
-                attempt.lease.told = True
+            if want.error is None and attempt.lease is not None and not attempt.lease.reported:
+                attempt.lease.reported = True
                 self._events.append(e.Offered(want.number, attempt.lease.offer))
         if want.error is None and (tokens := useful(want.parts.values(), want.useful)) != want.useful:
             want.useful = tokens

@@ -268,6 +268,7 @@ def test_a_peer_that_knows_less_is_served_all_the_same(
 
     monkeypatch.setattr("kvproto.node.source.features_of", less)
     with claims(tmp_path, Options(thread=False, pull=pull, part_bytes=1, first_part_ratio=0)) as both:
+        both.until(lambda: bool(both.sink.ready))
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))
         run.compute(20)
         for _ in range(20):
