@@ -95,9 +95,9 @@ def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = ""
     return number
 
 
-def bad(path: str, mine: str, yours: object) -> LocalError:
-    """A LocalError(OUT_OF_RANGE) for an argument: its name, what it may be, and what it was."""
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours))
+def bad(path: str, mine: str, yours: object, advice: str = "") -> LocalError:
+    """A LocalError(OUT_OF_RANGE) for an argument: its name, what it may be, what it was, and what to do."""
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours), advice)
 
 
 def type_name(given: object) -> str:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import U32, LocalError, WireError, check_type, check_whole, type_name
+from kvproto.errors import U32, WireError, bad, check_type, check_whole, type_name
 from kvproto.planning.axes import TOKENS
 from kvproto.wire import encode_struct, from_json, tables, to_json
 from kvproto.wire.enums import ErrorCode
@@ -58,14 +58,14 @@ class Prompt:
         """
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
-            raise _bad("Prompt.salts", "a sequence of digests", type_name(salts))
+            raise bad("Prompt.salts", "a sequence of digests", type_name(salts))
         found = []
         for i, salt in enumerate(salts):
             path, wanted = f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256"
             check_type(path, salt, (bytes, bytearray, memoryview), wanted)
             found.append(bytes(salt))
             if len(found[i]) != 32:
-                raise _bad(path, wanted, f"{len(found[i])} bytes")
+                raise bad(path, wanted, f"{len(found[i])} bytes")
         self.__attrs_init__(_token_ids(tokens), adapter, tuple(found), _axes(axes))
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ def _axes(given: Any) -> dict[str, int]:
         path = f"Prompt.axes[{name!r}]"
         check_type(path, name, str, "the name of an axis, a str")
         if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
-            raise _bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
+            raise bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
         found[name] = check_whole(path, length, 0, mine="positions on this axis")
     return dict(sorted(found.items(), key=lambda each: each[0].encode()))
 
@@ -97,14 +97,14 @@ def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
     try:
         given = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
     except (TypeError, ValueError) as error:
-        raise _bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
+        raise bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
     if given.ndim != 1 or not given.size:
-        raise _bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {given.shape}")
+        raise bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {given.shape}")
     if given.dtype.kind not in "iu":
-        raise _bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
+        raise bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
     wrong = np.flatnonzero((given < 0) | (given > U32))
     if wrong.size:
-        raise _bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(given[wrong[0]]))
+        raise bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(given[wrong[0]]))
     return given.astype(np.uint32)
 
 
@@ -119,7 +119,7 @@ def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
     check_type("deadline", deadline, (int, float), "seconds")
     replica = check_whole("replica", replica, 0)
     if not 0 < deadline <= U32 / 1000:
-        raise _bad("deadline", f"seconds, above 0 and up to {U32 // 1000}", str(deadline))
+        raise bad("deadline", f"seconds, above 0 and up to {U32 // 1000}", str(deadline))
     milliseconds = max(int(deadline * 1000), 1)
     return Ticket(key=secrets.token_bytes(16), engine=engine, replica=replica, deadline=milliseconds)
 
@@ -128,7 +128,7 @@ def check_name(argument: str, name: str) -> None:
     """Raise LocalError(OUT_OF_RANGE) if an engine's name is empty or longer than the wire format allows."""
     length = len(name.encode())
     if length < 1 or (_LONGEST_NAME is not None and length > _LONGEST_NAME):
-        raise _bad(argument, f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
+        raise bad(argument, f"1 to {_LONGEST_NAME} bytes in UTF-8", f"{length} bytes")
 
 
 def write_ticket(ticket: Ticket) -> dict[str, Any]:
@@ -147,7 +147,3 @@ def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
         found = read_json(form, "ticket")
     check_type("ticket", found, Mapping, "what write_ticket returned, or its JSON text")
     return from_json(Ticket, dict(found))
-
-
-def _bad(path: str, mine: str, yours: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours)

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import LocalError, RemoteError, listed
+from kvproto.errors import LocalError, RemoteError, bad, listed
 from kvproto.net.keys import check_public, read_guarded
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
@@ -109,9 +109,9 @@ class AllowList:
         try:
             table = tomllib.loads(text.decode())
         except ValueError as error:
-            raise _bad(str(self.path), "TOML", str(error), "correct it") from error
+            raise bad(str(self.path), "TOML", str(error), "correct it") from error
         if unknown := table.keys() - {"client"}:
-            raise _bad(str(self.path), "tables [[client]]", repr(min(unknown)), "correct it")
+            raise bad(str(self.path), "tables [[client]]", repr(min(unknown)), "correct it")
         found: dict[bytes, tuple[Allowed, ...]] = {}
         clients = table.get("client", [])
         for i, client in enumerate(clients if isinstance(clients, list) else [clients]):
@@ -119,7 +119,7 @@ class AllowList:
             if not isinstance(client, dict) or not isinstance(clients, list):
                 found_ = "[client]" if isinstance(client, dict) else type(client).__name__
                 advice = "one [[client]], in double brackets, for each client"
-                raise _bad(path, "a table [[client]]", found_, advice)
+                raise bad(path, "a table [[client]]", found_, advice)
             key = check_public(f"{path}.key", client.get("key"))
             found[key] = (*found.get(key, ()), _allowed(path, client))
         return found
@@ -127,14 +127,14 @@ class AllowList:
 
 def _allowed(path: str, client: Mapping[str, Any]) -> Allowed:
     if unknown := client.keys() - {"key", "engine", "replicas", "ranks", "roles"}:
-        raise _bad(path, "key, engine, replicas, ranks, roles", repr(min(unknown)), "correct it")
+        raise bad(path, "key, engine, replicas, ranks, roles", repr(min(unknown)), "correct it")
     engine = client.get("engine")
     if not isinstance(engine, str) or not engine:
-        raise _bad(f"{path}.engine", "the engine's name", repr(engine), "name the engine that owns the key")
+        raise bad(f"{path}.engine", "the engine's name", repr(engine), "name the engine that owns the key")
     roles = client.get("roles", ["sink"])
     known = {role.name.lower(): role for role in Role}
     if not isinstance(roles, list) or not roles or not all(isinstance(r, str) and r in known for r in roles):
-        raise _bad(f"{path}.roles", f"a list of {', '.join(known)}", repr(roles), "correct it")
+        raise bad(f"{path}.roles", f"a list of {', '.join(known)}", repr(roles), "correct it")
     return Allowed(
         engine, _numbers(path, client, "replicas"), _numbers(path, client, "ranks"),
         frozenset(known[role] for role in roles),
@@ -146,9 +146,5 @@ def _numbers(path: str, client: Mapping[str, Any], name: str) -> frozenset[int] 
     if given is None:
         return None
     if not isinstance(given, list) or not all(type(each) is int and each >= 0 for each in given):
-        raise _bad(f"{path}.{name}", "a list of whole numbers", repr(given), f"leave {name} out to allow all")
+        raise bad(f"{path}.{name}", "a list of whole numbers", repr(given), f"leave {name} out to allow all")
     return frozenset(given)
-
-
-def _bad(path: str, mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, advice)

@@ -14,8 +14,7 @@ import attrs
 import zmq
 from zmq.utils import z85
 
-from kvproto.errors import LocalError
-from kvproto.wire.enums import ErrorCode
+from kvproto.errors import bad
 
 __all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "make_keys", "read_guarded", "read_keys"]
 
@@ -51,8 +50,8 @@ def make_keys(folder: Path) -> KeyPair:
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             advice = "engines may be using it: choose another folder, or remove it first"
-            raise _bad(str(error.filename), "a folder without keys", "there is one already", advice) from error
-        raise _bad(str(folder), "a folder to write to", str(error), "choose another folder") from error
+            raise bad(str(error.filename), "a folder without keys", "there is one already", advice) from error
+        raise bad(str(folder), "a folder to write to", str(error), "choose another folder") from error
     return KeyPair(public, secret)
 
 
@@ -66,7 +65,7 @@ def read_keys(folder: str | Path) -> KeyPair:
     advice = f"`kvproto keygen {folder if empty else 'NEW_FOLDER'}` makes a pair"
     key = read_guarded(path, "a file with a secret key", advice, secret=True).strip()
     if flaw := _flaw(key.decode("latin-1")):
-        raise _bad(str(path), f"a key of {_CHARACTERS} characters of Z85", flaw, advice)
+        raise bad(str(path), f"a key of {_CHARACTERS} characters of Z85", flaw, advice)
     pair = KeyPair(zmq.curve_public(key), key)
     _check_public_of(pair, path.with_name(PUBLIC))
     return pair
@@ -82,27 +81,27 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
         with open(path, "rb", opener=_at_once) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise _bad(str(path), what, "no regular file", advice)
+                raise bad(str(path), what, "no regular file", advice)
             _check_writers(path, "file", found)
             if secret and found.st_mode & 0o077:
                 mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
-                raise _bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
+                raise bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
             if secret:
                 _check_writers(path.parent, "directory", path.parent.stat())
             return file.read()
     except OSError as error:
-        raise _bad(str(path), what, str(error.strerror), advice) from error
+        raise bad(str(path), what, str(error.strerror), advice) from error
 
 
 def _check_writers(path: Path, kind: str, found: os.stat_result) -> None:
     """Raise LocalError if another user owns a file or directory, or may write to it by group or other permissions."""
     if found.st_uid not in (0, os.geteuid()):
         advice = f"chown {os.geteuid()} {path}, once nothing in it is from its owner"
-        raise _bad(str(path), f"a {kind} of this user or of root", f"one of user {found.st_uid}", advice)
+        raise bad(str(path), f"a {kind} of this user or of root", f"one of user {found.st_uid}", advice)
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         advice = "keep the keys in a directory of their own" if found.st_mode & stat.S_ISVTX else f"chmod go-w {path}"
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
-        raise _bad(str(path), f"a {kind} that no other user may write to", mode, advice)
+        raise bad(str(path), f"a {kind} that no other user may write to", mode, advice)
 
 
 def _check_public_of(pair: KeyPair, path: Path) -> None:
@@ -113,10 +112,10 @@ def _check_public_of(pair: KeyPair, path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _bad(str(path), "a file with a public key", str(error.strerror), "make it readable") from error
+        raise bad(str(path), "a file with a public key", str(error.strerror), "make it readable") from error
     if stated != pair.public:
         advice = f"one of {SECRET} and {PUBLIC} is from elsewhere: restore it, or remove {PUBLIC}"
-        raise _bad(str(path), f"the public key of {SECRET}, {pair.public.decode()}", "another", advice)
+        raise bad(str(path), f"the public key of {SECRET}, {pair.public.decode()}", "another", advice)
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -128,7 +127,7 @@ def check_public(path: str, given: object) -> bytes:
     """A public key as bytes; raises LocalError(OUT_OF_RANGE), which names `path`."""
     flaw = _flaw(given) if isinstance(given, str) else type(given).__name__
     if flaw or not isinstance(given, str):
-        raise _bad(path, f"a public key, {_CHARACTERS} characters of Z85", flaw, f"copy it from {PUBLIC}")
+        raise bad(path, f"a public key, {_CHARACTERS} characters of Z85", flaw, f"copy it from {PUBLIC}")
     return given.encode()
 
 
@@ -143,7 +142,3 @@ def _flaw(text: str) -> str:
     except struct.error:
         return f"{_CHARACTERS} characters of which five in a row stand for more than 32 bits, so one is mistaken"
     return ""
-
-
-def _bad(path: str, mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, advice)

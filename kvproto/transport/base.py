@@ -160,8 +160,7 @@ class Capabilities:
     first_part_ratio: float = 0.0
     """Start the first part when it has this many times the rows still to be computed; 0: as soon as it is there."""
     poll_interval: float | None
-    """Seconds between polls of a copy under way whose progress no descriptor announces; None if no copy outlives
-    `start`, or the peer's messages advance it."""
+    """Seconds between polls of a running copy; None: copies end within `start`, or the peer's messages advance them."""
     summed_at_once: int = SUMMED
     """Bytes whose checksums one call computes: about a millisecond's worth, as nothing else happens meanwhile."""
 
