@@ -212,7 +212,14 @@ def hidden(pages: int, more: int = 4096) -> dict[str, Any]:
         return x
 
     right = prefill()
-    load = lambda: side.copies.to_pool(side.far, side.near)  # noqa: E731
+    started: list[float] = []
+
+    def load() -> Any:
+        begun = time.perf_counter()
+        paging = side.copies.to_pool(side.far, side.near)
+        started.append(1e3 * (time.perf_counter() - begun))
+        return paging
+
     got: list[torch.Tensor] = []
     each: dict[str, Callable[[], Any]] = {
         "load alone": lambda: load().wait(),
@@ -235,7 +242,7 @@ def hidden(pages: int, more: int = 4096) -> dict[str, Any]:
     return {
         "prefix_tokens": pages * PAGE, "new_tokens": more, "gb": round(side.bytes / 1e9, 2), "ms": medians,
         "not_hidden_ms": round(medians["both"] - medians["compute alone"], 2),
-        "last_layer_ms": round(medians["load alone"] / 61, 2), "samples": samples,
+        "last_layer_ms": round(medians["load alone"] / 61, 2), "host_starts_ms": round(median(started), 2), "samples": samples,
     }  # fmt: skip
 
 

@@ -19,6 +19,9 @@ from kvproto.tiers.workers import Workers
 
 __all__ = ["Fetch", "Storing"]
 
+_GROUP_BYTES = 64 << 20
+"""Bytes that are written in one call at most, so that a slow disk is not taken for one that hangs."""
+
 
 class Storing:
     """A shelf, and the threads that read and write it. Where a call hangs, nothing more is asked of it meanwhile."""
@@ -32,6 +35,10 @@ class Storing:
         self._looking = Workers(1, inf, 1) if shelf.high else None
         if self._looking:
             self._looking.submit(shelf.look)
+        length = sum(part.length for part in shelf.layout.parts)
+        group = shelf.store.group if isinstance(shelf.store, Grouped) else 1
+        self._together = max(min(group, _GROUP_BYTES // max(length, 1)), 1)
+        """How many pages a call writes at most."""
         self._stores: list[tuple[Hit, list[Future[bool]]]] = []
 
     @property
@@ -41,8 +48,7 @@ class Storing:
 
     def store(self, hit: Hit, chain: Chain, pages: Iterable[tuple[int, Mapping[int, Data]]]) -> None:
         """Write pages, which `hit` pins."""
-        most = self.shelf.store.group if isinstance(self.shelf.store, Grouped) else 1
-        write = self.shelf.write_all
+        write, most = self.shelf.write_all, self._together
         self._stores.append((hit, [self.workers.gather(write, (chain, i, data), most) for i, data in pages]))
 
     def reap(self) -> int:

@@ -9,6 +9,7 @@ from kvproto import Cache, DType, Pool, Tiers, lay_out
 from kvproto.tiered import Keep, Lease
 
 torch = pytest.importorskip("torch")
+pager = pytest.importorskip("kvproto.transport.cuda.pager", exc_type=ImportError)
 
 PAGE, LAYERS, PAGES = 16, 6, 40
 BUSY = 40_000_000
@@ -81,8 +82,12 @@ def poison(engine: Engine) -> None:
             torch.from_dlpack(memory).view(torch.uint8).fill_(0xEE)
 
 
+@pytest.mark.parametrize("part", [1, 8 << 20], ids=["a copy a layer", "one copy"])
 @pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
-def test_pages_come_back_in_stream_order_and_layer_by_layer(keep: Keep) -> None:
+def test_pages_come_back_in_stream_order_and_layer_by_layer(
+    keep: Keep, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pager, "_PART", part)
     engine = Engine(keep)
     tiers = engine.tiers
     engine.turn(1, 20 * PAGE)
@@ -111,6 +116,28 @@ def test_pages_come_back_in_stream_order_and_layer_by_layer(keep: Keep) -> None:
     assert [int(each) for each in bad] == [0] * LAYERS
     tiers.step()
     assert lease.ready
+    lease.leave(20 * PAGE)
+    tiers.close()
+
+
+def test_a_load_that_nobody_waits_for_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, as its engine goes on with other requests."""
+    monkeypatch.setattr(pager, "_PART", 1)
+    engine = Engine()
+    tiers = engine.tiers
+    engine.turn(1, 20 * PAGE)
+    tiers.drain()
+    tiers.device.evict(PAGES)
+    poison(engine)
+    lease = tiers.open(tiers.chain([1 + n % 7 for n in range(20 * PAGE)]), 20)
+    assert lease is not None
+    tiers.step()
+    while not lease.ready:
+        tiers.step()
+    assert lease.pages == 20
+    bad = engine.wrong(1, lease, 20, range(LAYERS))
+    torch.cuda.synchronize()
+    assert int(bad) == 0
     lease.leave(20 * PAGE)
     tiers.close()
 

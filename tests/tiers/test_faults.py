@@ -11,17 +11,22 @@ import attrs
 import numpy as np
 import pytest
 
+from kvproto import Cache as Group
+from kvproto import DType, Parallel, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.plan import Route
 from kvproto.tiers import copies, embedded
+from kvproto.tiers.components import components
 from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.identity import Chain
+from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key
+from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files, Store
 from tests.tiers import test_cache, test_groups, test_storage
-from tests.tiers.schedules import LAYOUT, page, schedule
+from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
 from tests.tiers.stores import opened
 from tests.tiers.test_storage import PROMPT, in_child, length
 
@@ -101,24 +106,84 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
+@pytest.mark.parametrize("kind", [Files, Lmdb])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: type[Files] | type[Lmdb]
 ) -> None:
     """What is swept is what no manifest names, too soon or too late, and the page of that writer is a miss at worst."""
-    store = Lmdb(tmp_path)
+    store = kind(tmp_path)
     shelf = Shelf(store, LAYOUT)
     assert shelf.write(PROMPT, 0, page(PROMPT, 0))
     manifest = describe(LAYOUT, PROMPT, 1, page(PROMPT, 1))
     for component in manifest.components:  # a writer that is not done yet
         store.put(object_key(manifest, component), page(PROMPT, 1)[component.group])
     now = time.time()
-    monkeypatch.setattr(embedded.time, "time", lambda: now + jump)
+    if kind is Lmdb:
+        monkeypatch.setattr(embedded.time, "time", lambda: now + jump)
+    else:  # the file system's clock is another now than when these were written
+        for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+            os.utime(path, (now - jump, now - jump))
     assert shelf.sweep() == (3 if jump > 0 else 0)
     store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
     assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
     assert shelf.read(PROMPT, 1) == (None if jump > 0 else page(PROMPT, 1))
     assert shelf.write(PROMPT, 1, page(PROMPT, 1))
     assert shelf.read(PROMPT, 1) == page(PROMPT, 1)
+
+
+def test_what_is_given_up_does_not_depend_on_the_times_of_files(tmp_path: Path) -> None:
+    """The order is that of use in this process, whatever the clock of the file system says of writing and reading."""
+    chains = [prompt(n, n, n) for n in range(4)]
+    size = sum(part.length for part in LAYOUT.parts)
+    shelf = Shelf(Files(tmp_path), LAYOUT, 2 * size, 3 * size)
+    for n, chain in enumerate(chains[:3]):
+        assert shelf.write(chain, 0, page(chain, 0))
+        for path in [path for path in tmp_path.rglob(f"{chain.ahead[0].hex()}*") if path.is_file()]:
+            os.utime(path, (1e9 * (3 - n), 1e9 * (3 - n)))
+    assert shelf.read(chains[0], 0)
+    assert shelf.write(chains[3], 0, page(chains[3], 0))
+    assert [shelf.read(chain, 0) is not None for chain in chains] == [True, False, False, True]
+
+
+OLDER = {
+    "wider heads": ([Group.gqa("target", 4, kv_heads=4, head_dim=4, page=4)], 4),
+    "fewer layers": ([Group.gqa("target", 3, kv_heads=4, head_dim=3, page=4)], 4),
+    "another type": ([Group.gqa("target", 4, kv_heads=4, head_dim=3, page=4, dtype=DType.F32)], 4),
+    "another kind": ([Group.mla("target", 4, latent=20, rope=4, page=4)], 4),
+    "without its draft": ([Group.gqa("target", 4, kv_heads=4, head_dim=3, page=4)], 8),
+}
+"""What wrote an engine before it was changed, and tokens of its pages; a draft is added to all but the last."""
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
+    """By digest, nor as those of an engine of another size; and both go on to write and read their own."""
+    draft = Group.gqa("draft", 1, kv_heads=2, head_dim=2, page=4, model=1)
+    caches, size = OLDER[name]
+    older = lay_out(caches if name == "without its draft" else [*caches, draft], Parallel())
+    newer = lay_out([Group.gqa("target", 4, kv_heads=4, head_dim=3, page=4), draft], Parallel())
+    store, chain = Memory(), Chain(bytes(32), size)
+    chain.extend(range(33))
+    layouts = [components(older, 0, size), components(newer, 0, size)]
+    assert layouts[0].geometry != layouts[1].geometry
+    old, new = (Shelf(store, layout) for layout in layouts)
+    data = [{p.group: bytes((k + 1,)) * p.length for p in layout.parts} for k, layout in enumerate(layouts)]
+    for geometry, layout in zip((older, newer), layouts, strict=True):
+        Others(store, geometry, 0, layout).tell()
+    assert all(old.write(chain, i, data[0]) for i in range(2))
+    assert new.read(chain, 0) is None
+    assert length_of(new, chain) == 0
+    assert Others(store, newer, 0, layouts[1]).read(chain, 0) == []
+    assert new.write(chain, 0, data[1])
+    assert (new.read(chain, 0), old.read(chain, 0), old.read(chain, 1)) == (data[1], data[0], data[0])
+    key = manifest_key(chain.own[1], layouts[1].geometry)  # one that says to be ours
+    store.put(key, store.get(manifest_key(chain.own[1], layouts[0].geometry)) or b"")
+    assert new.read(chain, 1) is None
+    assert length_of(new, chain) == 1
+
+
+def length_of(shelf: Shelf, chain: Chain) -> int:
+    return usable(shelf.find(chain))
 
 
 def manifest_first(shelf: Shelf, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:

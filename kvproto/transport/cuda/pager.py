@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 
 from kvproto.copying.program import CopyProgram
+from kvproto.errors import KvprotoError
 from kvproto.transport.base import Memory, Regions
 from kvproto.transport.cuda.copier import Copier, Job, Prepared, Series
 from kvproto.transport.cuda.driver import call, current, driver
@@ -25,7 +26,7 @@ _BLOCKS = 8
 _PART = 8 << 20
 """Least bytes of the layers that share an event: a sixth of a millisecond on the bus."""
 _AHEAD = 3
-"""Intervals of layers that are started before anybody waits for them."""
+"""Intervals of layers that are started with the one that somebody waits for."""
 _LONG = 16 << 10
 """Runs of at least this many bytes are loaded by the copy engine, which leaves all multiprocessors to compute.
 
@@ -37,13 +38,15 @@ _LAUNCHES = 16
 
 @attrs.frozen
 class _Copies(Paging):
-    """Copies of ascending intervals of layers, the first few of which have been started.
+    """Copies of ascending intervals of layers, the first of which has been started.
 
-    Starting one takes the host 0.2 ms if the copy engine copies each run, so an engine does it while its GPU computes
-    the layers before.
+    Starting one takes the host 0.2 ms if the copy engine copies each run. So an engine that waits layer by layer goes
+    on as soon as the first is on its way, and starts others while its GPU computes the layers before them.
     """
 
-    series: Series
+    first: Series
+    rest: Series | None
+    """Of all intervals but the first."""
     lasts: Sequence[int]
     """The last layer of each interval."""
     stream: int
@@ -51,15 +54,24 @@ class _Copies(Paging):
 
     @property
     def done(self) -> bool:
-        return self.series.finish().done
+        if self.rest is None:
+            return self.first.finish().done
+        if len(self.rest.copies) < len(self.rest.jobs):
+            if (self.rest.copies or self.first.copies)[-1].done:  # nobody waits layer by layer, or not yet
+                self.rest.finish()
+            return False
+        return self.rest.finish().done
 
     def hold(self, layer: int | None = None) -> None:
         at = len(self.lasts) - 1 if layer is None else min(bisect_left(self.lasts, layer), len(self.lasts) - 1)
-        self.series.go_on(at + _AHEAD)
-        call(driver.cuStreamWaitEvent(self.stream, self.series.copies[at].event.handle, 0), "copy's event")
+        copy = self.first.copies[0]
+        if at and self.rest is not None:
+            self.rest.go_on(at - 1 + _AHEAD)
+            copy = self.rest.copies[at - 1]
+        call(driver.cuStreamWaitEvent(self.stream, copy.event.handle, 0), "copy's event")
 
     def wait(self) -> None:
-        self.series.finish().wait()
+        (self.first if self.rest is None else self.rest).finish().wait()
 
 
 class _Way:
@@ -73,15 +85,27 @@ class _Way:
     def start(
         self, program: CopyProgram, sources: dict[int, int], sinks: dict[int, int], cuts: Sequence[tuple[int, int]],
         after: int,
-    ) -> Series:  # fmt: skip
-        """A copy of each interval of layers, in order; waits for an earlier copy if too many are under way."""
+    ) -> tuple[Series, Series | None]:  # fmt: skip
+        """A copy of each interval of layers, in order: the first is under way, those that follow it are prepared.
+
+        Waits for an earlier copy if too many are under way.
+        """
         table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, sources, sinks))
-        while self._flying and (len(self._flying) >= _LAUNCHES or self._flying[0].finish().done):
+        while self._flying and (len(self._flying) > _LAUNCHES - 2 or self._flying[0].finish().done):
             self._flying.popleft().finish().wait()
-        series = self.copier.series([Job(table, program.maps, cut) for cut in cuts], [after])
-        series.go_on(_AHEAD)
-        self._flying.append(series)
-        return series
+        jobs = [Job(table, program.maps, cut) for cut in cuts]
+        first = self.copier.series(jobs[:1], [after])
+        first.go_on(1)
+        self._flying.append(first)
+        if len(jobs) == 1:
+            return first, None
+        try:
+            rest = self.copier.series(jobs[1:])  # after the first, in stream order; prepared while that moves
+        except KvprotoError:
+            first.finish().wait()
+            raise
+        self._flying.append(rest)
+        return first, rest
 
     def close(self) -> None:
         """Wait for what was started, and free the tables."""
@@ -121,8 +145,8 @@ class CudaPager(Pager):
         current(self.device)
         call(driver.cuEventRecord(self._event, self.stream), "engine's stream")
         here, there = ({id: _address(memory) for id, memory in side.items()} for side in (sources, sinks))
-        series = way.start(program, here, there, cuts, int(self._event))
-        return _Copies(series, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
+        first, rest = way.start(program, here, there, cuts, int(self._event))
+        return _Copies(first, rest, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
 
     def close(self) -> None:
         current(self.device)

@@ -147,7 +147,11 @@ def parse(argv: list[str] | None) -> DemoOptions:
         text = f"have prefill {kind.says} while it works" + (", and started again" if kind.ends else "")
         add(f"--{kind.name}", dest="trouble", action="store_const", const=kind.name, help=text)
     add("--down", type=float, metavar="SECONDS", help="how long it is then away (default 0; with --pause 12)")
-    add("--tiers", action="store_true", help="run one engine, with conversations that do not fit on its device")
+    add(
+        "--tiers",
+        action="store_true",
+        help="run one engine, with conversations that do not fit on its device (--prefill-framework jax: in JAX)",
+    )
     add("--overview", action="store_true", help="print the answers and the proof instead of tables")
     add("--picture", type=Path, metavar="FILE", help="also write the output as an SVG picture")
     if parser.parse_known_args(argv)[0].real:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import load_text
+from ..engine.description import Layout
 from ..engine.kept import Answer, KeptEngine
 from ..errors import EngineError
 from . import turns as two
@@ -64,17 +65,19 @@ def order() -> Iterator[int]:
 def play(
     folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int,
     told: Callable[[Turn], None] = lambda turn: None, use: Callable[[KeptEngine], None] = lambda engine: None,
+    **how: Any,
 ) -> tuple[list[Turn], KeptEngine]:  # fmt: skip
     """Play all turns; returns them and the engine that keeps pages, which is closed.
 
-    `told` is called with each turn, and `use` with that engine before it begins. Raises EngineError.
+    `told` is called with each turn, and `use` with that engine before it begins, which is made with `how`. Raises
+    EngineError.
     """
     longest = TURNS * max_new + (OPENS + (TURNS - 1) * GOES_ON) * page_size
     each = -(-longest // page_size) + 1
     made = partial(KeptEngine, *folders, page_size=page_size, chunk=chunk, k=k)
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="kvproto-") as name:
-        engine = made(pages=each + each // 2, host=2 * each, storage=Path(name))
+        engine = made(pages=each + each // 2, host=2 * each, storage=Path(name), **how)
         never = made(pages=(CONVERSATIONS + 1) * each, host=1)
         anew = made(pages=each, host=1, keep=False)
         use(engine)
@@ -84,7 +87,7 @@ def play(
             for which in order():
                 numbers[which] += 1
                 prompt = so_far[which] + said[which][numbers[which] - 1]
-                engine.tiers.drain()  # storage has as much time in practice, while other requests are served
+                engine.drain()  # storage has as much time in practice, while other requests are served
                 found = [each.answer(prompt, max_new) for each in (engine, never, anew)]
                 so_far[which] = prompt + found[0].tokens
                 turns.append(Turn(which, numbers[which], prompt, *found))
@@ -121,14 +124,16 @@ def run(
             console.print(f"conversation {turn.conversation + 1}, turn {turn.number}: {len(turn.prompt)} tokens")
         table.add_row(*_row(turn))
 
-    turns, engine = play(folders, page_size, max_new, chunk, k, tell)
-    served = by_two(turns, options) if options else []
+    jax = options is not None and options.prefill_framework == "jax"
+    how = _in_jax(options.prefill_tp) if options is not None and jax else {}
+    turns, engine = play(folders, page_size, max_new, chunk, k, tell, **how)
+    served = by_two(turns, options) if options and not jax else []
     verdicts = verdict(turns) | (two.verdict(served) if served else {})
     if console is None:
         print(json.dumps({**as_json(turns, engine, verdicts), "served": two.as_json(served)}))
     else:
         console.print(table)
-        console.print(summary(turns, engine))
+        console.print(summary(turns, engine, not jax))
         if served:
             console.print(two.table(served))
         says = {
@@ -140,6 +145,13 @@ def run(
         for name, good in verdicts.items():
             console.print(f"{'[green]✓' if good else '[red]✗'}[/] {says[name]}")
     return 0 if all(verdicts.values()) else 1
+
+
+def _in_jax(tp: int) -> dict[str, Any]:
+    """How `KeptEngine` computes in JAX, on so many ranks of this process."""
+    from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
+
+    return {"layout": Layout(tp=tp), "hosted": jax_hosted}
 
 
 def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
@@ -160,17 +172,20 @@ def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
     return two.serve(options, asked, max(pages) * 3 // 2, 2 * min(pages))
 
 
-def summary(turns: list[Turn], engine: KeptEngine) -> str:
-    """The figures of a run, in two sentences."""
+def summary(turns: list[Turn], engine: KeptEngine, timed: bool = True) -> str:
+    """The figures of a run, in two sentences; without `timed`, no times of engines in different frameworks."""
     later = [turn for turn in turns if turn.number > 1]
     with_, without = (sum(getattr(t, name).first for t in later) / len(later) for name in ("kept", "anew"))
     counts, copies = engine.tiers.counts, engine.tiers.copies
-    return (
+    said = (
         f"Of a page {sum(part.length for part in engine.tiers.device.layout.parts):,} bytes are kept, target and draft;"
         f" {copies.bytes / 1e6:.1f} MB went between device and host in {copies.programs} copies, and {counts['stored']}"
-        f" pages to storage, {counts['fetched']} back. The first token of a later turn took {1e3 * with_:.0f} ms,"
-        f" and {1e3 * without:.0f} ms where all is computed."
+        f" pages to storage, {counts['fetched']} back."
     )
+    first = (
+        f" The first token of a later turn took {1e3 * with_:.0f} ms, and {1e3 * without:.0f} ms where all is computed."
+    )
+    return said + first if timed else said
 
 
 def as_json(turns: list[Turn], engine: KeptEngine, verdicts: dict[str, bool]) -> dict[str, Any]:
