@@ -51,7 +51,8 @@ def test_every_bug_is_where_it_says() -> None:
     assert len({bug.name for bug in found}) == len(found)
     for bug in found:
         assert (ROOT / bug.file).read_text().count(bug.old) == 1, bug.name
-        assert bool(bug.cases) != bool(bug.tests), bug.name
+        assert [bool(bug.cases), bool(bug.scenarios), bool(bug.tests)].count(True) == 1, bug.name
+        assert len(bug.scenarios) == len(bug.says), bug.name
 
 
 def test_a_bug_that_is_not_at_its_place_any_more_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

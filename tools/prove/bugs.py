@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
 import attrs
 
-from tools.prove.judging import SURVIVED, by_tests, cases, failing, module_of
+from kvproto_conformance.live import list_scenarios, run
+from tools.prove.judging import SURVIVED, Changes, by_tests, cases, failing, module_of
 from tools.specgen.registry import ROOT
 
 __all__ = ["Bug", "load", "noticed"]
@@ -15,7 +17,7 @@ __all__ = ["Bug", "load", "noticed"]
 
 @attrs.frozen
 class Bug:
-    """In `file`, `new` stands in place of `old`; all of `cases` have to fail, or the test that is named."""
+    """In `file`, `new` stands in place of `old`; all of `cases` or `scenarios` have to fail, or a test of `tests`."""
 
     name: str
     report: str
@@ -24,7 +26,16 @@ class Bug:
     old: str
     new: str
     cases: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    scenarios: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    """Of live engines, by id."""
+    says: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    """How the failure of each begins."""
     tests: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+
+    @property
+    def changes(self) -> Changes:
+        """The module that is otherwise."""
+        return {module_of(self.file): (ROOT / self.file).read_text().replace(self.old, self.new)}
 
 
 def load() -> list[Bug]:
@@ -43,12 +54,24 @@ def load() -> list[Bug]:
 
 def noticed(bug: Bug) -> str:
     """Who noticed; nobody, unless all did that are named."""
-    changes = {module_of(bug.file): (ROOT / bug.file).read_text().replace(bug.old, bug.new)}
+    if bug.scenarios:
+        return _played(bug)
     if bug.tests:
-        found_by = by_tests(changes, bug.tests)
+        found_by = by_tests(bug.changes, bug.tests)
         return found_by if found_by in bug.tests else SURVIVED
     asked = [case for case in cases() if case.id in bug.cases]
     if len(asked) != len(bug.cases):
         raise ValueError(f"{bug.name}: there is no {set(bug.cases) - {case.id for case in asked}}")
-    found = failing(changes, asked).splitlines()
+    found = failing(bug.changes, asked).splitlines()
     return ", ".join(found) if set(found) == set(bug.cases) else SURVIVED
+
+
+def _played(bug: Bug) -> str:
+    """The scenarios that a live engine with the bug fails for the reason that is stated; nobody, unless all do."""
+    known = {scenario.id: scenario for scenario in list_scenarios()}
+    for id, says in zip(bug.scenarios, bug.says, strict=True):
+        command = [sys.executable, "-m", "tools.prove.planted", known[id].role, bug.name]
+        (result,) = run(command, [known[id]])
+        if result.status != "fail" or not result.text.startswith(says):
+            return SURVIVED
+    return ", ".join(bug.scenarios)

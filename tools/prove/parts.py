@@ -73,6 +73,8 @@ class Asked:
     jobs: int
     reasons: Reasons
     state: State
+    loaded: frozenset[str]
+    """Modules of kvproto that the cases load: what is otherwise elsewhere they cannot see."""
 
     def chosen(self, found: Mapping[str, T]) -> dict[str, T]:
         """Those that have such a name, and are of this part."""
@@ -146,13 +148,13 @@ def _by_rooms(changes: Changes) -> str:
     return by_tests(changes, [*words, *rooms, *_QUICK]) if rooms else SURVIVED
 
 
-def _fact(name: str, edit: facts.Edit, excused: bool) -> str:
+def _fact(name: str, edit: facts.Edit, excused: bool, loaded: frozenset[str]) -> str:
     """Who of the cases notices one fact that is otherwise."""
     try:
         changes = facts.changes_of(edit)
     except KeyError as error:
         return f"does not generate: {error!r}"
-    if not changes:
+    if not changes.keys() & loaded:
         return SURVIVED
     about, field = facts.homes(name), name.split(".")[2].split()[-1] if name.count(".") > 1 else ""
     asked = sorted(
@@ -181,7 +183,7 @@ def prove_facts(asked: Asked) -> Found:
     excused = {name for name in found if why(name, asked.reasons)}  # of which the cases are asked alone
 
     def by_the_cases(left: list[str]) -> dict[str, Judge]:
-        return {name: partial(_fact, name, found[name], name in excused) for name in left}
+        return {name: partial(_fact, name, found[name], name in excused, asked.loaded) for name in left}
 
     def by_hints(left: list[str]) -> dict[str, Judge]:
         return _hinted(asked.jobs, lambda name: facts.changes_of(found[name]), [n for n in left if n not in excused])
