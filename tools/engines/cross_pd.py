@@ -21,6 +21,7 @@ from tools.engines import vllm_engine as vl
 from tools.engines.child import new_name, prompts
 from tools.engines.sglang_bench import CORRUPT
 from tools.engines.strangers import STRANGERS, as_sinks, as_sources
+from tools.engines.vllm_distance import HandOver, apart, handed_over
 
 __all__ = ["Over", "from_sglang", "main", "to_sglang"]
 
@@ -34,16 +35,25 @@ def from_sglang(
     prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
 ) -> Answers:  # fmt: skip
     """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
-    first, second = [new_name() for _ in asked], [("corrupt-" if corrupt else "") + new_name() for _ in asked]
-    for one, two, prompt in zip(first, second, asked, strict=True):
-        number = sg.room()
-        ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
-        decode.add(two, prompt, most, {"do_remote_prefill": True, "ticket": ticket})
-        prefill.add(one, prompt, **sg.where(prefill, number))
+    first, params = read_by_sglang(prefill, asked)
+    second = [("corrupt-" if corrupt else "") + new_name() for _ in asked]
+    for two, prompt, given in zip(second, asked, params, strict=True):
+        decode.add(two, prompt, most, given)
     answers = [decode.result(two) for two in second]
     for one in first:
         prefill.result(one)
     return [(tokens, f"{reason}, {cached} cached") for tokens, reason, _, cached in answers]
+
+
+def read_by_sglang(prefill: sg.Engine, asked: list[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ask SGLang to prefill; names of the requests, and what the engine that decodes each is given."""
+    names, params = [new_name() for _ in asked], []
+    for name, prompt in zip(names, asked, strict=True):
+        number = sg.room()
+        prefill.add(name, prompt, **sg.where(prefill, number))
+        ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
+        params.append({"do_remote_prefill": True, "ticket": ticket})
+    return names, params
 
 
 def to_sglang(
@@ -104,6 +114,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({"block_size": 64}, "in blocks of 64"),
+    "mla": ({"max_num_batched_tokens": 64}, "in chunks of 64 tokens"),  # its kernel has blocks of 16 alone
+}
+"""In what another vLLM differs that computes alone, in settings and in words."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
 
@@ -127,13 +142,18 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
         engines[name] = vl.Engine.of(name, folder, [], "fail", extra=named, model=path, **given)
         about = engines[name].settings["kv"]["kv_connector_extra_config"]
         about["sources"] = {"p64:1": f"ipc://{folder}/p64-0"}
+        if name == "vllm":
+            about["sources"] |= {other: f"ipc://{folder}/{other}-0" for other in REFERENCES}
         engines[name].start()
+    differs, words = OTHERS[model]
+    other = engines["vllm"].like("other", kv=None, **differs)
+    other.start()
     prefill = sg.Engine.prefill("p64", folder, named, **shared, page_size=64, chunked_prefill_size=128)
     known = [*engines, ABSENT, *(stranger.name for stranger in STRANGERS)]
     decode = sg.Engine.decode("d64", folder, known, named | {"metadata": "request"}, **shared, page_size=64)
     try:
         alone = sg.Alone(path)
-        for engine in (*engines.values(), prefill, decode):
+        for engine in (*engines.values(), other, prefill, decode):
             engine.ready()
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
@@ -146,13 +166,18 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
                 for case in (same_tokens, one_bit, same_tokens):
                     found = list(case(alone, over, one, two))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
+        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked)[1]}
+        readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}
+        for reader, read in readers.items():
+            said, found = apart(engines["vllm"], read, other, words)
+            wrong += sg.told(f"{model}: {reader}, to {others['vllm'][0]}: {said}", found)
         for engine in engines.values():
             if not engine.idle():
                 wrong += sg.told(f"{model}: {engine.name} at the end", [f"{engine.free()}, not {engine.blocks} free"])
     finally:
         prefill.kill()
         decode.kill()
-        for engine in engines.values():
+        for engine in (*engines.values(), other):
             engine.stop()
     return wrong
 

@@ -209,7 +209,7 @@ class _Served:
             params = {"do_remote_prefill": True, "ticket": write_ticket(job.request.ticket)}
         else:
             self.pages.free(job.sequence.target_pages)
-        self.pipe.send(("done", job.name, job.sequence.generated, reason, params, job.cached, bool(job.cached)))
+        self.pipe.send(("done", job.name, job.sequence.generated, reason, params, job.cached, bool(job.cached), None))
 
 
 if __name__ == "__main__":

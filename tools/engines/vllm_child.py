@@ -64,10 +64,10 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         while pipe.poll(0 if busy else 0.05):
             name, *given = pipe.recv()
             if name == "add":
-                request, tokens, most, params = given
+                request, tokens, most, params, *values = given
                 sampling = SamplingParams(
                     temperature=0, max_tokens=most, ignore_eos=True, detokenize=False,
-                    extra_args={"kv_transfer_params": params} if params else None,
+                    extra_args={"kv_transfer_params": params} if params else None, logprobs=values[0] if values else None,
                 )  # fmt: skip
                 engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
             elif name == "abort":
@@ -75,6 +75,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
             elif name == "free":
                 pool = core.scheduler.kv_cache_manager.block_pool
                 pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
+            elif name == "forget":
+                pipe.send(("forgot", engine.reset_prefix_cache()))
             elif name == "preempted":
                 pipe.send(("preempted", sum(preempted.values())))
             elif name == "rounds":
@@ -106,7 +108,8 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
                     found = out.outputs[0]
                     answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens
                     seconds = {name.rpartition("-")[0]: s for name, s in FETCHED.items()}.get(out.request_id)
-                    pipe.send(("done", out.request_id, *answer, seconds))
+                    values = [{n: p.logprob for n, p in place.items()} for place in found.logprobs or ()]
+                    pipe.send(("done", out.request_id, *answer, seconds, values))
         elif core.scheduler.has_requests():
             core.step_fn()
             time.sleep(0.001)

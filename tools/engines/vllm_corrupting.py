@@ -1,6 +1,7 @@
 """The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived.
 
-Of those whose name begins with UNZEROED it leaves rows behind the prompt as they were.
+Of those whose name begins with ROUNDED it rounds all pages that arrived to bfloat16. Of those whose name begins with
+UNZEROED it leaves rows behind the prompt as they were.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 
 from kvproto_vllm.connector import KvprotoConnector
-from kvproto_vllm.orders import Load
+from kvproto_vllm.orders import Load, Tables
 from kvproto_vllm.states import STATE
-from tools.engines.vllm_engine import UNZEROED
+from tools.engines.vllm_engine import ROUNDED, UNZEROED
 
 __all__ = ["FETCHED", "CorruptingConnector"]
 
@@ -52,9 +53,11 @@ class CorruptingConnector(KvprotoConnector):
         super().register_kv_caches(kv_caches)
         self._tensors = kv_caches
         self._blocks: dict[str, list[torch.Tensor]] = {}
+        self._loaded: dict[str, Tables] = {}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._blocks |= {load.request: list(self._firsts(load)) for load in self._bound.loads}
+        self._loaded |= {load.request: load.tables for load in self._bound.loads if load.request.startswith(ROUNDED)}
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -65,7 +68,15 @@ class CorruptingConnector(KvprotoConnector):
                     words = block[0].view(torch.int32)
                     at = tuple(torch.nonzero(words & _LARGE == 0)[0].tolist())
                     words[at] ^= _LARGE
+            elif name.startswith(ROUNDED):
+                self._round(self._loaded.pop(name))
         return results
+
+    def _round(self, tables: Tables) -> None:
+        """Have all pages of attention in these tables keep 8 bits of each number."""
+        for group, table in zip(self._kv_cache_config.kv_cache_groups, tables, strict=True):
+            for name in group.layer_names:
+                self._tensors[name][table] = self._tensors[name][table].bfloat16().float()
 
     def _firsts(self, load: Load) -> Iterator[torch.Tensor]:
         """The first block of each group that is loaded, of its first layer; of "corrupt-state" those with states alone."""

@@ -11,7 +11,7 @@ import attrs
 
 from tools.engines.child import PATIENCE, Child, new_name, prompts
 
-__all__ = ["ASK", "DEADLINE", "PATIENCE", "UNZEROED", "Engine", "Result", "new_name", "over", "prompts"]
+__all__ = ["ASK", "DEADLINE", "PATIENCE", "ROUNDED", "UNZEROED", "Engine", "Result", "new_name", "over", "prompts"]
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -22,11 +22,16 @@ DEADLINE = 20
 """Seconds of a ticket."""
 ASK = {"do_remote_decode": True}
 
+ROUNDED = "rounded"
+"""How the names of requests begin whose pages are rounded to bfloat16 when they have arrived."""
 UNZEROED = "unzeroed"
 """How the names of requests begin whose blocks are not zeroed before they are loaded."""
 
 Result = tuple[list[int], str, Any, int]
 """Tokens, reason of the end, params and cached tokens."""
+
+Values = list[dict[int, float]]
+"""Of each token of an answer: log probabilities by token, its own and the highest."""
 
 
 @attrs.define
@@ -39,6 +44,8 @@ class Engine(Child):
     """The module that serves it."""
     fetched: dict[str, float] = attrs.Factory(dict)
     """Requests whose prompts have arrived from another engine, and how many seconds that took, where it was measured."""
+    values: dict[str, Values] = attrs.Factory(dict)
+    """Of requests that asked for them."""
 
     @classmethod
     def of(
@@ -85,18 +92,27 @@ class Engine(Child):
         self.process.kill()
         self.process.join()
 
-    def add(self, request: str, tokens: list[int], most: int, params: Any = None) -> None:
-        self.pipe.send(("add", request, tokens, most, params))
+    def add(self, request: str, tokens: list[int], most: int, params: Any = None, values: int = 0) -> None:
+        """`values` is how many log probabilities of each place come in `self.values`."""
+        self.pipe.send(("add", request, tokens, most, params, *([values] if values else [])))
 
     def ended(self, request: str, *result: Any) -> None:
-        *answer, fetched = result
+        *answer, fetched, values = result
         super().ended(request, *answer)
+        self.values |= {request: values} if values else {}
         self.fetched |= {request: fetched} if fetched else {}
 
     def run(self, request: str, tokens: list[int], most: int, params: Any = None) -> Result:
         self.add(request, tokens, most, params)
         found: Result = self.result(request)
         return found
+
+    def forget(self) -> None:
+        """Empty its prefix cache, once it is idle; raises RuntimeError where it does not become so."""
+        idle = self.idle()
+        self.pipe.send(("forget",))
+        if not self.hear("forgot")[0] or not idle:
+            raise RuntimeError(f"{self.name} keeps its prefix cache")
 
     def preempted(self) -> int:
         """How often it took a request's blocks away."""

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from tools.engines import vllm_cases as cases
+from tools.engines.vllm_distance import apart, handed_over
 from tools.engines.vllm_engine import Engine
 from tools.engines.vllm_models import make
 from tools.engines.vllm_random import at_random
@@ -55,6 +56,8 @@ class Pair:
     """Whether with each release of vLLM; else with the first."""
     asked: bool = False
     """Whether only where a word names it."""
+    distance: bool = False
+    """Whether log probabilities are compared too: of two engines that differ in their block sizes."""
 
 
 CROWDED = Pair(
@@ -74,6 +77,7 @@ PAIRS = [
             cases.bad_input, cases.left_idle, cases.killed,
         ],
         often=True,
+        distance=True,
     ),
     CROWDED,
     Pair("MLA, block 16", MLA, MLA, [cases.same_tokens, cases.one_bit, cases.left_idle], often=True),
@@ -221,6 +225,10 @@ def main(argv: list[str]) -> int:
                     engine.start()
                 for engine in engines:
                     engine.ready()
+                ways = [(engines[0], engines[1]), (engines[1], engines[0])] if pair.distance else []
+                for seed, (prefill, decode) in enumerate(ways):
+                    said, found = apart(decode, handed_over(prefill), prefill, "in the other's blocks", seed)
+                    wrong += _told(begun, f"{pair.title}: {prefill.name} to {decode.name}: {said}", found)
                 for case in pair.cases:
                     wrong += _told(begun, f"{pair.title}: {case.__name__.replace('_', ' ')}", list(case(*engines)))
             except (RuntimeError, TimeoutError, OSError) as error:  # other pairs go on
