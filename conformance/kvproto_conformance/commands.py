@@ -68,6 +68,7 @@ class Wrong(Exception):
 
 def ran(args: Namespace) -> int:
     """`run`: the cases of a claim against a testee."""
+    _check_places(args)
     seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
     entries = baseline.read(args.baseline) if args.baseline else []
     begun = time.monotonic()
@@ -100,8 +101,8 @@ def ran(args: Namespace) -> int:
         tuple(complaints), args.vectors, _engines(args) if live else {}, Counter(wanting.values()),
     )  # fmt: skip
     made = one.json()
-    _written(made, args)
     terminal.verdict(made, args.all)
+    _written(made, args)
     return Verdict.CONFORMANT if found is Verdict.INCOMPLETE and args.allow_incomplete else found
 
 
@@ -154,6 +155,20 @@ def _asked_of(suite: str) -> str:
     roles = ", ".join(role for role in ROLES if role in asked.roles)
     extension = f", with --extension {asked.extension}" if asked.extension else ""
     return f"suite {suite} is asked of {roles}, from {asked.level} on{extension}"
+
+
+def _check_places(args: Namespace) -> None:
+    """Refuse a run whose reports could not be written, before it takes minutes."""
+    for name in ("report", *_FORMS):
+        path: Path | None = getattr(args, name)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise Wrong(f"--{name} {path}: this is a folder; name a file in it")
+        if not path.absolute().parent.is_dir():
+            raise Wrong(f"--{name} {path}: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise Wrong(f"--{name} {path}: it may not be written")
 
 
 def _written(made: Json, args: Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from html import escape
 from typing import Any
@@ -22,6 +23,8 @@ table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 .pass,.conformant{color:var(--good)}.fail,.error,.unearned,.nonconformant,.invalid-run{color:var(--bad)}.nonstrict,.known,.incomplete{color:var(--odd)}td.d{white-space:nowrap;color:var(--dim)}
 .verdict{font-weight:700}.dim{color:var(--dim)}pre{overflow-x:auto;background:#8881;padding:.6rem;border-radius:.3rem;font-size:13px}
+code{overflow-wrap:anywhere}@media(min-width:60rem){td:first-child code{white-space:nowrap}}
+@media(max-width:40rem){body{margin:1rem auto;padding:0 .6rem}th,td{padding:.25rem .3rem}}
 details{border-bottom:1px solid var(--line);padding:.3rem 0}summary{cursor:pointer}
 """
 _HEX = 2048
@@ -72,7 +75,7 @@ def _suites(rows: list[Json]) -> str:
 
 def _failed(row: Json) -> str:
     clause = sentence(row["clause"])
-    parts = [f"<p>{escape(clause['text'])}</p>"]
+    parts = [f"<p>{_prose(clause['text'])}</p>"]
     for wrong in row.get("wrong", ()):
         parts.append(f"<pre>{escape(text(wrong))}</pre>")
         if lines := explained(wrong["question"]):
@@ -98,12 +101,17 @@ def _clauses(rows: list[Json]) -> str:
     for row in rows:
         by_clause.setdefault(row["clause"], []).append(row)
     body = "".join(
-        f"<tr><td><code>{escape(clause)}</code></td><td>{escape(sentence(clause)['text'])}</td>"
+        f"<tr><td><code>{escape(clause)}</code></td><td>{_prose(sentence(clause)['text'])}</td>"
         f'<td class="n">{"".join(_mark(bad, len(some)))}</td></tr>'
         for clause, some in sorted(by_clause.items())
         for bad in [sum(row["status"] not in GOOD for row in some)]
     )
     return f'<table><tr><th>clause</th><th></th><th class="n">cases</th></tr>{body}</table>'
+
+
+def _prose(text: str) -> str:
+    """A sentence of the specification, with its code as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _mark(bad: int, all_: int) -> str:

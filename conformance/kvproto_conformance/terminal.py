@@ -61,9 +61,10 @@ def verdict(report: Json, every: bool) -> None:
     count = Counter(row["status"] for row in report["results"])
     print(", ".join(f"{number:,} {status}" for status, number in count.items()) + f", in {report['seconds']:.1f} s")
     broken = {row["id"]: [w["got"].get("broken", "") for w in row.get("wrong", ())] for row in report["results"]}
-    skipped = [id_ for id_, why in broken.items() if any(each.startswith(NOT_ASKED) for each in why)]
+    skipped = {id_: each for id_, why in broken.items() for each in why if each.startswith(NOT_ASKED)}
     if skipped:
-        print(f"{len(skipped):,} of them were not asked, from {skipped[0]} on: it broke too often before")
+        first, why = next(iter(skipped.items()))
+        print(f"{len(skipped):,} of them were not asked, from {first} on{why.removeprefix(NOT_ASKED)}")
     if report["left_out"]:
         print(f"{report['left_out']:,} cases of the claim were not asked")
         for what, cases in report.get("wanting", {}).items():

@@ -81,7 +81,8 @@ class Testee:
         if time.monotonic() > self._end:
             return Broken("given-up", f"{NOT_ASKED}: the {self._budget:.0f} s of this run are over")
         if self._breaks <= 0 or self._silences <= 0:
-            return Broken("given-up", f"{NOT_ASKED}: it broke too often before")
+            why = "it broke too often before" if self._breaks <= 0 else "it was silent too often before"
+            return Broken("given-up", f"{NOT_ASKED}: {why}")
         try:
             if self._process is None and isinstance(again := self.greet(self._greeting), Broken):
                 return again
@@ -120,7 +121,10 @@ class Testee:
             return self._broken("garbage", f"its answer is not an object: {_shown(found)}")
         sequence = answer.pop("seq", None)
         if type(sequence) is not int or sequence != self._sequence:
-            return self._broken("garbage", f"its answer has seq {sequence!r}, and the question had {self._sequence}")
+            before = type(sequence) is int and 0 < sequence < self._sequence
+            hint = "; was the question before this one answered twice?" if before else ""
+            text = f"its answer has seq {sequence!r}, and the question had {self._sequence}{hint}"
+            return self._broken("garbage", text)
         return answer
 
     def _exchange(self, process: _Process, line: bytes, patience: float) -> bytes | Broken:

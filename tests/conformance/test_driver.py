@@ -130,7 +130,7 @@ def test_what_is_silent_too_often_is_asked_no_more(
 ) -> None:
     _, report = reported(few, tmp_path, program("pass"), *SHORT)
     said = [row["wrong"][0]["got"]["broken"] for row in report["results"] if row["suite"] == "codec"]
-    assert said[-1] == "not asked: it broke too often before"
+    assert said[-1] == "not asked: it was silent too often before"
     assert "4 of them were not asked, from few/least on" in capsys.readouterr().out
 
 

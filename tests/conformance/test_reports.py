@@ -214,8 +214,9 @@ def test_a_baseline_that_cannot_be_read_makes_an_invalid_run(text: str, why: str
         ),
         (
             ["run", "--report", "/proc/no/report", "--only", "DoneAck/least", "--", *MINIMAL],
-            "/proc/no/report: No such file",
+            "--report /proc/no/report: there is no folder /proc/no",
         ),
+        (["run", "--html", "/tmp", "--", *MINIMAL], "--html /tmp: this is a folder; name a file in it"),
         (["show", "DoneAck/nothing"], "there is no case DoneAck/nothing"),
         (["show", "x/least"], "there is no case x/least; there are Hello/least"),
         (["explain", "xyz"], "these are no hex digits"),
