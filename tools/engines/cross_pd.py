@@ -31,15 +31,20 @@ Over = Callable[..., Answers]
 
 
 def from_sglang(
-    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
+    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket.
+
+    With `states` SGLang computes all tokens but the last, which vLLM computes itself.
+    """
     first, second = [new_name() for _ in asked], [("corrupt-" if corrupt else "") + new_name() for _ in asked]
     for one, two, prompt in zip(first, second, asked, strict=True):
         number = sg.room()
         ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
         decode.add(two, prompt, most, {"do_remote_prefill": True, "ticket": ticket})
-        prefill.add(one, prompt, **sg.where(prefill, number))
+        given: dict[str, Any] = {"sampling": {"custom_params": {"kvproto": {"more": prompt[-1:]}}}} if states else {}
+        prefill.add(one, prompt[:-1] if states else prompt, **given, **sg.where(prefill, number))
     answers = [decode.result(two) for two in second]
     for one in first:
         prefill.result(one)
@@ -47,18 +52,25 @@ def from_sglang(
 
 
 def to_sglang(
-    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang decodes: it gets the ticket and the token that the prefill engine answered."""
+    """SGLang decodes: it gets the ticket and the token that the prefill engine answered.
+
+    With `states` vLLM hands over all tokens but the last, which SGLang takes for the first one that was sampled.
+    """
     first, second = [new_name() for _ in asked], [new_name() for _ in asked]
     for one, prompt in zip(first, asked, strict=True):
         prefill.add(one, prompt, 1, vl.ASK)
     for one, two, prompt in zip(first, second, asked, strict=True):
         (token, *_), _, params, _ = prefill.result(one)
         given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
+        if states:
+            given |= {"first_token": prompt[-1], "more": prompt[-1:]}
         place = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
-        decode.add(two, prompt, most, sampling={"custom_params": {"kvproto": given}}, **place)
-    return [(tokens, str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
+        ours = (prompt[:-1], most + 1) if states else (prompt, most)
+        decode.add(two, *ours, sampling={"custom_params": {"kvproto": given}}, **place)
+    return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
 def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
@@ -101,11 +113,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
+    "windows": {"block_size": 32, "enable_prefix_caching": False},
+    "convolutions": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
+HYBRID = ("windows", "convolutions")
+"""Models that the reference engines do not run; the last has states."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -115,7 +131,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
     others: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm": (f"vLLM, block {MODELS[model]['block_size']}", MODELS[model])
     }
-    for framework, rows in REFERENCES.items():
+    for framework, rows in REFERENCES.items() if model not in HYBRID else ():
         python = jax if framework == "jax" else ""
         if framework == "jax" and not python:
             print(f"NOT RUN {model}: the reference engine in JAX, which needs --jax PYTHON", flush=True)
@@ -138,9 +154,10 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
         for name, (title, _) in others.items():
+            states = model == HYBRID[-1]
             routes: list[tuple[str, Over, Any, Any]] = [
-                (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),
-                (f"{title}, to SGLang, page 64", to_sglang, engines[name], decode),
+                (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
+                (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
             ]
             for route, over, one, two in routes:
                 for case in (same_tokens, one_bit, same_tokens):
