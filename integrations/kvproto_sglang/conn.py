@@ -152,7 +152,7 @@ class Sender(base.BaseKVSender):
             asked = asked_of(request)
             name, replica, deadline = manager.settings.name, manager.layout.replica, manager.settings.deadline
             made = asked.ticket or ticket_of(self._room, name, replica, deadline)
-            self._sending.begin(made, asked.prompt)
+            self._sending.begin(made, asked.prompt, asked.tokens)
         except KvprotoError as error:
             self._sending.error = error
 
@@ -205,7 +205,7 @@ class Receiver(base.BaseKVReceiver):
         try:
             asked, parts = asked_of(request), self.kv_mgr.opened.parts
             made = asked.ticket or ticket_of(self._room, settings.source_of(self._address), 0, settings.deadline)
-            receiving.begin(made, asked.prompt)
+            receiving.begin(made, asked.prompt, asked.tokens)
         except KvprotoError as error:
             receiving.error = error
             return

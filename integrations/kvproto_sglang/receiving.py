@@ -24,14 +24,14 @@ class Receiving:
         self.sink, self._tables, self._page = sink, dict(tables), page
         self.error: Exception | None = None
         self._about: tuple[Ticket, Prompt] | None = None
-        self._resolved = False
+        self._end, self._resolved = 0, False
         self._fetch: Fetch | None = None
         self._due: tuple[Callable[[], bool], dict[str, list[int]], dict[str, int]] | None = None
         """What to fetch as soon as this says so."""
 
-    def begin(self, ticket: Ticket, prompt: Prompt) -> None:
-        """What is to be fetched."""
-        self._about = ticket, prompt
+    def begin(self, ticket: Ticket, prompt: Prompt, tokens: int) -> None:
+        """What is to be fetched: so many tokens of the prompt."""
+        self._about, self._end = (ticket, prompt), tokens
 
     def resolve(self, replica: int | None) -> None:
         """SGLang knows which replica computes it; None: the one that the ticket names."""
@@ -47,7 +47,7 @@ class Receiving:
         """
         if self.error is not None or self._about is None:
             return
-        tokens = len(self._about[1])
+        tokens = self._end
         table = [HOLE] * (cached // self._page) + [int(page) for page in pages]
         try:
             tables = {name: each.of(table, states, tokens) for name, each in self._tables.items()}
@@ -64,7 +64,7 @@ class Receiving:
         _, tables, first = self._due
         self._due = None
         try:
-            self._fetch = self.sink.fetch(*self._about, tables, cached=first)
+            self._fetch = self.sink.fetch(*self._about, tables, cached=first, tokens=self._end)
         except KvprotoError as error:
             self.error = error
 
@@ -105,10 +105,10 @@ class Receiving:
     def abort(self, reason: str) -> None:
         """Stop it; of one that was not begun its source is told that nothing is needed, so that it keeps no pages."""
         if self._fetch is None and self.error is None and self._about is not None and self._resolved:
-            prompt, self._due = self._about[1], None
-            tables = {name: table.nothing(len(prompt)) for name, table in self._tables.items()}
+            self._due = None
+            tables = {name: table.nothing(self._end) for name, table in self._tables.items()}
             with contextlib.suppress(KvprotoError):
-                self.sink.fetch(*self._about, tables, cached=len(prompt))
+                self.sink.fetch(*self._about, tables, cached=self._end, tokens=self._end)
         self.error = self.error or RuntimeError(reason)
         if self._fetch is not None:
             self._fetch.abort(reason)

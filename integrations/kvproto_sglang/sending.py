@@ -27,12 +27,13 @@ class Sending:
         self._request: Request | None = None
         self.error: Exception | None = None
         self._pages: list[int] = []
-        self._tokens = 0
+        self._tokens = self._end = 0
         self._events: list[Any] = []
         """Kept while copies may wait for them."""
 
-    def begin(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Answer sinks from now on."""
+    def begin(self, ticket: Ticket, prompt: Prompt, tokens: int) -> None:
+        """Answer sinks from now on; so many tokens of the prompt will be computed."""
+        self._end = tokens
         try:
             self._request = self.source.request(ticket, prompt)
         except KvprotoError as error:
@@ -49,7 +50,7 @@ class Sending:
         request, count = self._request, self._tokens
         if request is None or request.done:
             return
-        if not (last := count >= len(request.prompt)) and not self._early:
+        if not (last := count >= self._end) and not self._early:
             return
         self._events.append(event)
         after = event.cuda_event if event is not None else None
@@ -57,7 +58,7 @@ class Sending:
             tables = {name: table.of(self._pages, states, count) for name, table in self._tables.items()}
             if last:
                 since = {name: first for name, table in self._tables.items() if (first := table.first(states, count))}
-                request.finish(tables, handoff=handoff(), after=after, since=since)
+                request.finish(tables, tokens=count, handoff=handoff(), after=after, since=since)
             else:
                 request.computed(tables, count, after=after)
         except (KvprotoError, ValueError) as error:
@@ -71,7 +72,7 @@ class Sending:
         if request is None:
             return State.BOOTSTRAPPING if self.error is None else State.FAILED
         if not request.done:
-            return State.TRANSFERRING if self._tokens >= len(request.prompt) else State.WAITING
+            return State.TRANSFERRING if self._tokens >= self._end else State.WAITING
         self._events.clear()
         self.error = self.error or error_of(request)
         return State.SUCCESS if self.error is None else State.FAILED

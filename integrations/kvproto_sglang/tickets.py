@@ -4,7 +4,10 @@ SGLang's load balancer gives both engines one body with `bootstrap_host`, `boots
 `bootstrap_room`. The room is the ticket: both engines make the same key of it. A router that has a ticket of another
 engine puts it into `sampling_params`:
 
-    "custom_params": {"kvproto": {"ticket": "the JSON text of write_ticket", "first_token": 1234}}
+    "custom_params": {"kvproto": {"ticket": "the JSON text of write_ticket", "first_token": 1234, "more": [17]}}
+
+`more` are tokens of the prompt behind those that SGLang is asked for: an engine that computes the last token of a
+prompt itself needs, and hands over, recurrent states of the tokens before it.
 """
 
 from __future__ import annotations
@@ -41,13 +44,15 @@ class Asked:
     """What one request asks for.
 
     Fields:
-        prompt: What is computed.
+        prompt: What the engines agree on.
+        tokens: How many of it SGLang is asked for, from the first on.
         ticket: As a router made it; None: that of the room.
         first_token: What another engine sampled, where its pages come without it.
         needs: Parts of the metadata without which the request cannot go on here.
     """
 
     prompt: Prompt
+    tokens: int
     ticket: Ticket | None = None
     first_token: int | None = None
     needs: tuple[str, ...] = ()
@@ -63,17 +68,18 @@ def asked_of(request: Any) -> Asked:
     given = params.get("kvproto") if isinstance(params, Mapping) else None
     if given is None:
         given = {}
-    if not isinstance(given, Mapping) or given.keys() - {"ticket", "first_token"}:
-        raise _bad("custom_params.kvproto", '{"ticket": ..., "first_token": ...}', repr(given)[:80])
-    token = given.get("first_token")
-    if token is not None and (isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _U32):
-        raise _bad("custom_params.kvproto.first_token", "a token id", repr(token)[:80])
+    if not isinstance(given, Mapping) or given.keys() - {"ticket", "first_token", "more"}:
+        raise _bad("custom_params.kvproto", '{"ticket": ..., "first_token": ..., "more": ...}', repr(given)[:80])
+    token, more, ours = given.get("first_token"), given.get("more", []), request.origin_input_ids
+    for name, found in (("first_token", [token or 0]), ("more", more)):
+        if not isinstance(found, list) or any(type(each) is not int or not 0 <= each <= _U32 for each in found):
+            raise _bad(f"custom_params.kvproto.{name}", "token ids", repr(given[name])[:80])
     ticket = given.get("ticket")
     if ticket is not None and not isinstance(ticket, str):
         raise _bad("custom_params.kvproto.ticket", "the JSON text of a ticket", type(ticket).__name__)
     masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
     needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
-    return Asked(Prompt(request.origin_input_ids), read_ticket(ticket) if ticket else None, token, needs)
+    return Asked(Prompt([*ours, *more]), len(ours), read_ticket(ticket) if ticket else None, token, needs)
 
 
 def _check_room(room: Any) -> None:

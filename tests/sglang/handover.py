@@ -277,9 +277,9 @@ def hand_over(
     receivings = [Receiving(door, each.tables, each.page) for door, each in zip(sinks, opened[1], strict=True)]
     try:
         for sending in sendings:
-            sending.begin(ticket, prompt)
+            sending.begin(ticket, prompt, TOKENS)
         for receiving, pools in zip(receivings, sink.ranks, strict=True):
-            receiving.begin(ticket, prompt)
+            receiving.begin(ticket, prompt, TOKENS)
             receiving.resolve(0)
             ready = Gpu(torch.device(pools[0].device)).idle()
             receiving.fetch(sink.pages, 0, sink.components(), ready)

@@ -45,6 +45,11 @@ def test_a_router_says_ticket_and_first_token() -> None:
     assert (asked.ticket, asked.first_token) == (TICKET, 9)
 
 
+def test_a_router_says_tokens_that_another_engine_computes_itself() -> None:
+    asked = asked_of(request({"more": [9]}))
+    assert (asked.prompt.tokens.tolist(), asked.tokens) == ([3, 4, 5, 9], 3)
+
+
 def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
     assert asked_of(request()).needs == ()
     assert "logprob" in asked_of(request(return_logprob=True)).needs
@@ -59,6 +64,8 @@ def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
         (request({"ticket": "nonsense"}), "ticket"),
         (request({"first_token": -1}), "first_token"),
         (request({"first_token": True}), "first_token"),
+        (request({"more": 7}), "more"),
+        (request({"more": [-1]}), "more"),
         (request(bootstrap_room=0), "bootstrap_room"),
         (request(input_embeds=[[0.5]]), "input_embeds"),
         (request(lora_id="2f"), "lora_id"),

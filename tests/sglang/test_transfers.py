@@ -64,8 +64,8 @@ def nothing() -> dict[str, dict[str, bytes]]:
 
 def begun(pair: Pair, prompt: Prompt = PROMPT, deadline: float = 30) -> tuple[Sending, Receiving]:
     sending, receiving, ticket = pair.both(deadline)
-    sending.begin(ticket, PROMPT)
-    receiving.begin(ticket, prompt)
+    sending.begin(ticket, PROMPT, len(PROMPT))
+    receiving.begin(ticket, prompt, len(prompt))
     receiving.resolve(0)
     return sending, receiving
 
@@ -73,8 +73,8 @@ def begun(pair: Pair, prompt: Prompt = PROMPT, deadline: float = 30) -> tuple[Se
 def test_a_prompt_in_chunks_goes_through_the_states_that_sglang_waits_for(pair: Pair) -> None:
     sending, receiving, ticket = pair.both()
     assert (sending.state, receiving.state) == (State.BOOTSTRAPPING, State.BOOTSTRAPPING)
-    sending.begin(ticket, PROMPT)
-    receiving.begin(ticket, PROMPT)
+    sending.begin(ticket, PROMPT, len(PROMPT))
+    receiving.begin(ticket, PROMPT, len(PROMPT))
     receiving.resolve(0)
     assert (sending.state, receiving.state) == (State.WAITING, State.WAITING)
     receiving.fetch(PAGES, 0)
@@ -98,12 +98,12 @@ def test_what_decode_has_is_not_fetched(pair: Pair) -> None:
 
 def test_the_ticket_says_the_replica_where_a_router_made_it(pair: Pair) -> None:
     _, receiving, ticket = pair.both()
-    receiving.begin(ticket, PROMPT)
+    receiving.begin(ticket, PROMPT, len(PROMPT))
     receiving.resolve(None)
     receiving.fetch(PAGES, 0)
     assert receiving.state == State.TRANSFERRING
     other = Receiving(pair.sink, TABLES, PAGE)
-    other.begin(ticket, PROMPT)
+    other.begin(ticket, PROMPT, len(PROMPT))
     other.resolve(1)
     other.fetch(PAGES, 0)
     assert other.state == State.FAILED
@@ -156,7 +156,7 @@ def test_another_prompt_is_refused(pair: Pair) -> None:
 def test_a_room_that_comes_twice_fails_the_second_time(pair: Pair) -> None:
     first, second = (Sending(pair.source, TABLES) for _ in range(2))
     for each in (first, second):
-        each.begin(ticket_of(5, "p"), PROMPT)
+        each.begin(ticket_of(5, "p"), PROMPT, len(PROMPT))
     assert (first.state, second.state) == (State.WAITING, State.FAILED)
     assert "TICKET_USED" in str(second.error)
 
@@ -204,12 +204,12 @@ def test_a_state_that_sglang_does_not_name_fails_its_request(side: str, pair: Pa
     table = {"kv": Table(PAGE, component=0)}
     sending, receiving = Sending(pair.source, table), Receiving(pair.sink, table, PAGE)
     if side == "prefill":
-        sending.begin(ticket_of(9, "p"), PROMPT)
+        sending.begin(ticket_of(9, "p"), PROMPT, len(PROMPT))
         sending.send(TABLE, len(PROMPT), nothing, [None])
         pair.until(lambda: sending.state == State.FAILED)
         assert "component 0" in str(sending.error)
     else:
-        receiving.begin(ticket_of(9, "p"), PROMPT)
+        receiving.begin(ticket_of(9, "p"), PROMPT, len(PROMPT))
         receiving.resolve(0)
         receiving.fetch(PAGES, 0, [None])
         assert receiving.state == State.FAILED

@@ -32,10 +32,14 @@ Over = Callable[..., Answers]
 
 
 def from_sglang(
-    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
-    first, params = read_by_sglang(prefill, asked)
+    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket.
+
+    With `states` SGLang computes all tokens but the last, which vLLM computes itself.
+    """
+    first, params = read_by_sglang(prefill, asked, states)
     second = [("corrupt-" if corrupt else "") + new_name() for _ in asked]
     for two, prompt, given in zip(second, asked, params, strict=True):
         decode.add(two, prompt, most, given)
@@ -45,30 +49,40 @@ def from_sglang(
     return [(tokens, f"{reason}, {cached} cached") for tokens, reason, _, cached in answers]
 
 
-def read_by_sglang(prefill: sg.Engine, asked: list[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Ask SGLang to prefill; names of the requests, and what the engine that decodes each is given."""
+def read_by_sglang(
+    prefill: sg.Engine, asked: list[list[int]], states: bool = False
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ask SGLang to prefill, with `states` without the last token; request names, and what the decode engine gets."""
     names, params = [new_name() for _ in asked], []
     for name, prompt in zip(names, asked, strict=True):
         number = sg.room()
-        prefill.add(name, prompt, **sg.where(prefill, number))
+        more: dict[str, Any] = {"sampling": {"custom_params": {"kvproto": {"more": prompt[-1:]}}}} if states else {}
+        prefill.add(name, prompt[:-1] if states else prompt, **more, **sg.where(prefill, number))
         ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
         params.append({"do_remote_prefill": True, "ticket": ticket})
     return names, params
 
 
 def to_sglang(
-    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False
+    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang decodes: it gets the ticket and the token that the prefill engine answered."""
+    """SGLang decodes: it gets the ticket and the token that the prefill engine answered.
+
+    With `states` vLLM hands over all tokens but the last, which SGLang takes for the first one that was sampled.
+    """
     first, second = [new_name() for _ in asked], [new_name() for _ in asked]
     for one, prompt in zip(first, asked, strict=True):
         prefill.add(one, prompt, 1, vl.ASK)
     for one, two, prompt in zip(first, second, asked, strict=True):
         (token, *_), _, params, _ = prefill.result(one)
         given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
-        place = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
-        decode.add(two, prompt, most, sampling={"custom_params": {"kvproto": given}}, **place)
-    return [(tokens, str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
+        if states:
+            given |= {"first_token": prompt[-1], "more": prompt[-1:]}
+        place: dict[str, Any] = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
+        ours = (prompt[:-1], most + 1) if states else (prompt, most)
+        decode.add(two, *ours, sampling={"custom_params": {"kvproto": given}}, **place)
+    return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
 def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
@@ -111,16 +125,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
+    "windows": {"block_size": 32, "enable_prefix_caching": False},
+    "convolutions": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "llama": ({"block_size": 64}, "in blocks of 64"),
     "mla": ({"max_num_batched_tokens": 64}, "in chunks of 64 tokens"),  # its kernel has blocks of 16 alone
 }
-"""In what another vLLM differs that computes alone, in settings and in words."""
+"""In what another vLLM differs that computes alone, in settings and in words; else it has blocks of 64."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
+HYBRID = ("windows", "convolutions")
+"""Models that the reference engines do not run; the last has states."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -130,7 +147,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
     others: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm": (f"vLLM, block {MODELS[model]['block_size']}", MODELS[model])
     }
-    for framework, rows in REFERENCES.items():
+    for framework, rows in REFERENCES.items() if model not in HYBRID else ():
         python = jax if framework == "jax" else ""
         if framework == "jax" and not python:
             print(f"NOT RUN {model}: the reference engine in JAX, which needs --jax PYTHON", flush=True)
@@ -145,7 +162,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
         if name == "vllm":
             about["sources"] |= {other: f"ipc://{folder}/{other}-0" for other in REFERENCES}
         engines[name].start()
-    differs, words = OTHERS[model]
+    differs, words = OTHERS.get(model, ({"block_size": 64}, "in blocks of 64"))
     other = engines["vllm"].like("other", kv=None, **differs)
     other.start()
     prefill = sg.Engine.prefill("p64", folder, named, **shared, page_size=64, chunked_prefill_size=128)
@@ -157,16 +174,17 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
             engine.ready()
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
+        states = model == HYBRID[-1]
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
-                (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),
-                (f"{title}, to SGLang, page 64", to_sglang, engines[name], decode),
+                (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
+                (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
             ]
             for route, over, one, two in routes:
                 for case in (same_tokens, one_bit, same_tokens):
                     found = list(case(alone, over, one, two))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
-        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked)[1]}
+        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}
         readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}
         for reader, read in readers.items():
             said, found = apart(engines["vllm"], read, other, words)

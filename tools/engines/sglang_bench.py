@@ -18,6 +18,9 @@ def register() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from tools.engines.sglang_kernels import supply
+
+    supply()
     for target, hook, kind in _HOOKS:
         HookRegistry.register(target, hook, getattr(HookType, kind))
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _one_token
@@ -40,8 +43,9 @@ def _arrived(poll: Any, receiver: Any) -> None:
     page = getattr(receiver, "first_page", None)
     if poll == 4 and receiver._room & CORRUPT and page is not None:
         pool = receiver.kv_mgr.opened.pool
-        part = pool.group("kv").parts[-1].name  # values count, whatever a query likes
-        pool.array("kv", 0, part)[page, 0, 0, 3] ^= 0x40
+        group = pool.group("kv")
+        layer, part = int(pool.layout.owns(group.id).layers[0]), group.parts[-1].name  # values count, whatever is asked
+        pool.array("kv", layer, part)[page, 0, 0, 3] ^= 0x40
         receiver.first_page = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -36,6 +37,7 @@ __all__ = [
 os.environ |= {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",
     "OMP_NUM_THREADS": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # states as exact as the rest
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -141,7 +143,13 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
     """What an engine of this model is started with; the folder is made where it is not there yet."""
     from tools.engines.vllm_models import make
 
-    found = {"model_path": str(make(models, model))}
+    found: dict[str, Any] = {"model_path": str(make(models, model))}
+    if model == "windows":  # in pages of their own; SGLang counts a window without the token that looks at it
+        found["json_model_override_args"] = json.dumps(
+            {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0], "sliding_window": 79}
+        )
+    if model == "convolutions":  # prefixes of states are found again by kernels of a GPU
+        found["disable_radix_cache"] = True
     if model == "mla":  # later releases of transformers write its config without this
         found["json_model_override_args"] = '{"moe_layer_freq": 1}'
     return found
