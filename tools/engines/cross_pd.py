@@ -64,12 +64,12 @@ def to_sglang(
         prefill.add(one, prompt, 1, vl.ASK)
     for one, two, prompt in zip(first, second, asked, strict=True):
         (token, *_), _, params, _ = prefill.result(one)
-        given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
+        given: dict[str, Any] = {"ticket": json.dumps(params["ticket"]), "first_token": token}
         if states:
             given |= {"first_token": prompt[-1], "more": prompt[-1:]}
-        place = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
-        ours = (prompt[:-1], most + 1) if states else (prompt, most)
-        decode.add(two, *ours, sampling={"custom_params": {"kvproto": given}}, **place)
+        place: dict[str, Any] = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
+        sampling = {"custom_params": {"kvproto": given}}
+        decode.add(two, prompt[:-1] if states else prompt, most + states, sampling=sampling, **place)
     return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 

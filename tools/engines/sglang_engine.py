@@ -143,7 +143,7 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
     """What an engine of this model is started with; the folder is made where it is not there yet."""
     from tools.engines.vllm_models import make
 
-    found = {"model_path": str(make(models, model))}
+    found: dict[str, Any] = {"model_path": str(make(models, model))}
     if model == "windows":  # in pages of their own; SGLang counts a window without the token that looks at it
         found["json_model_override_args"] = json.dumps(
             {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0], "sliding_window": 79}
