@@ -146,7 +146,8 @@ def _windows(path: Path, shared: dict[str, Any]) -> None:
     """Two layers with sliding windows and two without, as Command R7B has them."""
     from transformers import Cohere2Config, Cohere2ForCausalLM
 
-    config = Cohere2Config(
+    of: Any = Cohere2Config
+    config = of(
         hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=80, pad_token_id=0,
         logit_scale=1.0, initializer_range=0.15, **shared,
