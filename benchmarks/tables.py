@@ -125,7 +125,17 @@ def overlap() -> Iterator[Sequence[str]]:
                f"{of['allowed'] * 1e6:,.0f}")  # fmt: skip
 
 
-TABLES = {"cuda": cuda, "shapes": shapes, "overlap": overlap, "nixl": nixl}
+def verify() -> Iterator[Sequence[str]]:
+    samples = results("verify_gpu")["samples"]
+    before = samples["before"]
+    yield "", "with checksums", "without", "with checksums, before", "without, before"
+    for name, rounds in samples.items():
+        if name != "before":
+            of = [f"{median(map(max, some[way])):.0f}" for some in (rounds, before[name]) for way in some]
+            yield name, *of
+
+
+TABLES = {"verify": verify, "cuda": cuda, "shapes": shapes, "overlap": overlap, "nixl": nixl}
 
 
 def written(page: str) -> str:

@@ -158,7 +158,7 @@ def main() -> None:
     devices = (0, 1) if torch.cuda.device_count() > 1 else (0, 0)
     found: dict[str, Any] = {}
     for busy in (False, True):
-        name = "beside a thread that holds the interpreter" if busy else "alone"
+        name = "busy" if busy else "alone"
         found[name] = measure(args.rounds, busy, devices)
         for way, rounds in found[name].items():
             last = [max(each) for each in rounds]
