@@ -67,7 +67,11 @@ def to_sglang(
         given: dict[str, Any] = {"ticket": json.dumps(params["ticket"]), "first_token": token}
         if states:
             given |= {"first_token": prompt[-1], "more": prompt[-1:]}
-        place: dict[str, Any] = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
+        place: dict[str, Any] = {
+            "bootstrap_host": "router",
+            "bootstrap_port": 0,
+            "bootstrap_room": sg.room() | CORRUPT * corrupt,
+        }
         sampling = {"custom_params": {"kvproto": given}}
         decode.add(two, prompt[:-1] if states else prompt, most + states, sampling=sampling, **place)
     return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
@@ -113,15 +117,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
-    "windows": {"block_size": 32, "enable_prefix_caching": False},
     "convolutions": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
-HYBRID = ("windows", "convolutions")
-"""Models that the reference engines do not run; the last has states."""
+HYBRID = ("convolutions",)
+"""Models with states, which the reference engines do not run."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -154,7 +157,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
         for name, (title, _) in others.items():
-            states = model == HYBRID[-1]
+            states = model in HYBRID
             routes: list[tuple[str, Over, Any, Any]] = [
                 (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
                 (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
