@@ -79,9 +79,13 @@ def to_sglang(
         given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
         if states:
             given |= {"first_token": prompt[-1], "more": prompt[-1:]}
-        place: dict[str, Any] = {"bootstrap_host": "router", "bootstrap_port": 0, "bootstrap_room": sg.room() | CORRUPT * corrupt}
-        ours = (prompt[:-1], most + 1) if states else (prompt, most)
-        decode.add(two, *ours, sampling={"custom_params": {"kvproto": given}}, **place)
+        place: dict[str, Any] = {
+            "bootstrap_host": "router",
+            "bootstrap_port": 0,
+            "bootstrap_room": sg.room() | CORRUPT * corrupt,
+        }
+        sampling = {"custom_params": {"kvproto": given}}
+        decode.add(two, prompt[:-1] if states else prompt, most + states, sampling=sampling, **place)
     return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
@@ -125,7 +129,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
-    "windows": {"block_size": 32, "enable_prefix_caching": False},
     "convolutions": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
@@ -136,8 +139,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 """In what another vLLM differs that computes alone, in settings and in words; else it has blocks of 64."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
-HYBRID = ("windows", "convolutions")
-"""Models that the reference engines do not run; the last has states."""
+HYBRID = ("convolutions",)
+"""Models with states, which the reference engines do not run."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -174,7 +177,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
             engine.ready()
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
-        states = model == HYBRID[-1]
+        states = model in HYBRID
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
                 (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),

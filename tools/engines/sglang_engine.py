@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -144,10 +143,6 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
     from tools.engines.vllm_models import make
 
     found: dict[str, Any] = {"model_path": str(make(models, model))}
-    if model == "windows":  # in pages of their own; SGLang counts a window without the token that looks at it
-        found["json_model_override_args"] = json.dumps(
-            {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0], "sliding_window": 79}
-        )
     if model == "convolutions":  # prefixes of states are found again by kernels of a GPU
         found["disable_radix_cache"] = True
     if model == "mla":  # later releases of transformers write its config without this

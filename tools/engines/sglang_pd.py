@@ -201,20 +201,6 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             [same_tokens, one_bit, still_there],
         ),
     ],
-    "windows": [
-        (
-            "Cohere 2 with sliding windows, page 64 in chunks of 128 tokens, to page 16",
-            {"page_size": 64, "chunked_prefill_size": 128},
-            {"page_size": 16},
-            [same_tokens, one_bit, one_after_the_other, aborts, still_there],
-        ),
-        (
-            "Cohere 2 with sliding windows, TP 2, page 16, to page 64",
-            {"page_size": 16, "tp_size": 2},
-            {"page_size": 64},
-            [same_tokens, one_bit, still_there],
-        ),
-    ],
     "mla": [
         ("MLA, page 64 to page 16", {"page_size": 64}, {"page_size": 16}, [same_tokens, one_bit, still_there]),
         (

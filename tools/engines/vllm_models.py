@@ -142,23 +142,10 @@ def _convolutions(path: Path, shared: dict[str, Any]) -> None:
     Lfm2ForCausalLM(config).save_pretrained(path)
 
 
-def _windows(path: Path, shared: dict[str, Any]) -> None:
-    """Two layers with sliding windows and two without, as Command R7B has them."""
-    from transformers import Cohere2Config, Cohere2ForCausalLM
-
-    of: Any = Cohere2Config
-    config = of(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=80, pad_token_id=0,
-        logit_scale=1.0, initializer_range=0.15, **shared,
-    )  # fmt: skip
-    Cohere2ForCausalLM(config).save_pretrained(path)
-
-
 _HYBRIDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "states": _states, "deltas": _deltas, "convolutions": _convolutions, "windows": _windows,
+    "states": _states, "deltas": _deltas, "convolutions": _convolutions,
 }  # fmt: skip
-"""Models with layers of states, or of sliding windows in pages of their own, beside those of attention."""
+"""Models with layers of states beside those of attention."""
 
 
 def _tokenizer() -> Any:
