@@ -138,9 +138,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             assert settings.listen is not None
             listen = settings.listen.replace("{replica}", str(self._replica))
             self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
-        if self._roles[1]:
-            sources, whole = dict(settings.sources), self._vllm_config.cache_config.enable_prefix_caching
-            self._loading = Loading(Sink(settings.name, opened.pool, sources, settings.options), opened.tables, whole)
+        sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
+        self._loading = Loading(sink, opened.tables, self._vllm_config.cache_config.enable_prefix_caching)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         self.register_kv_caches(layers_of(kv_cache, attn_backend, self._kv_cache_config))
@@ -179,7 +178,8 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._loading is not None:
             results.finished_recving, results.failed_recving = self._loading.results()
             self._lost.over(results.finished_recving, results.failed_recving)
-            told.log(logger, self._loading.sink.events())
+            if self._loading.sink is not None:
+                told.log(logger, self._loading.sink.events())
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -194,7 +194,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return _WorkerMetadata(taken) if taken else None
 
     def shutdown(self) -> None:
-        if self._loading is not None:
+        if self._loading is not None and self._loading.sink is not None:
             self._loading.sink.close()
         if self._sending is not None:
             self._sending.source.close()

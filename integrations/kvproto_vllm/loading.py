@@ -16,8 +16,11 @@ logger = logging.getLogger("vllm.kvproto")
 class Loading:
     """Fetches of one rank. Nothing here waits."""
 
-    def __init__(self, sink: Sink, tables: Mapping[str, Table], whole: bool = True) -> None:
-        """`tables` says by group name what its page table is; `whole`: blocks are for other requests' prefixes too."""
+    def __init__(self, sink: Sink | None, tables: Mapping[str, Table], whole: bool = True) -> None:
+        """`tables` says by group name what its page table is; `whole`: blocks are for other requests' prefixes too.
+
+        An engine that only prefills has no sink. It fails the requests that want it to fetch, and fetches none.
+        """
         self.sink, self._tables = sink, tables
         self._late = [] if whole else [group for group, table in tables.items() if table.window]
         self._fetches: dict[str, Fetch] = {}
@@ -48,6 +51,7 @@ class Loading:
             group: max(load.cached, table.since(load.tables) if load.tables else 0)
             for group, table in self._tables.items()
         }
+        assert self.sink is not None
         return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=self._late)
 
     def _fail(self, name: str, reason: object) -> None:

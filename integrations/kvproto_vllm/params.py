@@ -47,7 +47,7 @@ def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
         return Asked(prefill, error=error)
     if not (producer if prefill else consumer):
         here, asked = ("decodes", "do_remote_decode") if prefill else ("prefills", "do_remote_prefill")
-        return Asked(prefill, error=_bad(f"a request for an engine that {here}, as kv_role says", asked))
+        return Asked(prefill, error=_bad(f"what an engine that only {here} can do, as kv_role says", asked))
     if not prefill and ticket is None:
         return Asked(False, error=_bad("the ticket that the prefill engine gave, or one made beforehand", "none"))
     return Asked(prefill, ticket)

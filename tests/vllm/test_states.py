@@ -155,19 +155,20 @@ def test_a_worker_fetches_a_state_though_tokens_are_there(cached: int, tmp_path:
     one, two = (Engine("MAMBA2", 1, True, filled) for filled in (True, False))
     tables, place = {name: Table(1, state=True) for name in one.names}, f"ipc://{tmp_path}/p"
     sending = Sending(Source("p", one.pools[0], place, STEPPED), tables)
-    loading = Loading(Sink("d", two.pools[0], {"p": place}, STEPPED), tables)
+    sink = Sink("d", two.pools[0], {"p": place}, STEPPED)
+    loading = Loading(sink, tables)
     ticket, done = new_ticket("p"), set[str]()
     sending.take(Orders(requests={"a": (ticket, PROMPT)}))
     sending.computed(Orders(computed=[Computed("a", LAST, ([1, 2], [3, 4]), True)]))
     loading.take(Orders(loads=[Load("a", ticket, PROMPT, ([5, 6], [2, 0]), cached, LAST)]))
     for _ in range(2000):
         sending.source.step(0.005)
-        loading.sink.step(0.005)
+        sink.step(0.005)
         over, failed = loading.results()
         assert not failed
         if done := done | over:
             break
-    loading.sink.close()
+    sink.close()
     sending.source.close()
     assert done
     assert torch.equal(two.tensors[0][0][1][2], one.expected(0, 0, 1, 3))

@@ -29,13 +29,14 @@ class Pair:
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
         self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table})
-        self.loading = Loading(Sink("d", self.pools[1], {"p": place}, STEPPED), {"kv": table}, whole)
+        self.sink = Sink("d", self.pools[1], {"p": place}, STEPPED)
+        self.loading = Loading(self.sink, {"kv": table}, whole)
         self.freed: set[str] = set()
         self.done: set[str] = set()
         self.failed: set[str] = set()
 
     def close(self) -> None:
-        self.loading.sink.close()
+        self.sink.close()
         self.sending.source.close()
 
     def turn(self, send: Orders | None = None, load: Orders | None = None) -> None:
@@ -44,7 +45,7 @@ class Pair:
         self.sending.computed(send or Orders())
         self.loading.take(load or Orders())
         self.sending.source.step(0.005)
-        self.loading.sink.step(0.005)
+        self.sink.step(0.005)
         self.freed |= self.sending.freed(send or Orders())
         done, failed = self.loading.results()
         self.done, self.failed = self.done | done, self.failed | failed
@@ -183,6 +184,12 @@ def test_a_fetch_that_cannot_be_fails_alone(pair: Pair, ticket: Ticket, pages: l
 def test_a_fetch_that_the_scheduler_refuses_fails(pair: Pair) -> None:
     pair.turn(load=Orders(refused={"a": ("no ticket", ())}))
     assert pair.done == pair.failed == {"a"}
+
+
+def test_an_engine_that_only_prefills_fails_what_it_cannot_fetch() -> None:
+    loading = Loading(None, {"kv": _ALL})
+    loading.take(Orders(refused={"a": ("it prefills", ())}))
+    assert loading.results() == ({"a"}, {"a"})
 
 
 def test_a_ticket_that_was_used_holds_no_blocks(pair: Pair) -> None:

@@ -120,13 +120,22 @@ def aborts(one: Engine, two: Engine) -> Iterator[str]:
 
 
 def bad_input(one: Engine, two: Engine) -> Iterator[str]:
-    """What cannot be fetched fails that request (`fail`), or is computed here (`recompute`)."""
+    """What cannot be fetched fails that request (`fail`), or is computed here (`recompute`), and the log says why."""
     (prompt,) = prompts(1, 80, 81, 4)
     good = write_ticket(new_ticket(one.name, deadline=2))
-    for ticket in (None, "nonsense", {"key": "00"}, good | {"engine": "nobody"}, good):
-        params = {"do_remote_prefill": True, "ticket": ticket}
-        if (reason := one.run(new_name(), prompt, 16, params)[1]) != "error":
-            yield f"{one.name}, ticket {ticket}: {reason}"
+    for ticket, says in (
+        (None, "the ticket that the prefill engine gave"),
+        ("nonsense", "BAD_TYPE at ticket"),
+        ({"key": "00"}, "OUT_OF_RANGE at key"),
+        (good | {"engine": "nobody"}, "nobody"),
+        (good, "WRONG_PEER"),  # its own
+        (good | {"engine": two.name}, "UNKNOWN_TICKET"),
+    ):
+        params, name = {"do_remote_prefill": True, "ticket": ticket}, new_name()
+        reason = one.run(name, prompt, 16, params)[1]
+        logged = [line for line in one.said().splitlines() if f"request {name}" in line and says in line]
+        if reason != "error" or not logged:
+            yield f"{one.name}, ticket {ticket}: {reason}, and the log says: {one.said()}"
         if two.run(new_name(), prompt, 16, params)[0] != two.run(new_name(), prompt, 16)[0]:
             yield f"{two.name}, ticket {ticket}: other tokens"
     other = list(reversed(prompt))

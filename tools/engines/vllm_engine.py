@@ -75,10 +75,12 @@ class Engine(Child):
 
     def like(self, name: str, policy: str = "fail", **settings: Any) -> Engine:
         """Another one, of the same settings but for these, that fetches from the same prefill engines."""
+        extra = settings.pop("extra", {})
         made = copy.deepcopy(self.settings) | settings
         transfer = made["kv"]
         if transfer is not None:
             about = transfer["kv_connector_extra_config"]
+            about |= extra
             about["listen"] = about["listen"].replace(f"/{about['name']}-", f"/{name}-")
             about["name"], transfer["kv_load_failure_policy"] = name, policy
         return Engine(policy, made, name=name)

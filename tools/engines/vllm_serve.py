@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,8 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
     folder.chmod(0o700)
     blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     commands = [block for block in blocks if block.startswith("vllm serve")]
-    curl, both, check = (next(b for b in blocks if b.startswith(word)) for word in ("curl", "TICKET=", "kvproto check"))
+    firsts = ("curl", "TICKET=", "kvproto check", "curl -s localhost:8200/metrics")
+    curl, both, check, count = (next(b for b in blocks if b.startswith(word)) for word in firsts)
     ports = {"8100": free_port(), "8200": free_port()}
     _install_command(folder)
     env = os.environ | {
@@ -83,6 +85,12 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
             answer = subprocess.run(["bash", "-ec", filled(typed)], env=env, cwd=folder, capture_output=True, text=True)
             if (by_hand := json.loads(answer.stdout)["choices"][0]["text"]) != alone:
                 yield f"by curl {by_hand!r}, not {alone!r}"
+        counted = subprocess.run(["bash", "-ec", filled(count)], env=env, cwd=folder, capture_output=True, text=True)
+        if not sum(float(line.split()[-1]) for line in counted.stdout.splitlines()):
+            yield f"no tokens have come from another engine: {counted.stdout}{counted.stderr}"
+        for number, wanted, status in (("8100", "do_remote_prefill", 500), ("8200", "do_remote_decode", 200)):
+            if (found := _status(f"http://localhost:{ports[number]}", model, {wanted: True})) != status:
+                yield f"the server of {number}, asked for the part of the other, answers {found}, not {status}"
         fit = subprocess.run(["bash", "-ec", filled(check)], env=env, cwd=folder, capture_output=True, text=True)
         if fit.returncode:
             yield f"kvproto check: {fit.stdout}{fit.stderr}"
@@ -107,12 +115,25 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
 
 def _text(server: str, model: Path, prompt: str) -> str:
     body = {"model": str(model), "prompt": prompt, "max_tokens": 50, "temperature": 0}
-    request = urllib.request.Request(
-        f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=ANSWERS) as answer:
+    with urllib.request.urlopen(_request(server, body), timeout=ANSWERS) as answer:
         found: Any = json.load(answer)
     return str(found["choices"][0]["text"])
+
+
+def _status(server: str, model: Path, params: dict[str, Any]) -> int:
+    """How it answers a prompt with these parameters; without a ticket, which is what is wrong with some."""
+    body = {"model": str(model), "prompt": "The sea", "max_tokens": 1, "kv_transfer_params": params}
+    try:
+        with urllib.request.urlopen(_request(server, body), timeout=ANSWERS) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _request(server: str, body: dict[str, Any]) -> urllib.request.Request:
+    return urllib.request.Request(
+        f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
 
 
 def _install_command(folder: Path) -> None:

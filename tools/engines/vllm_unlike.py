@@ -18,6 +18,7 @@ _UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
         {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
         "rope.target",
     ),
+    "pages in an order that has no strides": ({"extra": {"pages": "whole"}}, "LAYOUT_OPAQUE"),
 }
 """What a decode engine has apart, and the word by which the log names it."""
 
