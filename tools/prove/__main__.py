@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tools.prove.children import LATE, in_children
 from tools.prove.judging import as_it_is, cases
-from tools.prove.parts import AS_IT_IS, HINTS, LIMIT, PARTS, Asked
+from tools.prove.parts import AS_IT_IS, LIMIT, PARTS, Asked
 from tools.prove.rows import Row, read_reasons, summary
-from tools.prove.state import State, sources
+from tools.prove.state import HINTS, State, sources
 from tools.prove.warm import warm
 from tools.specgen.registry import ROOT
 

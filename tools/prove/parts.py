@@ -8,7 +8,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import attrs
@@ -18,13 +17,11 @@ from tools.prove.children import in_children
 from tools.prove.judging import SURVIVED, Changes, by_both_codecs, by_cases, by_tests, cases, doubts
 from tools.prove.passing import Passing, trace
 from tools.prove.rows import Reasons, Row, why
-from tools.prove.state import State
+from tools.prove.state import HINTS, State
 from tools.specgen.registry import ROOT
 
-__all__ = ["AS_IT_IS", "HINTS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
+__all__ = ["AS_IT_IS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
 
-HINTS = Path(__file__).with_name("hints.json")
-"""Which test noticed a mutant the last time. It is asked first; if it notices nothing, all others are asked."""
 AS_IT_IS = "without any change"
 _WIRE = ("codec", "writing", "json", "tickets", "streams")
 _SUITES = {
