@@ -17,7 +17,7 @@ from tools.prove.children import in_children
 from tools.prove.judging import SURVIVED, Changes, by_both_codecs, by_cases, by_tests, cases, doubts
 from tools.prove.passing import Passing, trace
 from tools.prove.rows import Reasons, Row, why
-from tools.prove.state import HINTS, State
+from tools.prove.state import State, read_hints
 from tools.specgen.registry import ROOT
 
 __all__ = ["AS_IT_IS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
@@ -119,7 +119,7 @@ def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) ->
 
 def _hinted(jobs: int, changes: Callable[[str], Changes], left: list[str]) -> dict[str, Judge]:
     """The test that noticed each the last time; raises SystemExit if one fails without any change."""
-    known: dict[str, str] = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() else {}
+    known = read_hints()
     hints = {name: known[name] for name in left if name in known and _is_there(known[name])}
     tests = sorted(set(hints.values()))
     checks = [(AS_IT_IS, partial(by_tests, {}, tests))] if tests else []
