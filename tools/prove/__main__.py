@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tools.prove.children import LATE, in_children
 from tools.prove.judging import as_it_is, cases
-from tools.prove.parts import AS_IT_IS, HINTS, LIMIT, PARTS, Asked
+from tools.prove.parts import AS_IT_IS, LIMIT, PARTS, Asked
 from tools.prove.rows import Row, read_reasons, summary
-from tools.prove.state import State, sources
+from tools.prove.state import HINTS, State, read_hints, sources
 from tools.prove.warm import warm
 from tools.specgen.registry import ROOT
 
@@ -117,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.part != (1, 1):
         print("a part alone: the whole is judged by a run that finds the rows of all parts")
     if args.write_hints:
-        HINTS.write_text(json.dumps(state.killers(rows), indent=0) + "\n", encoding="utf-8")
+        hints = dict(sorted((read_hints() | state.killers(rows)).items()))
+        HINTS.write_text(json.dumps(hints, indent=0) + "\n", encoding="utf-8")
     return 0 if good else 1
 
 

@@ -72,6 +72,8 @@ def _played(bug: Bug) -> str:
     for id, says in zip(bug.scenarios, bug.says, strict=True):
         command = [sys.executable, "-m", "tools.prove.planted", known[id].role, bug.name]
         (result,) = run(command, [known[id]])
+        if result.status == "suite-error":
+            raise RuntimeError(f"{id}: {result.text}")
         if result.status != "fail" or not result.text.startswith(says):
             return SURVIVED
     return ", ".join(bug.scenarios)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 __all__ = ["DIED", "LATE", "Answer", "in_children"]
 
 LATE, DIED = "no end within its time", "the process died"
-_MEMORY = 8 << 30
+_MEMORY = 16 << 30
 """Bytes that a child may map: a mutant may ask for any number."""
 Task = Callable[[], str]
 

@@ -8,7 +8,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import attrs
@@ -18,13 +17,11 @@ from tools.prove.children import in_children
 from tools.prove.judging import SURVIVED, Changes, by_both_codecs, by_cases, by_tests, cases, doubts
 from tools.prove.passing import Passing, trace
 from tools.prove.rows import Reasons, Row, why
-from tools.prove.state import State
+from tools.prove.state import State, read_hints
 from tools.specgen.registry import ROOT
 
-__all__ = ["AS_IT_IS", "HINTS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
+__all__ = ["AS_IT_IS", "LIMIT", "PARTS", "Asked", "prove_bugs", "prove_code", "prove_facts"]
 
-HINTS = Path(__file__).with_name("hints.json")
-"""Which test noticed a mutant the last time. It is asked first; if it notices nothing, all others are asked."""
 AS_IT_IS = "without any change"
 _WIRE = ("codec", "writing", "json", "tickets", "streams")
 _SUITES = {
@@ -122,7 +119,7 @@ def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) ->
 
 def _hinted(jobs: int, changes: Callable[[str], Changes], left: list[str]) -> dict[str, Judge]:
     """The test that noticed each the last time; raises SystemExit if one fails without any change."""
-    known: dict[str, str] = json.loads(HINTS.read_text(encoding="utf-8")) if HINTS.exists() else {}
+    known = read_hints()
     hints = {name: known[name] for name in left if name in known and _is_there(known[name])}
     tests = sorted(set(hints.values()))
     checks = [(AS_IT_IS, partial(by_tests, {}, tests))] if tests else []
