@@ -32,7 +32,8 @@ from kvproto import (
 CHUNK = 24
 """Tokens that a step computes."""
 GEOMETRY = lay_out(
-    [Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)], facts={"weights": "example, revision 1"}
+    [Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)],
+    facts={"weights.target": "example, revision 1"},
 )
 
 

@@ -11,7 +11,8 @@ from engine import BYTES, Engine  # own
 from kvproto import Cache, DType, Pool, Prompt, Sink, allocate, lay_out, read_ticket
 
 order = json.loads(sys.stdin.readline())  # own
-geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)])
+cache = Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)
+geometry = lay_out([cache], facts={"weights.target": "example, revision 1"})
 engine = Engine(allocate(BYTES))
 pool = Pool(geometry, {"kv": engine.layers}, axes="part page token head dim")
 with Sink("decode", pool, {"prefill": order["source"]}) as sink:

@@ -4,7 +4,8 @@ import tempfile
 
 from kvproto import Cache, Pool, Prompt, Sink, Source, lay_out, new_ticket
 
-geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16)])
+cache, facts = Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16), {"weights.target": "example, revision 1"}
+geometry = lay_out([cache], facts=facts)  # two engines whose weights differ refuse each other
 address = f"ipc://{tempfile.mkdtemp()}/prefill"
 prefill, decode = Pool.allocate(geometry, pages=8), Pool.allocate(geometry, pages=8)
 prefill.array("kv", layer=0, part="k")[:3] = 7

@@ -12,7 +12,8 @@ from kvproto import Cache, DType, Pool, Prompt, Source, allocate, lay_out, new_t
 
 address = f"ipc://{tempfile.mkdtemp()}/prefill"  # own
 tokens = list(range(100, 150))  # own
-geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)])
+cache = Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16, dtype=DType.F32)
+geometry = lay_out([cache], facts={"weights.target": "example, revision 1"})
 engine = Engine(allocate(BYTES))
 pool = Pool(geometry, {"kv": engine.layers}, axes="part page token head dim")
 with Source("prefill", pool, address) as source:

@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="separate tensors for K and V")
     parser.add_argument("--device", type=int, help="a GPU number (default: host memory)")
     args = parser.parse_args()
-    geometry = lay_out([Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=DIM, page=PAGE, dtype=DType.BF16)])
+    cache = Cache.gqa("kv", LAYERS, kv_heads=HEADS, head_dim=DIM, page=PAGE, dtype=DType.BF16)
+    # what no shape shows: engines that state another revision refuse each other
+    geometry = lay_out([cache], facts={"weights.target": "example, revision 1"})
     prefill, decode = Engine(args.apart, args.device), Engine(not args.apart, args.device)  # the two need not be alike
     address = f"ipc://{tempfile.mkdtemp()}/prefill"
     with (

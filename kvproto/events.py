@@ -209,7 +209,8 @@ class Refused:
 class Suspected:
     """A peer has been silent for so long that it may be gone: nothing new is sent to it, and nothing is released.
 
-    A fetch from a suspected source waits, up to its ticket's deadline.
+    A fetch that a suspected source has not accepted waits, up to its ticket's deadline. Those that it has accepted wait
+    until it is heard from again, or is given up 35 s after its last message, and then end with PEER_LOST.
     """
 
     peer: str

@@ -26,7 +26,10 @@ __all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
 
 
 class Fetch(TicketHandle[Arrived]):
-    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request."""
+    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
+
+    `Sink.fetch` says how long that may take. A timeout of `wait` does not end the fetch.
+    """
 
     def __init__(
         self, sink: Sink, ticket: Ticket, claim: Claim, pool: Pool, epoch: int,
@@ -36,7 +39,10 @@ class Fetch(TicketHandle[Arrived]):
         self._claim, self._on_wanted, self._granting, self.pool = claim, on_wanted, threading.Lock(), pool
         self._useful = claim.end
         self.pages_free = False
-        """Whether the pages of a lost request may be reused; PagesFree reports it as well."""
+        """Whether the pages of a lost request may be reused; PagesFree reports it as well.
+
+        False while the fetch is under way, and after Arrived: the pages then hold the request.
+        """
         self.number = 0
         """The fetch's number at this sink, from 1."""
         self.epoch = epoch
@@ -80,7 +86,11 @@ class Fetch(TicketHandle[Arrived]):
                 self._post(lambda: sink._node.abort(self.number, cause))
 
     def abort(self, reason: str = "aborted") -> None:
-        """Stop the fetch, which ends with ABORTED; its pages may be reused when `pages_free`. Harmless once done."""
+        """Stop the fetch; its pages may be reused when `pages_free`. Harmless once done.
+
+        It ends with ABORTED as soon as the source has answered, or has been given up. If the source has not heard of
+        the fetch yet, it ends at once and the source is not told: tell the engine that computes the prompt as well.
+        """
         sink = self._door
         check_type("reason", reason, str, "a str")
         if not self.done and isinstance(sink, Sink):
@@ -165,10 +175,16 @@ class Sink(Sleeper):
         source does not support INTENT.
 
         Where the source no longer holds the first tokens, a group in `late` (True: any) begins with a later one, which
-        `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is also lost with DEADLINE if the source
-        has not accepted it within the ticket's deadline from this call; with PEER_LOST if the source ends or restarts,
-        which voids its tickets; and with OUT_OF_RANGE if the prompt states an axis that no cache of either side has.
-        `on_done` is called with the handle when it has ended.
+        `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is lost with PEER_LOST if the source ends
+        or restarts, which voids its tickets, or is silent for 35 s; and with OUT_OF_RANGE if the prompt states an axis
+        that no cache of either side has. `on_done` is called with the handle when it has ended.
+
+        The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
+        within d of this call. A source answers at once, even before `Source.request`. It then ends the fetch with
+        UNKNOWN_TICKET if there is no request within `ticket_wait`, 10 s, and with DEADLINE once d has passed since the
+        request. A source that does neither is given up: d + 40 s (d, `ticket_wait` and `patience`) after this call the
+        fetch is aborted with DEADLINE, and the answer to that is awaited for at most 30 s. To bound it yourself, call
+        `wait` with a timeout and then `Fetch.abort`.
 
         Raises LocalError: OUT_OF_RANGE for an argument of the wrong type or range; WRONG_PEER for a source that is not
         connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be used; BUSY while too many pages are

@@ -55,7 +55,7 @@ Seconds on {cores} cores, of cases alone:
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
-| plan.c, lower.c | a planner, and what else engines agree on, in C from the prose alone: a third opinion |
+| plan.c, lower.c | a planner, and the rest that two engines compute alike, in C from the prose alone: a third opinion |
 | planner.rs | all of that in Rust on std alone, from the prose alone: a fourth |
 
 Yours belongs here: run the suite with `--report report.json`, and send the report with your change to this page.

@@ -122,9 +122,10 @@ def lay_out(
 ) -> Geometry:  # fmt: skip
     """The Geometry of one replica of an engine; the id of each cache's group is its index in `specs`.
 
-    The peer must state equal `facts`, and differences in those of `warn` are reported. `depth` is the target's number
-    of layers, to state if its last layers have no cache. Raises LocalError unless each layer and lane has an owner and
-    the result is a Description that `validate` accepts.
+    The peer must state equal `facts`. It may state other values for the facts in `warn`: the two still connect, and
+    `Connected.warnings` lists the differences. `depth` is the number of layers of the target model; pass it only if its
+    last layers have no cache, as otherwise the caches show it. Raises LocalError unless each layer and lane has an
+    owner and the result is a Description that `validate` accepts.
     """
     check_type("specs", specs, Sequence, "a list of kvproto.Cache")
     for i, spec in enumerate(specs):

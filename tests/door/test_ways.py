@@ -56,6 +56,36 @@ def test_push_and_pull(tmp_path: Path, options: Options, pull: bool) -> None:
         assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
 
 
+@pytest.mark.parametrize("options", WAYS)
+def test_requests_of_several_threads(tmp_path: Path, options: Options) -> None:
+    """Each thread has pages of its own, and makes all calls about its requests."""
+    arrived: list[told.Arrived | None] = []
+
+    def engine(both: Two, pages: list[int]) -> None:
+        for _ in range(4):
+            ticket, over = new_ticket(both.source.name), threading.Semaphore(0)
+            request = both.source.request(ticket, PROMPT)
+            found = both.sink.fetch(ticket, PROMPT, {"kv": pages})
+            request.computed({"kv": [3, 1]}, 8)
+            request.finish({"kv": [3, 1, 2]})
+            request.add_done_callback(lambda _, over=over: over.release())  # type: ignore[misc]
+            found.add_done_callback(lambda _, over=over: over.release())  # type: ignore[misc]
+            assert over.acquire(timeout=30)
+            assert over.acquire(timeout=30)
+            arrived.append(found.result)
+
+    with two(tmp_path, options) as both:
+        tables = [list(range(at, at + 3)) for at in range(0, PAGES - 2, 3)]
+        threads = [threading.Thread(target=engine, args=(both, pages)) for pages in tables]
+        for thread in threads:
+            thread.start()
+        both.until(lambda: not any(thread.is_alive() for thread in threads))
+        assert len(arrived) == 4 * len(tables)
+        assert None not in arrived
+        for pages in tables:
+            assert np.array_equal(rows(both.sink.pool, pages), rows(both.source.pool, [3, 1, 2]))
+
+
 def test_parts_that_are_computed_meanwhile(tmp_path: Path) -> None:
     with two(tmp_path, Options(part_bytes=1)) as both:
         request = both.source.request(both.ticket, PROMPT)

@@ -1,6 +1,7 @@
 """The programs that pages show: they are the files that they claim to be, the snippets run, and links lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_calls_that_the_page_of_adapters_names_are_there() -> None:
     files = set(re.findall(r"`(kvproto_\w+/\w+\.py)`", page))
     assert len(files) > 8
     assert not [file for file in files if not (ROOT / "integrations" / file).is_file()]
+
+
+def test_facts_have_the_names_of_the_registry() -> None:
+    """An engine whose author copied another name would be refused by one that took the registry's."""
+    known = tomllib.loads((ROOT / "spec/v1/registry/facts.toml").read_text())["fact"]
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py"), ROOT / "README.md"]
+    stated = [given for page in pages for given in re.findall(r"facts\b.*?=.*?(\{[^}]*\})", page.read_text())]
+    names = [name for given in stated for name in re.findall(r'"([^"]+)":', given)]
+    assert len(names) >= 8
+    assert not [name for name in names if name not in known]
+
+
+@pytest.mark.parametrize("name", ["source.py", "sink.py", "smallest.py", "torch_paged.py", "adapter.py"])
+def test_examples_that_are_copied_state_the_weights(name: str) -> None:
+    assert '"weights.target"' in (ROOT / "examples" / name).read_text()
 
 
 def test_the_programs_of_embed_are_the_files() -> None:
