@@ -1,9 +1,9 @@
 """A rank's pages on the device, on the host and in storage, as an engine uses them.
 
-A request opens a `Lease`: the pages of its prompt that are there, and room for the rest. What has to be copied for all
-requests waits for `Cache.step`, which starts one program from the host and one to it, however many pages and components
-there are. A copy may take its time: its slots are FILLING, or pinned, until it is over. Storage is read and written by
-threads, which touch no slot but those of the host that are pinned for them. One thread at a time calls what is here.
+A request opens a `Lease`: the pages of its prompt that were found, and room for the rest. Copies for all requests wait
+for `Cache.step`, which starts one program from the host and one to it, however many pages and components there are.
+While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only slots of the host
+that are pinned for them. Nothing here may be called by two threads at once.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["Asked", "Cache", "Fetch", "Keep", "Lease", "patience"]
 
 
 class Keep(Enum):
-    """When a page of the device gets a copy on the host, and from there in storage."""
+    """When a page of the device is copied to the host, and from there to storage."""
 
     AT_ONCE = "at once"
-    """With the next step after it was published: write-through."""
+    """At the next step after it was published: write-through."""
     WHEN_USED = "when used"
-    """With the next step after a second request has found it: selective write-through."""
+    """At the next step after a second request has found it: selective write-through."""
     WHEN_GIVEN_UP = "when given up"
-    """Just before its slot goes to somebody else: write-back."""
+    """Just before its slot is given to another request: write-back."""
 
 
 def patience(tokens: int) -> float:
-    """Seconds that storage may take for so many tokens, where nobody says otherwise."""
+    """Seconds that storage may take for this many tokens, as a default."""
     return 1.0 + tokens / 4096
 
 
 @attrs.define(eq=False)
 class _Job:
-    """Pages [0, len(slots)) of a prompt that are to be on the host; `hit` pins them on the device, if need be."""
+    """Pages [0, len(slots)) of a prompt to copy to the host; `hit` pins them on the device, if they need it."""
 
     chain: Chain
     slots: list[int]
@@ -64,10 +64,10 @@ class Cache:
         self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024,
         limit: float = 10.0, others: Others | None = None,
     ) -> None:  # fmt: skip
-        """`threads` read and write storage, which may have `most` pages under way at once; others are not stored.
+        """`threads` threads read and write storage, with at most `most` pages under way; further pages are not stored.
 
-        Storage hangs if a call takes more than `limit` seconds: until it is back, nobody waits for it, nor is it asked.
-        What is not there is taken from `others`.
+        Storage hangs if a call takes more than `limit` seconds: until it returns, nobody waits for storage or uses it.
+        Pages that are not there are taken from `others`.
         """
         self.copies, self.shelf, self.keep = copies, shelf, keep
         self.storing = Storing(shelf, threads, most, limit, others) if shelf else None
@@ -88,13 +88,13 @@ class Cache:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits for a step, for a copy, or for storage."""
+        """Whether anything is waiting for a step, a copy, or storage."""
         return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
 
     def tell(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
         """Tell of all pages after which a request can go on, now and with each step that changes some (KVP-CAT-TELL).
 
-        By id, the nearest tier, None: none any more.
+        The listener gets the nearest tier by id; None means that no tier has the page any more.
         """
         self._tell()  # the others hear of what has changed since the last step
         for index in (self.device, self.host):
@@ -120,10 +120,10 @@ class Cache:
         return Asked(self, prompts, lengths)
 
     def open(self, chain: Chain, room: int, most: int | None = None) -> Lease | None:
-        """What is there of a prompt, and slots for the rest of `room` pages; None while too few can be had.
+        """The pages of a prompt that are there, and slots for the rest of `room` pages; None while too few are free.
 
-        Pages that lie on the host are in the pool after the next `step`, and what `Lease.wait` waits for. `most`: pages
-        of what is there that are used at most.
+        Pages on the host are in the pool after the next `step` and `Lease.wait`. `most` limits how many of
+        the pages that are there are used.
         """
         self.settle()
         some = room if most is None else min(room, most)
@@ -146,7 +146,7 @@ class Cache:
         return lease
 
     def reserve(self, count: int) -> Claim | None:
-        """Slots of the pool; what is given up for them goes to the host before anybody writes there."""
+        """Slots of the pool; pages that are evicted for them go to the host before their slots are written."""
         claim = self.device.reserve(count)
         self._back_up(written=False)
         return claim
@@ -160,15 +160,15 @@ class Cache:
         self._tell()
 
     def settle(self) -> None:
-        """See which copies are over: what they brought can be found from now on."""
+        """Check which copies are over; their pages can be found from now on."""
         moving, self._moving = self._moving, []
         for copy, over in moving:
             self._look(copy, over)
 
     def fetch(self, chain: Chain, deadline: float = 0.0) -> Fetch:
-        """Begin to read from storage what the host does not have of a prompt.
+        """Begin to read the pages of a prompt from storage that the host lacks.
 
-        `deadline` on the engine's clock: 0 takes what is there when it is asked for, infinity waits for all.
+        `deadline` is a time of the engine's clock: 0 takes what has arrived, infinity waits for everything.
         """
         with self.host.find(chain) as hit:
             first = len(hit.pages)
@@ -176,7 +176,7 @@ class Cache:
         return Fetch(self.storing, chain, range(first, last), deadline, self.arrived)
 
     def drain(self) -> None:
-        """Step until nothing waits, and storage has all that it is to have, unless it hangs."""
+        """Step until nothing waits and everything is stored, unless storage hangs."""
         while self.busy:
             self.step()
             for copy, _ in self._moving:
@@ -186,7 +186,7 @@ class Cache:
         self._reap()
 
     def close(self) -> None:
-        """Let copies end, and storage unless it hangs; forget what waits, and free the host's memory."""
+        """Wait for copies, and for storage unless it hangs; drop what waits, and free the memory on the host."""
         for copy, _ in self._moving:
             copy.wait()
         self.settle()
@@ -206,12 +206,12 @@ class Cache:
         self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots], hit))
 
     def left(self, lease: Lease) -> None:
-        """A lease waits no more for what was coming."""
+        """A lease no longer waits for its pages."""
         if lease in self._loads:
             self._loads.remove(lease)
 
     def arrived(self, chain: Chain, first: int, came: Sequence[Mapping[int, bytes]]) -> int:
-        """Put pages of a prompt from `first` on into the host; how many of them can be found there that could not."""
+        """Put pages of a prompt, from `first` on, on the host; return how many can be found there only now."""
         with self.host.find(chain) as hit:
             start = len(hit.pages)
             some = came[start - first :] if start >= first else []
@@ -230,11 +230,11 @@ class Cache:
         return done
 
     def _room_for_io(self) -> int:
-        """How many pages more may be under way to storage, or from it."""
+        """How many more pages may be under way to or from storage."""
         return self.storing.workers.room if self.storing else 0
 
     def published(self, chain: Chain, length: int, copied: bool = False) -> None:
-        """The first pages of a prompt can be found on the device; `copied`: the host has them too."""
+        """The first pages of a prompt can be found on the device now; `copied`: the host has them too."""
         for i, id in enumerate(chain.ids(self.device.layout.form)[:length]):
             if self.device.slot(id) is not None:
                 self._of.setdefault(id, (chain, i))
@@ -242,7 +242,7 @@ class Cache:
             self._queue(chain, length)
 
     def _gone(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Pages of the device are given up: their bytes are there until the slots are written."""
+        """Pages of the device are evicted; their bytes stay until the slots are written."""
         for id, _ in pages:
             chain, i = self._of[id]
             if self.keep is Keep.WHEN_GIVEN_UP and self.host.slot(id) is None:
@@ -308,7 +308,7 @@ class Cache:
         self, copy: Callable[[Sequence[int], Sequence[int]], Paging], source: list[int], sink: list[int],
         over: Callable[[bool], None],
     ) -> Paging | None:  # fmt: skip
-        """Start a copy, unless it is of nothing or fails; one that fails costs its pages and nothing else."""
+        """Start a copy, unless it is empty; one that fails loses its pages and nothing else."""
         if not source:
             over(True)
             return None
@@ -334,7 +334,7 @@ class Cache:
             self._moving.append((copy, over))
 
     def _store(self, chain: Chain, pages: range) -> None:
-        """Let threads write pages of the host, which are pinned for them."""
+        """Have threads write pages of the host, which stay pinned meanwhile."""
         if self.storing is None:
             return
         hit = self.host.find(chain)
@@ -356,7 +356,7 @@ class Cache:
             self.moved[way, group] += self.host.layout.part(group).length
 
     def _reap(self) -> None:
-        """Let go of pages that storage has done with."""
+        """Unpin pages that storage is done with."""
         if self.storing:
             self.counts["stored"] += self.storing.reap()
 

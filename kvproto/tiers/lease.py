@@ -1,4 +1,4 @@
-"""What one request has of the pool, from its beginning to its end."""
+"""The slots of one request, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Lease"]
 
 
 class Lease:
-    """Pages of a prompt that were there, pages that come from the host, and room for the rest."""
+    """Pages of a prompt that were found, pages that come from the host, and room for the rest."""
 
     def __init__(self, cache: Cache, chain: Chain, near: Hit, far: Hit, load: Claim, rest: Claim) -> None:
         self._cache, self.chain = cache, chain
         self._near, self._far, self._rest = near, far, rest
         self.load = load
         self.coming = far.pages[len(near.pages) :]
-        """Pages of the host that are on their way, into the slots of `load`."""
+        """Pages of the host that are being copied into the slots of `load`."""
         self.found = {"device": len(near.pages), "host": 0}
-        """Pages of the prompt that were there."""
+        """How many pages of the prompt were found, by tier."""
         self.ready = not self.coming
-        """Whether all that was found is in the pool."""
+        """Whether all pages that were found are in the pool."""
         self._copy: Paging | None = None
         self._left = self._begun = False
         if self.ready:
@@ -36,30 +36,30 @@ class Lease:
 
     @property
     def pages(self) -> int:
-        """How many pages of the prompt are in the pool, for what comes after `wait`."""
+        """How many pages of the prompt are in the pool, for work that follows `wait`."""
         return len(self._near.pages) + (len(self.load.pages) if self._begun else 0)
 
     @property
     def slots(self) -> list[int]:
-        """Where the pages lie, in the order of the prompt: those that are there or come, then room."""
+        """The slots in the order of the prompt: of pages that are there or are coming, then room."""
         return [page.slot for page in (*self._near.pages, *self.load.pages, *self._rest.pages)]
 
     def wait(self, layer: int | None = None) -> None:
-        """Let the engine's stream wait for the pages that come, or for their layers up to `layer`; the host does not.
+        """Let the engine's stream wait for the pages that are coming, or their layers up to `layer`; the host goes on.
 
-        In memory of the host there is nothing to wait for.
+        A pool in host memory has nothing to wait for.
         """
         if self._copy is not None:
             self._copy.hold(layer)
 
     def started(self, copy: Paging | None) -> None:
-        """The copies of what was coming are under way, or over."""
+        """The copies of the pages that were coming are under way, or over."""
         if copy is not None and not self.ready:
             self._copy, self._begun = copy, True
             self.found["host"] = len(self.coming)
 
     def loaded(self, done: bool) -> None:
-        """The copies of what was coming are over, or have failed."""
+        """The copies of the pages that were coming are over, or have failed."""
         used = self._begun
         self._copy, self.ready, self._begun = None, True, done
         if self._left:
@@ -89,9 +89,9 @@ class Lease:
             self._rest.join(more)
 
     def leave(self, rows: int = 0, states: Collection[int] | None = None) -> None:
-        """Give all back; whole pages of the first `rows` tokens of `chain`, which has grown by then, are kept.
+        """Give all slots back, and keep the whole pages of the first `rows` tokens of `chain`, which may have grown.
 
-        `states` are the numbers of tokens after which pages have their recurrent states; None: each page has.
+        `states` are the token counts after which a recurrent state was kept; None: after every page.
         """
         self._cache.settle()
         ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)

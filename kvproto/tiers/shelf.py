@@ -1,8 +1,8 @@
 """Pages in a store: objects first, the manifest last, nothing used that was not checked, and the oldest given up.
 
-No failure of the store gets out of here: a page that cannot be written is not kept, and one that cannot be read is a
-miss. `Shelf.counts` says how often. Any number of threads at a time, so that one reads while another takes digests;
-other processes may use the same store.
+No failure of the store leaves this module: a page that cannot be written is not kept, and one that cannot be read is a
+miss. `Shelf.counts` says how often. Any number of threads may call at once, so that one reads while another computes
+digests; other processes may use the same store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvproto.wire.messages import Manifest
 __all__ = ["Shelf"]
 
 GRACE = 600.0
-"""Seconds that an object may be without a manifest before it is swept: its writer may not be done yet."""
+"""Seconds before an object without a manifest is swept, as its writer may not be done yet."""
 
 
 Page = tuple[Chain, int, Mapping[int, Data]]
@@ -64,7 +64,7 @@ class Shelf:
             self.look()
 
     def look(self) -> None:
-        """See which pages there are, whoever wrote them, and give up what is above the high mark."""
+        """List the pages that are there, whoever wrote them, and evict what exceeds the high mark."""
         with self._failing():
             for key in self.store.keys("m"):
                 manifest = Named().add(key, self.store.get(key))
@@ -75,7 +75,7 @@ class Shelf:
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
         """Keep page i, bytes by group; whether it is kept. Raises LocalError for other bytes than the layout's.
 
-        What is there already is written anew, so a page that was damaged is whole again (KVP-TIER-REWRITE).
+        A page that is there already is written again, so that a damaged page becomes whole (KVP-TIER-REWRITE).
         """
         return self._write([(chain, i, data)])
 
@@ -156,7 +156,7 @@ class Shelf:
 
     @contextmanager
     def hold(self, chain: Chain, length: int) -> Iterator[None]:
-        """Keep this process from giving up pages [0, length) meanwhile."""
+        """Keep this process from evicting pages [0, length) meanwhile."""
         with self._lock:
             names = [id + self.layout.geometry for id in chain.ids(self.layout.form)[:length]]
             held = [self._known[name] for name in names if name in self._known]
@@ -171,7 +171,7 @@ class Shelf:
             self._evict()
 
     def sweep(self, grace: float = GRACE) -> int:
-        """Delete what no manifest names and is older than `grace` seconds; how many there were."""
+        """Delete objects that no manifest names and that are older than `grace` seconds; return how many."""
         gone = 0
         with self._failing():
             named = Named()
@@ -210,7 +210,7 @@ class Shelf:
                 self.bytes -= known.size
 
     def _evict(self) -> None:
-        """Above the high mark, give up what was not used for longest, but what is held, down to the low one."""
+        """Above the high mark, evict the least recently used pages that are not held, down to the low mark."""
         gone = []
         with self._lock:
             if not self.high or self.bytes <= self.high:

@@ -79,7 +79,7 @@ class Slots:
         return self._generation[slot]
 
     def pins(self, slot: int) -> int:
-        """How many readers have it."""
+        """How many readers have pinned it."""
         return self._pins[slot]
 
     def reserve(self) -> int:
@@ -129,7 +129,7 @@ class Slots:
             self._join(slot)
 
     def oldest(self) -> int | None:
-        """The READABLE slot without pins that nobody has had for longest."""
+        """The READABLE slot without pins that was used least recently."""
         slot = self._newer[self.count]
         return None if slot == self.count else slot
 

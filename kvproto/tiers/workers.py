@@ -1,7 +1,7 @@
 """Threads that wait for storage, so that nobody else has to.
 
-A call that hangs holds up neither a request nor the end of the process: what waits behind it is dropped, nothing more
-is taken while it hangs, and the threads are daemons.
+A call that hangs delays neither a request nor the end of the process: calls that wait behind it are dropped, no more
+are accepted while it hangs, and the threads are daemons.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ LEAVE = 1.0
 
 
 class _Call(NamedTuple):
-    """One thing to be done, `work()`; or one of several to be done together, `work([given, ..])`."""
+    """A call of `work()`; or a share in a call of `work([given, ..])`."""
 
     future: Future[Any]
     work: Callable[..., Any]
     given: Any
     most: int = 0
-    """How many may be done together; 0: it is done by itself."""
+    """How many may share a call; 0: none."""
 
 
 class _Shared:
-    """What the threads know; not who gave them work, so that he can be forgotten."""
+    """What the threads know; they do not refer to the `Workers`, so that it can be collected."""
 
     def __init__(self) -> None:
         self.changed = Condition()
@@ -58,7 +58,7 @@ class _Shared:
             del some
 
     def _next(self) -> list[_Call]:
-        """What is to be done next: a call, with those right behind it that are to be done together with it."""
+        """The next call, with those right behind it that can be done together with it."""
         first = self.waiting.popleft()
         some = [first]
         while self.waiting and len(some) < first.most and self.waiting[0].work == first.work:
@@ -82,7 +82,7 @@ class _Shared:
                 call.future.set_exception(error)
 
     def end(self, seconds: float) -> None:
-        """Take no more, drop what waits, and give what runs so long."""
+        """Accept no more, drop waiting calls, and give running calls this many seconds."""
         with self.changed:
             self.over = True
             dropped, self.waiting = self.waiting, deque()
@@ -112,18 +112,18 @@ class Workers:
 
     @property
     def room(self) -> int:
-        """How many calls more may be given; none while one hangs."""
+        """How many more calls are accepted; none while one hangs."""
         if self.hangs:
             return 0
         with self._shared.changed:
             return max(self.most - len(self._shared.waiting) - len(self._shared.running), 0)
 
     def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
-        """Have a thread do this; cancelled at once if all is over."""
+        """Have a thread do this; the future is cancelled if the workers are closed."""
         return self._submit(_Call(Future(), partial(work, *args, **named), None))
 
     def gather(self, work: Callable[[list[_Given]], Sequence[_Made]], given: _Given, most: int) -> Future[_Made]:
-        """Have a thread do this, together with what else was given for the same work and waits, `most` at a time."""
+        """Have a thread do this together with other waiting calls of the same work, at most `most` at a time."""
         return self._submit(_Call(Future(), work, given, most))
 
     def _submit(self, call: _Call) -> Future[Any]:
@@ -142,7 +142,7 @@ class Workers:
         _cancel(dropped)
 
     def close(self, seconds: float) -> None:
-        """Take no more, drop what waits, and give what runs so long."""
+        """Accept no more, drop waiting calls, and give running calls this many seconds."""
         self._end.detach()
         self._shared.end(seconds)
 
