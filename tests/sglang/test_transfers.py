@@ -86,6 +86,21 @@ def test_a_prompt_in_chunks_goes_through_the_states_that_sglang_waits_for(pair: 
     assert pair.equal()
 
 
+def test_a_token_that_another_engine_computes_itself_is_in_the_prompt_alone(pair: Pair) -> None:
+    ticket, end = ticket_of(33, "p"), len(PROMPT) - 1
+    sending, receiving = Sending(pair.source, TABLES), Receiving(pair.sink, TABLES, PAGE)
+    before = rows(pair.pools[1], PAGES)[:, end:].copy()
+    sending.begin(ticket, PROMPT, end)
+    receiving.begin(ticket, PROMPT, end)
+    receiving.resolve(0)
+    receiving.fetch(PAGES, 0)
+    sending.send(TABLE, end, nothing)
+    pair.until(lambda: sending.state == receiving.state == State.SUCCESS)
+    here, there = rows(pair.pools[0], TABLE), rows(pair.pools[1], PAGES)
+    assert (here[:, :end] == there[:, :end]).all()
+    assert (there[:, end:] == before).all()
+
+
 def test_what_decode_has_is_not_fetched(pair: Pair) -> None:
     sending, receiving = begun(pair)
     before = rows(pair.pools[1], PAGES)[:, :PAGE].copy()

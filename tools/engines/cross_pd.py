@@ -33,13 +33,9 @@ Over = Callable[..., Answers]
 
 def from_sglang(
     prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
-    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket.
-
-    With `states` SGLang computes all tokens but the last, which vLLM computes itself.
-    """
-    first, params = read_by_sglang(prefill, asked, states)
+    """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
+    first, params = read_by_sglang(prefill, asked)
     second = [("corrupt-" if corrupt else "") + new_name() for _ in asked]
     for two, prompt, given in zip(second, asked, params, strict=True):
         decode.add(two, prompt, most, given)
@@ -49,15 +45,12 @@ def from_sglang(
     return [(tokens, f"{reason}, {cached} cached") for tokens, reason, _, cached in answers]
 
 
-def read_by_sglang(
-    prefill: sg.Engine, asked: list[list[int]], states: bool = False
-) -> tuple[list[str], list[dict[str, Any]]]:
-    """Ask SGLang to prefill, with `states` without the last token; request names, and what the decode engine gets."""
+def read_by_sglang(prefill: sg.Engine, asked: list[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ask SGLang to prefill; request names, and what the decode engine gets."""
     names, params = [new_name() for _ in asked], []
     for name, prompt in zip(names, asked, strict=True):
         number = sg.room()
-        more: dict[str, Any] = {"sampling": {"custom_params": {"kvproto": {"more": prompt[-1:]}}}} if states else {}
-        prefill.add(name, prompt[:-1] if states else prompt, **more, **sg.where(prefill, number))
+        prefill.add(name, prompt, **sg.where(prefill, number))
         ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
         params.append({"do_remote_prefill": True, "ticket": ticket})
     return names, params
@@ -65,28 +58,22 @@ def read_by_sglang(
 
 def to_sglang(
     prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
-    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang decodes: it gets the ticket and the token that the prefill engine answered.
-
-    With `states` vLLM hands over all tokens but the last, which SGLang takes for the first one that was sampled.
-    """
+    """SGLang decodes: it gets the ticket and the token that the prefill engine answered."""
     first, second = [new_name() for _ in asked], [new_name() for _ in asked]
     for one, prompt in zip(first, asked, strict=True):
         prefill.add(one, prompt, 1, vl.ASK)
     for one, two, prompt in zip(first, second, asked, strict=True):
         (token, *_), _, params, _ = prefill.result(one)
         given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
-        if states:
-            given |= {"first_token": prompt[-1], "more": prompt[-1:]}
         place: dict[str, Any] = {
             "bootstrap_host": "router",
             "bootstrap_port": 0,
             "bootstrap_room": sg.room() | CORRUPT * corrupt,
         }
         sampling = {"custom_params": {"kvproto": given}}
-        decode.add(two, prompt[:-1] if states else prompt, most + states, sampling=sampling, **place)
-    return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
+        decode.add(two, prompt, most, sampling=sampling, **place)
+    return [(tokens, str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
 def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
@@ -129,7 +116,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
-    "convolutions": {"block_size": 32, "enable_prefix_caching": False},
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
@@ -139,8 +125,6 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 """In what another vLLM differs that computes alone, in settings and in words; else it has blocks of 64."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
-HYBRID = ("convolutions",)
-"""Models with states, which the reference engines do not run."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -150,7 +134,7 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
     others: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm": (f"vLLM, block {MODELS[model]['block_size']}", MODELS[model])
     }
-    for framework, rows in REFERENCES.items() if model not in HYBRID else ():
+    for framework, rows in REFERENCES.items():
         python = jax if framework == "jax" else ""
         if framework == "jax" and not python:
             print(f"NOT RUN {model}: the reference engine in JAX, which needs --jax PYTHON", flush=True)
@@ -177,17 +161,16 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
             engine.ready()
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
-        states = model in HYBRID
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
-                (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
-                (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
+                (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),
+                (f"{title}, to SGLang, page 64", to_sglang, engines[name], decode),
             ]
             for route, over, one, two in routes:
                 for case in (same_tokens, one_bit, same_tokens):
                     found = list(case(alone, over, one, two))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
-        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}
+        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked)[1]}
         readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}
         for reader, read in readers.items():
             said, found = apart(engines["vllm"], read, other, words)

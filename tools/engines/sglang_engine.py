@@ -144,7 +144,7 @@ def settings_of(models: Path, model: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {"model_path": str(make(models, model))}
     if model == "convolutions":  # prefixes of states are found again by kernels of a GPU
-        found["disable_radix_cache"] = True
+        found |= {"disable_radix_cache": True, "max_mamba_cache_size": 64, "mem_fraction_static": 0.9}
     if model == "mla":  # later releases of transformers write its config without this
         found["json_model_override_args"] = '{"moe_layer_freq": 1}'
     return found
