@@ -18,7 +18,7 @@ from tools.specgen.registry import ROOT
 
 __all__ = ["Passing", "trace"]
 
-_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
+_OPTIONS = ("-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}")
 
 
 @attrs.frozen
@@ -95,12 +95,17 @@ class _Tracer:
         if report.failed:
             self.failed.add(report.nodeid)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
 
 def trace(wanted: Iterable[tuple[str, int]], words: Sequence[str]) -> str:
     """Run the tests that `words` name to pytest, as they are; what `Passing.read` reads.
 
     Functions with a wanted line are followed, which makes them several times slower: a test that waits for the clock,
-    and fails for it, is not asked. Raises ValueError if another fails.
+    and fails for it, is not asked, nor is a file that needs a library which is not here. Raises ValueError if another
+    fails.
     """
     tracer = _Tracer(wanted)
     status = pytest.main([*_OPTIONS, *(str(ROOT / word) if "/" in word else word for word in words)], plugins=[tracer])
@@ -108,7 +113,8 @@ def trace(wanted: Iterable[tuple[str, int]], words: Sequence[str]) -> str:
     if failed or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise ValueError(f"without any change {', '.join(failed) or repr(status)} fails")
     for test in tracer.failed:
-        del tracer.seconds[test], tracer.passed[test]
+        tracer.seconds.pop(test, None)  # of a file that is not collected there is none
+        tracer.passed.pop(test, None)
     lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, passed in enumerate(tracer.passed.values()):
         for file, line in passed:
