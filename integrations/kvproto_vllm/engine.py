@@ -63,8 +63,9 @@ def _open(
     for index, each in groups:
         kind, tp = type(each.spec).__name__, parallel.tensor_parallel_size
         made = states(each, tp, conv_rows_first()) if kind == STATE else [state(each, strides)]
-        window = each.spec.block_size if kind == WINDOW else 0
-        stated += [(Table(index, one.pages, window, kind == STATE), one) for one in made]
+        window, span = (each.spec.block_size, each.spec.sliding_window) if kind == WINDOW else (0, 0)
+        span += getattr(each.spec, "extra_retained_tokens", 0)  # which drafts may compute again
+        stated += [(Table(index, one.pages, window, kind == STATE, span), one) for one in made]
     depth, pp = _depth(config), parallel.pipeline_parallel_size
     stages = tuple(hi - lo for lo, hi in (get_pp_indices(depth, stage, pp) for stage in range(pp)))
     target, draft = _facts(config, settings, [each for _, each in groups])

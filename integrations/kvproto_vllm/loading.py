@@ -22,7 +22,7 @@ class Loading:
         An engine that only prefills has no sink. It fails the requests that want it to fetch, and fetches none.
         """
         self.sink, self._tables = sink, tables
-        self._late = [] if whole else [group for group, table in tables.items() if table.window]
+        self._whole = whole
         self._fetches: dict[str, Fetch] = {}
         self._failed: set[str] = set()
 
@@ -47,12 +47,13 @@ class Loading:
     def _fetch(self, load: Load) -> Fetch:
         nothing = [0] * load.tokens  # what no token is fetched into may be any page
         pages = {group: table.of(load.tables) if load.tables else nothing for group, table in self._tables.items()}
+        following = 0 if self._whole else load.tokens
         cached = {
-            group: max(load.cached, table.since(load.tables) if load.tables else 0)
+            group: max(load.cached, table.since(load.tables, following) if load.tables else 0)
             for group, table in self._tables.items()
         }
         assert self.sink is not None
-        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens, late=self._late)
+        return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens)
 
     def _fail(self, name: str, reason: object) -> None:
         logger.error("request %s could not be fetched: %s", name, reason)

@@ -20,6 +20,7 @@ class Table:
         index: Which block table of a request it is.
         pages: Of a block.
         window: Tokens of a block, where the engine gives up blocks that a sliding window has left; else 0.
+        span: Tokens that a sliding window attends to, its own included; 0 without a window.
         state: Whether its one block is the state of a request.
     """
 
@@ -27,16 +28,18 @@ class Table:
     pages: int = 1
     window: int = 0
     state: bool = False
+    span: int = 0
 
     def of(self, tables: Tables) -> list[int]:
         """The pages of a request, or its slot."""
         blocks, n = tables[self.index][: 1 if self.state else None], self.pages
         return blocks if n == 1 else [block * n + i for block in blocks for i in range(n)]
 
-    def since(self, tables: Tables) -> int:
-        """The first token that has a block; in place of those before it the engine names block 0."""
+    def since(self, tables: Tables, following: int = 0) -> int:
+        """The first token that has a block, or that token `following` attends to; earlier blocks are block 0."""
         blocks = tables[self.index] if self.window else []
-        return next((n for n, block in enumerate(blocks) if block), len(blocks)) * self.window
+        first = next(n for n, block in enumerate([*blocks, 1]) if block) * self.window
+        return max(first, following - self.span + 1 if following and self.span else 0)
 
 
 @dataclass

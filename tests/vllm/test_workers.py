@@ -111,11 +111,18 @@ def test_blocks_that_a_window_has_left_are_not_sent(tmp_path: Path) -> None:
     assert (before == rows(pair.pools[1], PAGES, 0, PAGE)).all()
 
 
-@pytest.mark.parametrize(("whole", "lost"), [(True, {"a"}), (False, set())])
+@pytest.mark.parametrize(
+    ("whole", "span", "lost"),
+    [
+        (True, LAST - PAGE + 1, {"a"}),  # the whole block, as other requests' prefixes are found in it
+        (False, LAST - PAGE + 1, set()),  # the window of the next token begins with the block that is there
+        (False, LAST - PAGE + 2, {"a"}),  # and one token before it, of which prefill has nothing
+    ],
+)
 def test_less_of_a_window_than_a_block_is_taken_where_no_other_request_uses_it(
-    tmp_path: Path, whole: bool, lost: set[str]
+    tmp_path: Path, whole: bool, span: int, lost: set[str]
 ) -> None:
-    pair = Pair(tmp_path, Table(0, window=PAGE), whole)
+    pair = Pair(tmp_path, Table(0, window=PAGE, span=span), whole)
     ticket, gone = new_ticket("p"), [0, *TABLE[1:]]
     pair.turn(Orders(requests={"a": (ticket, PROMPT)}, computed=[Computed("a", len(PROMPT), (gone,), True)]))
     pair.turn(load=Orders(loads=[load(ticket)]))
