@@ -139,6 +139,23 @@ class Unwanted:
 
 
 @attrs.frozen
+class Declined:
+    """A sink rank asked for `request` but may not have it, because it states another prompt, for example.
+
+    The request goes on as before: it keeps its pages until the right sink has fetched it, or until its deadline. If no
+    such sink will come, the engine may call `Request.fail`.
+
+    Fields:
+        peer: The sink's engine and rank, for display.
+        error: CONTENT_MISMATCH, TICKET_BOUND or TICKET_USED.
+    """
+
+    request: Request
+    peer: str
+    error: KvprotoError
+
+
+@attrs.frozen
 class Freed:
     """No sink needs a request any more: its pages may be reused.
 
@@ -234,6 +251,6 @@ class ProtocolError:
 Over = Freed | Undelivered | Expired
 """The events that end a request at a Source; its pages may be reused."""
 Event = (
-    Arrived | Lost | PagesFree | PagesWanted | PoolFree | Sent | Unwanted | Over | Connected | Disconnected | Suspected
-    | Recovered | Refused | ProtocolError
+    Arrived | Lost | PagesFree | PagesWanted | PoolFree | Sent | Unwanted | Declined | Over | Connected | Disconnected
+    | Suspected | Recovered | Refused | ProtocolError
 )  # fmt: skip

@@ -14,9 +14,9 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.late import items_before
 from kvproto.door import Handle, TicketHandle, check_request, options_of, party_of, transports_of
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
-from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
+from kvproto.events import Declined, Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
-from kvproto.node.events import Copied, PoolReturned, RequestOver, RequestUnwanted, shared_event
+from kvproto.node.events import Copied, PoolReturned, RequestDeclined, RequestOver, RequestUnwanted, shared_event
 from kvproto.node.lent import Lent
 from kvproto.node.pages import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.node.request import Computed, Finished
@@ -305,10 +305,10 @@ class Source(Sleeper):
     def _translate(self, event: Any) -> Event:
         match event:
             case Copied():
-                return Sent(
-                    self._requests[event.key], event.sink, event.bytes, event.seconds, event.left, event.peer,
-                    event.epoch,
-                )  # fmt: skip
+                made = self._requests[event.key]
+                return Sent(made, event.sink, event.bytes, event.seconds, event.left, event.peer, event.epoch)
+            case RequestDeclined():
+                return Declined(self._requests[event.key], event.peer, event.error)
             case RequestUnwanted():
                 return Unwanted(self._requests[event.key])
             case PoolReturned():

@@ -9,6 +9,7 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.events import Connected, Disconnected, Event, ProtocolError, Recovered, Refused, Suspected
 from kvproto.session import events as session
+from kvproto.session.events import Declined as RequestDeclined
 from kvproto.session.events import Unwanted as RequestUnwanted
 from kvproto.wire.enums import Outcome
 
@@ -17,6 +18,7 @@ __all__ = [
     "PagesNeeded",
     "PoolReturned",
     "Received",
+    "RequestDeclined",
     "RequestOver",
     "RequestUnwanted",
     "TransferLost",

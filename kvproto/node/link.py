@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvproto.copying.program import windows
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, listed
 from kvproto.node.arrivals import Arrivals, Taken, received
 from kvproto.node.backstage import Backstage
 from kvproto.node.claiming import Claimed
@@ -240,7 +240,7 @@ class SourceLink:
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
-            self.fail(self.endpoint.refused or _gone(self.seed))
+            self.fail(self.endpoint.refused or _gone(self.endpoint.gone))
         self._pools.release()
         found = self._events + found  # pages are requested before the fetch is lost
         self._events = []
@@ -257,13 +257,15 @@ class SourceLink:
         Once accepted, the source watches the deadline, and the transfer is given up only long after (KVP-TRN-ENDLESS).
         """
         if transfer.inner is None or not self.endpoint.accepted(transfer.inner):
-            self._abort_late(_UNANSWERED, transfer.number, now)
+            found = self.endpoint.hindrances(transfer.inner) or [f"no answer from the source at {self.seed}"]
+            self._abort_late(_UNANSWERED.format(listed(found, 2, "; ")), transfer.number, now)
         else:
             end = now + limits.TICKET_WAIT + limits.PATIENCE
-            transfer.deadline = self.endpoint.timers.at(end, partial(self._abort_late, _ENDLESS, transfer.number))
+            why = _ENDLESS.format(self.seed)
+            transfer.deadline = self.endpoint.timers.at(end, partial(self._abort_late, why, transfer.number))
 
     def _abort_late(self, why: str, number: int, now: float) -> None:
-        self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why.format(self.seed)))
+        self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why))
 
     def _ask(self) -> None:
         """Request the transfers that wait, once the link is ready and no source rank is suspect."""
@@ -385,9 +387,9 @@ class SourceLink:
         return received(transfer.number, event, taken, transfer.terms)
 
 
-_UNANSWERED = "the ticket's deadline passed, and the source at {} has not answered: check that it runs and is known"
+_UNANSWERED = "the ticket's deadline passed: {}: check that all ranks of the source run and are known"
 _ENDLESS = "the source at {} accepted it, but neither served it nor reported that its deadline passed: check the source"
 
 
-def _gone(seed: str) -> RemoteError:
-    return RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"the source at {seed} is gone", "make a new ticket")
+def _gone(rank: str) -> RemoteError:
+    return RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{rank} is gone", "make a new ticket")

@@ -16,12 +16,16 @@ from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.phases import Described
 from kvproto.session.registering import Owner
 from kvproto.session.source import SourceSession
+from kvproto.session.timers import Timer
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Region
 
 __all__ = ["Peers"]
+
+_LOOK = 0.25
+"""Seconds between two looks at the processes of sinks on this host."""
 
 
 class Peers:
@@ -39,6 +43,10 @@ class Peers:
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
         self.asleep = False
+        self._looking: Timer | None = None
+        """The timer of the next look at the processes of sinks."""
+        self._ended: set[int] = set()
+        """Sessions whose sink's process had ended at the last look."""
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -82,9 +90,26 @@ class Peers:
             session.refuse_register(error.kept())
             return
         self._mapped[event.session, event.register.epoch] = peer
+        self._watch()
         capabilities = peer.transport.capabilities
         process = self._endpoint.process if capabilities.death_is_proof else None
         session.accept_register(capabilities.code, peer.connection.link, process)
+
+    def _watch(self) -> None:
+        """Look from time to time whether the processes of sinks have ended, if any can be seen from here."""
+        if self._looking is None and any(peer.connection.ended is not None for peer in self._mapped.values()):
+            self._looking = self._endpoint.timers.at(time.monotonic() + _LOOK, self._look)
+
+    def _look(self, now: float) -> None:
+        self._looking = None
+        for number in {key[0] for key, peer in self._mapped.items() if (ended := peer.connection.ended) and ended()}:
+            session = self._endpoint.sessions.get(number)
+            if session is not None and session.open and number in self._ended:
+                session.lose("its process has ended")
+            elif number not in self._ended:  # its last frames may not have been received yet
+                self._ended.add(number)
+        self._ended &= {key[0] for key in self._mapped}
+        self._watch()
 
     def _changed(self, described: Described) -> RemoteError:
         """The error for a Register that followed an earlier Description of this side."""

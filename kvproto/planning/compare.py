@@ -6,6 +6,10 @@ In each error `mine` is the source's value and `yours` the sink's; the session s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
@@ -15,7 +19,14 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
-__all__ = ["check_facts", "check_pair", "differences", "missing", "name_of", "scaled_by", "unscaled"]
+__all__ = [
+    "check_facts", "check_pair", "differences", "first_difference", "missing", "name_of", "scaled_by", "unscaled",
+]  # fmt: skip
+
+_ABSENT = "(absent)"
+_LONGEST = 80
+_KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "owns": "group"}
+"""The field by which the elements of a list in a Description are told apart."""
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
@@ -35,9 +46,41 @@ def _fact_differences(source: Geometry, sink: Geometry) -> Iterator[tuple[str, s
     for name in sorted(mine | yours):
         a, b = mine.get(name), yours.get(name)
         if a is None or b is None or a.value != b.value:
-            values = [f.value if f else "(absent)" for f in (a, b)]
+            values = [f.value if f else _ABSENT for f in (a, b)]
             rule = min(f.rule for f in (a, b) if f)
             yield f"facts[{name}]", values[0], values[1], FactRule(rule)
+
+
+def first_difference(one: Geometry, other: Geometry) -> tuple[str, str, str]:
+    """Where two Descriptions first differ, as (path, the value of `one`, the value of `other`); they must differ."""
+    for path, a, b, _ in _fact_differences(one, other):
+        return path, a, b
+    return next(_differing("", one, other), ("digest", "one", "another"))
+
+
+def _differing(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
+    """The values that differ between two parts of a Description, in the order of its fields."""
+    if a is None or b is None or not attrs.has(type(a)):
+        if not np.array_equal(a, b):
+            yield path, _brief(a), _brief(b)
+        return
+    for name in (field.name for field in attrs.fields(type(a))):
+        mine, yours, at = getattr(a, name), getattr(b, name), f"{path}.{name}".lstrip(".")
+        if not isinstance(mine, tuple) or not isinstance(yours, tuple):
+            yield from _differing(at, mine, yours)
+            continue
+        key = _KEYS.get(name)
+        some, others = ({getattr(e, key) if key else i: e for i, e in enumerate(es)} for es in (mine, yours))
+        for each in [*some, *(each for each in others if each not in some)]:
+            yield from _differing(f"{at}[{each}]", some.get(each), others.get(each))
+
+
+def _brief(value: Any) -> str:
+    """A value for display; of a struct, that it is there."""
+    if value is None or attrs.has(type(value)):
+        return _ABSENT if value is None else "(stated)"
+    text = str(value.tolist() if isinstance(value, np.ndarray) else value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def check_pair(src: Group, dst: Group, name: str) -> None:

@@ -34,6 +34,7 @@ LEVELS: dict[type, int] = {
     e.Lost: logging.WARNING,
     e.Sent: logging.DEBUG,
     e.Unwanted: logging.INFO,
+    e.Declined: logging.WARNING,
     e.Freed: logging.DEBUG,
     e.Undelivered: logging.WARNING,
     e.Expired: logging.WARNING,
@@ -45,7 +46,7 @@ LEVELS: dict[type, int] = {
     e.ProtocolError: logging.WARNING,
 }
 """The level of each event; the normal course of a request is DEBUG."""
-of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError)
+of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError, e.Declined)
 """Events that a peer can cause as often as it likes."""
 
 
@@ -106,6 +107,10 @@ def _refused(event: e.Refused) -> Record:
     return {"peer": shown(event.peer), "by": "us" if event.by_us else "peer", **_error(event.error)}
 
 
+def _declined(event: e.Declined) -> Record:
+    return {**_request(event.request), "peer": shown(event.peer), **_error(event.error)}
+
+
 _FIELDS: dict[type, Callable[[Any], Record]] = {
     e.Arrived: _arrived,
     e.PagesFree: lambda event: _fetch(event.fetch),
@@ -114,6 +119,7 @@ _FIELDS: dict[type, Callable[[Any], Record]] = {
     e.Lost: _lost,
     e.Sent: _sent,
     e.Unwanted: lambda event: _request(event.request),
+    e.Declined: _declined,
     e.Freed: lambda event: _request(event.request),
     e.Undelivered: _undelivered,
     e.Expired: lambda event: _request(event.request),

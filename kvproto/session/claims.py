@@ -21,7 +21,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.session import limits
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Changed, Expired, Released, TransferRequested, Unwanted
+from kvproto.session.events import Changed, Declined, Expired, Released, TransferRequested, Unwanted
 from kvproto.session.intent import SourceIntent
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
@@ -163,6 +163,8 @@ class Claims(Endpoint):
             _check(claim, user)
         except KvprotoError as error:
             user.fail(error, now)
+            if claim.content is not None and claim.error is None:
+                self._events.append(Declined(claim.key, session.name, error.kept()))
             return
         if session.session not in claim.users:
             session.claims += 1

@@ -81,6 +81,8 @@ class Session:
         """The latest attempt of each sequence above the low-water mark."""
         self.low_water = 0
         """Every sequence up to this one has ended and is forgotten."""
+        self.expected = ""
+        """Who should answer, for display, while the peer's identity is not known."""
         self._peer: Party | None = None
         self._described: Described | None = None
         self.theirs: Stated
@@ -104,6 +106,11 @@ class Session:
         return _known(self._described, "the plan")
 
     @property
+    def planned(self) -> bool:
+        """Whether both Descriptions and their plan are known."""
+        return self._described is not None
+
+    @property
     def open(self) -> bool:
         """Whether the session has not ended."""
         return self.state != SessionState.CLOSED
@@ -116,7 +123,7 @@ class Session:
     @property
     def name(self) -> str:
         """The peer's name, for display."""
-        return str(self._peer or self.conn)
+        return str(self._peer or self.expected or self.conn)
 
     @property
     def resuming(self) -> bool:
@@ -279,6 +286,9 @@ class Session:
     def _error(self, message: m.Error, now: float) -> None:
         """Handle Error, which ends the request that it is about, as no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
+        if (message.about, error.code) == (m.Description.TYPE, ErrorCode.DESCRIPTION_MISMATCH):  # Goodbye follows
+            self.tell(SessionRefused(self.name, error, by_us=False))
+            return
         request = self._pending.get(number)
         if request is None or message.about not in (None, request.kind.TYPE):  # both directions may use the same ids
             return

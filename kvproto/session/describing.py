@@ -11,6 +11,7 @@ from typing import Any
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session.core import Part, Session
 from kvproto.session.phases import check_digest
+from kvproto.session.refusals import refusal
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
@@ -42,6 +43,14 @@ class Describing(Part):
         session.step("Describe")
         session.answered(self._asked)  # stop resending the earlier one
         self._asked = session.request(m.Describe, now, **session.host.stated.fields, endpoints=endpoints)
+
+    def refuse(self, error: KvprotoError) -> None:
+        """Refuse the Description that answered this side's Describe, which ends the session (KVP-DSC-RANKS)."""
+        session = self._session
+        session.notice(
+            m.Error(session=session.session, request=self._asked, about=m.Description.TYPE, **refusal(error))
+        )
+        session.give_up(error)
 
     def _describe(self, message: m.Describe, now: float) -> None:
         session, before = self._session, self._session.state

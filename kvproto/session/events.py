@@ -13,8 +13,8 @@ from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
-    "Arrived", "Changed", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError", "Proven",
-    "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
+    "Arrived", "Changed", "Declined", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError",
+    "Proven", "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
     "TransferRequested", "UnmapAsked", "Unwanted", "Useful",
 ]  # fmt: skip
 
@@ -108,6 +108,15 @@ class Unwanted(Event):
     """Source: every transfer that asked for this unfinished request was aborted or has lost its session."""
 
     key: bytes = attrs.field(repr=False)
+
+
+@attrs.frozen
+class Declined(Event):
+    """Source: a Transfer was refused that names this ticket; the request goes on as before."""
+
+    key: bytes = attrs.field(repr=False)
+    peer: str
+    error: KvprotoError
 
 
 @attrs.frozen

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 
+import attrs
+
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
 from kvproto.session import limits
+from kvproto.session.describing import Describing
 from kvproto.session.exposing import OURS
+from kvproto.session.hindrances import disagreement, hindrances, located
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
@@ -49,6 +53,8 @@ class SinkEndpoint(Reading):
         self.source: Geometry | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can become ready."""
+        self.gone = ""
+        """The source rank whose session ended first, for display."""
         self._changed: set[int] = set()
         """Transfers that have changed."""
         self._unpacking: set[int] = set()
@@ -62,10 +68,10 @@ class SinkEndpoint(Reading):
         """Greet the seed; the other ranks follow from its Welcome and the plan."""
         self._greet(self._seed, now)
 
-    def _greet(self, address: str, now: float) -> None:
+    def _greet(self, address: str, now: float, expected: str = "") -> None:
         if address not in self.sessions:
             session = SinkSession(self, address, self._features, self._proving, self._replica)
-            self.sessions[address] = session
+            self.sessions[address], session.expected = session, expected
             session.hello(now)
 
     def tell(self, session: SinkSession, event: e.Event) -> None:
@@ -78,7 +84,7 @@ class SinkEndpoint(Reading):
 
     def closed(self, session: SinkSession) -> None:
         """Note that a session has ended, which loses what it has not delivered."""
-        self.ready, self.over = False, True
+        self.ready, self.over, self.gone = False, True, self.gone or located(session)
         self._changed.update(self._wants)
 
     def returned(self, conn: Hashable, now: float) -> None:
@@ -204,6 +210,14 @@ class SinkEndpoint(Reading):
         want = self._wants.get(number)
         return want is None or all(part.state != TransferState.ASKED for part in want.parts.values())
 
+    def hindrances(self, number: int | None) -> list[str]:
+        """What a transfer still waits for, by source rank, for display; None for one that was not requested yet."""
+        want = self._wants.get(number) if number is not None else None
+        if want is None:
+            return hindrances(self.sessions.values())
+        asked = [rank for rank, part in want.parts.items() if part.state == TransferState.ASKED]
+        return [f"no answer to Transfer from {located(self._ranks[rank])}" for rank in asked]
+
     def abort(self, number: int, error: KvprotoError, now: float) -> None:
         """Stop a transfer; Lost follows, with what is known about its writes."""
         self._fail(self._wants.get(number), error, now)
@@ -297,6 +311,9 @@ class SinkEndpoint(Reading):
             advice = "give each rank a different address"
             session.give_up(RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, advice))
             return
+        if (conflict := disagreement(session, self.sessions.values(), unchanged=True)) is not None:
+            session.part(Describing).refuse(conflict)
+            return
         if described.digests != self.digests or (self.exposed is not None and self.outdated(self.exposed)):
             self.plan, self.source, self.digests = described.plan, described.source, described.digests
             self.ready = False
@@ -305,7 +322,8 @@ class SinkEndpoint(Reading):
                 yours, advice = str(sorted(session.endpoints)), "list every rank in Welcome"
                 self.refused = RemoteError(ErrorCode.COVERAGE, "endpoints", f"rank {other}", yours, advice)
             elif other not in self._ranks and session.endpoints[other] != session.conn:
-                self._greet(session.endpoints[other], now)
+                address = session.endpoints[other]
+                self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}")
 
     def _progress(self, want: Want, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
@@ -314,7 +332,8 @@ class SinkEndpoint(Reading):
             if want.error is None and attempt.error is not None:
                 self._fail(want, attempt.error, now)
             if want.error is None and not session.open and attempt.done is None:
-                lost = RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{session.name} is gone", "make a new ticket")
+                yours = f"{located(session)} is gone"
+                lost = RemoteError(ErrorCode.PEER_LOST, "", "waiting", yours, "make a new ticket")
                 self._fail(want, session.revoked or lost, now)
             if want.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True

@@ -32,9 +32,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# memory
-
-
 class Memory(Protocol):
     """Contiguous bytes of this process that a transport can share: one region of Register."""
 
@@ -222,6 +219,8 @@ class Connection:
     mapped: dict[int, Mapped] = attrs.Factory(dict)
     link: Link | None = None
     """Set if bytes are packed, because the peer's pages cannot be written directly."""
+    ended: Callable[[], bool] | None = None
+    """Says whether the peer's process has ended; None if that cannot be seen from here."""
 
     def close(self) -> None:
         """Unmap all of them; no copy that uses them may be under way."""

@@ -83,6 +83,17 @@ class Watch:
         # it ended between the two calls; another start may be another process or time namespace, which proves nothing
         return cls(None) if found is None and ended else None
 
+    @classmethod
+    def of_pid(cls, pid: int) -> Watch | None:
+        """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched.
+
+        For callers that then see something of the process which no other has: what they saw names the process watched.
+        """
+        try:
+            return cls(os.pidfd_open(pid))
+        except (OSError, OverflowError):
+            return None
+
     def fileno(self) -> int | None:
         """A descriptor that is readable once the process has ended; None if that is known already."""
         return self._fd

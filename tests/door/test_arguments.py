@@ -13,6 +13,7 @@ from kvproto import (
     Cache,
     DType,
     Options,
+    Parallel,
     Pool,
     Prompt,
     Sink,
@@ -24,6 +25,7 @@ from kvproto import (
     write_ticket,
 )
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.seeing.records import record_of
 from kvproto.wire.enums import ErrorCode
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
@@ -231,10 +233,30 @@ def test_an_error_of_the_peer_reads_from_here(both: Two) -> None:
 def test_a_source_that_never_comes_ends_by_the_deadline(tmp_path: Path) -> None:
     with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address_in(tmp_path)}) as sink:
         found = sink.fetch(new_ticket("prefill", deadline=0.05), PROMPT, PAGES_OF)
-        with pytest.raises(KvprotoError, match="has not answered") as caught:
+        with pytest.raises(KvprotoError, match=r"no answer to Hello from .*prefill") as caught:
             found.wait(10)
         assert caught.value.code == ErrorCode.DEADLINE
         assert found.pages_free
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    """The other rank runs, and is not blamed."""
+    address = str(address_in(tmp_path)) + "-{rank}"
+    halves = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)], Parallel(tp=2))
+    with (
+        Source("prefill", Pool.allocate(halves, PAGES, rank=0), address) as source,
+        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address.format(rank=0)}, STEPPED) as sink,
+    ):
+        both = Two(source, sink)
+        sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 3]})
+        both.until(lambda: any(len(link.endpoint.sessions) == 2 for link in sink._node._links.values()))
+        found = sink.fetch(new_ticket("prefill", deadline=0.01), PROMPT, PAGES_OF)
+        both.until(lambda: found.done)
+        (lost,) = [e for e in both.told if isinstance(e, events.Lost)]
+        assert lost.error.code == ErrorCode.DEADLINE
+        assert f"no answer to Hello from prefill rank 1 at {address.format(rank=1)}:" in lost.error.advice
+        assert "prefill-0" not in lost.error.advice
+        assert "prefill rank 1 at ipc://(hidden)" in record_of(lost)["error"]
 
 
 def test_another_engine_at_the_address(tmp_path: Path) -> None:

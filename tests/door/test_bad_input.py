@@ -29,6 +29,7 @@ from kvproto import (
     write_ticket,
 )  # fmt: skip
 from kvproto.errors import KvprotoError
+from kvproto.events import Declined
 from kvproto.wire.enums import ErrorCode
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
@@ -295,6 +296,9 @@ def test_a_prompt_that_differs(both: Two) -> None:
     assert caught.value.code == ErrorCode.CONTENT_MISMATCH
     assert "tokens, adapter, salts or lengths of axes differ" in caught.value.advice
     assert found.pages_free
+    told = both.until(lambda: [e for e in both.told if isinstance(e, Declined)])
+    assert [(e.request, e.peer, e.error.code) for e in told] == [(request, "decode rank 0", caught.value.code)]
+    assert not request.done
     request.fail("nobody needs it")
     still_works(both)
 

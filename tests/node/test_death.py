@@ -20,7 +20,7 @@ from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost, TransferProven
+from kvproto.node.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
 from kvproto.session.events import SessionClosed
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
@@ -161,6 +161,32 @@ def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
     number = decode.ask(again, PAGES)
     assert decode.first(Received).number == number
     assert (rows(pool) == 7).all()
+
+
+def asking(conn: Connection, address: str, made: Ticket) -> None:
+    """A decode rank that asks for a request, until it is killed."""
+    both = Decode(allocate(geometry(1), 0, ITEMS), address)
+    both.ask(made, PAGES)
+    conn.send("listening")
+    serve(conn, both.node)
+
+
+def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
+    """The source sees the end of the process whose memory it has mapped, and does not wait until it is silent."""
+    pool, made = allocate(geometry(1), 0, ITEMS), ticket(300.0)
+    address, key = private_address(world.folder, "kv"), bytes(made.key)
+    source = SourceNode(party_of("p", pool), pool, Listener(address), {0: address})
+    world.stack.callback(source.close, "over")
+    prefill = Nodes([source], [])
+    source.expect(made, CONTENT, TOKENS)
+    process, _ = begin(world.stack, asking, address, made)
+    prefill.until(lambda: key not in source.endpoint.unasked())
+    process.kill()
+    prefill.ends(RequestUnwanted, 1)
+    source.finish(key, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    (over,) = prefill.ends(RequestOver, 1)
+    assert {rank: error.code for rank, error in over.lost.items()} == {0: ErrorCode.PEER_LOST}
+    assert [e.reason for e in prefill.told if isinstance(e, SessionClosed)] == ["its process has ended"]
 
 
 def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(

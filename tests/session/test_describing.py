@@ -5,7 +5,9 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto.planning.geometry import Geometry, mla
+from kvproto.planning.geometry import Geometry, facts, mla, owns
+from kvproto.session import Party, SourceEndpoint
+from kvproto.session.limits import PATIENCE
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof
@@ -273,3 +275,82 @@ def test_a_plan_of_what_a_side_stated_before_is_made_again() -> None:
         world.run()
     (session,) = [s for s in source.sessions.values() if s.peer.engine == "late"]
     assert session.described.of_source == source.stated
+
+
+def contradicting(other: Geometry) -> World:
+    """Source rank 1 was started with another geometry than rank 0, and a sink has greeted both."""
+    world = World(geometry(2))
+    world.sources["s1"] = SourceEndpoint(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
+    world.sink("d0", geometry(1))
+    world.run()
+    return world
+
+
+def longer_pages() -> Geometry:
+    made = geometry(2)
+    return attrs.evolve(made, groups=(attrs.evolve(made.groups[0], rows=8), *made.groups[1:]))
+
+
+def other_origin() -> Geometry:
+    """It differs in a fact that only warns."""
+    made = geometry(2)
+    return attrs.evolve(made, facts=facts({"weights": "a"}, {"origin": "here"}))
+
+
+def more_heads() -> Geometry:
+    """Rank 1 has the draft's other head as well."""
+    made = geometry(2)
+    target, _, token = made.ranks[1].owns
+    return attrs.evolve(
+        made, ranks=(made.ranks[0], attrs.evolve(made.ranks[1], owns=(target, owns(made.groups[1], [0]), token)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "path", "values"),
+    [
+        (longer_pages, "groups[target].rows", ("4", "8")),
+        (other_origin, "facts[origin]", ("(absent)", "here")),
+        (more_heads, "ranks[1].owns[1].lanes[0].lo", ("1", "0")),
+    ],
+)
+def test_ranks_that_state_different_descriptions(other: Any, path: str, values: tuple[str, str]) -> None:
+    """KVP-DSC-RANKS: both sides hear at once which ranks differ, and where."""
+    world = contradicting(other())
+    (ours,), (theirs,) = world.events("d0", "SessionRefused"), world.events("s1", "SessionRefused")
+    for event, by_us in ((ours, True), (theirs, False)):
+        assert (event.by_us, event.error.code, event.error.path) == (by_us, ErrorCode.DESCRIPTION_MISMATCH, path)
+        assert (event.error.mine, event.error.yours) == (f"{values[0]} at p rank 0", f"{values[1]} at p rank 1")
+    assert world.sinks["d0"].refused is ours.error
+    assert [event.reason for event in world.events("s1", "SessionClosed")] == [str(ours.error)]
+
+
+def test_ranks_that_a_change_has_not_reached_yet_are_waited_for() -> None:
+    """KVP-DSC-RANKS: what a transfer waits for is known meanwhile."""
+    world = Epochs(2)
+    world.sink_.expose(world.another("d0", without_draft()), world.now, without_draft())
+    world.run()
+    restated(world, without_draft(2), "s0")
+    assert world.sink_.refused is None
+    assert world.sink_.hindrances(None) == ["groups[draft] is (stated) at p rank 1 and (absent) at p rank 0"]
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    """Clause KVP-SES-LOST."""
+    world = World(geometry(2))
+    world.keep = lambda to, frame: to != "s1"
+    sink = world.sink("d0", geometry(1))
+    world.run()
+    assert sink.hindrances(None) == ["no answer to Hello from p rank 1 at s1"]
+    world.pass_time(PATIENCE)
+    world.pass_time(1)
+    assert sink.refused is not None
+    assert (sink.refused.code, sink.refused.yours) == (ErrorCode.PEER_LOST, "p rank 1 at s1")
+
+
+def test_a_rank_that_does_not_answer_a_transfer_is_named() -> None:
+    world, made = World(geometry(2)).ready(), ticket()
+    world.keep = lambda to, frame: to != "s1"
+    number = world.transfer("d0", made, CONTENT)
+    world.run()
+    assert world.sinks["d0"].hindrances(number) == ["no answer to Transfer from p rank 1 at s1"]

@@ -77,6 +77,23 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
     (event,) = world.events("d0", "Lost")
     assert event.error.code == ErrorCode.CONTENT_MISMATCH
     assert not world.events("s0", "TransferRequested")
+    (told,) = world.events("s0", "Declined")
+    assert (told.key, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
+
+
+def test_a_transfer_with_another_prompt_has_not_used_the_ticket() -> None:
+    """KVP-TRN-CHECKS: a sink that has the right prompt is served."""
+    world, made = ready(1), ticket()
+    world.sink("other", geometry(1), engine="e")
+    world.run()
+    world.sources["s0"].expect(made, b"x" * 32, 0.0)
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.transfer("other", made, b"x" * 32)
+    world.sources["s0"].finish(bytes(made.key))
+    world.run()
+    world.serve()
+    assert len(world.events("other", "Arrived")) == 1
 
 
 def test_ticket_is_bound_to_its_first_sink() -> None:

@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Iterable
 from collections.abc import Mapping as Memories
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Mapping", "SharedMemory", "buffers", "connect", "owner_of"]
+__all__ = ["Mapping", "SharedMemory", "buffers", "connect", "owner_of", "owning_process"]
 
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -179,6 +180,16 @@ def connect(region: Region, path: str) -> Mapping:
         raise _failed(path, f"{region.length} bytes mapped", said, "raise the memory limits") from None
     finally:
         os.close(opened)
+
+
+def owning_process(regions: Iterable[Region]) -> int | None:
+    """The PID that the handles of these regions name; None unless all name the same, and are of this host."""
+    found: set[int | None] = set()
+    for region in regions:
+        handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
+        here = handle is not None and region.boot == boot_id()
+        found.add(_fields(bytes(handle.data), "")[0] if handle is not None and here else None)
+    return found.pop() if len(found) == 1 else None
 
 
 _SEND_AGAIN = "send the handle of memory that is still there"

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.program import CopyProgram, Runs
+from kvproto.errors import KvprotoError
 from kvproto.transport import base
+from kvproto.transport.process import Watch
 from kvproto.transport.shm import memory as shared
 from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
@@ -52,6 +54,20 @@ class ShmCopy(base.Copying):
         return Proof.PROVEN
 
 
+class _Watched(base.Connection):
+    """A peer's regions, and a watch of the process that owns them."""
+
+    def __init__(self, mapped: dict[int, base.Mapped], watch: Watch | None) -> None:
+        super().__init__(mapped, ended=None if watch is None else lambda: watch.ended)
+        self._watch = watch
+
+    def close(self) -> None:
+        super().close()
+        if self._watch is not None:
+            self.ended = None
+            self._watch.close()
+
+
 class ShmTransport(base.Transport):
     """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
@@ -70,7 +86,15 @@ class ShmTransport(base.Transport):
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
         """Map each region; raises what `kvproto.transport.shm.memory.connect` raises."""
-        return base.connect_each(regions, used, shared.connect)
+        # opened first: the nonces that are then checked name the process that is watched, however PIDs are used again
+        pid = shared.owning_process(each for each in regions if each.id in used) if writes else None
+        watch = Watch.of_pid(pid) if pid is not None else None
+        try:
+            return _Watched(base.connect_each(regions, used, shared.connect).mapped, watch)
+        except KvprotoError:
+            if watch is not None:
+                watch.close()
+            raise
 
     def start(self, moves: Sequence[base.Move]) -> ShmCopy:
         """Start the moves, and poll them once."""
