@@ -6,6 +6,7 @@ In each error `mine` is the source's value and `yours` the sink's; the session s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
@@ -29,7 +30,13 @@ def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
     return [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
 
 
-def unstated(source: Geometry, sink: Geometry) -> list[str]:
+@lru_cache(64)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One tuple for all events that hold these names, as an engine may leave thousands of events unread."""
+    return names
+
+
+def unstated(source: Geometry, sink: Geometry) -> tuple[str, ...]:
     """The registered facts that should be compared but that neither side states."""
     models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
     small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
@@ -39,7 +46,7 @@ def unstated(source: Geometry, sink: Geometry) -> list[str]:
         of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
         found += [f"{base}.{model}" for model in of] if dot else [name]
     stated = {fact.name for side in (source, sink) for fact in side.facts}
-    return [name for name in found if name not in stated]
+    return _shared(tuple(name for name in found if name not in stated))
 
 
 def check_facts(source: Geometry, sink: Geometry) -> None:

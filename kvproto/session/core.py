@@ -196,7 +196,7 @@ class Session:
                 self.step("Description")
                 self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
-                unsaid = tuple(unstated(source.geometry, sink.geometry))
+                unsaid = unstated(source.geometry, sink.geometry)
                 self.tell(events.Planned(self.session, self.name, found.plan, warnings, unsaid))
             then(found if isinstance(found, KvprotoError) else None)
             for part in self._parts.values():
