@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kvproto.door import Door, Handle
+from kvproto.errors import LocalError, check_type
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["drive", "wait"]
 
@@ -27,8 +29,13 @@ async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
     """Step a Source or Sink from the running loop, and close it when the block ends.
 
     Open it with Options(thread=False). Its events are kept for `door.events()`. An error that `step` raises ends all
-    handles, and is raised when the block ends.
+    handles, and is raised when the block ends. Raises LocalError: OUT_OF_RANGE for what is neither, UNEXPECTED_MESSAGE
+    for one that has an I/O thread.
     """
+    check_type("door", door, Door, "a Source or a Sink")
+    if door.options.thread:
+        advice = "pass Options(thread=False), or leave `drive` out"
+        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "drive", "no I/O thread", f"{door._who} has one", advice)
     loop = asyncio.get_running_loop()
     failures: list[BaseException] = []
     timer: asyncio.TimerHandle | None = None
@@ -62,7 +69,12 @@ async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
 
 
 async def wait(handle: Handle[Result]) -> Result:
-    """Wait until a handle has ended; return its event or raise its error. Cancelling the wait aborts no request."""
+    """Wait until a handle has ended; return its event or raise its error. Cancelling the wait aborts no request.
+
+    Raises LocalError: OUT_OF_RANGE for what is not a handle, and UNEXPECTED_MESSAGE if its Source or Sink has no I/O
+    thread and nothing has stepped it for a second after it was opened.
+    """
+    check_type("handle", handle, Handle, "a handle, such as `fetch` and `request` return")
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -75,5 +87,16 @@ async def wait(handle: Handle[Result]) -> Result:
             loop.call_soon_threadsafe(end)
 
     handle.add_done_callback(tell)
+    door = handle._door
+    if not door.options.thread and not door._driver.stepped:
+        await asyncio.wait([ended], timeout=_IDLE)
+        if not handle.done and not door._driver.stepped:
+            advice = "use kvproto.asyncio.drive, call step, or open it without Options(thread=False)"
+            mine, yours = "something that steps it, as it has no I/O thread", "nothing"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, door._who, mine, yours, advice)
     await ended
     return handle.wait(0)
+
+
+_IDLE = 1.0
+"""Seconds after which a Source or Sink that was never stepped counts as one that nothing drives."""

@@ -28,8 +28,8 @@ from kvproto.seeing.names import BASE
 from kvproto.seeing.observer import Observer
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Census
-from kvproto.transport import load
 from kvproto.transport.base import Transport
+from kvproto.transport.loading import opened
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
@@ -97,9 +97,9 @@ def ends_of(prompt: Prompt, tokens: int | Mapping[str, int] | None, least: int) 
 
 def transports_of(options: Options, pool: Pool) -> list[Transport]:
     """The transports of the options, those that are names opened for the pool; raises LocalError(NO_TRANSPORT)."""
-    made = options.transports
+    memory, measured = pool.memories, options.measured
     try:
-        return [load(each).open(pool.memories, options.measured) if isinstance(each, str) else each for each in made]
+        return [opened(each, memory, measured) if isinstance(each, str) else each for each in options.transports]
     except LocalError as error:
         raise error.at("Options.transports") from error
 
@@ -138,6 +138,7 @@ class Handle(Generic[Result]):
         Without an I/O thread this steps the Source or Sink. Raises the operation's error if it failed, TimeoutError,
         or LocalError(UNEXPECTED_MESSAGE) where it can never end: in a callback, after `close`, or in a forked process.
         """
+        check_type("timeout", timeout, (int, float, NoneType), "seconds, or None")
         if not self.done:
             self._door._wait(self._ended, timeout)
         if not self.done:
@@ -264,6 +265,7 @@ class Door:
         For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
         Options(thread=False), after `close` and in a forked process.
         """
+        check_type("timeout", timeout, (int, float), "seconds")
         self._driver.step(timeout)
         return self.events()
 

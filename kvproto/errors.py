@@ -39,7 +39,7 @@ class KvprotoError(Exception):
         return type(self)(self.code, path, self.mine, self.yours, self.advice)
 
     def __str__(self) -> str:
-        return self.between("mine", "yours", " ")
+        return self.between("expected", "got", " ")
 
     def between(self, mine: str, yours: str, verb: str = " has ") -> str:
         """The message, with these names for the refusing side and the other one."""
@@ -65,14 +65,11 @@ class ReportedError(RemoteError):
         return made
 
     def __str__(self) -> str:
-        return f"{self.between('theirs', 'ours', ' ')}, reported by {self.peer}"
+        return f"{self.between('the peer expected', 'from this side it got', ' ')}, reported by {self.peer}"
 
 
 class LocalError(KvprotoError):
     """This side cannot do what its caller wants; `path` names the argument or the part at fault."""
-
-    def __str__(self) -> str:
-        return self.between("expected", "got", " ")
 
 
 def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:

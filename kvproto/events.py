@@ -198,11 +198,14 @@ class Connected:
 
     Fields:
         warnings: Facts that differ but are allowed to: name, the source's value, the sink's value.
+        unstated: Facts of the registry that should be compared but that neither side states, such as "weights.target":
+            if it is among them, two models that differ only in their weights are taken for one.
     """
 
     peer: str
     plan: Plan = attrs.field(repr=False)
     warnings: tuple[tuple[str, str, str], ...] = ()
+    unstated: tuple[str, ...] = ()
 
 
 @attrs.frozen

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad, check_type, type_name
 from kvproto.node.offering import LEASE
 from kvproto.node.registrar import Spread
 from kvproto.node.sink import QUARANTINE
 from kvproto.node.source import PART_BYTES
+from kvproto.transport.loading import find, names
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
@@ -37,14 +38,27 @@ def _within(low: float, high: float, expected: str, kinds: Any = int | float) ->
 
 
 def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, ...]:
+    check_type("Options.transports", given, Iterable, "names of transports, or transports that you made")
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _known(options: Options, field: attrs.Attribute[Any], given: tuple[str | Transport, ...]) -> None:
+    """Raise LocalError for names that no installed package provides, and for what is neither a name nor a transport."""
+    for each in given:
+        if not isinstance(each, str) and not hasattr(each, "capabilities"):
+            raise bad("Options.transports", "names of transports, or transports that you made", type_name(each))
+        if isinstance(each, str) and each not in names():
+            try:
+                find(each)
+            except LocalError as error:
+                raise error.at("Options.transports") from error
 
 
 @attrs.frozen(kw_only=True)
 class Options:
     """Settings of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome.
 
-    Raises LocalError(OUT_OF_RANGE) for a value outside its range.
+    Raises LocalError: OUT_OF_RANGE for a value outside its range, NO_TRANSPORT for a transport that is not known here.
 
     Fields:
         transports: Names such as "cuda" or "nixl", or transports that you made, best first; empty: the best for the
@@ -83,7 +97,7 @@ class Options:
         quarantine: Sink: the share of a group's pages, 0 to 1, that may wait for proof before `fetch` raises BUSY.
     """
 
-    transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple)
+    transports: tuple[str | Transport, ...] = attrs.field(default=(), converter=_as_tuple, validator=_known)
     verify: bool | Literal["pages"] = attrs.field(
         default=True, validator=_must(lambda v: isinstance(v, bool) or v == "pages", 'True, False or "pages"')
     )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvproto.copying.aliasing import overlapping
 from kvproto.copying.program import RankLayout
-from kvproto.errors import LocalError, check_type
+from kvproto.errors import LocalError, check_type, type_name
 from kvproto.node.columns import Column, columns_of
 from kvproto.node.pages import PagesInUse
 from kvproto.node.pool import pack
@@ -40,7 +40,7 @@ class Pool:
         self, geometry: Geometry, tensors: Mapping[str, Any], *, rank: int = 0,
         axes: str | Mapping[str, str] = "page token head dim", shared: bool = False,
     ) -> None:  # fmt: skip
-        """Wrap the engine's tensors: `tensors` by group name, and `axes` for all of them or by group name.
+        """Wrap the engine's tensors: `tensors` by group name, and `axes` for all groups or by the name of each.
 
         For each group, pass one tensor per layer of this rank, in order, or one tensor with an axis "layer"; or a
         mapping of part names ("k", "v", "latent") to either. A tensor is any object with `__dlpack__`, in CUDA memory
@@ -59,11 +59,15 @@ class Pool:
         check_type("axes", axes, (str, Mapping), "words, or a mapping of group name to words")
         groups = _groups(geometry, rank)
         if missing := groups.keys() ^ tensors.keys():
-            yours = f"{sorted(map(str, tensors))}: {sorted(missing)} differ"
+            yours = f"{sorted(map(str, tensors))}: {sorted(map(str, missing))} differ"
             raise _bad("tensors", f"the groups {sorted(groups)}", yours)
+        if isinstance(axes, Mapping) and (missing := groups.keys() ^ axes.keys()):
+            yours = f"{sorted(map(str, axes))}: {sorted(map(str, missing))} differ"
+            raise _bad("axes", f"the groups {sorted(groups)}", yours)
         found: dict[str, tuple[int, list[Column]]] = {}
         for name, (group, share) in groups.items():
-            said = axes if isinstance(axes, str) else axes.get(name, "page token head dim")
+            said = axes if isinstance(axes, str) else axes[name]
+            check_type(f'axes["{name}"]', said, str, 'words, such as "page token head dim"')
             found[name] = columns_of(group, share, tensors[name], said, f'tensors["{name}"]')
         views = {id(c.view): c.view for _, columns in found.values() for c in columns}
         self.memories, region_of = shareable.adopt_all(views)
@@ -105,13 +109,19 @@ class Pool:
         no transport knows GPUs.
         """
         groups = _groups(geometry, rank)
-        wanted = dict.fromkeys(groups, pages) if isinstance(pages, int) else dict(pages)
+        wanted = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(groups, pages)
+        for count in wanted.values():
+            if isinstance(count, bool) or not hasattr(count, "__index__"):
+                raise _bad("pages", "a number of pages, or a mapping of group name to one", type_name(count))
         if wanted.keys() != groups.keys() or min(wanted.values(), default=1) < 1:
             raise _bad("pages", f"1 at least for each of {sorted(groups)}", str(pages))
         numbers = {group.id: wanted[name] for name, (group, _) in groups.items()}
         columns, length = pack(geometry, rank, numbers, heads_first)
         made = cls.__new__(cls)
-        made.memories = {0: shareable.allocate(max(length, 1), device)}
+        try:
+            made.memories = {0: shareable.allocate(max(length, 1), device)}
+        except LocalError as error:
+            raise error.at("pages" if error.path == "length" else error.path) from error
         made._owned = True
         made._open(RankLayout(geometry, rank, columns))
         return made

@@ -37,7 +37,7 @@ class Fetch(TicketHandle[Arrived]):
     ) -> None:  # fmt: skip
         super().__init__(sink, ticket)
         self._claim, self._on_wanted, self._granting, self.pool = claim, on_wanted, threading.Lock(), pool
-        self._useful = claim.end
+        self._useful, self._named = claim.end, bool(claim.granted)
         self.pages_free = False
         """Whether the pages of a lost request may be reused; PagesFree reports it as well.
 
@@ -55,9 +55,13 @@ class Fetch(TicketHandle[Arrived]):
         `tokens` is the number of tokens that they hold (None: as PagesWanted last said; only with `spans` may it be
         less than all). May be called from any thread at any time, even before PagesWanted. Raises LocalError, and
         grants nothing: OUT_OF_RANGE for `tokens`, BAD_GRANT for tables that do not fit, OUT_OF_REGION for pages outside
-        the pool, ITEM_ALIAS for a page that is named twice or by another fetch.
+        the pool, ITEM_ALIAS for a page that is named twice or by another fetch, UNEXPECTED_MESSAGE if `fetch` was given
+        the pages.
         """
         sink, claim = self._door, self._claim
+        if self._named:
+            mine, yours = "a fetch that began without pages", "one whose pages `fetch` was given"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "grant", mine, yours, "name the pages once")
         end = self._useful if tokens is None else check_whole("tokens", tokens, 0, claim.end)
         if not isinstance(sink, Sink) or self.done:
             return False

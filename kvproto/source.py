@@ -13,7 +13,7 @@ import numpy as np
 from kvproto.copying.grants import items_needed
 from kvproto.copying.late import items_before
 from kvproto.door import Handle, TicketHandle, check_request, options_of, party_of, transports_of
-from kvproto.errors import KvprotoError, LocalError, check_type, check_whole
+from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
 from kvproto.events import Declined, Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
 from kvproto.node.events import Copied, PoolReturned, RequestDeclined, RequestOver, RequestUnwanted, shared_event
@@ -80,7 +80,7 @@ class Request(TicketHandle[Over]):
         if self._pool is not self._source.pool:  # the pool was taken back, which ended the request
             return
         tokens, model = self._checked(tokens), check_whole("model", model, 0)
-        _check_after(after)
+        _check_after(after, self._pool)
         layout, axes = self._source.pool.layout, NO_AXES
         held = since_of(layout, since, self._since, tokens, axes)
         items = tables_of(layout, pages, tokens, axes, held)
@@ -120,7 +120,7 @@ class Request(TicketHandle[Over]):
         items = tables_of(layout, pages, number, axes, held)
         data = _handoff(self._source.geometry, self._source.pool.rank, {} if handoff is None else handoff)
         check_type("finished", finished, bool, "True or False")
-        _check_after(after)
+        _check_after(after, self._pool)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
         self._record(items, number, axes, held)
@@ -278,8 +278,7 @@ class Source(Sleeper):
         layout = self.pool.layout
         owned = [int(n) for id in layout.columns if models[id] == model for n in layout.owns(id).layers]
         if not owned and model not in models.values():
-            known = sorted(set(models.values()))
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "model", f"one of {known}", str(model))
+            raise bad("model", f"one of {sorted(set(models.values()))}", model)
         return (min(owned), max(owned) + 1) if owned else (0, 0)
 
     def _depth(self, model: int) -> int:
@@ -354,9 +353,11 @@ def _is_span(given: Any) -> bool:
     )
 
 
-def _check_after(after: Any) -> None:
+def _check_after(after: Any, pool: Pool) -> None:
     if after is not None:
         check_type("after", after, int, "the handle of a CUDA event, an int", "torch: event.cuda_event")
+        if all(each.device is None for each in pool.memories.values()):
+            raise bad("after", "None, as the pool is in host memory", after, "call once the rows are written")
 
 
 def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:

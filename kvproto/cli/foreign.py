@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.cli.plans import REFUSED, chosen, compatible, read_config, read_geometry, unstated
+from kvproto.cli.plans import REFUSED, chosen, compatible, read_config, read_geometry
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.foreign.captures import MOST_BYTES, messages
 from kvproto.foreign.compare import Difference, compare
@@ -17,6 +17,7 @@ from kvproto.foreign.fleet import Fleet
 from kvproto.foreign.reading import Reading, read, resolve
 from kvproto.foreign.tables import engines, words
 from kvproto.planning.compare import differences as warned
+from kvproto.planning.compare import unstated
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire import to_json

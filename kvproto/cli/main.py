@@ -8,6 +8,7 @@ import os
 import string
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     kept.add(commands)
     finding.add(commands)
     following.add(commands)
-    commands.add_parser("errors", help="print every error code, its class and what to do")
+    codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
+    codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
     for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
         said = listed.help or ""
         commands.choices[listed.dest].description = f"{said[:1].upper()}{said[1:]}."
@@ -69,7 +71,7 @@ def _main(argv: list[str] | None) -> int:
     line = parser()
     args = line.parse_args(argv)
     if args.command == "errors":
-        for code in ErrorCode:
+        for code in [_code(line, given) for given in args.code] or ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
     if args.command == "import":
@@ -91,6 +93,19 @@ def _main(argv: list[str] | None) -> int:
     if args.struct is not None and args.struct not in tables.FIELDS:
         line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)
+
+
+def _code(line: argparse.ArgumentParser, given: str) -> ErrorCode:
+    """The error code of this name or number; ends the program if there is none."""
+    if given.upper() in ErrorCode.__members__:
+        return ErrorCode[given.upper()]
+    try:
+        return ErrorCode(int(given, 0))
+    except ValueError:
+        near = get_close_matches(given.upper(), ErrorCode.__members__)
+        line.error(
+            f"no error code {_short(given)}; {f'is it {chr(32).join(near)}?' if near else 'see `kvproto errors`'}"
+        )
 
 
 def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> int:

@@ -15,8 +15,8 @@ from kvproto.cli.page import page
 from kvproto.cli.programs import as_data, programs, shown, spreads
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.foreign.tables import words
-from kvproto.planning.cache import BITS, BLOCK_SCALED
+from kvproto.planning.cache import BLOCK_SCALED
+from kvproto.planning.compare import unstated
 from kvproto.planning.describe import PRESETS, Config, describe, draft_of
 from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
@@ -26,7 +26,7 @@ from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType, ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
 
-__all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run", "unstated"]
+__all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run"]
 
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""
@@ -264,19 +264,6 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
     else:
         print(f"refused: {error.between('prefill', 'decode')}")
     return REFUSED
-
-
-def unstated(source: Geometry, sink: Geometry) -> list[str]:
-    """The registered facts that should be compared but that neither side states."""
-    models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
-    small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
-    found = []
-    for name in words()["fact"]:
-        base, dot, _ = name.partition(".")
-        of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
-        found += [f"{base}.{model}" for model in of] if dot else [name]
-    stated = {fact.name for side in (source, sink) for fact in side.facts}
-    return [name for name in found if name not in stated]
 
 
 def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool) -> int:

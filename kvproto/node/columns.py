@@ -82,7 +82,8 @@ def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
     view = _shaped(given, words, path)
     if "layer" not in words:
         if layers != 1:
-            raise _bad(path, f'{layers} tensors, or one with an axis "layer"', "one tensor")
+            advice = 'name the axis "layer" in `axes` if the tensor has one'
+            raise _bad(path, f'{layers} tensors, or one with an axis "layer"', "one tensor", advice)
         return [(view, 0, path)]
     axis = words.index("layer")
     if view.shape[axis] != layers:
@@ -93,14 +94,14 @@ def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
 def _words(axes: str, path: str) -> list[str]:
     words = [_SYNONYMS.get(word, word) for word in axes.split()]
     if "page" not in words or len(set(words)) != len(words) or not set(words) <= set(_WORDS):
-        raise _bad(f"{path} axes", f'"page" and others of {", ".join(_WORDS)}, each once', f'"{axes}"')
+        raise _bad(f"{path} axes", f'"page" and others of {", ".join(_WORDS)}, each once', f'"{axes}"', _AXES)
     return words
 
 
 def _shaped(tensor: Any, words: list[str], path: str) -> TensorView:
     view = view_of(tensor, path)
     if len(view.shape) != len(words):
-        raise _bad(path, f"{len(words)} axes, {' '.join(words)}", f"shape {view.shape}")
+        raise _bad(path, f"{len(words)} axes, {' '.join(words)}", f"shape {view.shape}", _AXES)
     return view
 
 
@@ -118,15 +119,16 @@ def _column(
         sizes = [group.parts[part].lane_bytes]
     elif len(joint) > 1:  # the parts lie one after the other in each row
         at += sum(sizes[: joint.index(part)])
+    _order(axis, group.rows, lanes, words, path)
     _extent(axis, "token", group.rows, path)
     _extent(axis, "head", lanes, path)
+    _element(group, joint if len(sizes) > 1 else (part,), view, path)
     width, step = axis.get("dim", (1, view.itemsize))
     if width * view.itemsize != sum(sizes):
         each = " + ".join(str(size) for size in sizes)
         apart = ", ".join(f'"{name}": [...]' for name in column_names(group))
-        advice = f"if each part is a tensor, pass {{{apart}}}" if len(sizes) > 1 else _AXES
+        advice = f"if each part is a tensor, pass {{{apart}}}" if len(sizes) > 1 else _AXES * ("dim" not in axis)
         raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes", advice)
-    _element(group, joint if len(sizes) > 1 else (part,), view, path)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
     _neighbours(axis, group.parts[part].lane_bytes, path)
@@ -149,15 +151,34 @@ def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) 
     code, bits = view.element
     name = next((word(DType, each) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
     raise LocalError(
-        ErrorCode.BAD_COLUMNS, path, f"elements of {word(DType, types[0])}", f"{name}, {bits} bits",
+        ErrorCode.BAD_COLUMNS, path, f"elements of {word(DType, types[0])}, as the Cache says", f"{name}, {bits} bits",
         "state the tensor's type as the Cache's dtype, or pass a view of it as uint8",
     )  # fmt: skip
+
+
+def _order(axis: Mapping[str, tuple[int, int]], rows: int, lanes: int, words: Sequence[str], path: str) -> None:
+    """Raise LocalError if tokens and heads fit once they are named the other way round."""
+    found = [axis.get(word, (1, 0))[0] for word in ("token", "head")]
+    if found == [lanes, rows] != [rows, lanes]:
+        other = {"token": "head", "head": "token"}
+        turned = " ".join(other.get(word, word) for word in words)
+        mine, yours = f"{rows} tokens and {lanes} heads", f"{found[0]} tokens and {found[1]} heads"
+        raise _bad(f'{path} axis "token"', mine, yours, f'the tensor is "{turned}": pass that as `axes`')
 
 
 def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: str) -> None:
     found = axis.get(word, (1, 0))[0]
     if found != wanted:
-        raise _bad(f'{path} axis "{word}"', str(wanted), f"{found}" if word in axis else "no such axis")
+        mine = f"{wanted}, {_STATED[word]}"
+        if word not in axis:
+            raise _bad(f'{path} axis "{word}"', mine, "no such axis", _AXES)
+        raise _bad(f'{path} axis "{word}"', mine, str(found))
+
+
+_STATED = {
+    "part": "the parts of the Cache", "token": "the rows of an item of the Cache",
+    "head": "the heads of this rank by the geometry",
+}  # fmt: skip
 
 
 def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:
@@ -173,5 +194,5 @@ def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> No
 _AXES = 'name each axis in `axes`, such as "page token head dim"'
 
 
-def _bad(path: str, mine: str, yours: str, advice: str = _AXES) -> LocalError:
+def _bad(path: str, mine: str, yours: str, advice: str = "") -> LocalError:
     return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, advice)

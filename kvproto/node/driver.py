@@ -71,6 +71,8 @@ class Driver:
         self._restless = 0
         self._calling: int | None = None
         """The thread that runs callbacks."""
+        self.stepped = False
+        """Whether `step` was ever called."""
         self.failure: BaseException | None = None
         """The error after which no further turn is possible."""
         self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # an object that atexit.unregister recognizes
@@ -140,6 +142,7 @@ class Driver:
         if self._thread is not None:
             advice = "pass Options(thread=False)"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "step", "no I/O thread", f"{self._name} has one", advice)
+        self.stepped = True
         planned = self._node.timeout()
         self._rest(timeout if planned is None else min(timeout, planned), planned)
         with self._lock:

@@ -109,7 +109,7 @@ def shared_event(event: object) -> Event:
     """Turn an event of a session that concerns a peer, rather than a request, into the engine's."""
     match event:
         case session.Planned():
-            return Connected(event.peer, event.plan, event.warnings)
+            return Connected(event.peer, event.plan, event.warnings, event.unstated)
         case session.SessionClosed():
             return Disconnected(event.peer, event.reason)
         case session.SessionRefused():

@@ -74,7 +74,7 @@ def view_of(tensor: Any, path: str) -> TensorView:
     """The place of a tensor of any framework; raises LocalError(BAD_COLUMNS), which names `path`."""
     if not hasattr(tensor, "__dlpack__"):
         raise _bad(path, "a tensor with __dlpack__", f"{type(tensor).__module__}.{type(tensor).__name__}")
-    if _elsewhere(tensor):
+    if _elsewhere(tensor, path):
         size, device = tensor.element_size(), tensor.__dlpack_device__()
         strides = tuple(n * size for n in tensor.stride())
         _capsule, like = _exported(tensor.new_empty(0, device="cpu"), path)
@@ -110,10 +110,14 @@ def _exported(tensor: Any, path: str) -> tuple[Any, _Tensor]:
         raise _bad(path, "a tensor that DLPack exports", f"{type(error).__name__}: {error}") from error
 
 
-def _elsewhere(tensor: Any) -> bool:
+def _elsewhere(tensor: Any, path: str) -> bool:
     """Whether it is a torch tensor on a GPU: torch exports only those of the current device."""
-    of_torch = all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size"))
-    return of_torch and int(tensor.__dlpack_device__()[0]) == CUDA
+    if not all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size")):
+        return False
+    try:
+        return int(tensor.__dlpack_device__()[0]) == CUDA
+    except Exception as error:  # torch raises ValueError for the devices meta, xla and others
+        raise _bad(path, "a tensor in memory that DLPack knows", f"one on {tensor.device}: {error}") from error
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

@@ -6,6 +6,7 @@ In each error `mine` is the source's value and `yours` the sink's; the session s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -17,12 +18,16 @@ from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
+from kvproto.planning.sizes import BITS
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 __all__ = [
-    "check_facts", "check_pair", "differences", "first_difference", "missing", "name_of", "scaled_by", "unscaled",
+    "COMPARED", "check_facts", "check_pair", "differences", "first_difference", "missing", "name_of", "scaled_by",
+    "unscaled", "unstated",
 ]  # fmt: skip
 
+COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
+"""Names in the registry of facts that both sides should state; those that end in "target" are also a draft's."""
 _ABSENT = "(absent)"
 _LONGEST = 80
 _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "owns": "group"}
@@ -32,6 +37,25 @@ _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "o
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
     """Facts of rule WARN that differ, as (path, the source's value, the sink's value)."""
     return [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
+
+
+@lru_cache(64)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    """One tuple for all events that hold these names, as an engine may leave thousands of events unread."""
+    return names
+
+
+def unstated(source: Geometry, sink: Geometry) -> tuple[str, ...]:
+    """The registered facts that should be compared but that neither side states."""
+    models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
+    small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
+    found = []
+    for name in COMPARED:
+        base, dot, _ = name.partition(".")
+        of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
+        found += [f"{base}.{model}" for model in of] if dot else [name]
+    stated = {fact.name for side in (source, sink) for fact in side.facts}
+    return _shared(tuple(name for name in found if name not in stated))
 
 
 def check_facts(source: Geometry, sink: Geometry) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import NoneType
 
 import attrs
 import numpy as np
@@ -139,7 +140,13 @@ def lay_out(
     sizes.check()
     for i, spec in enumerate(specs):
         _check(spec, f"specs[{i}]", depth)
+    _check_apart(specs)
     _check_scales(specs)
+    for path, given in (("facts", facts), ("warn", warn)):
+        check_type(path, given, (Mapping, NoneType), "a mapping of the name of a fact to its value")
+        for name, value in (given or {}).items():
+            check_type(path, name, str, "names of facts, each a str")
+            check_type(f"{path}[{name!r}]", value, str, "the value as text, a str")
     made = [_Laid.of(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
         tuple(share for laid in made if (share := laid.share(stage, nth)) is not None)
@@ -155,7 +162,7 @@ def lay_out(
     try:
         g.validate(geometry)
     except RemoteError as error:
-        raise LocalError(error.code, error.path, error.mine, error.yours, "state different caches or sizes") from None
+        raise LocalError(error.code, error.path, error.mine, error.yours, error.advice) from None
     return geometry
 
 
@@ -245,6 +252,24 @@ def _check(spec: Cache, path: str, depth: int | None) -> None:
     for part, blocks in zip(spec.group.parts, spec.blocks, strict=True):
         if sum(b.lanes for b in blocks) != part.lanes or any(b.unit < 1 or b.lanes % b.unit for b in blocks):
             raise bad(f"{path}.blocks[{part.name}]", f"whole units, {part.lanes} lanes in all", blocks)
+
+
+def _check_apart(specs: Sequence[Cache]) -> None:
+    """Raise LocalError if two caches have the same part of the same layer of a model."""
+    held: dict[tuple[int, str, int], int] = {}
+    for i, spec in enumerate(specs):
+        group = spec.group
+        for part in {part.name for part in group.parts}:
+            for layer in spec.layers:
+                first = held.setdefault((group.model, part, layer), i)
+                if first != i:
+                    other = specs[first].group.name
+                    mine = f"parts and layers that no other cache of model {group.model} has"
+                    yours = f"{part!r} of layer {layer}, as {other!r} has"
+                    advice = f"if {group.name!r} is a draft's, pass it model=1, or 2 for the second draft"
+                    if not kind_of(group).has_memory:
+                        advice = "give the parts of hand-off data names that differ"
+                    raise bad(f"specs[{i}]", mine, yours, advice)
 
 
 def _check_scales(specs: Sequence[Cache]) -> None:

@@ -12,7 +12,7 @@ from kvproto.errors import KvprotoError
 from kvproto.events import Event
 from kvproto.seeing.counts import Counts, Sample
 from kvproto.seeing.feed import Feed
-from kvproto.seeing.records import LEVELS, Record, of_peers, record_of, shown
+from kvproto.seeing.records import Record, level_of, of_peers, record_of, shown
 
 __all__ = ["Observer"]
 
@@ -41,7 +41,7 @@ class Observer:
         """Count an event, log it, and pass it on to the feed."""
         if self.counts is not None:
             self.counts.hear(event)
-        level = LEVELS[type(event)]
+        level = level_of(event)
         if not (_log.isEnabledFor(level) or self._followed) or (isinstance(event, of_peers) and self._too_many()):
             return
         record: Record = {**self.base, **record_of(event)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvproto.sink import Fetch
     from kvproto.source import Request
 
-__all__ = ["LEVELS", "Record", "of_peers", "record_of", "shown", "transfer_name"]
+__all__ = ["LEVELS", "Record", "level_of", "of_peers", "record_of", "shown", "transfer_name"]
 
 Record = dict[str, Any]
 _LONGEST = 300
@@ -46,6 +46,14 @@ LEVELS: dict[type, int] = {
     e.ProtocolError: logging.WARNING,
 }
 """The level of each event; the normal course of a request is DEBUG."""
+
+
+def level_of(event: e.Event) -> int:
+    """The level of an event's record: that of its class, and WARNING for a peer whose model may be another."""
+    doubtful = isinstance(event, e.Connected) and (event.warnings or event.unstated)
+    return logging.WARNING if doubtful else LEVELS[type(event)]
+
+
 of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError, e.Declined)
 """Events that a peer can cause as often as it likes."""
 
@@ -99,6 +107,15 @@ def _undelivered(event: e.Undelivered) -> Record:
     return {**_request(event.request), "ranks": sorted(event.lost), "rank_of_error": rank, **_error(error)}
 
 
+def _connected(event: e.Connected) -> Record:
+    record = {"peer": shown(event.peer)}
+    if event.warnings:
+        record["differ"] = shown(", ".join(f"{name} {a} / {b}" for name, a, b in event.warnings))
+    if event.unstated:
+        record["not_compared"] = shown(", ".join(event.unstated))
+    return record
+
+
 def _closed(event: e.Disconnected) -> Record:
     return {"peer": shown(event.peer), "reason": shown(event.reason)}
 
@@ -123,7 +140,7 @@ _FIELDS: dict[type, Callable[[Any], Record]] = {
     e.Freed: lambda event: _request(event.request),
     e.Undelivered: _undelivered,
     e.Expired: lambda event: _request(event.request),
-    e.Connected: lambda event: {"peer": shown(event.peer)},
+    e.Connected: _connected,
     e.Disconnected: _closed,
     e.Suspected: lambda event: {"peer": shown(event.peer)},
     e.Recovered: lambda event: {"peer": shown(event.peer)},

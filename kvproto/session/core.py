@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.planning.plan import differences
+from kvproto.planning.compare import differences, unstated
 from kvproto.session import events, limits
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
@@ -203,7 +203,8 @@ class Session:
                 self.step("Description")
                 self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
-                self.tell(events.Planned(self.session, self.name, found.plan, warnings))
+                unsaid = unstated(source.geometry, sink.geometry)
+                self.tell(events.Planned(self.session, self.name, found.plan, warnings, unsaid))
             then(found if isinstance(found, KvprotoError) else None)
             for part in self._parts.values():
                 part.planned()

@@ -31,6 +31,8 @@ class Planned(Event):
     peer: str
     plan: Plan
     warnings: tuple[tuple[str, str, str], ...]
+    unstated: tuple[str, ...] = ()
+    """Registered facts that should be compared but that neither side states."""
 
 
 @attrs.frozen

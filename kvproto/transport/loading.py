@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from kvproto.errors import LocalError
 from kvproto.transport.base import Provider, Regions, Transport
+from kvproto.transport.bench import Measured
 from kvproto.transport.paging import Pager
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["GROUP", "default", "find", "load", "names", "pager", "usable"]
+__all__ = ["GROUP", "default", "find", "load", "names", "opened", "pager", "usable"]
 
 GROUP = "kvproto.transports"
 
@@ -53,6 +54,19 @@ def load(name: str) -> Provider:
         wanted = f"{name}, which needs {missing}"
         raise LocalError(ErrorCode.NO_TRANSPORT, "transport", wanted, "not installed", provider.install)
     return provider
+
+
+def opened(name: str, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:
+    """The transport of this name for a pool of these regions; raises LocalError(NO_TRANSPORT), saying what to do."""
+    provider = find(name)
+    if provider.missing() is not None and not any(map(provider.preference, memory.values())):
+        # installing its library would not help
+        fitting = ", ".join(repr(each.name) for each in _suited(memory)) or "none that is installed"
+        advice = "name one of these, none for the best, or allocate the pool where this one reaches it"
+        raise LocalError(
+            ErrorCode.NO_TRANSPORT, "transport", f"a transport for {_kinds(memory)}: {fitting}", repr(name), advice
+        )
+    return load(name).open(memory, measured)
 
 
 def usable() -> Iterator[Provider]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, check_whole
 from kvproto.transport.base import Allocation, Memory
 from kvproto.transport.loading import find, names, usable
 from kvproto.wire.enums import ErrorCode
@@ -20,8 +20,11 @@ __all__ = ["adopt", "adopt_all", "allocate"]
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
     """`length` zeroed bytes of a GPU, or by default of host memory that other processes can map.
 
-    Raises LocalError: TRANSPORT_FAILED if memory is short, NO_TRANSPORT if no installed transport knows GPUs.
+    Raises LocalError: OUT_OF_RANGE for an argument that is not a number in its range, TRANSPORT_FAILED if memory is
+    short, NO_TRANSPORT if no installed transport knows GPUs.
     """
+    length = check_whole("length", length, 1, _MOST)
+    device = None if device is None else check_whole("device", device, 0)
     for provider in usable():
         made = provider.allocate(length, device, id)
         if made is not None:
@@ -95,5 +98,7 @@ def _allocation_of(device: tuple[int, int], address: int, length: int, path: str
     )  # fmt: skip
 
 
+_MOST = (1 << 63) - 1
+"""The most bytes that any address space has."""
 _CPU, _CUDA = 1, 2
 _KINDS = {_CPU: "host memory that no other process can map", _CUDA: "CUDA memory that no installed transport knows"}

@@ -39,7 +39,7 @@ def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
     except RecursionError:
         raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
     except ValueError as error:
-        raise refuse(ErrorCode.BAD_TYPE, path, "JSON", error) from None
+        raise refuse(ErrorCode.BAD_TYPE, path, "JSON", f"other text: {error}") from None
     return plain(made, path, finite)
 
 

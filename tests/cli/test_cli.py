@@ -11,6 +11,7 @@ import pytest
 
 from kvproto.cli.main import main
 from kvproto.wire import encode
+from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import DoneAck
 from tests.wire.frames import grant, register, transfer
 
@@ -99,6 +100,17 @@ def test_bad_input_is_one_sentence(source: str, says: str, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_errors_by_name_or_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["errors", "peer_lost", "0x0208"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0x040a PEER_LOST")
+    assert second.startswith(f"0x0208 {ErrorCode(0x0208).name}")
+    for wrong, said in (("PEER_LOSS", "is it PEER_LOST"), ("0xffff", "see `kvproto errors`")):
+        with pytest.raises(SystemExit):
+            main(["errors", wrong])
+        assert said in capsys.readouterr().err
 
 
 def test_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from kvproto import (
     Prompt,
     Sink,
     Source,
+    allocate,
     events,
     lay_out,
     new_ticket,
@@ -59,6 +60,11 @@ CALLS: dict[str, tuple[Callable[[Two], Any], str, list[str]]] = {
         lambda b: b.source.request(b.ticket, PROMPT).computed({"kv": [1]}, 4, layers=1), "layers", ["(lo, hi)"]),
     "an event object": (
         lambda b: b.source.request(b.ticket, PROMPT).finish({"kv": [1, 2, 3]}, after=object()), "after", ["object"]),
+    "an event for memory of the host": (
+        lambda b: b.source.request(b.ticket, PROMPT).finish({"kv": [1, 2, 3]}, after=12345), "after", ["host", "12345"]),
+    "an event for memory of the host, while prefill runs": (
+        lambda b: b.source.request(b.ticket, PROMPT).computed({"kv": [1]}, 4, after=12345), "after", ["host", "12345"]),
+    "a timeout that is none": (lambda b: b.source.request(b.ticket, PROMPT).wait("x"), "timeout", ["seconds", "got str"]),
     "a reason that is none": (lambda b: b.source.request(b.ticket, PROMPT).fail(None), "reason", ["NoneType"]),
 }  # fmt: skip
 
@@ -84,6 +90,13 @@ MADE: dict[str, tuple[Callable[[str], Any], str]] = {
     "half an element": (lambda at: Cache.handoff("first", {"token": (DType.F32, 6)}), 'Cache.parts["token"]'),
     "sources in a list": (lambda at: Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
     "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), 'sources["prefill"]'),
+    "a length that is no whole number": (lambda at: allocate(1e6), "length"),  # type: ignore[arg-type]
+    "no bytes": (lambda at: allocate(0), "length"),
+    "fewer than no bytes": (lambda at: allocate(-1), "length"),
+    "a device that is no number": (lambda at: allocate(1, device="cuda"), "device"),  # type: ignore[arg-type]
+    "transports that are none": (lambda at: Options(transports=5), "Options.transports"),  # type: ignore[arg-type]
+    "a transport that is none": (lambda at: Options(transports=[5]), "Options.transports"),  # type: ignore[list-item]
+    "words for an axis that are none": (lambda at: Pool(GEOMETRY, {"kv": []}, axes={"kv": 5}), 'axes["kv"]'),  # type: ignore[dict-item]
     "no geometry": (lambda at: Pool([1], {}), "geometry"),  # type: ignore[arg-type]
     "tensors in a list": (lambda at: Pool(GEOMETRY, []), "tensors"),  # type: ignore[arg-type]
     "an adapter that is none": (lambda at: Prompt([1], adapter=None), "Prompt.adapter"),  # type: ignore[arg-type]
@@ -224,7 +237,7 @@ def test_an_error_of_the_peer_reads_from_here(both: Two) -> None:
     found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
     with pytest.raises(RemoteError) as caught:
         found.wait(10)
-    for words in ("theirs 6, ours 10", "reported by ", "prefill", "finish(tokens=...)"):
+    for words in ("the peer expected 6, from this side it got 10", "reported by ", "prefill", "finish(tokens=...)"):
         assert words in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     still_works(both)

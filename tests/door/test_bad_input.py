@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvproto import (
     Cache,
@@ -69,13 +70,22 @@ POOLS: dict[str, tuple[Callable[[], Any], str, ErrorCode, str, list[str]]] = {
                      'tensors["kv"][0]', ["5 axes", "(2, 16, 4, 8)"]),
     "tokens and heads in the wrong order": (
         lambda: {"kv": [shared((2, *NHD)) for _ in "ab"]}, "part page head token dim", ErrorCode.BAD_COLUMNS,
-        'tensors["kv"][0] axis "token"', ["expected 4, got 2"]),
+        'tensors["kv"][0] axis "token"', ["expected 4 tokens and 2 heads, got 2 tokens and 4 heads", '"part page token head dim"']),
+    "pages of another length": (
+        lambda: {"kv": [shared((2, PAGES, 8, 2, 4)) for _ in "ab"]}, "part page token head dim", ErrorCode.BAD_COLUMNS,
+        'tensors["kv"][0] axis "token"', ["expected 4, the rows of an item of the Cache, got 8"]),
+    "another number of heads": (
+        lambda: {"kv": [shared((2, PAGES, 4, 1, 4)) for _ in "ab"]}, "part page token head dim", ErrorCode.BAD_COLUMNS,
+        'tensors["kv"][0] axis "head"', ["expected 2, the heads of this rank by the geometry, got 1"]),
     "another head dimension": (lambda: {"kv": [shared((2, PAGES, 4, 2, 8)) for _ in "ab"]}, "part page token head dim",
                                ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 bytes", "8 elements of 1 bytes"]),
     "K without V": (lambda: {"kv": [shared(NHD)] * 2}, "page token head dim", ErrorCode.BAD_COLUMNS,
                     'tensors["kv"][0] axis "dim"', ["4 + 4 bytes", '{"k": [...], "v": [...]}']),
     "another element type": (lambda: {"kv": [shared((2, *NHD), np.float32) for _ in "ab"]}, "part page token head dim",
-                             ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["4 elements of 4 bytes"]),
+                             ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', ["elements of U8, as the Cache says, got F32"]),
+    "a tensor of no memory": (
+        lambda: {"kv": [torch.zeros((2, *NHD), dtype=torch.uint8, device="meta") for _ in "ab"]},
+        "part page token head dim", ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', ["one on meta"]),
     "gaps inside a head": (lambda: {"kv": [shared((2, *NHD[:-1], 8))[..., ::2] for _ in "ab"]}, "part page token head dim",
                            ErrorCode.BAD_COLUMNS, 'tensors["kv"][0] axis "dim"', ["stride of 2 bytes"]),
     "strides that run backwards": (lambda: {"kv": [shared((2, *NHD))[:, ::-1] for _ in "ab"]}, "part page token head dim",
@@ -98,6 +108,44 @@ def test_tensors(name: str) -> None:
     refused(lambda: Pool(GEOMETRY, tensors(), axes=axes or "page token head dim"), code, path, *words)
 
 
+@pytest.mark.parametrize(
+    "name", ["too few layers", "a part that is not there", "pages of another length", "another number of heads"]
+)
+def test_tensors_whose_axes_are_right_are_not_told_to_name_them(name: str) -> None:
+    tensors, axes, _, _, _ = POOLS[name]
+    with pytest.raises(LocalError) as caught:
+        Pool(GEOMETRY, tensors(), axes=axes)
+    assert not caught.value.advice
+
+
+@pytest.mark.parametrize("axes", [{"kvv": "page head token dim"}, {"kv": "page token head dim", "kvv": "page"}, {}])
+def test_axes_by_the_name_of_another_group(axes: dict[str, str]) -> None:
+    """A name that is wrong must not leave the tensors to the default, in which bytes could be wrong in silence."""
+    tensors = {"kv": {"k": [shared(NHD)] * 2, "v": [shared(NHD)] * 2}}
+    refused(
+        lambda: Pool(GEOMETRY, tensors, axes=axes),
+        ErrorCode.BAD_COLUMNS,
+        "axes",
+        "the groups ['kv']",
+        str(sorted({"kv"} ^ axes.keys())),
+    )
+
+
+def test_memory_that_no_machine_has() -> None:
+    """The kernel would grant it page by page, and then kill this process or another."""
+    refused(lambda: allocate(1 << 50), ErrorCode.TRANSPORT_FAILED, "length", str(1 << 50), "make the pools smaller")
+    refused(lambda: Pool.allocate(GEOMETRY, 1 << 45), ErrorCode.TRANSPORT_FAILED, "pages", "make the pools smaller")
+    refused(lambda: Pool.allocate(GEOMETRY, 1.5), ErrorCode.BAD_COLUMNS, "pages", "got float")  # type: ignore[arg-type]
+
+
+def test_a_grant_for_a_fetch_that_has_pages(both: Two) -> None:
+    found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    refused(lambda: found.grant({"kv": [1, 2, 3]}), ErrorCode.UNEXPECTED_MESSAGE, "grant", "name the pages once")
+    both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+    found.wait(10)
+    assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
 def test_pool_calls() -> None:
     pool = filled()
     refused(lambda: Pool(GEOMETRY, {}, rank=3), ErrorCode.BAD_COLUMNS, "rank", "[0]", "3")
@@ -116,6 +164,13 @@ def test_layouts() -> None:
     refused(lambda: lay_out(twice), ErrorCode.OUT_OF_RANGE, "specs", "'kv' twice")
     wrong: Any = [cache, (cache, cache)]
     refused(lambda: lay_out(wrong), ErrorCode.OUT_OF_RANGE, "specs[1]", "Cache", "tuple")
+    draft = Cache.gqa("draft", 1, kv_heads=2, head_dim=4, page=4)
+    refused(
+        lambda: lay_out([cache, draft]), ErrorCode.OUT_OF_RANGE, "specs[1]", "'k' of layer 0, as 'kv' has", "model=1"
+    )
+    wrong = {"a": 1}
+    refused(lambda: lay_out([cache], facts=wrong), ErrorCode.OUT_OF_RANGE, "facts['a']", "a str", "got int")
+    refused(lambda: lay_out([cache], warn=wrong), ErrorCode.OUT_OF_RANGE, "warn['a']", "a str", "got int")
     wrong = {"tp": 2}
     refused(lambda: lay_out([cache], wrong), ErrorCode.OUT_OF_RANGE, "parallel", "Parallel", "dict")
 
@@ -153,8 +208,14 @@ def test_a_transport_that_cannot_serve_the_memory(tmp_path: Path) -> None:
     pool = filled()
     with pytest.raises(KvprotoError) as caught:
         Source("prefill", pool, address_in(tmp_path), Options(transports=("cuda",)))
-    assert caught.value.code == ErrorCode.NO_TRANSPORT
+    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "Options.transports")
+    assert "host" in str(caught.value).lower()
+    assert "pip install" not in str(caught.value), "no library would help"
     pool.close()
+
+
+def test_a_transport_that_nobody_has_is_refused_before_anything_is_opened() -> None:
+    refused(lambda: Options(transports="warp"), ErrorCode.NO_TRANSPORT, "Options.transports", "shm", "warp")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +234,11 @@ def test_salts() -> None:
 @pytest.mark.parametrize("deadline", [0, -1, 1e10, float("nan")])
 def test_deadlines(deadline: float) -> None:
     refused(lambda: new_ticket("prefill", deadline=deadline), ErrorCode.OUT_OF_RANGE, "deadline")
+
+
+def test_text_that_is_no_ticket_reads_as_a_sentence() -> None:
+    with pytest.raises(KvprotoError, match="at ticket: expected JSON, got other text: Expecting value"):
+        read_ticket("nope")
 
 
 def test_tickets_travel_as_json() -> None:

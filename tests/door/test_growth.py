@@ -4,6 +4,7 @@ benchmarks/session.py watches memory and descriptors of processes over a million
 """
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -64,6 +65,7 @@ def test_nothing_is_kept_of_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kvproto.session.limits, "MAX_USED_TICKETS", 8)
     monkeypatch.setattr(kvproto.session.source_endpoint, "_MAX_REMEMBERED", 8)
     monkeypatch.setattr(kvproto.session.timers, "_SPARE", 0)
+    monkeypatch.setattr(logging.getLogger("kvproto.events"), "disabled", True)  # pytest keeps each warning
     with two(tmp_path, STEPPED) as both:
 
         def come_and_go() -> None:

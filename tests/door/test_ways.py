@@ -13,6 +13,7 @@ import pytest
 from kvproto import Fetch, Options, Pool, Prompt, Request, Sink, Source, new_ticket
 from kvproto import events as told
 from kvproto.asyncio import drive, wait
+from kvproto.errors import ErrorCode, LocalError
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, left_over, rows, two
 
@@ -159,6 +160,52 @@ def test_asyncio(tmp_path: Path) -> None:
     before = left_over()
     assert asyncio.run(asyncio.wait_for(main(), 30)).bytes == {0: 320}
     assert left_over()[0] == before[0]
+
+
+def test_asyncio_says_that_nothing_drives_a_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Awaiting it would never end."""
+    monkeypatch.setattr("kvproto.asyncio._IDLE", 0.001)
+    with two(tmp_path, Options(), STEPPED) as both:
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        with pytest.raises(LocalError, match="drive") as caught:
+            asyncio.run(asyncio.wait_for(wait(found), 30))
+        assert (caught.value.code, caught.value.path) == (ErrorCode.UNEXPECTED_MESSAGE, "Sink 'decode'")
+
+
+def test_asyncio_waits_for_a_sink_that_its_engine_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvproto.asyncio._IDLE", 0.001)
+    with two(tmp_path, STEPPED) as both:
+        both.source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        both.sink.step()
+
+        async def main() -> told.Arrived:
+            arrived = asyncio.create_task(wait(found))
+            while not arrived.done():
+                both.source.step(0.001)
+                both.sink.step(0.001)
+                await asyncio.sleep(0)
+            return arrived.result()
+
+        assert asyncio.run(asyncio.wait_for(main(), 30)).bytes == {0: 320}
+
+
+def test_asyncio_with_wrong_arguments(tmp_path: Path) -> None:
+    async def enter(door: Any) -> None:
+        async with drive(door):
+            pass
+
+    wrong: Any = 5
+    with two(tmp_path) as both:
+        for call, path in (
+            (lambda: wait(wrong), "handle"),
+            (lambda: enter(wrong), "door"),
+            (lambda: enter(both.sink), "drive"),
+        ):
+            with pytest.raises(LocalError) as caught:
+                asyncio.run(call())
+            assert caught.value.path == path
+        hand_over(both, [3, 1, 2], [9, 0, 5])
 
 
 def test_callbacks_come_where_the_options_say(tmp_path: Path) -> None:

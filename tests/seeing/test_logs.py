@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvproto import Pool, Sink, new_ticket
+from kvproto import Cache, Pool, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.events import Event
 from kvproto.seeing.records import LEVELS
-from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, two
+from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, address_in, two
 
 from .test_metrics import ask, connected, failed, of, serve, stranger
 
@@ -138,3 +138,33 @@ def test_a_sink_that_can_go_on_no_more_says_so(
         [record] = fields(log, "failed")
     assert (record["levelname"], record["engine"]) == ("CRITICAL", "decode")
     assert "list index out of range" in record["error"]
+
+
+def test_a_peer_whose_weights_were_not_compared(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Two models of one shape would give fluent wrong answers: the event and the log say that nothing told them apart."""
+    with two(tmp_path, STEPPED) as both:
+        connected(both)
+        unsaid = {of(both, told.Connected)[0].unstated}
+    assert unsaid == {("weights.target", "tokenizer", "rope.target", "kv_scales.target")}
+    for record in fields(log, "connected"):
+        assert (record["levelno"], record["not_compared"]) == (logging.WARNING, ", ".join(*unsaid))
+
+
+def test_a_peer_whose_facts_differ_or_are_all_stated(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    cache = Cache.gqa("kv", 1, kv_heads=1, head_dim=4, page=4)
+    facts, address = {"weights.target": "a", "tokenizer": "b", "rope.target": "c"}, address_in(tmp_path)
+    for number, (theirs, ours, level) in enumerate((("x", "x", logging.INFO), ("x", "y", logging.WARNING))):
+        pools = [Pool.allocate(lay_out([cache], facts=facts, warn={"adapters": said}), 4) for said in (theirs, ours)]
+        place = f"{address}{number}"
+        with (
+            Source("prefill", pools[0], place, STEPPED) as source,
+            Sink("decode", pools[1], {"prefill": place}, STEPPED) as sink,
+        ):
+            while not (fields(log, "connected") and sink.ready):
+                source.step(0.001)
+                sink.step(0.001)
+        [sunk] = [record for record in fields(log, "connected") if record["role"] == "sink"]
+        assert (sunk["levelno"], sunk.get("differ"), sunk.get("not_compared")) == (
+            level, None if theirs == ours else "facts[adapters] x / y", None,
+        )  # fmt: skip
+        log.clear()

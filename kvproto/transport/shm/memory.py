@@ -24,6 +24,7 @@ import numpy as np
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.base import no_handle
 from kvproto.transport.process import boot_id
+from kvproto.transport.shm.room import room
 from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
@@ -94,6 +95,10 @@ class SharedMemory:
     kind, device = MemoryKind.HOST, None
 
     def __init__(self, length: int, id: int = 0) -> None:
+        left = room()
+        if left is not None and length > left:  # the kernel would grant it, and then kill this process or another
+            wanted, there = f"{length} bytes of host memory", f"{left} that could be free"
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "length", wanted, there, "make the pools smaller")
         self._nonce, self._fd = secrets.token_hex(16), -1
         try:
             self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -106,7 +111,8 @@ class SharedMemory:
             if self._fd >= 0:
                 advice = "make the pools smaller"
                 os.close(self._fd)
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "", f"{length} bytes of shared memory", str(e), advice) from e
+            wanted = f"{length} bytes of host memory"
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "length", wanted, e.strerror or str(e), advice) from e
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self.id, self.length = id, length
         self.address = self._bytes.address
