@@ -259,7 +259,7 @@ def _check_apart(specs: Sequence[Cache]) -> None:
     held: dict[tuple[int, str, int], int] = {}
     for i, spec in enumerate(specs):
         group = spec.group
-        for part in {part.name for part in group.parts}:
+        for part in dict.fromkeys(part.name for part in group.parts):
             for layer in spec.layers:
                 first = held.setdefault((group.model, part, layer), i)
                 if first != i:

@@ -211,10 +211,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "draft_shards_lost", "planning/election.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
         "draft_shards_lost", "planning/plan.py", "    models = np",
-        "    some = rows.source.tolist(), rows.sink.tolist(), rows.group.tolist()\n"
+        "    some = found.source.tolist(), found.sink.tolist(), found.group.tolist()\n"
         "    firsts = dict(reversed(list(zip(some[1], some[0]))))\n"
         "    kept = [group == 0 or a == firsts[b] for a, b, group in zip(*some)]\n"
-        "    rows = Rows(*(getattr(rows, column.name)[kept] for column in attrs.fields(Rows)))\n    models = np"),
+        "    found = Boxes(*(getattr(found, column.name)[kept] for column in attrs.fields(Boxes)))\n    models = np"),
     "parts pair by position": (
         "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
         "parts = [[box.part], [box.part]]"),

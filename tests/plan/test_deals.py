@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvproto.errors import PlanError
 from kvproto.planning.deals import (
     deal,
-    dealt,
+    deal_text,
     global_rows,
     local_row,
     most_before,
@@ -120,8 +120,8 @@ def test_a_table_of_one_run_each_is_the_deal_in_turn() -> None:
     assert same_deal(table([0, 1, 2], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
     assert not same_deal(table([0, 2, 1], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
     assert not same_deal(table([0, 1, 1, 0], 4), table([0, 1], 4))
-    assert dealt(table([0, 1, 1, 0], 4)) == ", dealt 2 x 4 from 0 in the order 0 1 1 0"
-    assert dealt(table([*range(40)][::-1], 4)).endswith("25 24 .. (40 runs)")
+    assert deal_text(table([0, 1, 1, 0], 4)) == ", dealt 2 x 4 from 0 in the order 0 1 1 0"
+    assert deal_text(table([*range(40)][::-1], 4)).endswith("25 24 .. (40 runs)")
 
 
 def test_a_description_without_a_table_has_the_bytes_that_it_had() -> None:
