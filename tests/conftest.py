@@ -143,6 +143,7 @@ ONE_WORKER = {
     "reference/test_jax_attention.py": "jax",
     "reference/test_jax_context.py": "jax",
     "reference/test_jax_engine.py": "jax",
+    "reference/test_jax_tiers.py": "jax",
 }
 """Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel, XLA."""
 
