@@ -12,7 +12,7 @@ from types import TracebackType
 
 import attrs
 
-from ..engine.launch import end_with
+from ..engine.launch import end_with, release_signals, signals_held
 from ..errors import EngineError
 from .network import enter
 
@@ -40,7 +40,8 @@ class Engines:
     def start(self, name: str, main: Main, options: list[str], namespace: str | None = None) -> None:
         """Start an engine by its entry point, in the network namespace given or in ours; it shares our stderr."""
         process = self._context.Process(target=_engine, args=(main, options, os.getpid(), namespace))
-        process.start()
+        with signals_held():
+            process.start()
         self._engines[name] = _Engine(main, options, namespace, process)
 
     def restart(self, name: str) -> None:
@@ -91,6 +92,7 @@ def _engine(main: Main, options: list[str], parent: int, namespace: str | None) 
             enter(namespace)
         for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             signal.signal(number, handler)
+        release_signals()
         end_with(parent)
         sys.exit(main(options))
     except KeyboardInterrupt:  # it had not begun to serve

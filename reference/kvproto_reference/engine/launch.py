@@ -1,5 +1,6 @@
 """Starts the rank processes of an engine; rank 0 runs in the calling process."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -7,7 +8,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ Run = Callable[[Any, World], int]
 _Bells = list[tuple[socket.socket, socket.socket]]
 """For each rank from 1 on: rank 0's end of a pair of sockets, and its own."""
 _PR_SET_PDEATHSIG = 1
+_STOPS = signal.SIGINT, signal.SIGTERM
 _LIBC = ctypes.CDLL(None)
 
 
@@ -37,8 +39,9 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
         for r in range(1, size)
     ]
     try:
-        for process in others:
-            process.start()
+        with signals_held():
+            for process in others:
+                process.start()
         for _, theirs in bells:
             theirs.close()
         return _rank(run, options, 0, size, meeting, tuple(ours for ours, _ in bells))
@@ -53,6 +56,24 @@ def launch(run: Run, options: Any, size: int, folder: Path) -> int:
         meeting.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back while processes are forked: what a handler raises in a hook of fork is lost.
+
+    The new process has to call `release_signals` once its handlers are set.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        release_signals()
+
+
+def release_signals() -> None:
+    """Let SIGINT and SIGTERM come again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+
+
 def end_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -63,6 +84,7 @@ def end_with(parent: int) -> None:
 def _child(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: _Bells, parent: int) -> None:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    release_signals()
     mine = bells[rank - 1][1]
     for each in {end for pair in bells for end in pair} - {mine}:
         each.close()
