@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,10 @@ __all__ = ["PATIENCE", "Child", "new_name", "prompts"]
 
 PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
+
+os.environ["OMP_NUM_THREADS"] = "1"
+if "torch" in sys.modules:  # it read the environment when it was imported
+    sys.modules["torch"].set_num_threads(1)
 
 
 @attrs.define(kw_only=True)
@@ -33,7 +39,14 @@ class Child:
     blocks: int = 0
 
     def fork(self, serve: Callable[..., None], *given: Any) -> None:
-        """Run `serve(pipe, *given)` in a process of its own; packages that are imported already are there."""
+        """Run `serve(pipe, *given)` in a forked process, with the packages that this one has imported.
+
+        Raises RuntimeError where torch computes with several threads here: OpenMP in the child would wait for those
+        threads, which are not forked.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() != 1:
+            raise RuntimeError(f"{self.name} cannot be forked: torch has {torch.get_num_threads()} threads here")
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, *given), daemon=False)

@@ -35,7 +35,6 @@ __all__ = [
 
 os.environ |= {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0|0",
-    "OMP_NUM_THREADS": "1",
     "SGLANG_MAMBA_CONV_DTYPE": "float32",  # states as exact as the rest
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

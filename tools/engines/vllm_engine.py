@@ -14,7 +14,7 @@ from tools.engines.child import PATIENCE, Child, new_name, prompts
 __all__ = ["ASK", "DEADLINE", "PATIENCE", "ROUNDED", "UNZEROED", "Engine", "Result", "new_name", "over", "prompts"]
 
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }  # fmt: skip
 
