@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine import BYTES, PAGE, Engine
 
-from kvproto import Cache, DType, KvprotoError, Pool, Prompt, Sink, Source, Ticket, Tiers, allocate, lay_out, new_ticket
+from kvproto import Cache, DType, Fetch, KvprotoError, Pool, Prompt, Sink, Source, Ticket, Tiers, allocate, lay_out, new_ticket
 from kvproto.tiered import Lease
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
@@ -32,23 +32,33 @@ class StorageNode:
         self.tiers = Tiers(pool, NAMES, page=PAGE, host=64, storage=storage)
         self.source, self.sink = Source(name, pool, listen), Sink(name, pool, sources)
         self.source.tell(self.tiers)  # routers find what it has, as with an engine
+        self._lost: list[tuple[Fetch, Lease]] = []
+        """Fetches that were lost, whose pages a source may still write."""
 
     def take(self, ticket: Ticket, prompt: Prompt) -> int:
         """Fetch what is missing of a prompt, keep its full pages; return how many tokens came. Raises KvprotoError."""
+        self._give_back()
         lease = self._open(prompt)
-        kept, had = 0, lease.pages * PAGE
+        had = lease.pages * PAGE
         try:
             fetch = self.sink.fetch(ticket, prompt, {"kv": lease.slots}, cached=had)
-            try:
-                fetch.wait()  # it ends by itself, at its ticket's deadline or with its source
-                kept = len(prompt)
-            finally:
-                while not (kept or fetch.pages_free):
-                    time.sleep(0.001)  # a peer may still write there
-        finally:
-            lease.leave(kept)
-            self.tiers.drain()
+        except KvprotoError:
+            lease.leave()
+            raise
+        try:
+            fetch.wait()  # it ends by itself, at its ticket's deadline or with its source
+        except KvprotoError:
+            self._lost.append((fetch, lease))
+            raise
+        lease.leave(len(prompt))
+        self.tiers.drain()
         return len(prompt) - had
+
+    def _give_back(self) -> None:
+        """Give back the pages of lost fetches that nobody can write any more; other requests do not wait for the rest."""
+        for fetch, lease in [each for each in self._lost if each[0].pages_free]:
+            lease.leave()
+            self._lost.remove((fetch, lease))
 
     def serve(self, ticket: Ticket, prompt: Prompt) -> str:
         """Hand a prompt over if all of it is here; return where it was."""
@@ -91,15 +101,16 @@ def pool_of(engine: Engine) -> Pool:
     return Pool(GEOMETRY, {"kv": engine.layers}, axes="part page token head dim")
 
 
-def prefill(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
-    """An engine computes a prompt, the node fetches it, and the engine ends."""
+def prefill(node: StorageNode, listen: str, prompts: Sequence[Sequence[int]]) -> None:
+    """An engine computes prompts, the node fetches each of them, and the engine ends."""
     engine = Engine(allocate(BYTES))
     with Source("prefill", pool_of(engine), listen) as source:
-        ticket, prompt = new_ticket("prefill"), Prompt(tokens)
-        request = source.request(ticket, prompt)
-        request.finish({"kv": engine.prefill(tokens)})
-        print(f"the node took {node.take(ticket, prompt)} tokens of prefill")
-        request.wait(WAIT)
+        for tokens in prompts:
+            ticket, prompt = new_ticket("prefill"), Prompt(tokens)
+            request = source.request(ticket, prompt)
+            request.finish({"kv": engine.prefill(tokens)})
+            print(f"the node took {node.take(ticket, prompt)} tokens of prefill")
+            request.wait(WAIT)
 
 
 def decode(node: StorageNode, listen: str, tokens: Sequence[int]) -> None:
@@ -122,8 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = f"ipc://{folder}/prefill", f"ipc://{folder}/store"
         node = StorageNode("store", Path(folder, "pages"), ours, {"prefill": theirs})
-        for tokens in (text[: 12 * PAGE], text):
-            prefill(node, theirs, tokens)
+        prefill(node, theirs, [text[: 12 * PAGE], text])
         node.close()
         node = StorageNode("store", Path(folder, "pages"), ours, {})
         for tokens in (text, text, text[PAGE:]):
