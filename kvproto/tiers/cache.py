@@ -21,6 +21,7 @@ from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, Index, filling, seal
 from kvproto.tiers.lease import Lease
+from kvproto.tiers.manifest import Data
 from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.storing import Fetch, Storing
@@ -210,7 +211,7 @@ class Cache:
         if lease in self._loads:
             self._loads.remove(lease)
 
-    def arrived(self, chain: Chain, first: int, came: Sequence[Mapping[int, bytes]]) -> int:
+    def arrived(self, chain: Chain, first: int, came: Sequence[Mapping[int, Data]]) -> int:
         """Put pages of a prompt, from `first` on, on the host; return how many can be found there only now."""
         with self.host.find(chain) as hit:
             start = len(hit.pages)

@@ -11,7 +11,7 @@ import errno
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -75,16 +75,27 @@ class Lmdb:
         """See `Store`."""
         self.put_all([(key, data)])
 
-    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+    def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `Grouped`; all of them or none."""
-        stamp = _STAMP.pack(time.time())
+        stamp, made = _STAMP.pack(time.time()), [*pairs]  # others may write until all are there
         with _failing(), self._held.env.begin(write=True) as done:
-            for key, data in pairs:
+            for key, data in made:
                 done.put(key.encode(), b"".join((data, stamp)))
 
     def get(self, key: str) -> bytes | None:
         """See `Store`."""
         return self._look(key, lambda found: bytes(found[: -_STAMP.size]))
+
+    def get_into(self, key: str, room: memoryview) -> int | None:
+        """See `Filling`."""
+
+        def fill(found: memoryview) -> int:
+            size = len(found) - _STAMP.size
+            if size <= len(room):
+                room[:size] = found[:size]
+            return size
+
+        return self._look(key, fill)
 
     def delete(self, key: str) -> None:
         """See `Store`."""

@@ -20,9 +20,10 @@ from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
 from kvproto.tiers.manifest import Data, Named, describe, encode, manifest_key, object_key, take
-from kvproto.tiers.store import Grouped, Store
+from kvproto.tiers.rooms import Room
+from kvproto.tiers.store import Filling, Grouped, Store
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Manifest
+from kvproto.wire.messages import Component, Manifest
 
 __all__ = ["Shelf"]
 
@@ -90,18 +91,12 @@ class Shelf:
 
     def _write(self, pages: Sequence[Page]) -> bool:
         """All objects, then all manifests (KVP-TIER-LAST)."""
-        manifests = [describe(self.layout, *page) for page in pages]
-        pairs: list[tuple[str, Data]] = [
-            (object_key(manifest, component), data[component.group])
-            for manifest, (_, _, data) in zip(manifests, pages, strict=True)
-            for component in manifest.components
-        ]
-        pairs += [(manifest_key(manifest.id, manifest.geometry), encode(manifest)) for manifest in manifests]
+        manifests: list[Manifest] = []
         with self._failing():
             if isinstance(self.store, Grouped):
-                self.store.put_all(pairs)
+                self.store.put_all(self._pairs(pages, manifests))
             else:
-                for key, data in pairs:
+                for key, data in self._pairs(pages, manifests):
                     self.store.put(key, data)
             for manifest in manifests:
                 self._note(manifest)
@@ -110,10 +105,23 @@ class Shelf:
             return True
         return False
 
-    def read(self, chain: Chain, i: int, groups: Collection[int] | None = None) -> dict[int, bytes] | None:
+    def _pairs(self, pages: Sequence[Page], manifests: list[Manifest]) -> Iterator[tuple[str, Data]]:
+        """What is stored under which key; the digests of a page are computed when the page before it has been taken."""
+        for chain, i, data in pages:
+            manifest = describe(self.layout, chain, i, data)
+            manifests.append(manifest)
+            for component in manifest.components:
+                yield object_key(manifest, component), data[component.group]
+        for manifest in manifests:
+            yield manifest_key(manifest.id, manifest.geometry), encode(manifest)
+
+    def read(
+        self, chain: Chain, i: int, groups: Collection[int] | None = None, room: Room | None = None
+    ) -> dict[int, Data] | None:
         """Page i, bytes by group, of these groups or of all that it has; None if it is not there whole.
 
-        A page that is found damaged is there no more (KVP-TIER-CHECK).
+        The bytes are in `room`, if there is one and the store can read into it. A page that is found damaged is there
+        no more (KVP-TIER-CHECK).
         """
         with self._failing():
             known = self._take(chain, i)
@@ -121,11 +129,11 @@ class Shelf:
             if manifest is None or (groups is not None and {*groups} - {c.group for c in manifest.components}):
                 self._count("missed")
                 return None
-            data = {}
+            data: dict[int, Data] = {}
             for component in manifest.components:
                 if groups is not None and component.group not in groups:
                     continue
-                got = self.store.get(object_key(manifest, component))
+                got = self._get(manifest, component, room)
                 if got is None or len(got) != component.length or hashlib.sha256(got).digest() != component.digest:
                     self._count("damaged")
                     self._forget(manifest.id + manifest.geometry)
@@ -135,6 +143,14 @@ class Shelf:
             self._count("read")
             return data
         return None
+
+    def _get(self, manifest: Manifest, component: Component, room: Room | None) -> Data | None:
+        """The bytes of an object, as many as there are; fewer or more than its length are not right."""
+        key, store = object_key(manifest, component), self.store
+        if room is None or not isinstance(store, Filling):
+            return store.get(key)
+        there = store.get_into(key, room[component.group])
+        return None if there != component.length else room[component.group]
 
     def find(self, chain: Chain) -> Found:
         """How many leading pages are there, and the sets of the other components; `read` has the last word."""

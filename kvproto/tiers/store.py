@@ -9,20 +9,26 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
-from itertools import groupby
+from itertools import groupby, islice
+from math import inf
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.workers import Workers
 
-__all__ = ["Files", "Grouped", "Store"]
+__all__ = ["Files", "Filling", "Grouped", "Store"]
 
 GROUP = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""
+SYNCS = 16
+"""Threads that wait for the disk; what it is told to keep at the same time shares its flushes."""
 
 
 class Store(Protocol):
@@ -54,11 +60,20 @@ class Grouped(Store, Protocol):
     group: int
     """How many pages are best written together; 1: each by itself."""
 
-    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+    def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """As `put`, for each key in turn; raises OSError, when any number of them may have been kept.
 
+        Each pair takes time to make, for its digest, so write one before asking for the next where that is possible.
         Whatever ends the writer, a manifest is not found before the objects that precede it here have been written.
         """
+
+
+@runtime_checkable
+class Filling(Store, Protocol):
+    """A back end that reads into memory that is there already."""
+
+    def get_into(self, key: str, room: memoryview) -> int | None:
+        """As `get`, into `room`: how many bytes there are, or any number above what there is room for; raises OSError."""
 
 
 class Files:
@@ -66,7 +81,7 @@ class Files:
 
     With `durable`, files and folders are synced before `put` returns, so that what it kept survives a loss of power.
     Files that are written together share these syncs: one for each file, one for each folder of objects, then one for
-    each folder of manifests. Without it, the death of a process loses nothing, and a loss of power may lose or damage
+    each folder of manifests, each kind at once by several threads. Without it, the death of a process loses nothing, and a loss of power may lose or damage
     the latest pages, which their digests reveal.
     """
 
@@ -74,7 +89,11 @@ class Files:
         """Makes the folder; raises OSError."""
         self.root, self.durable = root, durable
         self.group = GROUP if durable else 1
-        self._made: set[Path] = set()
+        self._root = os.fspath(root)
+        self._made: set[str] = set()
+        """Folders that are there, for good with `durable`."""
+        self._pools: dict[int, Workers] = {}
+        """Of this process, and of those that it was forked from, whose threads are not here."""
         for kind in ("m", "o", "g", "t"):
             (root / kind).mkdir(parents=True, exist_ok=True)
 
@@ -82,61 +101,89 @@ class Files:
         """See `Store`."""
         self.put_all([(key, data)])
 
-    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+    def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `Grouped`."""
-        for at in range(0, len(pairs), _OPEN):
-            some = pairs[at : at + _OPEN]
-            drafts = [(self.root / "t" / secrets.token_hex(12), self._path(key)) for key, _ in some]
-            try:
-                self._write(drafts, [data for _, data in some])
-                for _, each in groupby(drafts, lambda one: one[1].parents[1]):
-                    self._name([*each])
-            except OSError:
-                for draft, path in drafts:
-                    self._made.discard(path.parent)
-                    with suppress(OSError):
-                        draft.unlink(missing_ok=True)
-                raise
+        rest = iter(pairs)
+        while self._put(islice(rest, _OPEN)):
+            continue
 
-    def _write(self, drafts: Sequence[tuple[Path, Path]], contents: Sequence[Data]) -> None:
-        """Write files under their first names, and wait for the disk once all of them are on their way to it."""
+    def _put(self, pairs: Iterable[tuple[str, Data]]) -> int:
+        """How many there were; files that have no name yet are deleted whatever fails, the making of a pair included."""
+        drafts: list[tuple[str, str]] = []
+        try:
+            self._write(pairs, drafts)
+            for _, some in groupby(drafts, lambda one: os.path.dirname(os.path.dirname(one[1]))):
+                self._name([*some])
+        except BaseException:
+            for draft, path in drafts:
+                self._made.discard(os.path.dirname(path))
+                with suppress(OSError):
+                    os.unlink(draft)
+            raise
+        return len(drafts)
+
+    def _write(self, pairs: Iterable[tuple[str, Data]], drafts: list[tuple[str, str]]) -> None:
+        """Write files under their first names; the disk works on each while the next is made, and has all at the end."""
         with ExitStack() as stack:
-            files = []
-            for (draft, path), data in zip(drafts, contents, strict=True):
-                if path.parent not in self._made:
-                    path.parent.mkdir(exist_ok=True)
+            syncs: list[Future[None]] = []
+            try:
+                for key, data in pairs:
+                    drafts.append((f"{self._root}/t/{secrets.token_hex(12)}", self._path(key)))
+                    file = os.open(drafts[-1][0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                    stack.callback(os.close, file)
+                    self._fill(file, data)
                     if self.durable:
-                        _sync(path.parents[1])
-                    self._made.add(path.parent)
-                files.append(stack.enter_context(draft.open("xb", buffering=0)))
-                self._fill(files[-1], data)
-            if self.durable:
-                for file in files:
-                    os.fsync(file.fileno())
+                        syncs.append(self._syncing().submit(os.fsync, file))
+            finally:
+                wait_for(syncs)  # nobody closes what a thread still syncs
+            _done(syncs)
 
-    def _fill(self, file: BinaryIO, data: Data) -> None:
+    def _fill(self, file: int, data: Data) -> None:
         rest = memoryview(data)
         while rest:
-            rest = rest[file.write(rest) :]
+            rest = rest[os.write(file, rest) :]
 
-    def _name(self, drafts: Sequence[tuple[Path, Path]]) -> None:
-        """Give files their names, for good with `durable`."""
+    def _name(self, drafts: Sequence[tuple[str, str]]) -> None:
+        """Give files of one kind their names, for good with `durable`."""
+        folders = dict.fromkeys(os.path.dirname(path) for _, path in drafts)
+        made = [folder for folder in folders if folder not in self._made]
+        for folder in made:
+            with suppress(FileExistsError):
+                os.mkdir(folder)
         for draft, path in drafts:
-            draft.replace(path)
+            os.replace(draft, path)
         if self.durable:
-            for folder in dict.fromkeys(path.parent for _, path in drafts):
-                _sync(folder)
+            above = dict.fromkeys(os.path.dirname(folder) for folder in made)
+            syncs = [self._syncing().submit(_sync, folder) for folder in (*above, *folders)]
+            wait_for(syncs)
+            _done(syncs)
+        self._made.update(made)
+
+    def _syncing(self) -> Workers:
+        """Threads of this process that wait for the disk: what it is asked for at the same time, it does at once."""
+        found = self._pools.get(os.getpid())
+        return found or self._pools.setdefault(os.getpid(), Workers(SYNCS, inf, 0))
 
     def get(self, key: str) -> bytes | None:
         """See `Store`."""
         try:
-            return self._path(key).read_bytes()
+            with open(self._path(key), "rb", buffering=0) as file:
+                return file.readall()
+        except FileNotFoundError:
+            return None
+
+    def get_into(self, key: str, room: memoryview) -> int | None:
+        """See `Filling`."""
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                return _read(file.fileno(), room)
         except FileNotFoundError:
             return None
 
     def delete(self, key: str) -> None:
         """See `Store`."""
-        self._path(key).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(key))
 
     def keys(self, kind: str) -> Iterator[str]:
         """See `Store`; of kind `t` are files that a writer had not finished."""
@@ -148,7 +195,7 @@ class Files:
         now = self.root / "t" / f"now{secrets.token_hex(8)}"
         try:
             now.touch()
-            return now.stat().st_mtime - self._path(key).stat().st_mtime
+            return now.stat().st_mtime - os.stat(self._path(key)).st_mtime
         except FileNotFoundError:
             return 0.0
         finally:
@@ -157,14 +204,14 @@ class Files:
     def size(self, key: str) -> int | None:
         """See `Store`; of plain files."""
         try:
-            found = self._path(key).lstat()
+            found = os.lstat(self._path(key))
         except FileNotFoundError:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str) -> str:
         kind, _, name = key.partition("/")
-        return self.root / kind / name if kind == "t" else self.root / kind / name[:2] / name
+        return f"{self._root}/{key}" if kind == "t" else f"{self._root}/{kind}/{name[:2]}/{name}"
 
 
 def _raise(error: OSError) -> None:
@@ -172,7 +219,24 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _sync(folder: Path) -> None:
+def _read(file: int, room: memoryview) -> int:
+    """The bytes of a file up to the end of `room`, and how many it has, or one more than there is room for."""
+    at, more = 0, bytearray(1)
+    while at <= len(room):
+        got = os.readv(file, [room[at:], more] if at < len(room) else [more])
+        at += got
+        if not got:
+            break
+    return at
+
+
+def _done(syncs: Iterable[Future[None]]) -> None:
+    """Raise what one of them has raised."""
+    for sync in syncs:
+        sync.result()
+
+
+def _sync(folder: str) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,6 +13,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Hit
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.others import Others
+from kvproto.tiers.rooms import Room, Rooms
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Grouped
 from kvproto.tiers.workers import Workers
@@ -39,6 +40,7 @@ class Storing:
         group = shelf.store.group if isinstance(shelf.store, Grouped) else 1
         self._together = max(min(group, _GROUP_BYTES // max(length, 1)), 1)
         """How many pages a call writes at most."""
+        self.rooms = Rooms(shelf.layout)
         self._stores: list[tuple[Hit, list[Future[bool]]]] = []
 
     @property
@@ -82,11 +84,13 @@ class Fetch:
 
     def __init__(
         self, storing: Storing | None, chain: Chain, pages: range, deadline: float,
-        arrived: Callable[[Chain, int, Sequence[Mapping[int, bytes]]], int],
+        arrived: Callable[[Chain, int, Sequence[Mapping[int, Data]]], int],
     ) -> None:  # fmt: skip
         self._storing, self._chain, self._first, self.deadline = storing, chain, pages.start, deadline
         self._stop, self._arrived = pages.stop, arrived
         self._left, self._lock, self._end, self._rest_from = len(pages), Lock(), pages.stop, -1
+        self._rooms: list[Room] | None = []
+        """In which there are pages that nobody has taken yet; None once they have been taken."""
         self._rest: list[dict[int, bytes]] = []
         """Of other geometries, from the first page on that is not there in ours."""
         self._futures = [storing.workers.submit(self._read, i) for i in pages] if storing else []
@@ -99,7 +103,7 @@ class Fetch:
 
     def take(self) -> int:
         """Put what has come on the host, from the first page on, and end; how many pages. The rest is dropped."""
-        came, futures = list[dict[int, bytes]](), self._futures
+        came, futures = list[Mapping[int, Data]](), self._futures
         self._futures, self._stop = [], 0
         for future in futures:
             data = future.result() if future.done() and not future.cancelled() else None
@@ -110,19 +114,35 @@ class Fetch:
             future.cancel()
         if self._first + len(came) == self._rest_from:
             came += self._rest
-        return self._arrived(self._chain, self._first, came)
+        try:
+            return self._arrived(self._chain, self._first, came)
+        finally:
+            with self._lock:
+                rooms, self._rooms = self._rooms, None
+            for room in rooms or ():
+                self._give(room)
 
-    def _read(self, i: int) -> dict[int, bytes] | None:
+    def _read(self, i: int) -> dict[int, Data] | None:
         """In a thread: page i, unless one before it is missing; the last of all asks others for what is missing."""
         assert self._storing is not None
-        data = self._storing.shelf.read(self._chain, i) if i < self._stop else None
+        room = self._storing.rooms.take() if i < self._stop else None
+        data = None if room is None else self._storing.shelf.read(self._chain, i, room=room)
         with self._lock:
             if data is None:
                 self._stop = min(self._stop, i)
+            if room is not None and data is not None and self._rooms is not None:
+                self._rooms.append(room)
+                room = None
             self._left -= 1
             others = None if self._left or self._stop == self._end else self._storing.others
+        if room is not None:  # nobody uses what is there
+            self._give(room)
         if others:
             with suppress(OSError):
                 first = self._stop
                 self._rest, self._rest_from = others.read(self._chain, first), first
         return data
+
+    def _give(self, room: Room) -> None:
+        assert self._storing is not None
+        self._storing.rooms.give(room)

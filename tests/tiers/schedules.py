@@ -11,14 +11,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.rooms import Room
 from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Grouped, Store
+from kvproto.tiers.store import Filling, Grouped, Store
 from kvproto.wire.enums import KeyForm, LengthRule
 
 LAYOUT = Layout(
@@ -77,7 +78,8 @@ class Faulty:
     def put(self, key: str, data: Data) -> None:
         self._put(key, data, self._fault("put"))
 
-    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+    def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
+        pairs = [*pairs]
         faults = [self._fault("put") for _ in pairs]
         if isinstance(self.inner, Grouped) and not any(faults):
             self.inner.put_all(pairs)
@@ -98,6 +100,20 @@ class Faulty:
         if data is None or fault == "gone":
             return None
         return {"short": data[:-1], "flip": self._flipped(data)}.get(fault, data)
+
+    def get_into(self, key: str, room: memoryview) -> int | None:
+        fault, there = self._fault("get"), None
+        if isinstance(self.inner, Filling):
+            there = self.inner.get_into(key, room)
+        elif (data := self.inner.get(key)) is not None:
+            there = len(data)
+            room[: len(data)] = data[: len(room)]
+        self._end(fault)
+        if there is None or fault == "gone":
+            return None
+        if fault == "flip":
+            room[:] = self._flipped(room)
+        return there - (fault == "short")
 
     def delete(self, key: str) -> None:
         fault = self._fault("delete")
@@ -161,6 +177,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
     high = rng.choice((0, 150))
     shelves = [Shelf(faulty, LAYOUT, high // 2, high) for _ in range(2)]
     prompts = [prompt(*tokens) for tokens in ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 9, 9, 9), (8, 8, 8))]
+    room = {part.group: memoryview(bytearray(part.length)) for part in LAYOUT.parts}
     for _ in range(25):
         which, chain = rng.randrange(2), rng.choice(prompts)
         try:
@@ -176,7 +193,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
             elif rng.random() < 0.1:
                 shelves[which].sweep(-10.0)
             else:
-                _read(shelves[which], chain, met)
+                _read(shelves[which], chain, met, rng.choice((None, room)))
         except Died:
             met["deaths"] += 1
             shelves[which] = _born_again(faulty, high, met)
@@ -205,11 +222,11 @@ def _all(store: Store) -> list[str]:
     return [key for kind in ("m", "o", "t") for key in store.keys(kind)]
 
 
-def _read(shelf: Shelf, chain: Chain, met: Counter[str]) -> int:
-    """Pages of a prompt that come whole; each is one writer's, all of it."""
+def _read(shelf: Shelf, chain: Chain, met: Counter[str], room: Room | None = None) -> int:
+    """Pages of a prompt that come whole, in `room` if there is one; each is one writer's, all of it."""
     length = usable(shelf.find(chain))
     for i in range(length):
-        got = shelf.read(chain, i)
+        got = shelf.read(chain, i, room=room)
         if got is None:
             met["hits that got shorter"] += 1
             return i

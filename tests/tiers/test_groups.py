@@ -2,17 +2,22 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
 from threading import Event
 
 import pytest
 
+from kvproto.errors import LocalError
+from kvproto.tiers import shelf
+from kvproto.tiers.components import Layout
+from kvproto.tiers.identity import Chain
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files
 from kvproto.tiers.workers import Workers
+from kvproto.wire.messages import Manifest
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt
 from tests.tiers.test_storage import die_at, in_child
 
@@ -52,7 +57,7 @@ def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pyt
     store, synced, chain = Files(tmp_path, durable=True), list[str](), prompt(*range(9))
     for folder in ((tmp_path / kind / f"{n:02x}") for kind in "om" for n in range(256)):
         folder.mkdir()
-        store._made.add(folder)
+        store._made.add(str(folder))
     real = os.fsync
 
     def fsync(handle: int) -> None:
@@ -79,6 +84,39 @@ def test_a_page_that_cannot_be_written_costs_no_other_of_its_group(tmp_path: Pat
     assert not [*(tmp_path / "t").iterdir()]
 
 
+def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of a page are computed once the page before it has been written, and its syncs have been asked for."""
+    chain, order, real = prompt(*range(9)), list[str](), os.write
+    described = shelf.describe
+
+    def describe(layout: Layout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+        order.append(f"digests of {i}")
+        return described(layout, of, i, data)
+
+    def write(file: int, data: memoryview) -> int:
+        order.append("written")
+        return real(file, data)
+
+    monkeypatch.setattr(shelf, "describe", describe)
+    monkeypatch.setattr(os, "write", write)
+    store = Shelf(Files(tmp_path, durable=True), LAYOUT)
+    assert store.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
+    each = [[f"digests of {i}", *["written"] * len(LAYOUT.parts)] for i in range(3)]
+    assert order == [*sum(each, []), *["written"] * 3], "manifests are the last"
+
+
+def test_a_page_of_the_wrong_size_leaves_nothing_of_its_group(tmp_path: Path) -> None:
+    """It is noticed when the pages before it are on their way."""
+    chain = prompt(*range(9))
+    with pytest.raises(LocalError, match=r"data\[1\]"):
+        Shelf(Files(tmp_path, durable=True), LAYOUT).write_all(
+            [(chain, 0, page(chain, 0)), (chain, 1, page(chain, 1) | {1: b""})]
+        )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 class Waiting(Memory):
     """A back end that keeps groups; the first waits until it is told to go on."""
 
@@ -89,7 +127,8 @@ class Waiting(Memory):
         self.sizes: list[int] = []
         self.begun, self.go_on = Event(), Event()
 
-    def put_all(self, pairs: Sequence[tuple[str, Data]]) -> None:
+    def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
+        pairs = [*pairs]
         self.sizes.append(sum(key.startswith("m") for key, _ in pairs))
         self.begun.set()
         self.go_on.wait()

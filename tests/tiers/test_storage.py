@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -60,41 +61,29 @@ def die_at(step: int, before: bool) -> None:
     """Kill this process at its nth system call that changes files; `before`: a write has written half by then."""
     done = 0
 
-    def counted(real: Callable[..., Any], half: bool = False) -> Callable[..., Any]:
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
             nonlocal done
-            done += 1
-            if done == step and before:
-                if half:
-                    real(args[0][: len(args[0]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            made = real(*args, **named)
-            if done == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return made
+            with one:
+                done += 1
+                if done == step and before:
+                    if real is write:
+                        real(args[0], args[1][: len(args[1]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                made = real(*args, **named)
+                if done == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return made
 
         return call
 
-    opened = Path.open
+    one, write, opened = Lock(), os.write, counted(os.open)
 
-    class Writing:
-        def __init__(self, file: Any) -> None:
-            self.file, self.fileno = file, file.fileno
-            self.write = counted(file.write, half=True)
+    def open_(path: str, flags: int, *args: Any, **named: Any) -> int:
+        return (opened if flags & os.O_CREAT else real_open)(path, flags, *args, **named)
 
-        def __enter__(self) -> "Writing":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.file.close()
-
-    def open_(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
-        return (
-            Writing(counted(opened)(path, mode, *args, **named)) if "x" in mode else opened(path, mode, *args, **named)
-        )
-
-    Path.open = open_  # type: ignore[assignment, method-assign]
-    for name in ("replace", "fsync", "unlink"):
+    real_open, os.open = os.open, open_  # type: ignore[assignment]
+    for name in ("write", "mkdir", "replace", "fsync", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
 
 
@@ -124,8 +113,8 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
         assert len([*after.store.keys("o"), *after.store.keys("t")]) == 6
         if not status:
             break
-    calls = 2 + 4 * 3 + (3 + 1) + (1 + 1)
-    assert len(kept) == calls + 1, "fsync of two new folders; open, write and fsync of four files; names and folders"
+    calls = 4 * 3 + (1 + 3 + 2) + (1 + 1 + 2)
+    assert len(kept) == calls + 1, "open, write and fsync four files; make a folder, name files, fsync it and its parent"
     assert kept == sorted(kept)
     assert {*kept} == {1, 2}
 

@@ -22,7 +22,7 @@ from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.objects import Objects
 from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files, Store
+from kvproto.tiers.store import Files, Filling, Store
 from kvproto.tiers.survey import prune, survey
 from kvproto.wire.enums import ErrorCode
 from tests.tiers.schedules import LAYOUT, page, prompt
@@ -52,6 +52,21 @@ def test_bytes_are_kept_under_keys(store: Store) -> None:
     store.delete(name)
     store.delete(name)
     assert store.get(name) is None
+
+
+def test_bytes_are_read_into_memory_that_is_there(store: Store) -> None:
+    """All that there are, and no more than there is room for."""
+    if not isinstance(store, Filling):
+        pytest.skip("it makes the memory itself")
+    assert store.get_into(NAMES[0], memoryview(bytearray(4))) is None
+    store.put(NAMES[0], b"abcd")
+    for size, there in ((4, b"abcd"), (6, b"abcd\0\0")):
+        room = bytearray(size)
+        assert store.get_into(NAMES[0], memoryview(room)) == 4
+        assert room == there
+    held = bytearray(b"......")
+    assert (store.get_into(NAMES[0], memoryview(held)[1:4]) or 0) > 3
+    assert (held[:1], held[4:]) == (b".", b"..")
 
 
 def test_keys_are_listed_by_kind(store: Store) -> None:
