@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrived",
     "Connected",
+    "Declined",
     "Disconnected",
     "Event",
     "Expired",
@@ -150,7 +151,7 @@ class Declined:
         error: CONTENT_MISMATCH, TICKET_BOUND or TICKET_USED.
     """
 
-    request: Request
+    request: Request = attrs.field(repr=False)
     peer: str
     error: KvprotoError
 

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterable
 
 from kvproto import Request
-from kvproto.events import Disconnected, Event, Expired, Freed, ProtocolError, Refused, Suspected, Undelivered, Unwanted
+from kvproto.events import (
+    Declined, Disconnected, Event, Expired, Freed, ProtocolError, Refused, Suspected, Undelivered, Unwanted,
+)  # fmt: skip
 
 __all__ = ["error_of", "log", "stop_unwanted"]
 
-_WORTH_SAYING = (Disconnected, ProtocolError, Refused, Suspected)
+_WORTH_SAYING = (Declined, Disconnected, ProtocolError, Refused, Suspected)
 
 
 def log(logger: logging.Logger, events: Iterable[Event]) -> None:

@@ -9,7 +9,7 @@ import attrs
 
 from kvproto import LocalError, Options, Seed
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import checked, of_environment, refuse
+from kvproto_engines.settings import applied, checked, of_environment, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE
 
@@ -31,6 +31,8 @@ class Settings:
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
+        ticket_wait: Seconds for which decode's request for pages waits until SGLang has read the prompt's own request,
+            which it does between steps.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
@@ -42,6 +44,7 @@ class Settings:
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
+    ticket_wait: float = 60.0
     metadata: str = "all"
     description: str | None = None
     weights: str | None = None
@@ -50,7 +53,7 @@ class Settings:
     @classmethod
     def of_environment(cls, prefill: bool) -> Settings:
         """Raises LocalError naming what is missing or wrong."""
-        return cls.read(of_environment(VARIABLE, '{"name": "prefill"}'), prefill)
+        return applied(cls.read(of_environment(VARIABLE, '{"name": "prefill"}'), prefill))
 
     @classmethod
     def read(cls, given: Any, prefill: bool) -> Settings:

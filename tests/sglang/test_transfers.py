@@ -1,6 +1,7 @@
 """Requests at both engines over a Source and a Sink, in the states that SGLang polls."""
 
 import ast
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 import kvproto_sglang
 from kvproto import Prompt, Sink, Source, Ticket
-from kvproto_engines.told import stop_unwanted
+from kvproto_engines.told import log, stop_unwanted
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.state import State
@@ -166,6 +167,21 @@ def test_another_prompt_is_refused(pair: Pair) -> None:
     receiving.fetch(PAGES, 0)
     pair.until(lambda: receiving.state == State.FAILED)
     assert "CONTENT_MISMATCH" in str(receiving.error)
+
+
+def test_the_log_says_that_a_decode_engine_was_declined(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    sending, receiving = begun(pair, Prompt(reversed(range(10))))
+    receiving.fetch(PAGES, 0)
+    logger = logging.getLogger("an engine's")
+    for _ in range(2000):
+        log(logger, pair.source.step(0.005))
+        pair.sink.step(0.005)
+        if receiving.state == State.FAILED:
+            break
+    (said,) = [each.getMessage() for each in caplog.records if each.name == logger.name]
+    assert "Declined(peer='d rank 0'" in said
+    assert "CONTENT_MISMATCH" in said
+    assert sending.state == State.WAITING
 
 
 def test_a_room_that_comes_twice_fails_the_second_time(pair: Pair) -> None:

@@ -19,7 +19,7 @@ from kvproto_sglang import ticket_of
 from tools.engines import sglang_engine as sg
 from tools.engines import vllm_engine as vl
 from tools.engines.child import new_name, prompts
-from tools.engines.sglang_bench import CORRUPT
+from tools.engines.sglang_bench import CORRUPT, CORRUPT_STATE
 from tools.engines.strangers import STRANGERS, as_sinks, as_sources
 from tools.engines.vllm_distance import HandOver, apart, handed_over
 
@@ -29,14 +29,17 @@ __all__ = ["Over", "from_sglang", "main", "to_sglang"]
 Answers = list[tuple[list[int], str]]
 """Tokens of each prompt, and what its decode engine says of it."""
 Over = Callable[..., Answers]
+_FLIPPED = {"": 0, "page": CORRUPT, "state": CORRUPT_STATE}
+"""By what is changed after it has arrived: the bit of a room that says so to the tests' plug-in of SGLang."""
 
 
 def from_sglang(
-    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    prefill: sg.Engine, decode: vl.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: str = "",
+    states: bool = False,
 ) -> Answers:  # fmt: skip
     """SGLang prefills: both engines are asked at once, one with the room and one with its ticket."""
-    first, params = read_by_sglang(prefill, asked)
-    second = [("corrupt-" if corrupt else "") + new_name() for _ in asked]
+    first, params = read_by_sglang(prefill, asked, states)
+    second = [(f"corrupt-{corrupt}-" if corrupt else "") + new_name() for _ in asked]
     for two, prompt, given in zip(second, asked, params, strict=True):
         decode.add(two, prompt, most, given)
     answers = [decode.result(two) for two in second]
@@ -45,35 +48,51 @@ def from_sglang(
     return [(tokens, f"{reason}, {cached} cached") for tokens, reason, _, cached in answers]
 
 
-def read_by_sglang(prefill: sg.Engine, asked: list[list[int]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Ask SGLang to prefill; request names, and what the decode engine gets."""
+def read_by_sglang(
+    prefill: sg.Engine, asked: list[list[int]], states: bool = False
+) -> tuple[list[str], list[dict[str, Any]]]:  # fmt: skip
+    """Ask SGLang to prefill; request names, and what the decode engine gets.
+
+    `states`: of a model with recurrent states, whose last token of a prompt vLLM computes itself.
+    """
     names, params = [new_name() for _ in asked], []
     for name, prompt in zip(names, asked, strict=True):
         number = sg.room()
-        prefill.add(name, prompt, **sg.where(prefill, number))
+        if states:
+            sampling = {"custom_params": {"kvproto": {"more": prompt[-1:]}}}
+            prefill.add(name, prompt[:-1], sampling=sampling, **sg.where(prefill, number))
+        else:
+            prefill.add(name, prompt, **sg.where(prefill, number))
         ticket = write_ticket(ticket_of(number, f"{prefill.name}:1", 0, sg.DEADLINE))
         params.append({"do_remote_prefill": True, "ticket": ticket})
     return names, params
 
 
 def to_sglang(
-    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: bool = False,
+    prefill: vl.Engine, decode: sg.Engine, asked: list[list[int]], most: int = sg.MOST, corrupt: str = "",
+    states: bool = False,
 ) -> Answers:  # fmt: skip
-    """SGLang decodes: it gets the ticket and the token that the prefill engine answered."""
+    """SGLang decodes: it gets the ticket and the token that the prefill engine answered.
+
+    `states`: of a model with recurrent states it goes on after the tokens before the last one, which it gets as the first
+    of its answer.
+    """
     first, second = [new_name() for _ in asked], [new_name() for _ in asked]
     for one, prompt in zip(first, asked, strict=True):
         prefill.add(one, prompt, 1, vl.ASK)
     for one, two, prompt in zip(first, second, asked, strict=True):
         (token, *_), _, params, _ = prefill.result(one)
-        given = {"ticket": json.dumps(params["ticket"]), "first_token": token}
+        given: dict[str, Any] = {"ticket": json.dumps(params["ticket"]), "first_token": token}
+        if states:
+            given |= {"first_token": prompt[-1], "more": prompt[-1:]}
         place: dict[str, Any] = {
             "bootstrap_host": "router",
             "bootstrap_port": 0,
-            "bootstrap_room": sg.room() | CORRUPT * corrupt,
+            "bootstrap_room": sg.room() | _FLIPPED[corrupt],
         }
         sampling = {"custom_params": {"kvproto": given}}
-        decode.add(two, prompt, most, sampling=sampling, **place)
-    return [(tokens, str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
+        decode.add(two, prompt[: len(prompt) - states], most + states, sampling=sampling, **place)
+    return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
 def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
@@ -84,12 +103,17 @@ def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str
             yield f"prompt of {len(prompt)}: {tokens}, not {wanted}: {said}"
 
 
-def one_bit(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
+def one_bit(alone: sg.Alone, over: Over, one: Any, two: Any, what: str = "page") -> Iterator[str]:
     """A bit of a page that arrived is flipped: other tokens."""
     (prompt,) = prompts(1, 100, 101, 1)
-    ((tokens, said),) = over(one, two, [prompt], corrupt=True)
+    ((tokens, said),) = over(one, two, [prompt], corrupt=what)
     if len(tokens) != sg.MOST or tokens == alone.run(prompt)[0]:
-        yield f"{tokens}, {said}: the pages were not used"
+        yield f"{tokens}, {said}: the {what}s were not used"
+
+
+def one_state_bit(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
+    """A bit of a state that arrived is flipped, and no page: other tokens."""
+    yield from one_bit(alone, over, one, two, "state")
 
 
 def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -> Iterator[str]:
@@ -110,13 +134,16 @@ def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -
 
 ABSENT = "absent"
 """A prefill engine that decode engines know, and that does not run."""
+_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Rotary embedding in torch: vLLM's kernel for CPUs is not for keys whose heads are an axis of their own."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "block_size": 32,
         "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
-    "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+    "mla": {"block_size": 16, **_IN_TORCH},
+    "convolutions": {"block_size": 32, "enable_prefix_caching": False, **_IN_TORCH},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -125,6 +152,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 """In what another vLLM differs that computes alone, in settings and in words; else it has blocks of 64."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
+STATES = ("convolutions",)
+"""Models with recurrent states, which the reference engines do not have."""
 
 
 def tried(jax: str, models: Path, model: str, folder: str) -> int:
@@ -134,7 +163,8 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
     others: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm": (f"vLLM, block {MODELS[model]['block_size']}", MODELS[model])
     }
-    for framework, rows in REFERENCES.items():
+    states = model in STATES
+    for framework, rows in () if states else REFERENCES.items():
         python = jax if framework == "jax" else ""
         if framework == "jax" and not python:
             print(f"NOT RUN {model}: the reference engine in JAX, which needs --jax PYTHON", flush=True)
@@ -163,14 +193,14 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
-                (f"SGLang, page 64, to {title}", from_sglang, prefill, engines[name]),
-                (f"{title}, to SGLang, page 64", to_sglang, engines[name], decode),
+                (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
+                (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
             ]
             for route, over, one, two in routes:
-                for case in (same_tokens, one_bit, same_tokens):
+                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens):
                     found = list(case(alone, over, one, two))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
-        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked)[1]}
+        readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}
         readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}
         for reader, read in readers.items():
             said, found = apart(engines["vllm"], read, other, words)

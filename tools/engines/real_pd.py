@@ -173,7 +173,7 @@ def both_ways(engines: Engines, chats: list[list[int]], folder: str) -> list[Way
             follower.close()
         found.append(Way(reads, writes, answers, alone[size], moved))
     for way, (_, _, over, one, two, *_) in zip(found, routes, strict=True):  # last, as it leaves NaN in pages
-        ((way.flipped, _),) = over(one, two, chats[:1], FEW, corrupt=True)
+        ((way.flipped, _),) = over(one, two, chats[:1], FEW, corrupt="page")
     return found
 
 

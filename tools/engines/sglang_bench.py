@@ -7,10 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CORRUPT", "register"]
+import numpy as np
+
+__all__ = ["CORRUPT", "CORRUPT_STATE", "register"]
 
 CORRUPT = 1 << 62
 """Bit of a room whose first page is changed after it has arrived."""
+CORRUPT_STATE = 1 << 61
+"""Bit of a room whose state is changed after it has arrived."""
+_LARGE = 0x40
+"""The bit that makes a small number a large one."""
 
 
 def register() -> None:
@@ -33,20 +39,25 @@ def _one_token(backend: Any) -> int:
     return 1
 
 
-def _fetched(original: Callable[..., Any], receiver: Any, pages: Any, *args: Any, **named: Any) -> Any:
-    receiver.first_page = int(pages[0]) if len(pages) else None
-    return original(receiver, pages, *args, **named)
+def _fetched(
+    original: Callable[..., Any], receiver: Any, pages: Any, row: Any = None, states: Any = None, *args: Any, **named: Any
+) -> Any:
+    wrong = {"kv": int(pages[0])} if receiver._room & CORRUPT and len(pages) else {}
+    if receiver._room & CORRUPT_STATE:
+        wrong |= {name: each.of((), states, 0)[0] for name, each in receiver.kv_mgr.opened.tables.items() if each.slot}
+    receiver.wrong = wrong
+    return original(receiver, pages, row, states, *args, **named)
 
 
 def _arrived(poll: Any, receiver: Any) -> None:
-    """Flip one bit of what arrived, once."""
-    page = getattr(receiver, "first_page", None)
-    if poll == 4 and receiver._room & CORRUPT and page is not None:
-        pool = receiver.kv_mgr.opened.pool
-        group = pool.group("kv")
-        layer, part = int(pool.layout.owns(group.id).layers[0]), group.parts[-1].name  # values count, whatever is asked
-        pool.array("kv", layer, part)[page, 0, 0, 3] ^= 0x40
-        receiver.first_page = None
+    """Flip one bit of what arrived, in each group where that is wanted, once."""
+    if poll == 4 and getattr(receiver, "wrong", None):
+        pool, wrong, receiver.wrong = receiver.kv_mgr.opened.pool, receiver.wrong, {}
+        for name, item in wrong.items():
+            group = pool.group(name)
+            layer, part = int(pool.layout.owns(group.id).layers[0]), group.parts[-1].name  # values count, whatever is asked
+            upper = pool.array(name, layer, part)[item, ..., 3::4]  # of each float32, its byte with the sign
+            upper[tuple(np.argwhere(upper & _LARGE == 0)[0])] ^= _LARGE
 
 
 def _counted(answer: Any, controller: Any, *args: Any) -> None:

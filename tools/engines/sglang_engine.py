@@ -128,8 +128,8 @@ _dice = random.Random(time.monotonic_ns())
 
 
 def room() -> int:
-    """As a load balancer makes them, but for one bit."""
-    return _dice.getrandbits(62)
+    """As a load balancer makes them, but for two bits."""
+    return _dice.getrandbits(61)
 
 
 def where(engine: Engine, number: int) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The connector, but for one bit: of requests whose name begins with "corrupt" it flips a bit of each group's first page that arrived.
 
-Of those whose name begins with ROUNDED it rounds all pages that arrived to bfloat16. Of those whose name begins with
+Of those whose name begins with ROUNDED it rounds all pages and states that arrived to bfloat16. Of those whose name begins with
 UNZEROED it leaves rows behind the prompt as they were.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,15 +73,27 @@ class CorruptingConnector(KvprotoConnector):
         return results
 
     def _round(self, tables: Tables) -> None:
-        """Have all pages of attention in these tables keep 8 bits of each number."""
+        """Have all pages and states in these tables keep 8 bits of each number."""
         for group, table in zip(self._kv_cache_config.kv_cache_groups, tables, strict=True):
-            for name in group.layer_names:
-                self._tensors[name][table] = self._tensors[name][table].bfloat16().float()
+            blocks = list(filter(None, table))
+            for tensor in (each for name in group.layer_names for each in self._parts(group, name)):
+                tensor[blocks] = tensor[blocks].bfloat16().float()
 
     def _firsts(self, load: Load) -> Iterator[torch.Tensor]:
-        """The first block of each group that is loaded, of its first layer; of "corrupt-state" those with states alone."""
-        running = self._vllm_config.compilation_config.static_forward_context
+        """The first block of each group that is loaded, of its first layer; of "corrupt-state" those with states alone, and
+        of "corrupt-page" the others.
+        """
         for group, table in zip(self._kv_cache_config.kv_cache_groups, load.tables, strict=True):
-            name, state = group.layer_names[0], type(group.kv_cache_spec).__name__ == STATE
-            if state or not load.request.startswith("corrupt-state"):
-                yield (running[name].kv_cache[-1] if state else self._tensors[name])[next(filter(None, table))]
+            if not load.request.startswith("corrupt-page" if _has_states(group) else "corrupt-state"):
+                yield self._parts(group, group.layer_names[0])[-1][next(filter(None, table))]
+
+    def _parts(self, group: Any, name: str) -> Sequence[torch.Tensor]:
+        """The tensors of a layer, by block."""
+        if not _has_states(group):
+            return [self._tensors[name]]
+        parts: Sequence[torch.Tensor] = self._vllm_config.compilation_config.static_forward_context[name].kv_cache
+        return parts
+
+
+def _has_states(group: Any) -> bool:
+    return type(group.kv_cache_spec).__name__ == STATE
