@@ -7,8 +7,17 @@ from collections.abc import Iterable
 
 from kvproto import Request
 from kvproto.events import (
-    Declined, Disconnected, Event, Expired, Freed, ProtocolError, Refused, Suspected, Undelivered, Unwanted,
-)  # fmt: skip
+    Declined,
+    Disconnected,
+    Event,
+    Expired,
+    Freed,
+    ProtocolError,
+    Refused,
+    Suspected,
+    Undelivered,
+    Unwanted,
+)
 
 __all__ = ["error_of", "log", "stop_unwanted"]
 

@@ -40,13 +40,13 @@ def _one_token(backend: Any) -> int:
 
 
 def _fetched(
-    original: Callable[..., Any], receiver: Any, pages: Any, row: Any = None, states: Any = None, *args: Any, **named: Any
-) -> Any:
+    original: Callable[..., Any], receiver: Any, pages: Any, row: Any = None, states: Any = None, **named: Any
+) -> Any:  # fmt: skip
     wrong = {"kv": int(pages[0])} if receiver._room & CORRUPT and len(pages) else {}
     if receiver._room & CORRUPT_STATE:
         wrong |= {name: each.of((), states, 0)[0] for name, each in receiver.kv_mgr.opened.tables.items() if each.slot}
     receiver.wrong = wrong
-    return original(receiver, pages, row, states, *args, **named)
+    return original(receiver, pages, row, states, **named)
 
 
 def _arrived(poll: Any, receiver: Any) -> None:
@@ -55,8 +55,9 @@ def _arrived(poll: Any, receiver: Any) -> None:
         pool, wrong, receiver.wrong = receiver.kv_mgr.opened.pool, receiver.wrong, {}
         for name, item in wrong.items():
             group = pool.group(name)
-            layer, part = int(pool.layout.owns(group.id).layers[0]), group.parts[-1].name  # values count, whatever is asked
-            upper = pool.array(name, layer, part)[item, ..., 3::4]  # of each float32, its byte with the sign
+            part = group.parts[-1].name  # values count, whatever is asked
+            values = pool.array(name, int(pool.layout.owns(group.id).layers[0]), part)[item]
+            upper = values[..., 3::4]  # of each float32, its byte with the sign
             upper[tuple(np.argwhere(upper & _LARGE == 0)[0])] ^= _LARGE
 
 
