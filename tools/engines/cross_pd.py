@@ -7,6 +7,7 @@ The reference engine in JAX runs by a Python that has JAX; without one it is lef
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -95,25 +96,40 @@ def to_sglang(
     return [(tokens[states:], str(said["finish_reason"])) for tokens, said in map(decode.result, second)]
 
 
-def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
+def same_tokens(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> Iterator[str]:
     """Several prompts at once: the tokens are those of the model alone."""
-    asked = prompts(4, 40, 200)
+    asked = prompts(4, 40, 200, seed)
     for prompt, (tokens, said) in zip(asked, over(one, two, asked), strict=True):
         if tokens != (wanted := alone.run(prompt)[0]):
             yield f"prompt of {len(prompt)}: {tokens}, not {wanted}: {said}"
 
 
-def one_bit(alone: sg.Alone, over: Over, one: Any, two: Any, what: str = "page") -> Iterator[str]:
+def one_bit(
+    alone: sg.Alone, over: Over, one: Any, two: Any, seed: int, what: str = "page"
+) -> Iterator[str]:  # fmt: skip
     """A bit of a page that arrived is flipped: other tokens."""
-    (prompt,) = prompts(1, 100, 101, 1)
+    (prompt,) = prompts(1, 100, 101, seed)
     ((tokens, said),) = over(one, two, [prompt], corrupt=what)
     if len(tokens) != sg.MOST or tokens == alone.run(prompt)[0]:
         yield f"{tokens}, {said}: the {what}s were not used"
 
 
-def one_state_bit(alone: sg.Alone, over: Over, one: Any, two: Any) -> Iterator[str]:
+def one_state_bit(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> Iterator[str]:
     """A bit of a state that arrived is flipped, and no page: other tokens."""
-    yield from one_bit(alone, over, one, two, "state")
+    yield from one_bit(alone, over, one, two, seed, "state")
+
+
+def prefix_hits(alone: sg.Alone, over: Over, one: Any, two: Any, seed: int) -> Iterator[str]:
+    """What the decode engine has is not fetched again: a bit that was flipped in it stays so, and nothing else does."""
+    (prompt, other), (tail,) = prompts(2, 193, 194, seed), prompts(1, 60, 61, seed)
+    for case in (prompt, prompt, prompt[:129], prompt[:128] + tail):
+        ((tokens, said),) = over(one, two, [case])
+        if tokens != alone.run(case)[0]:
+            yield f"prompt of {len(case)}: {tokens}: {said}"
+    over(one, two, [other], corrupt="page")
+    ((tokens, said),) = over(one, two, [case := other[:128] + tail])
+    if len(tokens) != sg.MOST or tokens == alone.run(case)[0]:
+        yield f"{tokens}, {said}: the pages that were there were fetched again"
 
 
 def strangers(prefill: sg.Engine, decode: sg.Engine, model: Path, folder: str) -> Iterator[str]:
@@ -139,7 +155,6 @@ _IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "block_size": 32,
-        "enable_prefix_caching": False,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
     "mla": {"block_size": 16, **_IN_TORCH},
@@ -184,21 +199,25 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
     other.start()
     prefill = sg.Engine.prefill("p64", folder, named, **shared, page_size=64, chunked_prefill_size=128)
     known = [*engines, ABSENT, *(stranger.name for stranger in STRANGERS)]
-    decode = sg.Engine.decode("d64", folder, known, named | {"metadata": "request"}, **shared, page_size=64)
+    about = named | {"metadata": "request"}
+    caches = {"disaggregation_decode_enable_radix_cache": not states}
+    decode = sg.Engine.decode("d64", folder, known, about, **shared, **caches, page_size=64)
     try:
         alone = sg.Alone(path)
         for engine in (*engines.values(), other, prefill, decode):
             engine.ready()
         if model == "llama":
             wrong += sg.told("llama: engines that do not fit", list(strangers(prefill, decode, Path(path), folder)))
+        seeds = itertools.count(100)  # what an engine has cached of a case is none of another's
         for name, (title, _) in others.items():
             routes: list[tuple[str, Over, Any, Any]] = [
                 (f"SGLang, page 64, to {title}", partial(from_sglang, states=states), prefill, engines[name]),
                 (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
             ]
             for route, over, one, two in routes:
-                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens):
-                    found = list(case(alone, over, one, two))
+                hits = [prefix_hits] * (not states and two in (engines["vllm"], decode))
+                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens, *hits):
+                    found = list(case(alone, over, one, two, next(seeds)))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
         readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}
         readers |= {others[name][0]: handed_over(engines[name]) for name in REFERENCES if name in engines}
