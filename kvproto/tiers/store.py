@@ -28,7 +28,7 @@ GROUP = 16
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""
 SYNCS = 16
-"""Threads that wait for the disk; what it is told to keep at the same time shares its flushes."""
+"""Threads that sync."""
 
 
 class Store(Protocol):
@@ -73,7 +73,7 @@ class Filling(Store, Protocol):
     """A back end that reads into memory that is there already."""
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """As `get`, into `room`: how many bytes there are, or any number above what there is room for; raises OSError."""
+        """As `get`, into `room`: how many bytes there are, or any number above its length; raises OSError."""
 
 
 class Files:
@@ -81,8 +81,9 @@ class Files:
 
     With `durable`, files and folders are synced before `put` returns, so that what it kept survives a loss of power.
     Files that are written together share these syncs: one for each file, one for each folder of objects, then one for
-    each folder of manifests, each kind at once by several threads. Without it, the death of a process loses nothing, and a loss of power may lose or damage
-    the latest pages, which their digests reveal.
+    each folder of manifests. Several threads request those of a kind at the same time, so that they share flushes of
+    the disk. Without it, the death of a process loses nothing, and a loss of power may lose or damage the latest pages,
+    which their digests reveal.
     """
 
     def __init__(self, root: Path, durable: bool = False) -> None:
@@ -108,7 +109,7 @@ class Files:
             continue
 
     def _put(self, pairs: Iterable[tuple[str, Data]]) -> int:
-        """How many there were; files that have no name yet are deleted whatever fails, the making of a pair included."""
+        """Write some, and say how many; whatever fails, files that have no name yet are deleted."""
         drafts: list[tuple[str, str]] = []
         try:
             self._write(pairs, drafts)
@@ -123,7 +124,7 @@ class Files:
         return len(drafts)
 
     def _write(self, pairs: Iterable[tuple[str, Data]], drafts: list[tuple[str, str]]) -> None:
-        """Write files under their first names; the disk works on each while the next is made, and has all at the end."""
+        """Write files under their first names; the disk works on one while the next is made, and has all at the end."""
         with ExitStack() as stack:
             syncs: list[Future[None]] = []
             try:
@@ -160,7 +161,7 @@ class Files:
         self._made.update(made)
 
     def _syncing(self) -> Workers:
-        """Threads of this process that wait for the disk: what it is asked for at the same time, it does at once."""
+        """The threads that sync, of this process."""
         found = self._pools.get(os.getpid())
         return found or self._pools.setdefault(os.getpid(), Workers(SYNCS, inf, 0))
 

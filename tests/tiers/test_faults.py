@@ -212,7 +212,9 @@ def test_a_manifest_that_is_written_first_is_noticed(tmp_path: Path, monkeypatch
 def test_digests_that_are_not_checked_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedules find the wrong bytes."""
 
-    def unchecked(shelf: Shelf, chain: Chain, i: int, groups: object = None, room: object = None) -> dict[int, bytes] | None:
+    def unchecked(
+        shelf: Shelf, chain: Chain, i: int, groups: object = None, room: object = None
+    ) -> dict[int, bytes] | None:
         with shelf._failing():
             if known := shelf._take(chain, i):
                 held = known.manifest.components

@@ -103,8 +103,8 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
     monkeypatch.setattr(os, "write", write)
     store = Shelf(Files(tmp_path, durable=True), LAYOUT)
     assert store.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
-    each = [[f"digests of {i}", *["written"] * len(LAYOUT.parts)] for i in range(3)]
-    assert order == [*sum(each, []), *["written"] * 3], "manifests are the last"
+    each = [step for i in range(3) for step in (f"digests of {i}", *["written"] * len(LAYOUT.parts))]
+    assert order == [*each, *["written"] * 3], "manifests are the last"
 
 
 def test_a_page_of_the_wrong_size_leaves_nothing_of_its_group(tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
         if not status:
             break
     calls = 4 * 3 + (1 + 3 + 2) + (1 + 1 + 2)
-    assert len(kept) == calls + 1, "open, write and fsync four files; make a folder, name files, fsync it and its parent"
+    assert len(kept) == calls + 1, (
+        "open, write and fsync four files; make a folder, name files, fsync it and its parent"
+    )
     assert kept == sorted(kept)
     assert {*kept} == {1, 2}
 
