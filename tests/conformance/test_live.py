@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvproto_conformance.live import list_scenarios, run
+from kvproto_conformance.live import list_scenarios, run, scenario
 from kvproto_conformance.live.engine import Engine, EngineFault
 from kvproto_conformance.live.wire import Dealer
 from tests.conformance.faulty_engine import FAULTS, found
@@ -75,6 +75,14 @@ def test_a_program_that_is_none_is_an_error() -> None:
 
 
 DEAF = [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(600)"]
+
+
+def test_an_engine_that_does_not_open_is_not_started_for_each_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenario, "STARTING", 0.5)
+    some = [s for s in list_scenarios("source") if (s.world, s.transport) == ("gqa", "SHM")][:3]
+    first, *others = run([sys.executable, "-c", "import time; time.sleep(600)"], some)
+    assert (first.status, first.text) == ("error", "timeout: no answer to open for 0.5 s")
+    assert [(r.status, r.text) for r in others] == [("error", f"not started again: {first.text}")] * 2
 
 
 def test_an_adapter_that_reads_nothing_is_given_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from tools.prove import bugs, code, facts
 from tools.prove.__main__ import _part
-from tools.prove.children import DIED, LATE, in_children
+from tools.prove.children import DIED, LATE, crowding, in_children
 from tools.prove.rows import Row
 from tools.prove.state import State
 
@@ -99,6 +100,16 @@ def raises() -> str:
 def test_a_fault_of_the_tool_counts_for_nobody() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)asked: .*a fault of the tool"):
         list(in_children([("asked", raises)], 1, 5.0))
+
+
+@pytest.mark.parametrize(("load", "longer"), [(0.1, 1.0), (1.0, 1.0), (7.5, 7.5)])
+def test_limits_grow_with_the_processes_that_want_each_core(
+    load: float, longer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is slow because others work is no sign of anything."""
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))
+    assert crowding() == pytest.approx(longer)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

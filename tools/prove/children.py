@@ -1,5 +1,7 @@
 """Tasks in forked children, a few at a time, each within a time limit: what a task changes is gone with its process.
 
+Limits are those of a machine that does nothing else; they grow with the processes that wait for each of its cores.
+
 A task that raises is a fault of this tool, and ends it: nothing may count as noticed that only broke the asking.
 """
 
@@ -15,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-__all__ = ["DIED", "LATE", "Answer", "in_children"]
+__all__ = ["DIED", "LATE", "Answer", "crowding", "in_children"]
 
 LATE, DIED = "no end within its time", "the process died"
 _MEMORY = 16 << 30
@@ -33,6 +35,11 @@ class Answer(NamedTuple):
     """Of CPU, with those of its own children that it has waited for."""
 
 
+def crowding() -> float:
+    """How much longer things take here than on an idle machine, by how many processes want each core; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> Iterator[Answer]:
     """The answer of each task, as they end. Raises what a task raises."""
     left = iter(tasks)
@@ -41,7 +48,7 @@ def in_children(tasks: Iterable[tuple[str, Task]], jobs: int, limit: float) -> I
         while True:
             while len(running) < jobs and (task := next(left, None)) is not None:
                 here, started = _started(task[1])
-                running[here] = task[0], started, time.monotonic() + limit
+                running[here] = task[0], started, time.monotonic() + limit * crowding()
             if not running:
                 return
             soonest = min(deadline for _, _, deadline in running.values())

@@ -23,6 +23,7 @@ import pytest
 from kvproto_conformance.cases import Case, load
 from kvproto_conformance.run import Result, run
 from kvproto_conformance.testee import Testee
+from tools.prove.children import crowding
 from tools.specgen.registry import ROOT
 
 __all__ = [
@@ -242,12 +243,14 @@ class _First:
 def by_tests(changes: Changes, words: Sequence[str], order: Sequence[str] = ()) -> str:
     """The first test that fails, of files, tests and options that `words` name to pytest.
 
-    With `order`, of those tests alone, in this order. A test that takes longer than `TEST_LIMIT` has failed.
+    With `order`, of those tests alone, in this order. A test that takes longer than `TEST_LIMIT` on an idle machine has
+    failed.
     """
     change(changes)
     first = _First(order)
     named = [str(ROOT / word) if "/" in word else word for word in words]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_LIMIT}", f"--rootdir={ROOT}"]
+    limit = f"--timeout={TEST_LIMIT * crowding():.0f}"
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", limit, f"--rootdir={ROOT}"]
     status = pytest.main([*options, *named], plugins=[first])
     if status == pytest.ExitCode.OK:
         return SURVIVED

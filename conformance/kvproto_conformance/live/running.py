@@ -50,9 +50,12 @@ def list_scenarios(role: str | None = None, level: str | None = None) -> list[Sc
 def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Result]:
     """Run scenarios with an adapter that `command` starts.
 
-    An engine serves all scenarios of its world and transport, until one does not pass.
+    An engine serves all scenarios of its world and transport, until one does not pass. One that does not answer `open`
+    is not started for that world and transport again.
     """
     live: Live | None = None
+    silent: dict[tuple[str, str, str, bool], str] = {}
+    """Why there is no engine, by what it was to be opened with."""
     try:
         for each in scenarios:
             key = each.role, each.world, each.transport, "CURVE" in each.extensions
@@ -63,9 +66,14 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
             if lacks(each):
                 yield Result(each.id, "suite-error", (), lacks(each), "", 0.0)
                 continue
+            if key in silent:
+                yield Result(each.id, "error", (), f"not started again: {silent[key]}", "", 0.0)
+                continue
             try:
                 live = live or Live(command, *key)
             except EngineFault as fault:
+                if fault.kind == "timeout":
+                    silent[key] = str(fault)
                 yield Result(each.id, "error", (), str(fault), "", time.monotonic() - begin)
                 continue
             except Unsupported as said:

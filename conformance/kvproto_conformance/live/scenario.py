@@ -21,6 +21,8 @@ Json = dict[str, Any]
 Script = Callable[[Any], None]
 NAME = "suite"
 """Of the suite where the engine knows it by its key."""
+STARTING = 180.0
+"""Seconds that an engine may take to open: a GPU's, or one with NIXL on a machine that is busy, takes long."""
 KEYS = frozenset({"CURVE"})
 """Extensions that are no feature of a session."""
 
@@ -130,7 +132,9 @@ class Live:
                 stated["keys"] = {"public": self.theirs.public.decode(), "secret": self.theirs.secret.decode()}
             if keyed and role == "source":
                 stated["clients"] = [{"key": self.keys.public.decode(), "engine": NAME}]
-            found = self.engine.ask("open", role=role, world=world, transport=transport, name="engine", **stated)
+            found = self.engine.ask(
+                "open", STARTING, role=role, world=world, transport=transport, name="engine", **stated
+            )
         except BaseException:
             self.stop()
             raise

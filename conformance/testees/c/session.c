@@ -311,6 +311,10 @@ static void description(Session *session, const Node *map) {
     if (memcmp(found, digest.bytes, 32)) deny("BAD_DIGEST", "digest", "the digest of the geometry", "another");
     session->version = number(L_Description, map, "version");
     memcpy(session->digest, found, 32);
+    for (const Session *each = session->source->sessions; each; each = each->next) { /* KVP-DSC-RANKS */
+        bool first = each != session && each->state != CLOSED && each->version == 1 && session->version == 1;
+        if (first && memcmp(each->digest, found, 32)) deny("DESCRIPTION_MISMATCH", "geometry", "what another rank states", "another geometry");
+    }
     uint8_t *bytes = get(geometry.count + 1);
     memcpy(bytes, geometry.bytes, geometry.count);
     Node *theirs = get(sizeof *theirs);

@@ -331,3 +331,25 @@ def _older(run: DecodeRun) -> None:
     run.fetch(source, run.prompt())
     source.welcome()
     _no_next(run, source, "Describe", "KVP-SES-OLDER")
+
+
+@scenario("LIVE-844", "two source ranks whose Descriptions contradict each other", "KVP-DSC-RANKS", role="sink",
+          guards="Ranks of one fleet have different page sizes, and every request waits until its deadline.",
+          level="L4")  # fmt: skip
+def _contradicting(run: DecodeRun) -> None:
+    (first, second), prompt = run.source(2), run.prompt()
+    pages, *others = second.geometry["groups"]
+    second.geometry = second.geometry | {"groups": [pages | {"rows": str(2 * int(pages["rows"]))}, *others]}
+    run.connect(first)
+    first.welcome()
+    first.describe()
+    second.welcome()
+    run.fetch(first, prompt)
+    id = second.describe().fields["request"]
+    found = second.expect("Error", where=lambda f: f.get("request") == id, clause="KVP-DSC-RANKS").fields
+    run.check("code", found["code"] == "DESCRIPTION_MISMATCH", found["code"], "KVP-DSC-RANKS")
+    second.expect("Goodbye", clause="KVP-DSC-RANKS")
+    second.session = ""
+    run.lost(prompt, "DESCRIPTION_MISMATCH")
+    heard = [frame.name for each in (first, second) for frame in each.silence(0.1)]
+    run.check("nothing is requested", "Transfer" not in heard, str(heard), "KVP-DSC-RANKS")
