@@ -14,7 +14,21 @@ from pathlib import Path
 
 from engine import BYTES, PAGE, Engine
 
-from kvproto import Cache, DType, Fetch, KvprotoError, Pool, Prompt, Sink, Source, Ticket, Tiers, allocate, lay_out, new_ticket
+from kvproto import (
+    Cache,
+    DType,
+    Fetch,
+    KvprotoError,
+    Pool,
+    Prompt,
+    Sink,
+    Source,
+    Ticket,
+    Tiers,
+    allocate,
+    lay_out,
+    new_ticket,
+)
 from kvproto.tiered import Lease
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
