@@ -167,6 +167,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 """In what another vLLM differs that computes alone, in settings and in words; else it has blocks of 64."""
 REFERENCES = {"torch": 16, "jax": 32}
 """Rows of a page of a reference engine, by its framework."""
+CACHED = ("llama",)
+"""Models whose prefixes vLLM finds again on a CPU; SGLang those of all without states."""
 STATES = ("convolutions",)
 """Models with recurrent states, which the reference engines do not have."""
 
@@ -215,8 +217,8 @@ def tried(jax: str, models: Path, model: str, folder: str) -> int:
                 (f"{title}, to SGLang, page 64", partial(to_sglang, states=states), engines[name], decode),
             ]
             for route, over, one, two in routes:
-                hits = [prefix_hits] * (not states and two in (engines["vllm"], decode))
-                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens, *hits):
+                finds = model in CACHED if two is engines["vllm"] else two is decode and not states
+                for case in (same_tokens, one_bit, *[one_state_bit] * states, same_tokens, *[prefix_hits] * finds):
                     found = list(case(alone, over, one, two, next(seeds)))
                     wrong += sg.told(f"{model}: {route}: {case.__name__.replace('_', ' ')}", found)
         readers: dict[str, HandOver] = {"SGLang, page 64": lambda asked: read_by_sglang(prefill, asked, states)[1]}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.engines.sglang_bench import CORRUPT
+from tools.engines.sglang_bench import CORRUPT, CORRUPT_STATE
 from tools.engines.sglang_engine import Alone, Engine, new_name, prompts, replicas, room, run, settings_of, told, where
 from tools.engines.sglang_random import at_random
 
@@ -58,6 +58,14 @@ def one_bit(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
     tokens, wanted = over(one, two, prompt, room() | CORRUPT)[0], alone.run(prompt)[0]
     if tokens == wanted:
         yield f"the same tokens, {tokens}: the pages were not used"
+
+
+def one_state_bit(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
+    """A bit of a state that arrived is flipped, and no page: other tokens."""
+    (prompt,) = prompts(1, 100, 101, 1)
+    tokens, wanted = over(one, two, prompt, room() | CORRUPT_STATE)[0], alone.run(prompt)[0]
+    if tokens == wanted:
+        yield f"the same tokens, {tokens}: the state was not used"
 
 
 def one_after_the_other(alone: Alone, one: Engine, two: Engine) -> Iterator[str]:
@@ -192,13 +200,13 @@ MODELS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any], list[Case]]]] 
             "LFM2 with short convolutions, page 64 in chunks of 128 tokens, to page 16",
             {"page_size": 64, "chunked_prefill_size": 128},
             {"page_size": 16},
-            [same_tokens, one_bit, one_after_the_other, aborts, still_there],
+            [same_tokens, one_bit, one_state_bit, one_after_the_other, aborts, still_there],
         ),
         (
             "LFM2 with short convolutions, TP 2, page 16, to page 64",
             {"page_size": 16, "tp_size": 2},
             {"page_size": 64},
-            [same_tokens, one_bit, still_there],
+            [same_tokens, one_bit, one_state_bit, still_there],
         ),
     ],
     "mla": [
