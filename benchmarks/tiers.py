@@ -2,7 +2,7 @@
 
 `benchmarks/tiers_disk.py` says what stored pages are compared with.
 
-python -m benchmarks.tiers [--pages N] [--rounds N]     writes benchmarks/results/tiers.json
+python -m benchmarks.tiers [--pages N] [--rounds N]     writes benchmarks/results/tiers.json, then runs benchmarks/tiers_report.py
 
 N pages of target and draft, a tenth of the other layouts; and rounds of writing 128 pages to the disk and reading them.
 """
@@ -26,7 +26,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Index
 from kvproto.wire.enums import KeyForm, LengthRule
 
-from . import tiers_disk
+from . import tiers_disk, tiers_report
 from .tiers_disk import timed
 
 RESULT = Path(__file__).parent / "results" / "tiers.json"
@@ -116,7 +116,7 @@ def main() -> int:
         json.dumps({**head, "load_average": round(load, 1), "index": rows, "disk": disk}, indent=1) + "\n"
     )
     print(RESULT.read_text())
-    return 0
+    return tiers_report.main([])
 
 
 if __name__ == "__main__":

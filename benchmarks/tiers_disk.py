@@ -6,7 +6,8 @@ What is written counts when it would survive a loss of power, for 16 blocks at a
 
 - `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
 - `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
-- `files`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does.
+- `files`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
+  memory that earlier rounds have used, as `Tiers` uses it again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.identity import Chain
+from kvproto.tiers.rooms import Rooms
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import GROUP, Files, Store
 from kvproto.tiers.workers import Workers
@@ -42,6 +43,7 @@ LAYOUT = Layout(
 )  # fmt: skip
 DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
 BLOCK = b"".join(DATA.values())
+ROOMS = Rooms(LAYOUT)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -100,7 +102,10 @@ class Stored:
         workers.close(1.0)
 
     def read(self) -> None:
-        assert all(_each(partial(self.shelf.read, self.chain), range(len(self.chain.ahead))))
+        rooms = [ROOMS.take() for _ in self.chain.ahead]
+        assert all(_each(lambda i: self.shelf.read(self.chain, i, room=rooms[i]), range(len(rooms))))
+        for room in rooms:
+            ROOMS.give(room)
 
 
 def _each(work: Callable[[Any], object], some: Iterable[Any]) -> list[object]:

@@ -88,10 +88,11 @@ class Lease:
             assert more is not None
             self._rest.join(more)
 
-    def leave(self, rows: int = 0, states: Collection[int] | None = None) -> None:
+    def leave(self, rows: int = 0, states: Collection[int] | None = None, windows: int = 0) -> None:
         """Give all slots back, and keep the whole pages of the first `rows` tokens of `chain`, which may have grown.
 
-        `states` are the token counts after which a recurrent state was kept; None: after every page.
+        `states` are the token counts after which a recurrent state was kept; None: after every page. `windows` is the
+        token from which rows of sliding windows are there; pages that begin before it lack them.
         """
         self._cache.settle()
         ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)
@@ -103,7 +104,7 @@ class Lease:
                 rest.name(self.chain, self.pages)
                 for i in range(whole - self.pages):
                     rest.fill(i)
-                    rest.seal(i, self._computed(self.pages + i, states))
+                    rest.seal(i, self._computed(self.pages + i, states, windows))
                 rest.publish()
             if whole:
                 self._cache.published(self.chain, whole)
@@ -111,8 +112,9 @@ class Lease:
             self.load.close()
             self._far.close()
 
-    def _computed(self, i: int, states: Collection[int] | None) -> list[int]:
+    def _computed(self, i: int, states: Collection[int] | None, windows: int) -> list[int]:
         """Components that page i has once it is computed."""
-        kept = states is None or (i + 1) * self.chain.page in states
-        parts = self._cache.device.layout.parts
-        return [part.group for part in parts if kept or part.rule is not LengthRule.STATE]
+        page = self.chain.page
+        lacks = set() if states is None or (i + 1) * page in states else {LengthRule.STATE}
+        lacks |= {LengthRule.WINDOW} if i * page < windows else set()
+        return [part.group for part in self._cache.device.layout.parts if part.rule not in lacks]

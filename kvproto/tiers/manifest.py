@@ -14,7 +14,7 @@ from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Data", "Named", "describe", "encode", "manifest_key", "object_key", "take"]
+__all__ = ["Data", "Named", "describe", "encode", "fits", "manifest_key", "object_key", "take"]
 
 Data = bytes | bytearray | memoryview
 _NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
@@ -59,13 +59,17 @@ def take(data: Data, layout: Layout, chain: Chain, i: int) -> Manifest | None:
     except WireError:
         return None
     asked = (chain.ids(layout.form)[i], layout.form, chain.own[i], chain.previous(i), chain.space)
-    if (found.id, found.form, found.own, found.previous, found.namespace) != asked:
-        return None
+    stated = (found.id, found.form, found.own, found.previous, found.namespace)
+    return found if stated == asked and fits(found, layout) else None
+
+
+def fits(found: Manifest, layout: Layout) -> bool:
+    """Whether it is a page of this layout (KVP-TIER-MISS, KVP-TIER-PARTS)."""
     if (found.page, found.geometry) != (layout.page, layout.geometry):
-        return None
+        return False
     parts = {part.group: attrs.asdict(part) for part in layout.parts}
     stated = {c.group: attrs.asdict(c, filter=lambda field, _: field.name != "digest") for c in found.components}
-    return found if layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items()) else None
+    return layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items())
 
 
 class Named:

@@ -18,7 +18,7 @@ import numpy as np
 from kvproto.copying.execute import execute
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.errors import KvprotoError, PlanError
+from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
 from kvproto.tiers.components import Layout, alone, components
@@ -100,9 +100,11 @@ class Others:
                 if digest == self.layout.geometry.hex() or data is None or hashlib.sha256(data).hexdigest() != digest:
                     continue
                 with suppress(KvprotoError, ValueError):
-                    one = decode_geometry(data)
-                    if not any(engine.joins(int(page), one, bytes.fromhex(digest)) for engine in engines):
-                        engines.append(_Engine(int(page), one, [bytes.fromhex(digest)]))
+                    one, tokens = decode_geometry(data), check_whole("page", int(page), 1, U32)
+                    if one != alone(one, 0, [group.id for group in one.groups]):
+                        continue
+                    if not any(engine.joins(tokens, one, bytes.fromhex(digest)) for engine in engines):
+                        engines.append(_Engine(tokens, one, [bytes.fromhex(digest)]))
             self._engines, self._seen = engines, time.monotonic()
         return self._engines
 

@@ -19,7 +19,7 @@ from kvproto.errors import LocalError
 from kvproto.tiers.components import Layout
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
-from kvproto.tiers.manifest import Data, Named, describe, encode, manifest_key, object_key, take
+from kvproto.tiers.manifest import Data, Named, describe, encode, fits, manifest_key, object_key, take
 from kvproto.tiers.rooms import Room
 from kvproto.tiers.store import Filling, Grouped, Store
 from kvproto.wire.enums import ErrorCode
@@ -69,7 +69,7 @@ class Shelf:
         with self._failing():
             for key in self.store.keys("m"):
                 manifest = Named().add(key, self.store.get(key))
-                if manifest is not None:
+                if manifest is not None and self._plausible(manifest):
                     self._note(manifest)
         self._evict()
 
@@ -208,6 +208,12 @@ class Shelf:
             self._forget(id + self.layout.geometry)
             return None
         return self._note(manifest)
+
+    def _plausible(self, manifest: Manifest) -> bool:
+        """Whether its lengths can be right: nobody checks them, and whole pages would be evicted for wrong ones."""
+        if manifest.geometry == self.layout.geometry:
+            return fits(manifest, self.layout)
+        return not self.high or sum(c.length for c in manifest.components) <= self.high
 
     def _note(self, manifest: Manifest) -> _Known:
         """Know this manifest, in place of an earlier one of the page."""

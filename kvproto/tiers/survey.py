@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 
 import attrs
@@ -15,6 +15,8 @@ __all__ = ["Damaged", "Survey", "drop", "prune", "survey"]
 
 _LONGEST = 1 << 20
 """Bytes of a manifest that is worth reading."""
+_LOOKS = 3
+"""Others evict a page while we look at it, and write it again."""
 
 
 @attrs.frozen
@@ -43,17 +45,12 @@ class Survey:
 
 
 def survey(store: Store, verify: bool = False) -> Survey:
-    """Look at names, lengths and manifests, and with `verify` at every byte; raises OSError."""
-    pages, damaged, named = [], [], Named()
-    for key in sorted(store.keys("m")):
-        manifest = _manifest(store, key, named)
-        if key in named.newer:
-            continue
-        why = "no manifest of this name" if manifest is None else next(_faults(store, manifest, verify), None)
-        if manifest is None or why is not None:
-            damaged.append(Damaged(key, why or "", manifest))
-        else:
-            pages.append(manifest)
+    """Look at names, lengths and manifests, and with `verify` at every byte; raises OSError.
+
+    Others may write and evict pages meanwhile: a page that has gone is not damaged.
+    """
+    named = Named()
+    pages, damaged = _looked(store, sorted(store.keys("m")), named, verify)
     orphans = {key: store.size(key) or 0 for key in sorted(store.keys("o")) if key not in named}
     unfinished = {key: store.size(key) or 0 for key in sorted(store.keys("t"))}
     return Survey(pages, damaged, orphans, unfinished, sorted(named.newer))
@@ -64,14 +61,9 @@ def prune(store: Store, found: Survey, grace: float, verify: bool = False) -> tu
 
     A page that somebody has mended since stays. Raises OSError.
     """
-    pages = gone = 0
-    for page in found.damaged:
-        since = Named()
-        now = _manifest(store, page.key, since)
-        if since.newer or (now is not None and next(_faults(store, now, verify), None) is None):
-            continue
-        drop(store, page.key, now)
-        pages += 1
+    gone, (_, damaged) = 0, _looked(store, [page.key for page in found.damaged], Named(), verify)
+    for page in damaged:
+        drop(store, page.key, page.manifest)
     named = Named()
     for key in store.keys("m"):
         _manifest(store, key, named)
@@ -79,7 +71,7 @@ def prune(store: Store, found: Survey, grace: float, verify: bool = False) -> tu
         if key not in named and store.age(key) > grace:
             store.delete(key)
             gone += 1
-    return pages, gone
+    return len(damaged), gone
 
 
 def drop(store: Store, key: str, manifest: Manifest | None) -> None:
@@ -88,6 +80,32 @@ def drop(store: Store, key: str, manifest: Manifest | None) -> None:
     if manifest is not None:
         for component in manifest.components:
             store.delete(object_key(manifest, component))
+
+
+def _looked(store: Store, keys: Iterable[str], named: Named, verify: bool) -> tuple[list[Manifest], list[Damaged]]:
+    """Whole pages, and damaged ones; none that has gone, or is of a later version."""
+    found = [_look(store, key, named, verify) for key in keys]
+    damaged = [each for each in found if isinstance(each, Damaged)]
+    if any(each.manifest is None for each in damaged):  # what cannot be read is listed, and what has gone is not
+        there = {*store.keys("m")}
+        damaged = [each for each in damaged if each.manifest is not None or each.key in there]
+    return [each for each in found if isinstance(each, Manifest)], damaged
+
+
+def _look(store: Store, key: str, named: Named, verify: bool) -> Manifest | Damaged | None:
+    """A page, which is damaged if it looks so each of a few times; None for one of a later version."""
+    damaged = None
+    for _ in range(_LOOKS):
+        manifest = _manifest(store, key, named)
+        if key in named.newer:
+            return None
+        if manifest is None:
+            damaged = Damaged(key, "no manifest of this name")
+        elif (why := next(_faults(store, manifest, verify), None)) is None:
+            return manifest
+        else:
+            damaged = Damaged(key, why, manifest)
+    return damaged
 
 
 def _manifest(store: Store, key: str, named: Named) -> Manifest | None:

@@ -72,11 +72,12 @@ class Engine:
         id = chain.ids(self.layout.form)[i]
         return {p.group: hashlib.shake_128(id + bytes((p.group,))).digest(p.length) for p in self.layout.parts}
 
-    def compute(self, chain: Chain, lease: Lease, first: int) -> None:
-        """Write pages from `first` on, as far as they have ids, into the pool."""
+    def compute(self, chain: Chain, lease: Lease, first: int, windows: int = 0) -> None:
+        """Write pages from `first` on, as far as they have ids, into the pool; the draft's rows only from `windows` on."""
         for i in range(first, min(len(chain.ids(self.layout.form)), len(lease.slots))):
             for group, data in self.right(chain, i).items():
-                self._rows(group, lease.slots[i], data)
+                there = group != 1 or i * PAGE >= windows
+                self._rows(group, lease.slots[i], data if there else b"\xa5" * len(data))
 
     def there(self, slot: int) -> dict[int, bytes]:
         """What a page of the pool has."""
@@ -104,7 +105,7 @@ class Engine:
         width = sum((s.hi - s.lo) * spec.parts[s.part].lane_bytes for s in share.lanes)
         return int(spec.rows * width * len(share.layers))
 
-    def turn(self, *tokens: int, step: bool = True) -> Lease:
+    def turn(self, *tokens: int, step: bool = True, windows: int = 0) -> Lease:
         """A request from its beginning to its end; its lease, which is over."""
         chain = self.chain(*tokens)
         lease = self.cache.open(chain, -(-len(tokens) // PAGE))
@@ -112,8 +113,8 @@ class Engine:
         if step:
             self.cache.step()
         self.check(chain, lease)
-        self.compute(chain, lease, lease.pages)
-        lease.leave(len(tokens) - 1)
+        self.compute(chain, lease, lease.pages, windows)
+        lease.leave(len(tokens) - 1, windows=windows)
         return lease
 
     def check(self, chain: Chain, lease: Lease) -> None:

@@ -215,10 +215,11 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
             engine.cache.step()
         elif open_:
             chain, lease, rows = open_.pop(rng.randrange(len(open_)))
+            since = rng.choice((0, rng.randrange(14))) if reach else 0
             if lease.ready:
                 engine.check(chain, lease)
-                engine.compute(chain, lease, lease.pages)
-            lease.leave(rows)
+                engine.compute(chain, lease, lease.pages, since)
+            lease.leave(rows, windows=since)
     for _, lease, _ in open_:
         lease.leave()
         lease.leave()
@@ -273,6 +274,21 @@ def test_a_page_without_its_window_is_not_given_one_on_its_way(keep: Keep) -> No
     short = first.turn(*B[:9])
     assert short.found == {"device": 0, "host": 0}, "two pages cannot be used: the second lacks its window"
     first.cache.close()
+
+
+@pytest.mark.parametrize("since", [1, PAGE, PAGE + 1, 2 * PAGE])
+def test_a_window_that_was_received_from_some_token_on_is_kept_from_there(since: int) -> None:
+    """KVP-TIER-LENGTH: a request goes on where its window is there, and what it computes completes the other pages."""
+    engine = Engine(8, 8, reach=PAGE)
+    engine.turn(*B, windows=since)
+    chain, whole = engine.chain(*B), -(-since // PAGE)
+    there = [slot for id in chain.ahead if (slot := engine.cache.device.slot(id)) is not None]
+    assert [1 in engine.cache.device.groups(slot) for slot in there] == [i >= whole for i in range(3)]
+    assert engine.turn(*B).found == {"device": 3, "host": 0}
+    short = engine.turn(*B[: PAGE * whole + 1])
+    assert short.found["device"] == 0, "the last of its pages lacks the window"
+    assert engine.turn(*B[: PAGE * whole + 1]).found["device"] == whole
+    engine.cache.close()
 
 
 class Slow(Memory):

@@ -1,11 +1,13 @@
 """Pages of one size, deal and page length that a rank of another finds: each byte is held against its place in the prompt."""
 
+import hashlib
 import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.node.pool import pack
-from kvproto.planning.geometry import Geometry
+from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.tiers.cache import Cache
 from kvproto.tiers.components import Layout, components
 from kvproto.tiers.copies import Copies
@@ -160,6 +162,37 @@ def test_whatever_the_sizes_are(
     for rank, count in enumerate(read(store, reader, ours, first)):
         same = components(reader, rank, ours, draft_of(reader)).geometry in {layout.geometry for layout in layouts}
         assert same or count == max(there - first, 0)
+
+
+@pytest.mark.parametrize("page", ["0", "-8", "1", "4294967296", "9" * 30, "8.8", "x", ""])
+def test_a_record_of_pages_that_nobody_can_have_is_left_alone(page: str) -> None:
+    store, writer, reader = Memory(), engine(tp=2), engine(tp=4)
+    written(store, writer, 8, 100)
+    for key in [key for key in store.data if key.startswith("g/")]:
+        store.put(f"{key.partition('.')[0]}.{page}", store.data[key])
+    assert read(store, reader, 8) == [12] * 4
+
+
+@pytest.mark.parametrize("wrong", ["two ranks", "another number", "a replica"])
+def test_a_record_of_anything_but_one_rank_is_left_alone(wrong: str) -> None:
+    """Pages of ranks that no record describes, or that several ranks of one record would claim."""
+    store, writer, reader = Memory(), engine(), engine(tp=2)
+    (layout,) = written(store, writer, 8, 100)
+    key = geometry_key(layout.geometry, 8)
+    one = decode_geometry(store.data.pop(key))
+    (rank,) = one.ranks
+    other = {
+        "two ranks": attrs.evolve(one, ranks=(rank, attrs.evolve(rank, rank=1))),
+        "another number": attrs.evolve(one, ranks=(attrs.evolve(rank, rank=1),)),
+        "a replica": attrs.evolve(one, replica=1),
+    }[wrong]
+    data = encode_geometry(other)
+    digest = hashlib.sha256(data).digest()
+    store.put(geometry_key(digest, 8), data)
+    shelf = Shelf(store, attrs.evolve(layout, geometry=digest))
+    for i in range(12):
+        assert shelf.write(chain(8), i, right(writer, 0, layout, i))
+    assert read(store, reader, 8) == [0, 0]
 
 
 def test_what_a_rank_lacks_or_has_damaged_shortens_the_hit(tmp_path: Path) -> None:
