@@ -14,7 +14,21 @@ from pathlib import Path
 
 from engine import BYTES, PAGE, Engine
 
-from kvproto import Cache, DType, Fetch, KvprotoError, Pool, Prompt, Sink, Source, Ticket, Tiers, allocate, lay_out, new_ticket
+from kvproto import (
+    Cache,
+    DType,
+    Fetch,
+    KvprotoError,
+    Pool,
+    Prompt,
+    Sink,
+    Source,
+    Ticket,
+    Tiers,
+    allocate,
+    lay_out,
+    new_ticket,
+)
 from kvproto.tiered import Lease
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
@@ -55,7 +69,7 @@ class StorageNode:
         return len(prompt) - had
 
     def _give_back(self) -> None:
-        """Give back the pages of lost fetches that nobody can write any more; other requests do not wait for the rest."""
+        """Give back the pages of lost fetches that nobody can write any more; nobody waits for the rest."""
         for fetch, lease in [each for each in self._lost if each[0].pages_free]:
             lease.leave()
             self._lost.remove((fetch, lease))
