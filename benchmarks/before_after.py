@@ -2,7 +2,7 @@
 
 `python benchmarks/before_after.py --before PATH [--rounds N] [--write]`: PATH is a checkout of the earlier commit. Runs
 `plan.py` and `codec.py` of both trees in turn, N times, and prints the median and the fastest sample of what both measure;
---write keeps all samples in benchmarks/results/before_after.json. Where other work shares the machine the fastest tells more.
+--write keeps all samples in benchmarks/results/before_after.json. On a shared machine the fastest tells more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRIPTS = ("plan", "codec")
 
 
 def rows(found: Any, name: str = "") -> Iterator[tuple[str, list[float]]]:
-    """Name and samples of what is kvproto's own in a result file; contenders are left out."""
+    """The name and samples of kvproto's own entries in a result file, without the contenders."""
     if isinstance(found, dict):
         for key, value in found.items():
             yield from rows(value, f"{name}, {key}" if name else key)
@@ -38,7 +38,7 @@ _OTHERS = ("msgspec", "frames", "today")
 
 
 def measure(tree: Path, script: str) -> dict[str, list[float]]:
-    """One run of a tree's script, which writes a result file; the file is put back."""
+    """Run a tree's script, which writes a result file, and restore that file."""
     file = tree / "benchmarks/results" / f"{script}.json"
     kept = file.read_bytes()
     path = os.pathsep.join(str(tree / name) for name in ("", "reference", "conformance"))

@@ -48,7 +48,7 @@ def done() -> m.Done:
 
 
 def transfer(pages: int) -> m.Transfer:
-    """A Transfer of that many page ids in no order."""
+    """A Transfer of that many page ids in random order."""
     items = np.random.default_rng(7).permutation(1 << 20)[:pages].astype(np.uint32)
     grants = (m.Grants(group=0, first=0, count=pages * 64, valid=pages * 64, items=items),)
     return m.Transfer(
@@ -58,7 +58,7 @@ def transfer(pages: int) -> m.Transfer:
 
 
 def register(groups: list[tuple[int, int, int]]) -> m.Register:
-    """A Register with a region a tensor; groups of (tensors, item length, row length)."""
+    """A Register with one region per tensor; `groups` holds (tensors, item length, row length)."""
     regions: list[m.Region] = []
     columns = []
     for group, (tensors, item, row) in enumerate(groups):
@@ -153,7 +153,7 @@ def typed(value: Any) -> Any:
 
 
 def frames_encode(v: Any) -> list[bytes]:
-    """As today's engines send it: the parts of a multipart message."""
+    """The parts of a multipart message, as today's engines send it."""
     if isinstance(v, m.Done):
         parts = [str(n).encode() for n in (v.session, v.sequence, v.attempt, v.writer, v.bytes, int(v.outcome))]
         return [

@@ -52,7 +52,7 @@ def shard_of(shape: Shape, size: int, rank: int) -> Shard:
 
 
 def batch_for(shape: Shape, shard: Shard, lengths: Sequence[int], count: int, seed: int) -> tuple[Batch, int]:
-    """A step of the last `count` tokens of each sequence, in pages without order; and the pages of a pool that holds it."""
+    """A step of the last `count` tokens of each sequence, in pages in random order, and the pages of a pool that holds it."""
     held = [shard.pages(length) for length in lengths]
     order = np.random.default_rng(seed).permutation(sum(held)).astype(np.int32)
     tables = np.split(order, np.cumsum(held)[:-1])

@@ -41,7 +41,7 @@ from kvproto_reference.cache import KVPool
 RESULTS = Path(__file__).parent / "results/dcp_gpu.json"
 ROUNDS, WARM = 9, 2
 SAMPLE = 4e-3
-"""Seconds of a sample, about."""
+"""About how many seconds a sample takes."""
 BATCHES, CONTEXTS = (1, 8, 64), (8 << 10, 32 << 10, 128 << 10, 512 << 10)
 CACHED = 200 << 20
 """Bytes of pools that are read before one is read again: several times the L2 cache."""
@@ -286,7 +286,7 @@ def work(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
     if rank == 0:
         Path(args.out).write_text(json.dumps({"size": size} | found) + "\n")
     dist.barrier()
-    os._exit(0)  # graphs hold NCCL's communicator, which waits for them where it is taken down
+    os._exit(0)  # graphs hold NCCL's communicator, whose teardown waits for them
 
 
 def told(rank: int, of: dict[str, Any]) -> None:

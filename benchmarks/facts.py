@@ -1,4 +1,4 @@
-"""What a result of GPUs is of: date, machine, versions."""
+"""The context of a GPU result: date, machine, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ZeroMQ itself does not bound: connections that come between two turns, and a message that never ends.
+"""What ZeroMQ itself does not bound: connections that arrive between two turns, and a message that never ends.
 
     python benchmarks/floods.py
 
@@ -30,7 +30,7 @@ DESCRIPTORS, SECONDS, FRAME = 1024, 3.0, 1 << 20
 
 
 def connections(port: int) -> None:
-    """Opens connections as fast as it can, and says nothing on them."""
+    """Open connections as fast as possible, and send nothing on them."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     held, until = [], time.monotonic() + SECONDS
     while time.monotonic() < until and len(held) < 8 * DESCRIPTORS:
@@ -42,7 +42,7 @@ def connections(port: int) -> None:
 
 
 def endless(port: int) -> None:
-    """One message of frames of 1 MiB that does not end; by hand, as ZeroMQ sends no message before it is whole."""
+    """Send one endless message of frames of 1 MiB; by hand, as ZeroMQ sends no message before it is whole."""
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     with socket.create_connection(("127.0.0.1", port)) as made:
@@ -69,7 +69,7 @@ def beside(flood: Callable[[int], None], port: int, listener: Listener, look: Ca
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """The resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,4 +1,4 @@
-"""Transport inline beside a bare ZeroMQ socket, and what a long hand-over costs others: `python benchmarks/inline.py [--write]`.
+"""Transport inline compared with a bare ZeroMQ socket, and what a long hand-over costs others: `python benchmarks/inline.py [--write]`.
 
 Two processes, over ipc and over loopback TCP. Each round sends the same bytes by a bare DEALER and ROUTER, in messages
 as long as Data, and by inline: from `fetch` to Arrived, packed, checked and unpacked, first without VERIFY and then with.
@@ -43,7 +43,7 @@ def options(verify: bool, window: int) -> Options:
 
 
 def prefill(conn: Connection, address: str, window: int) -> None:
-    """Two sources, without VERIFY and with; bare frames too."""
+    """Two sources, without and with VERIFY, and bare frames."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(address.format("bare"))

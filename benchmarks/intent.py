@@ -1,6 +1,6 @@
 """Decode memory that waits for prefill: pages times seconds, with and without intent: `python benchmarks/intent.py [--write]`.
 
-A source and a sink of one host. REQUESTS requests are asked for at once; prefill takes one after the other, chunk by chunk, each chunk
+A source and a sink of one host. REQUESTS requests are fetched at once; prefill computes one after the other, chunk by chunk, each chunk
 as long as a forward of it might take. Pages are claimed by `fetch` (at once), when prefill is over (intent), or piece by
 piece while it runs (spans). A page is held from when it is claimed until its request has arrived. The ways take turns in
 ROUNDS rounds, and the figures are medians of them. `late_ms` is what the way costs: from the end of a request's prefill to Arrived.
@@ -60,7 +60,7 @@ class Held:
 
 
 def measured(way: str, source: Source, sink: Sink) -> dict[str, float]:
-    """All requests, one way."""
+    """Run all requests in one way."""
     held, prompt, began = Held(), Prompt(range(TOKENS)), time.monotonic()
     made = []
 
@@ -95,7 +95,7 @@ def measured(way: str, source: Source, sink: Sink) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and keep what was measured where asked to."""
+    """Measure, print, and keep what was measured if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write

@@ -1,4 +1,4 @@
-"""What users would pick instead: NIXL (UCX) and Mooncake's transfer engine, a descriptor for each run, between two processes.
+"""What users would pick instead: NIXL (UCX) and Mooncake's transfer engine, one descriptor per run, between two processes.
 
 `measure(runs, rounds)` gives GB/s by library and run length, from the call to its completion; pools of 4 GB on two GPUs. At
 most 16,384 descriptors a call, so that a round stays short: a descriptor's price does not depend on their number. A library
@@ -124,7 +124,7 @@ def _write(library: str, pipe: Connection, result: Connection, runs: list[int], 
 
 
 def measure(runs: list[int], rounds: int) -> dict[str, dict[int, list[float]] | str]:
-    """Samples by run length, or why there are none, by library."""
+    """By library, the samples by run length, or why there are none."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, dict[int, list[float]] | str] = {}
     for library, (own, _) in LIBRARIES.items():

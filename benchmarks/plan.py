@@ -1,4 +1,4 @@
-"""Planning and lowering: how long, and beside the page grouping and per-layer expansion that engines do today.
+"""How long planning and lowering take, compared with the page grouping and per-layer expansion of today's engines.
 
 `python benchmarks/plan.py [--write]`: prints the tables; --write keeps raw samples in benchmarks/results/plan.json. Rounds
 are interleaved; times are medians of one core.
@@ -86,7 +86,7 @@ def plans() -> dict[str, Callable[[], Any]]:
 
 
 def lowering(page: int, layers: int, tokens: int = 131072) -> tuple[Callable[[], Any], Callable[[], Any], int]:
-    """Ours and theirs on one request of an MLA cache, pages in no order."""
+    """Ours and theirs on one request of an MLA cache, with pages in random order."""
     group = mla(0, "target", 0, 1152, page)
     items, wanted = 262144 // page, tokens // page
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(layers)),)),))
@@ -112,7 +112,7 @@ def lowering(page: int, layers: int, tokens: int = 131072) -> tuple[Callable[[],
 
 
 def today(src: Any, dst: Any, bases: list[tuple[int, int]], size: int) -> list[tuple[int, int, int]]:
-    """Grouping and expansion as today: pages that go on on both sides are joined, then repeated for every layer."""
+    """Grouping and expansion as done today: pages contiguous on both sides are joined, then repeated for every layer."""
     breaks = np.where((np.diff(src) != 1) | (np.diff(dst) != 1))[0] + 1
     groups = list(zip(np.split(src, breaks), np.split(dst, breaks), strict=True))
     blocks = []

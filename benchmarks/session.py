@@ -60,14 +60,14 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int
 
 
 def ahead() -> bool:
-    """Whether the scheduler puts this process, or its session, before others."""
+    """Whether the scheduler gives this process, or its session, priority."""
     session = Path("/proc/self/autogroup")
     words = session.read_text().split() if session.exists() else []  # empty where the kernel keeps no groups
     return (bool(words) and int(words[-1]) < 0) or os.sched_getscheduler(0) != os.SCHED_OTHER
 
 
 def facts() -> dict[str, Any]:
-    """What samples are of."""
+    """The context of the samples."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 2),
         "ahead": ahead(),

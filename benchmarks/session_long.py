@@ -1,4 +1,4 @@
-"""What does not grow, and how a sink comes back: a million transfers, ten thousand sessions, a source that stops or dies."""
+"""What does not grow, and how a sink recovers: a million transfers, ten thousand sessions, a source that stops or dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["flat", "messages", "recovery", "sessions", "transfers"]
 _BATCH = 256
 _SAMPLES = 100
 _ROOM = 4 << 20
-"""Bytes that resident memory may differ by: what the allocator keeps for itself."""
+"""By how many bytes resident memory may differ: what the allocator keeps for itself."""
 
 
 def flat(samples: list[dict[str, int]]) -> dict[str, Any]:

@@ -124,19 +124,19 @@ def held(rounds: int, number: int) -> dict[str, Any]:
 
 
 def garbage() -> Iterator[bytes]:
-    """Frames that nothing can be read of."""
+    """Frames that cannot be decoded."""
     while True:
         yield os.urandom(256)
 
 
 def requests(session: int) -> Iterator[bytes]:
-    """Requests that are in order, and are answered: a Ping, and a Transfer of a ticket that nobody knows."""
+    """Valid requests, which are answered: a Ping, and a Transfer with an unknown ticket."""
     for n in count(1000):
         yield encode(m.Ping(session=session, request=n))
 
 
 def flood(place: Place, kind: str, over: Any, sent: Any) -> None:
-    """Send as fast as the source takes it."""
+    """Send as fast as the source receives."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     keys = read_keys(Path(place.folder) / "decode")

@@ -1,4 +1,4 @@
-"""The two sides that `session.py` measures: a source in a process of its own that does as it is told, and sinks.
+"""The two sides that `session.py` measures: a source in its own process, controlled over a pipe, and sinks.
 
 The cache is small, one page of 128 bytes a request, so that what is measured is the session and not the copy.
 """
@@ -27,7 +27,7 @@ PROMPT = Prompt(range(4))
 DEADLINE = 600_000
 """Milliseconds."""
 MOST = 512
-"""Sinks that the allow-list knows, all by one key."""
+"""How many sinks the allow-list names, all with one key."""
 _SINK, _SOURCE = "decode", "prefill"
 
 
@@ -137,12 +137,12 @@ class Far:
         self.place = place.at(self._pipe.recv())
 
     def ask(self, word: str, first: int = 0, count: int = 0) -> Any:
-        """Do it there, and wait for the answer."""
+        """Do this there, and wait for the answer."""
         self._pipe.send((word, first, count))
         return self._pipe.recv()
 
     def close(self) -> None:
-        """End it in order."""
+        """Stop it in an orderly way."""
         self._pipe.close()
         self.process.join(20)
         self.process.kill()

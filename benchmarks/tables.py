@@ -1,6 +1,6 @@
 """Writes the tables of docs/gpu.md from benchmarks/results, so that no figure is copied by hand.
 
-`python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is made anew. --check
+`python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated. --check
 writes nothing; exit status 1: a table says something else than the results.
 """
 

@@ -71,7 +71,7 @@ def places(program: CopyProgram, width: int, side: str) -> Iterator[np.ndarray]:
 
 
 def compare(program: CopyProgram, width: int, source: torch.Tensor, sink: torch.Tensor) -> None:
-    """Every row is where it must be, and nothing else was written: the pool was 0xEE before."""
+    """Check that every row is in its place and nothing else was written; the pool was 0xEE before."""
     total = 0
     source, sink = (t[: t.numel() // width * width] for t in (source, sink))
     for a, b in zip(places(program, width, "source"), places(program, width, "sink"), strict=True):
@@ -99,14 +99,14 @@ class Bench:
         self.pool = pool
 
     def close(self) -> None:
-        """Leave the memory to others."""
+        """Free the memory for others."""
         del self.source, self.sink
         for memory in self.memory:
             memory.close()
         torch.cuda.empty_cache()
 
     def peer_copy(self) -> float:
-        """The copy engine's ceiling: 1 GB that lies together."""
+        """The copy engine's ceiling: 1 GB of contiguous memory."""
         return self._between(
             lambda: driver.cuMemcpyDtoDAsync(self.memory[1].address, self.memory[0].address, TOTAL, self.stream.handle),
             TOTAL,

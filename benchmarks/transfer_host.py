@@ -4,7 +4,7 @@
 benchmarks/results/transfer_host.json. Each round measures all ways one after the other; rates are medians. The ceiling is
 one NIXL write of 64 MB. On host memory UCX copies with a core of the sender, the packer with another, and the sink
 unpacks with a third: with fewer cores than that they wait for each other; `cpus` says how many there were, and `load` how
-many threads of others wanted them.
+many threads of other processes competed for them.
 """
 
 from __future__ import annotations

@@ -173,14 +173,16 @@ def main() -> None:
     with prefill.source, decode.sink:
         long, short = list(range(100, 190)), list(range(7, 57))
         held = decode.engine.prefill(long[:32])  # what an earlier request left in the prefix cache
-        jobs = []
+        asked, jobs = [], []
         for tokens, pages, done in ((long, held, 32), (short[::-1], [], 0), (short, [], 0)):
             ticket = new_ticket("prefill")  # the router does this
-            prefill.add(Job(ticket, tokens))
+            asked.append(Job(ticket, tokens))
+            prefill.add(asked[-1])
             jobs.append(Job(ticket, tokens, list(pages), done))
             decode.add(jobs[-1])
         decode.step()
         decode.abort(jobs[1])
+        prefill.abort(asked[1])  # the router tells both: prefill may not have heard of the fetch yet
         while prefill.jobs or decode.waiting or decode.fetching:
             select.select([prefill.source.fileno(), decode.sink.fileno()], [], [], 0.01)
             for event in (*prefill.source.events(), *decode.sink.events()):

@@ -69,7 +69,7 @@ class StorageNode:
         return len(prompt) - had
 
     def _give_back(self) -> None:
-        """Give back the pages of lost fetches that nobody can write any more; no request waits for the rest."""
+        """Give back the pages of lost fetches that nobody can write any more; nobody waits for the rest."""
         for fetch, lease in [each for each in self._lost if each[0].pages_free]:
             lease.leave()
             self._lost.remove((fetch, lease))

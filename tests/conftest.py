@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 os.umask(0o022)  # an allow-list that its group may write to is refused
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # torch and numpy: other workers have the cores
 
 SLOW = {
     "calibration/test_probe.py",
@@ -34,6 +35,9 @@ SLOW = {
     "conformance/test_driver.py::test_a_hello_that_says_nothing_makes_an_invalid_run",
     "conformance/test_driver.py::test_what_is_silent_too_often_is_asked_no_more",
     "conformance/test_live.py",
+    "conformance/test_live_staged.py::test_a_fault_is_found_by_the_scenario_that_names_it",
+    "conformance/test_live_staged.py::test_a_suite_without_nixl_says_what_it_could_not_ask",
+    "conformance/test_live_staged.py::test_the_reference_passes",
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
     "conformance/test_prove.py",
@@ -105,7 +109,9 @@ SLOW = {
     "tiers/test_agreement.py::test_all_ranks_decide_the_same_and_can_do_it",
     "tiers/test_cache.py::test_a_process_ends_while_its_storage_hangs",
     "tiers/test_catalogue.py::test_what_is_told_is_what_is_found",
+    "tiers/test_groups.py::test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones",
     "tiers/test_index.py::test_every_slot_is_freed_once_whatever_fails_when",
+    "tiers/test_others.py::test_whatever_the_sizes_are",
     "tiers/test_others.py::test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder",
     "tiers/test_storage.py",
     "tiers/test_stores.py::test_a_writer_of_lmdb_that_is_killed_holds_up_nobody",
@@ -129,6 +135,9 @@ SLOW = {
 """Folders, files and tests that take seconds each: models, real transports, and the longest searches of their rooms."""
 
 ONE_WORKER = {
+    "conformance/test_meeting.py": "versions",
+    "conformance/test_sink_c.py": "sink in C",
+    "conformance/test_testees.py": "testees",
     "reference/test_reference_parallel.py": "ranks",
     "reference/test_hf_checkpoint.py": "transformers",
     "reference/test_hf_logits.py": "transformers",
@@ -145,7 +154,7 @@ ONE_WORKER = {
     "reference/test_jax_engine.py": "jax",
     "reference/test_jax_tiers.py": "jax",
 }
-"""Files whose tests share what one worker starts or makes: UCX, a probe of the machine, the compiled kernel, XLA."""
+"""Files whose tests share what one worker starts or makes: compiled testees, UCX, a probe of the machine, XLA."""
 
 HERE = Path(__file__).parent
 

@@ -27,7 +27,7 @@ TESTEES = ROOT / "conformance/testees"
 PAGES = ROOT / "build/conformance"
 RESULTS = ROOT / "docs/results.md"
 SOCKETS = Path("/usr/include/zmq.h")
-"""Of Debian's libzmq3-dev, the one library of the sink in C."""
+"""From Debian's libzmq3-dev, the only library that the sink in C needs."""
 Run = tuple[str, list[str], list[str]]
 KVPROTO = [sys.executable, str(TESTEES / "python_kvproto.py")]
 LIVE = [
@@ -81,7 +81,7 @@ def times(reports: list[dict[str, Any]]) -> str:
 
 
 def runs(live: bool) -> Iterator[Run]:
-    """Name, what is claimed beyond what the testee says, and command of each."""
+    """The name of each testee, what is claimed beyond what it says itself, and its command."""
     yield "kvproto", [], KVPROTO
     if live:
         yield "kvproto-live", LIVE, KVPROTO
@@ -106,7 +106,7 @@ def runs(live: bool) -> Iterator[Run]:
 
 
 def frameworks() -> int:
-    """L3 with the reference engine's pools and attention in each framework that is here; the exit status."""
+    """Run L3 with the reference engine's pools and attention in each installed framework; returns the exit status."""
     worst = 0
     for name, adapter in FRAMEWORKS.items():
         for role in ("source", "sink") if importlib.util.find_spec(name) else ():

@@ -2,7 +2,7 @@
 
     python -m tools.coverage_figures [--tree DIR] [--label NAME] [-- PYTEST ARGUMENTS]
 
-The figures go to benchmarks/results/coverage.json under the label, beside those of other states of the code. `--tree`
+The figures go to benchmarks/results/coverage.json under the label, next to those of other states of the code. `--tree`
 measures another checkout: its tests run there, with its own packages first on the path.
 """
 

@@ -161,7 +161,7 @@ def _code(here: str, link: str) -> str:
 
 
 def _drawing(here: str, title: str, link: str) -> str:
-    """A drawing of docs/assets becomes part of the page, so that it has the page's colours; a terminal keeps its own."""
+    """Put a drawing of docs/assets into the page, so that it has the page's colours; a terminal keeps its own."""
     path = ROOT / _target(here, link)
     if path.parent != ROOT / "docs/assets" or not path.exists():
         return f"![{title}]({link})"
@@ -286,7 +286,7 @@ def _results(name: str) -> Any:
 
 
 def _host() -> str:
-    """Tables and bars of what is measured on a host: medians from benchmarks/results."""
+    """Tables and bars of what was measured on a host: medians from benchmarks/results."""
     codec, planned, moved = _results("codec"), _results("plan"), _results("transfer_host")
     rows = [
         "# On the host",

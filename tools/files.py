@@ -1,4 +1,4 @@
-"""Files that are made: written where they differ from what they should be, or only compared."""
+"""Generated files: written if they differ from what they should be, or only compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def renew(files: Mapping[Path, str], check: bool) -> bool:
-    """Write every file that is stale, or with `check` only name it; whether there was one."""
+    """Write every stale file, or with `check` only name it; returns whether there was one."""
     stale = [(path, text) for path, text in files.items() if not path.exists() or path.read_text() != text]
     for path, text in stale:
         print(f"{'out of date' if check else 'wrote'}: {path.relative_to(_ROOT)}")

@@ -1,6 +1,6 @@
-"""`python -m tools.freeze NAME`: keep this day's wire as a version that the suite meets from now on.
+"""`python -m tools.freeze NAME`: keep today's wire format as a version that the suite meets from now on.
 
-What is kept stands alone: registry, vectors, and a testee whose codec is the suite's own strict one.
+The version is self-contained: registry, vectors, and a testee with the suite's own strict codec.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MODULES = (
     "negotiation.py",
 )
 _FOLDERS = ("codec", "plan")
-"""Of vectors; those of layouts and tiers are about no bytes between two sides."""
+"""The vectors that are kept; those of layouts and tiers are not about bytes between two sides."""
 _FILES = ("json", "streams", "negotiation", "dcp", "lowering", "late", "inline")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder of a version; what is kept is never written again."""
+    """Write the folder of a version; an existing version is never overwritten."""
     parser = argparse.ArgumentParser(prog="python -m tools.freeze", description=__doc__)
     parser.add_argument("name", help="of the version, as 1.0-draft-2")
     folder = KEPT / parser.parse_args(argv).name
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _alone(text: str) -> str:
-    """A module that finds its neighbours, and the registry, beside itself."""
+    """A module's text, changed so that it finds its neighbours and the registry in its own folder."""
     text = re.sub(r"from kvproto_conformance\.data import REGISTRY\n", "from pathlib import Path\n", text)
     text = text.replace("REGISTRY.read_text", 'Path(__file__).parents[1].joinpath("registry.json").read_text')
     return text.replace("from kvproto_conformance.codec", "from codec")

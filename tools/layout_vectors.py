@@ -39,9 +39,9 @@ TP = {
 }  # fmt: skip
 """Ranks of the larger models."""
 APART = ("hunyuan-large",)
-"""Which layers of it engines store is not known."""
+"""Models of which it is not known which layers engines store."""
 UNKNOWN = {"trtllm": ("deepseek-v3.2",)}
-"""Pools that are in no table."""
+"""Pools that no table describes."""
 MORE: list[tuple[str, str, str]] = [
     # engine, configs with drafts behind a plus sign, options
     ("vllm", "llama-3.1-8b+draft-eagle3-llama-3.1-8b", "--tp 2"),
@@ -128,7 +128,7 @@ def case(engine: str, names: str, options: str) -> dict[str, Any]:
 
 
 def suites() -> dict[Path, str]:
-    """One file an engine."""
+    """One file per engine."""
     found = {}
     for engine in ENGINES:
         rows = [case(*row) for row in CASES if row[0] == engine]

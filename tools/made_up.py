@@ -1,7 +1,7 @@
 """Versions that do not exist: registries with additions, and kvproto and its testees generated from them.
 
-Old and new have to meet before there is a new one. A minor adds what conventions.md lets it add, everywhere; a major
-changes what is not frozen.
+Old and new versions must be able to meet before a new one exists. A minor version adds everything that conventions.md
+allows, everywhere; a major version changes what is not frozen.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["build", "major", "minor"]
 Row = dict[str, Any]
 IGNORED, NEEDED = 0x8002, 0x0010
 _TYPES = ("u64", "str", "bytes", "bool", "array<u32>", "struct:MadeUpStruct", "list<struct:MadeUpStruct>", "list<str>")
-"""Of the fields that may be ignored, in turn."""
+"""The ids of fields that may be ignored, in turn."""
 
 
 def minor(facts: Facts) -> Facts:
-    """The next minor: all that it may add.
+    """The next minor version, with everything that it may add.
 
-    In each message and struct a field that may be ignored, in each open enum a value, a feature and a message behind
-    it, an error; and in Accepted a field that only a session of that minor may have.
+    A field that may be ignored in each message and struct, a value in each open enum, a feature with a message, an
+    error, and a field of Accepted that only a session of that minor version may have.
     """
     made: Facts = copy.deepcopy(facts)
     made["protocol"]["minor"] += 1
@@ -65,7 +65,7 @@ def minor(facts: Facts) -> Facts:
 
 
 def major(facts: Facts) -> Facts:
-    """The next major: what is frozen has fields more that may be ignored; of all else something is otherwise."""
+    """The next major version: frozen messages gain fields that may be ignored; everything else changes in some way."""
     made: Facts = copy.deepcopy(facts)
     made["protocol"]["major"] += 1
     for message in made["message"].values():
@@ -95,7 +95,7 @@ def _struct(since: str) -> Row:
 
 
 def build(facts: Facts, folder: Path) -> None:
-    """All of a version in a folder: registry, vectors of its codec, kvproto, and the testees."""
+    """Write a whole version to a folder: the registry, the vectors of its codec, kvproto, and the testees."""
     shutil.copytree(ROOT / "kvproto", folder / "kvproto", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(
         ROOT / "conformance/testees", folder / "conformance/testees", ignore=shutil.ignore_patterns("__pycache__")

@@ -39,7 +39,7 @@ def main(wheel: str) -> int:
 
 
 def _kept() -> dict[str, str]:
-    """The environment without what would bring the repository's own packages onto the path."""
+    """The environment without the variables that would put the repository's own packages on the path."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -21,12 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit status."""
     args = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # whatever a testee says
+        sys.stdout.reconfigure(errors="backslashreplace")  # a testee may say anything
     try:
         return int(args.does(args))
     except (commands.Wrong, BadBaseline, BadReport, CannotStart) as error:
         return commands.fail(error)
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stdout = None
         return 0
 

@@ -1,4 +1,4 @@
-"""Failures that are known: each with an issue and a day by which it is to be mended."""
+"""Known failures, each with an issue and a date by which it must be fixed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RED = (Status.FAIL, Status.ERROR, Status.UNEARNED)
 
 
 class BadBaseline(Exception):
-    """A file that cannot be used at all."""
+    """A baseline file cannot be used at all."""
 
 
 @attrs.frozen
@@ -29,11 +29,11 @@ class Known:
     issue: str
     until: date
     expect: str = ""
-    """How the first wrong answer begins; another failure is a new one."""
+    """How the first wrong answer begins; a failure that begins otherwise is a new one."""
 
 
 def read(path: Path) -> list[Known]:
-    """Entries of a TOML file, `[[known]]` each; raises BadBaseline."""
+    """Read the `[[known]]` entries of a TOML file; raises BadBaseline."""
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8")).get("known", [])
     except OSError as error:
@@ -61,7 +61,7 @@ def _entry(path: Path, n: int, row: Any) -> Known:
 
 
 def apply(entries: list[Known], results: list[Result], ids: set[str], today: date) -> tuple[list[Result], list[str]]:
-    """Results in which known failures are so marked, and what is wrong with the entries."""
+    """Mark the known failures among the results; also return what is wrong with the entries."""
     by_id = {result.case.id: result for result in results}
     complaints, known = [], set()
     for entry in entries:
@@ -86,7 +86,7 @@ def _answer(result: Result) -> str:
 
 
 def made(report: dict[str, Any], issue: str, until: date) -> str:
-    """A baseline of all that a report has failed."""
+    """Make a baseline of everything that failed in a report."""
     rows = [row for row in report["results"] if row["status"] in _RED]
     return "".join(
         f'[[known]]\nid = "{row["id"]}"\nissue = "{issue}"\nuntil = "{until}"\n'
@@ -96,7 +96,7 @@ def made(report: dict[str, Any], issue: str, until: date) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of TOML, as it is where that can be."""
+    """A TOML string, literal if possible."""
     if "'" not in text and text.isprintable():
         return f"'{text}'"
     return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'

@@ -1,7 +1,7 @@
 """Makes plan vectors of Descriptions that contradict themselves: `python -m kvproto_conformance.broken_vectors`.
 
-Each is one right Description with one thing changed; the path is what the table of model.md says of that change. Beside each kind of
-fault stands what is just not one, of which the suite's own planner says what is planned.
+Each is a valid Description with one thing changed; the path is the one that the table of model.md gives for it.
+Next to each kind of fault is the nearest valid case, with the plan that the suite's own planner makes of it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _ranked(*cp: int) -> Edit:
 
 
 def _sections(*some: tuple[int, int, int]) -> Edit:
-    """The latent in sections: where each begins, its bytes, and the lane's."""
+    """The latent in sections: where each begins, its length, and that of the lane, in bytes."""
 
     def edit(side: Json) -> None:
         (part,) = side["groups"][0]["parts"]
@@ -118,7 +118,7 @@ def _swapped(path: str) -> Edit:
 
 _SPAN = "ranks.0.owns.1.lanes"
 BROKEN: list[tuple[str, str, Edit, str, str]] = [
-    # id, clause, what is changed, the path, which bug it guards against
+    # id, clause, what is changed, the path, the bug that it guards against
     ("facts-order", "KVP-GEO-ORDER", _swapped("facts"), "facts[1].name", "a digest that depends on a dictionary"),
     ("groups-order", "KVP-GEO-ORDER", _swapped("groups"), "groups[1].id", "a digest that depends on the order of registration"),
     ("groups-twice", "KVP-GEO-ORDER", _set("groups.1.id", "0"), "groups[1].id", "two groups of which one is lost"),
@@ -172,7 +172,7 @@ BROKEN: list[tuple[str, str, Edit, str, str]] = [
     ("lanes-of-sections", "KVP-GEO-SIZE", _all(_sections((0, 1024, 1152), (1024, 128, 1152)), *(_set(f"groups.0.parts.{n}.lanes", str(1 << 20)) for n in (0, 1)), _set("ranks.0.owns.0.lanes.0.hi", str(1 << 20))), "ranks", "a small Description that costs much"),
 ]  # fmt: skip
 TAKEN: list[tuple[str, str, Edit, str]] = [
-    # what is just no fault
+    # the nearest cases that are valid
     ("as-it-is", "KVP-PLAN-EXACT", lambda side: None, "the Description that the others are made of"),
     ("live-rows-all", "KVP-GEO-LIVE", _set("groups.3.live_rows", "4"), "as many live rows as there are"),
     ("spans-two", "KVP-GEO-LANES", _set(_SPAN, [{"part": "0", "lo": lo, "hi": hi} for lo, hi in (("2", "4"), ("0", "2"))] + [{"part": "1", "lo": "0", "hi": "4"}]), "intervals of one part in any order"),

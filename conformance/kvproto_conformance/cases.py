@@ -1,4 +1,4 @@
-"""Cases are data: what is asked of a testee, and what it has to answer."""
+"""Cases are data: the questions for a testee, and the answers that it must give."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["WRITES", "Ask", "Case", "claimed", "load"]
 
 Json = dict[str, Any]
 WRITES = frozenset({"encode", "encode_struct"})
-"""Questions that a reader is not asked."""
+"""Questions that are not for readers."""
 
 
 _WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-MAP", "KVP-BODY-W-RANGE"})
-"""Of the JSON form's clauses, those that say what no writer may write, in whatever form it is told."""
+"""Clauses of the JSON form that say what no writer may write, whatever form it is given."""
 
 
 @attrs.frozen
@@ -30,16 +30,16 @@ class Ask:
 
     question: dict[str, Any]
     expected: dict[str, Any]
-    """The testee's answer, exactly."""
+    """The exact answer of the testee."""
     tolerance: float = 0.0
-    """By how much a number of the answer may differ, times the greater of 1 and its size."""
+    """How far a number of the answer may be off, as a multiple of its size or of 1, whichever is greater."""
     more: bool = False
     """Whether the answer may have keys that are not in `expected`."""
 
 
 @attrs.frozen
 class Case:
-    """One thing that a testee has to know, by one question or two."""
+    """One thing that a testee must get right, in one or two questions."""
 
     id: str
     clause: str
@@ -47,20 +47,20 @@ class Case:
     asks: tuple[Ask, ...]
     note: str
     about: str = ""
-    """The message or struct that it is about, if it is about one."""
+    """The message or struct that it is about, if any."""
     needs: frozenset[str] = frozenset()
-    """Extensions without which it is not asked."""
+    """Extensions that a claim needs for this case to apply."""
     role: str = ""
-    """Source or sink, if only these are asked."""
+    """Source or sink, if the case is for one role only."""
 
     @property
     def must(self) -> bool:
-        """Whether its clause is a MUST; a SHOULD that is not kept makes a pass that is not strict."""
+        """Whether its clause is a MUST; breaking a SHOULD only makes a pass non-strict."""
         return not sentence(self.clause)["keyword"].startswith(("SHOULD", "MAY"))
 
     @property
     def refusing(self) -> bool:
-        """Whether it asks for a refusal."""
+        """Whether the right answer is a refusal."""
         return bool(self.asks) and all("error" in ask.expected for ask in self.asks)
 
 
@@ -80,7 +80,7 @@ def load(folder: Path = VECTORS) -> list[Case]:
 
 
 def claimed(cases: list[Case], claim: Claim) -> list[Case]:
-    """Those that a claim is judged by; a reader is asked to read only."""
+    """The cases by which a claim is judged; a reader only reads."""
     roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
     found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
     if claim.role != "reader":
@@ -90,11 +90,11 @@ def claimed(cases: list[Case], claim: Claim) -> list[Case]:
 
 
 Asked = Iterator[tuple[str, tuple[Ask, ...]]]
-"""Suite and questions of each case that a row of a file makes."""
+"""The suite and the questions of each case that a row of a file makes."""
 
 
 def _about(row: Json) -> str:
-    """Struct or message of a row; of bytes that are refused, what their envelope says."""
+    """The struct or message of a row; for refused bytes, what their envelope says."""
     if "bytes" not in row or "struct" in row:
         return str(row.get("struct", ""))
     layout = MESSAGE_TYPES.get(int.from_bytes(bytes.fromhex(row["bytes"][12:16]), "little"))
@@ -116,7 +116,7 @@ def _dealt(file: Json, row: Json) -> Asked:
 
 
 def _planned(file: Json, row: Json) -> Asked:
-    """A Description may have a name, under which the file has it; what is expected then leaves out the routes."""
+    """Resolve Descriptions that the row names; in such files, what is expected leaves out the routes."""
     named = file.get("geometries", {})
     source, sink = (named[row[side]] if named else row[side] for side in ("source", "sink"))
     question = {"op": "plan", "source": source, "sink": sink, "features": row["features"]}
@@ -142,7 +142,7 @@ def _inline(file: Json, row: Json) -> Asked:
 
 
 def _json_form(file: Json, row: Json) -> Asked:
-    """What a reader of the JSON form makes of it: canonical bytes, or a refusal."""
+    """What a reader of the JSON form answers: canonical bytes, or a refusal."""
     kind = "struct" if "struct" in row else "message"
     question = {"op": "encode_struct" if kind == "struct" else "encode", kind: row[kind], "fields": row["fields"]}
     answer = {"bytes" if kind == "struct" else "frame": row["bytes"]} if "bytes" in row else _refused(row)
@@ -155,7 +155,7 @@ def _streamed(file: Json, row: Json) -> Asked:
 
 
 _CLAUSES = {"verify": "KVP-VERIFY-SOURCE", "stream": "KVP-STG-ORDER"}
-"""Of suites that share the rows of another."""
+"""The cases of suites that share the rows of another."""
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
     "codec/*.json": _codec, "json.json": _json_form, "streams.json": _streamed, "negotiation.json": _negotiated,
     "dcp.json": _dealt, "plan/*.json": _planned, "lowering.json": _lowered, "late.json": _late, "inline.json": _inline,
@@ -167,7 +167,7 @@ def _refused(row: Json) -> Json:
 
 
 def _read_and_written(row: Json) -> tuple[Ask, ...]:
-    """A frame or a bare struct: what a reader accepts, a writer writes again byte by byte, unless it may be ignored."""
+    """A frame or bare struct: a writer must reproduce what a reader accepts, except for what may be ignored."""
     expected: dict[str, Any] = {k: row[k] for k in ("message", "fields", "error", "path") if k in row}
     if (struct := row.get("struct")) is not None:
         read = Ask({"op": "decode_struct", "struct": struct, "bytes": row["bytes"]}, expected)

@@ -1,6 +1,6 @@
 """The suite's own checks of a Description: the table of model.md, row by row, over its JSON form.
 
-What is a rule of the codec is not looked at again.
+It does not repeat the rules of the codec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def check(side: Json) -> None:
-    """Raise Refusal with the path that the table says."""
+    """Raise Refusal with the path that the table gives."""
     most = LIMITS["max_geometry"]
     # Text has five characters for a number of an array of u32, which is four bytes at most, and so on: it is longer.
     _need(len(json.dumps(side)) <= most or len(write_struct("Geometry", side)) <= most, "geometry")
@@ -49,7 +49,7 @@ def _sizes(side: Json, groups: dict[str, Json]) -> None:
 
 
 def _claims(group: Json | None, share: Json) -> int:
-    """Layers times intervals; each lane of a section is one."""
+    """Layers times intervals; each lane of a section counts as an interval."""
     parts = dict(enumerate(group["parts"])) if group else {}
     found = 0
     for span in share["lanes"]:
@@ -79,7 +79,7 @@ def _group(group: Json, at: str) -> None:
 
 
 def _sections(parts: list[Json], at: str) -> None:
-    """The parts of one name tile a lane, in their order."""
+    """Check that the parts of one name tile a lane in order."""
     ends: dict[str, tuple[int, Json, int]] = {}
     for j, part in enumerate(parts):
         _, first, end = ends.get(part["name"], (j, part, 0))

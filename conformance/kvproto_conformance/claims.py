@@ -1,4 +1,4 @@
-"""What an implementation may claim: a role, a level, extensions; and which suites a claim asks it."""
+"""What an implementation may claim (a role, a level, extensions), and which suites each claim entails."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ROLES = {
     "both": "source and sink",
 }
 HIGHEST = {"reader": "L1", "codec": "L1", "router": "L1", "planner": "L2"}
-"""Highest level of a role, where it is not L4."""
+"""The highest level of a role, if that is not L4."""
 PARTIAL = ("reader", "codec")
-"""Roles that may be of some messages only."""
+"""Roles that may be claimed for some messages only."""
 EXTENSIONS = {
     "json": "the JSON form of all messages",
     "streams": "frames one after another in a byte stream",
@@ -41,7 +41,7 @@ EXTENSIONS = {
     "curve": "keys, of live engines",
 }
 STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
-"""Roles whose codec is of one struct."""
+"""Roles whose codec covers one struct."""
 
 _SIDES = frozenset({"source", "sink", "both"})
 _SOURCES = frozenset({"source", "both"})
@@ -82,23 +82,23 @@ _EXTENSION_OF = {"SPREAD_ONE": "spread", "FEW_SOURCES": "spread", "COLD_DRAFT": 
 
 
 def extensions_of(suite: str, features: list[str]) -> frozenset[str]:
-    """Extensions that a case needs: its suite's, and those of the features that it plans with."""
+    """The extensions that a case needs: those of its suite, and of the features that it plans with."""
     own = {SUITES[suite].extension} - {""}
     return frozenset(own | {_EXTENSION_OF[name] for name in features if name in _EXTENSION_OF})
 
 
 @attrs.frozen
 class Claim:
-    """What a testee says that it is."""
+    """What a testee says about itself."""
 
     role: str
     level: str
     extensions: frozenset[str] = frozenset()
     messages: frozenset[str] = frozenset()
-    """Messages and structs that it reads, where it does not read all."""
+    """The messages and structs that it reads, unless it reads all."""
 
     def asks(self, suite: str, needs: frozenset[str], about: str) -> bool:
-        """Whether a case counts: of this suite, these extensions, and about this message, struct or, if empty, any."""
+        """Whether a case counts: by its suite, its extensions, and its message or struct (empty: any)."""
         asked = SUITES[suite]
         return (
             self.role in asked.roles

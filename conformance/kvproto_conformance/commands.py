@@ -49,7 +49,7 @@ STARTS = {
     "c": ("c/codec.c",),
     "rust": tuple(f"rust/{name}.rs" for name in _RUST),
 }
-"""The files that a language begins with: the first becomes `testee`, the others keep their names."""
+"""The files to begin with in each language: the first becomes `testee`, the others keep their names."""
 _NEXT = {
     "python": "kvproto-conformance smoke -- python {}",
     "node": "kvproto-conformance smoke -- node {}",
@@ -59,11 +59,11 @@ _NEXT = {
 
 
 _SHOWN = 3
-"""Of what went wrong in one respect."""
+"""How many errors of one kind are printed."""
 
 
 class Wrong(Exception):
-    """What the person who types the command can mend; the run is invalid."""
+    """An error that the user of the command can correct; the run is invalid."""
 
 
 def ran(args: Namespace) -> int:
@@ -107,12 +107,12 @@ def ran(args: Namespace) -> int:
 
 
 def _cases(args: Namespace, level: str) -> list[Case]:
-    """Those of vectors, and from L3 on those of live engines."""
+    """The cases of vectors, and from L3 on those of live engines."""
     return [*load(args.vectors), *(engines.scenarios() if level in engines.LIVE else ())]
 
 
 def _engines(args: Namespace) -> dict[str, list[str]]:
-    """Role to the command that starts the adapter of a live engine."""
+    """By role, the command that starts the adapter of a live engine."""
     given = {"source": args.live_source, "sink": args.live_sink}
     return {role: shlex.split(command) for role, command in given.items() if command}
 
@@ -125,7 +125,7 @@ def _greeted(testee: Testee, seed: int) -> Greeting:
 
 
 def _claim(args: Namespace, greeting: Greeting) -> Claim:
-    """What the command says is claimed, and where it says nothing, the testee."""
+    """The claim on the command line, or else the testee's own."""
     role, level = args.role or greeting.role, args.level or greeting.level
     extensions = [*(args.extension or ()), *(() if args.role or args.extension else greeting.extensions)]
     for what, said, all_ in (("role", role, ROLES), ("level", level, LEVELS)):
@@ -150,7 +150,7 @@ def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
 
 
 def _asked_of(suite: str) -> str:
-    """Which claims a suite is asked of."""
+    """Which claims a suite applies to."""
     asked = SUITES[suite]
     roles = ", ".join(role for role in ROLES if role in asked.roles)
     extension = f", with --extension {asked.extension}" if asked.extension else ""
@@ -303,7 +303,7 @@ def replayed(args: Namespace) -> int:
 
 
 def _played_again(found: Json, row: Json, command: list[str]) -> Verdict:
-    """A scenario of a live engine, with what both sides said."""
+    """Replay a scenario of a live engine, and print what both sides said."""
     case = _case(row["id"], engines.scenarios())
     adapter = command or found.get("engines", {}).get(case.role)
     if not adapter:
@@ -367,7 +367,7 @@ def started(args: Namespace) -> int:
 
 
 def options(parser: ArgumentParser) -> None:
-    """Options of what is claimed and chosen."""
+    """Add the options that state the claim and choose cases."""
     parser.add_argument("--role", choices=ROLES, help="; ".join(f"{name}: {says}" for name, says in ROLES.items()))
     parser.add_argument("--level", choices=LEVELS, help="; ".join(f"{name}: {says}" for name, says in LEVELS.items()))
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Where the suite's data lie: in the repository, or in the installed package."""
+"""Where the suite's data are: in the repository, or in the installed package."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 __all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence"]
 
 VERSION = version("kvproto")
-"""Of the suite, which is part of the distribution."""
+"""The suite's version, which is that of the distribution."""
 
 _HERE = Path(__file__).resolve().parent
 _REPOSITORY = _HERE.parents[1]
 
 
 def _found(path: str, name: str) -> Path:
-    """A path of the repository; where there is none, what the wheel has of it."""
+    """A path in the repository, or its counterpart in the wheel."""
     here = _REPOSITORY / path
     return here if here.exists() else _HERE / name
 
@@ -37,12 +37,12 @@ def _clauses() -> dict[str, dict[str, str]]:
 
 
 def sentence(clause: str) -> dict[str, str]:
-    """What the specification says: `text`, `page` and `keyword` of a clause; no text where it is not known."""
+    """The `text`, `page` and `keyword` of a clause of the specification; the text of an unknown clause is empty."""
     return _clauses().get(clause, {"text": "", "page": "", "keyword": "MUST"})
 
 
 def digest(folder: Path = VECTORS) -> str:
-    """SHA-256 of all vectors, by which two reports say that they asked the same."""
+    """SHA-256 of all vectors; two reports with the same digest asked the same questions."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.json")):
         found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @attrs.frozen
 class Deal:
-    """How a group's tokens are dealt; all in tokens but `page`, which is in rows."""
+    """How a group's tokens are dealt; all numbers are in tokens, except `page`, which is in rows."""
 
     ranks: int
     interleave: int
@@ -26,18 +26,18 @@ class Deal:
     step: int
     page: int
     order: list[int]
-    """cp rank of each run, until they repeat."""
+    """The cp rank of each run of one period."""
 
     @classmethod
     def of(cls, group: Json) -> Deal:
-        """That of a Group in JSON form."""
+        """The deal of a Group in JSON form."""
         ranks, interleave, origin, step, page = (
             int(group[name]) for name in ("cp_size", "interleave", "origin", "tokens_per_row", "rows")
         )
         return cls(ranks, interleave, origin, step, page, [int(rank) for rank in group.get("order", range(ranks))])
 
     def owner(self, token: int) -> tuple[int, int] | None:
-        """cp rank and local row; None before the origin."""
+        """The cp rank and local row of a token; None before the origin."""
         if self.ranks == 1:
             return 0, token // self.step
         past = token - self.origin
@@ -49,7 +49,7 @@ class Deal:
         return rank, (runs * self.interleave + past % self.interleave) // self.step
 
     def length(self, cp_rank: int, tokens: int) -> int:
-        """Complete rows of a cp rank below a token; the last turn is counted token by token."""
+        """How many complete rows a cp rank has below a token; the last turn is counted token by token."""
         if self.ranks == 1:
             return tokens // self.step
         turns, rest = divmod(max(tokens - self.origin, 0), self.interleave * len(self.order))
@@ -63,7 +63,7 @@ class Deal:
         return -(-max(self.length(rank, tokens) for rank in range(self.ranks)) // self.page)
 
     def slot(self, cp_rank: int, items: list[str], token: int) -> int | None:
-        """Where a rank has a token; None where another rank has it, or nobody."""
+        """Where a rank holds a token; None if it does not hold it."""
         found = self.owner(token)
         if found is None or found[0] != cp_rank:
             return None
@@ -128,5 +128,5 @@ _ANSWERS: dict[str, Callable[[Json], Json]] = {
 
 
 def answer(question: Json) -> Json:
-    """What a right testee answers to a question of the levels `deal` and `merge`."""
+    """The right answer to a question of the levels `deal` and `merge`."""
     return _ANSWERS[question["op"]](question)

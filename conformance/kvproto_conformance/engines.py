@@ -1,4 +1,4 @@
-"""Scenarios of live engines as cases of a claim, beside those of vectors."""
+"""Scenarios of live engines as cases of a claim, alongside those of vectors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvproto_conformance.run import Result, Status, Wrong
 __all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "unplayable"]
 
 LIVE = {"L3": "session", "L4": "robust"}
-"""Level to suite. What runs them needs pyzmq and numpy, and is imported when they are asked for."""
+"""By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
 _LINES = 300
-"""Of what both sides said, the last that a report keeps."""
+"""How many of the last messages of both sides a report keeps."""
 _STATUS = {
     "pass": Status.PASS,
     "fail": Status.FAIL,
@@ -36,7 +36,7 @@ def scenarios() -> list[Case]:
 def played(
     cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object]
 ) -> list[Result]:
-    """Results of the cases of each role by the command of its engine; of a role without a command there are none."""
+    """Run the cases of each role that has a command for its engine; roles without one have no results."""
     from kvproto_conformance.live import list_scenarios, run, wirelog
 
     by_id, found = {case.id: case for case in cases}, []
@@ -54,7 +54,7 @@ def played(
 
 
 def unplayable(cases: Sequence[Case], roles: Collection[str]) -> dict[str, str]:
-    """Cases that this run cannot ask, by id: what they need. `roles` have an adapter."""
+    """By id, what the cases that cannot run here need. `roles` are those with an adapter."""
     from kvproto_conformance.live import lacks, list_scenarios
 
     by_id = {scenario.id: scenario for scenario in list_scenarios()}
@@ -65,7 +65,7 @@ def unplayable(cases: Sequence[Case], roles: Collection[str]) -> dict[str, str]:
 
 
 def played_alone(id: str, command: Sequence[str]) -> Any:
-    """What came of one scenario (`live.Result`)."""
+    """The outcome of one scenario (`live.Result`)."""
     from kvproto_conformance.live import list_scenarios, run
 
     (said,) = run(command, [scenario for scenario in list_scenarios() if scenario.id == id])
@@ -73,14 +73,14 @@ def played_alone(id: str, command: Sequence[str]) -> Any:
 
 
 def heard(said: Any) -> list[str]:
-    """What both sides of a scenario said, a line each."""
+    """What both sides of a scenario said, one message per line."""
     from kvproto_conformance.live import wirelog
 
     return list(wirelog.lines(said))
 
 
 def _wrong(said: Any, title: str) -> Wrong:
-    """What a scenario showed, with the checks that were good until then."""
+    """What a scenario showed, with the checks that passed before it."""
     asked = {
         "op": "scenario",
         "id": said.id,

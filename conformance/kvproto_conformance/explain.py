@@ -1,4 +1,4 @@
-"""The bytes of a frame or bare struct, a line for each thing in them, up to the first thing that is wrong."""
+"""Explains the bytes of a frame or bare struct, one line per item, up to the first error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Noting(Body):
 
 
 def explain(data: bytes, struct: str = "") -> list[str]:
-    """Lines of offset, bytes, path and value; the last says what is wrong, if something is."""
+    """Lines of offset, bytes, path and value; if there is an error, the last line states it."""
     lines: list[str] = []
     notes: list[tuple[int, bytes, str]] = []
     start, fields = 0, {}
@@ -65,7 +65,7 @@ def _envelope(data: bytes) -> list[str]:
 
 
 def line_of(at: int, piece: bytes, path: str, value: str) -> str:
-    """One line: where, which bytes, of what, and what they say."""
+    """One line: the offset, the bytes, the path, and the value."""
     some = piece[:_SHOWN].hex(" ") + (f" ... {len(piece)} bytes" if len(piece) > _SHOWN else "")
     return f"{at:04x}  {some:<26}  {path or '(map or field id)'}{' = ' if value else ''}{value}"
 

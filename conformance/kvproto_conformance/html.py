@@ -1,4 +1,4 @@
-"""A report, or several, as one file of HTML without a script: light and dark, nothing loaded from elsewhere."""
+"""One or more reports as a single HTML file, light and dark, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def page(report: Json) -> str:
 
 
 def _wanting(report: Json) -> str:
-    """What the cases that were left out need."""
+    """What the cases that were left out would need."""
     needs = [f"{cases:,} need {what}" for what, cases in report.get("wanting", {}).items()]
     return escape(f": {', '.join(needs)}") if needs else ""
 
@@ -119,7 +119,7 @@ def _mark(bad: int, all_: int) -> str:
 
 
 def matrix(reports: list[Json]) -> str:
-    """Implementations by suites, out of several reports."""
+    """A table of implementations by suite, from several reports."""
     names = [name for name in SUITES if any(name in _counts(report) for report in reports)]
     head = "".join(f'<th class="n">{name}</th>' for name in names)
     body = "".join(
@@ -150,13 +150,13 @@ def _who(report: Json) -> str:
 
 
 def _claim(report: Json) -> str:
-    """Role and level; which extensions, the columns say."""
+    """The role and level; the columns show which extensions."""
     claim = report["claim"]
     return f"{claim['role']} · {claim['level']}" + (f" of {', '.join(claim['messages'])}" if claim["messages"] else "")
 
 
 def _counts(report: Json) -> dict[str, tuple[int, int]]:
-    """Suite to how many passed, and of how many."""
+    """By suite, how many cases passed, and of how many."""
     all_ = Counter(row["suite"] for row in report["results"])
     good = Counter(row["suite"] for row in report["results"] if row["status"] in GOOD)
     return {name: (good[name], number) for name, number in all_.items()}

@@ -1,4 +1,4 @@
-"""The suite's own negotiation: negotiation.md word by word, over what each side says of itself."""
+"""The suite's own negotiation: negotiation.md word by word, over what each side says about itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def negotiated(sink: Json, source: Json) -> Json:
-    """Version and features of a session; raises Refusal."""
+    """The version and features of a session; raises Refusal."""
     versions = [shared for mine in sink["versions"] for yours in source["versions"] for shared in _shared(mine, yours)]
     if not versions:
         raise Refusal("NO_VERSION", "versions")
@@ -25,7 +25,7 @@ def negotiated(sink: Json, source: Json) -> Json:
 
 
 def _shared(mine: str, yours: str) -> list[str]:
-    """The version to speak where two ranges, as `1.0-7`, are of one major and overlap."""
+    """The version to speak if two ranges, such as `1.0-7`, have the same major version and overlap."""
     (major, mine), (other, yours) = mine.split("."), yours.split(".")
     (low, high), (other_low, other_high) = (map(int, minors.split("-")) for minors in (mine, yours))
     return [f"{major}.{min(high, other_high)}"] if major == other and low <= other_high and other_low <= high else []

@@ -1,4 +1,4 @@
-"""A run as JSON (report.schema.json), and what is made of it: JUnit, a badge, a summary in Markdown."""
+"""A run as JSON (report.schema.json), and its other forms: JUnit, a badge, and a summary in Markdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNPRINTABLE = re.compile(r"[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class BadReport(Exception):
-    """A file that is no report of this suite."""
+    """The file is not a report of this suite."""
 
 
 @attrs.frozen
@@ -38,7 +38,7 @@ class Run:
     """Everything about one run."""
 
     suite: str
-    """Version of the suite."""
+    """The suite's version."""
     command: tuple[str, ...]
     greeting: Greeting
     claim: Claim
@@ -47,18 +47,18 @@ class Run:
     verdict: Verdict
     seconds: float
     left_out: int
-    """Cases of the claim that were filtered out, or that this suite cannot run."""
+    """How many cases of the claim were filtered out, or cannot run in this suite."""
     complaints: tuple[str, ...] = ()
     """What is wrong with the baseline."""
     vectors: Path | None = None
-    """Folder of the cases, where it is not the suite's own."""
+    """The folder of the cases, if it is not the suite's own."""
     engines: Mapping[str, Sequence[str]] = attrs.Factory(dict)
-    """By role, the commands of the adapters of live engines."""
+    """By role, the command of the live engine's adapter."""
     wanting: Mapping[str, int] = attrs.Factory(dict)
-    """What cases that were left out need, and how many do."""
+    """What the cases that were left out need, and how many need it."""
 
     def json(self) -> Json:
-        """The report, with questions and answers of cases that did not pass."""
+        """The report, with the questions and answers of cases that did not pass."""
         counted = [result for result in self.results if result.case.suite != PROTOCOL]
         return {
             "schema": SCHEMA,
@@ -102,7 +102,7 @@ def _row(result: Result) -> Json:
 
 
 def read(path: Path) -> Json:
-    """A report out of a file; raises BadReport."""
+    """Read a report from a file; raises BadReport."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,7 +130,7 @@ def badge(report: Json) -> str:
 
 
 def junit(report: Json) -> str:
-    """JUnit's XML: a suite for each of ours, the clause as class, the id as name."""
+    """JUnit XML: each suite is a test suite, the clause is the class, and the id is the name."""
     by_suite: dict[str, list[Json]] = {}
     for row in report["results"]:
         by_suite.setdefault(row["suite"], []).append(row)
@@ -158,18 +158,18 @@ def junit(report: Json) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML cannot have."""
+    """The text without the control characters that XML does not allow."""
     return _UNPRINTABLE.sub("?", text)
 
 
 def text(wrong: Json) -> str:
-    """Question, expectation and answer, a line each, cut where they are long."""
+    """The question, the expectation and the answer, one line each, shortened if long."""
     rows = (("asked", wrong["question"]), ("expected", wrong["expected"]), ("got", wrong["got"]))
     return "\n".join(f"{name:<9}{short(value)}" for name, value in rows)
 
 
 def short(value: Any, size: int = 400) -> str:
-    """A value as one line of JSON; of a long one its two ends."""
+    """A value as one line of JSON; if it is long, only its beginning and its end."""
     if isinstance(value, dict) and set(value) == {"broken"}:
         return f"no answer: {value['broken']}"
     line = json.dumps(value, ensure_ascii=False)

@@ -34,9 +34,9 @@ __all__ = [
 
 Json = dict[str, Any]
 DRIVER = 1
-"""Version of the testee protocol."""
+"""The version of the testee protocol."""
 PROTOCOL = "testee"
-"""Suite of what is asked of the testee itself: it earns nothing, and a run fails without it."""
+"""The suite of questions about the testee itself: it earns nothing, and a run fails without it."""
 
 
 class Verdict(IntEnum):
@@ -53,15 +53,15 @@ class Status(StrEnum):
 
     PASS = "pass"
     NONSTRICT = "nonstrict"
-    """A SHOULD was not kept."""
+    """It breaks a SHOULD."""
     UNEARNED = "unearned"
-    """A right refusal, of a testee that accepts nothing of the kind."""
+    """A correct refusal by a testee that accepts nothing of the kind."""
     FAIL = "fail"
-    """A wrong answer, or `unsupported` for what is claimed."""
+    """A wrong answer, or `unsupported` for something that is claimed."""
     ERROR = "error"
-    """No answer: it crashed, was silent, or spoke nonsense."""
+    """No answer: the testee crashed, was silent, or wrote garbage."""
     SUITE_ERROR = "suite-error"
-    """The suite failed: this says nothing of the engine."""
+    """The suite itself failed, which says nothing about the engine."""
     KNOWN = "known"
     """It failed as the baseline says."""
 
@@ -73,7 +73,7 @@ class Wrong:
     question: Json
     expected: Json
     got: Json
-    """What it answered; `{"broken": WHY}` where there was no answer."""
+    """What it answered; `{"broken": WHY}` if there was no answer."""
     kind: str = ""
     """How it broke: crash, timeout, garbage or given-up."""
 
@@ -90,16 +90,16 @@ class Result:
     status: Status = Status.PASS
     seconds: float = 0.0
     wire: tuple[str, ...] = ()
-    """Of a live engine, where the case did not pass: what both sides said."""
+    """For a live engine whose case did not pass, what both sides said."""
 
 
 class BadGreeting(Exception):
-    """What is wrong with an answer to hello, or with that there was none."""
+    """What is wrong with the answer to hello, or that there was none."""
 
 
 @attrs.frozen
 class Greeting:
-    """What a testee says of itself."""
+    """What a testee says about itself."""
 
     name: str = "?"
     version: str = "?"
@@ -132,7 +132,7 @@ def greet(testee: Testee, suite: str, seed: int) -> Greeting:
 
 
 def probes(seed: int) -> list[Case]:
-    """Questions whose names are made up: an answer to one is a guess, and its other answers prove nothing."""
+    """Questions with made-up names: a testee that answers one is guessing, so its other answers prove nothing."""
     rng = random.Random(seed)
     word = "".join(rng.choice("bcdfgklmnprst") + rng.choice("aeiou") for _ in range(4))
     unknown: Json = {"unsupported": True}
@@ -149,7 +149,7 @@ def probes(seed: int) -> list[Case]:
 
 
 def run(cases: Iterable[Case], testee: Testee, told: Callable[[Result], object] = lambda _: None) -> list[Result]:
-    """Every question of every case; a refusal is earned where something of the kind is accepted."""
+    """Ask every question of every case; a refusal is earned only if something of the kind is accepted."""
     found = []
     for case in cases:
         begun = time.monotonic()
@@ -165,7 +165,7 @@ def run(cases: Iterable[Case], testee: Testee, told: Callable[[Result], object] 
 
 
 def ended(testee: Testee) -> Result:
-    """Whether it ends when it is told to."""
+    """Whether it ends when told to."""
     answer = testee.stop()
     case = Case("testee/stop", "KVP-TST-STOP", PROTOCOL, (), "processes that nobody ends")
     if not isinstance(answer, Broken):
@@ -175,7 +175,7 @@ def ended(testee: Testee) -> Result:
 
 
 def _earned(results: list[Result]) -> list[Result]:
-    """The results; whoever refuses everything has understood nothing, and earns nothing by it."""
+    """The results; a testee that refuses everything has understood nothing, and earns nothing by it."""
     asked = [r for r in results if not r.case.refusing]
     kinds = Counter(_kind(r.case) for r in asked)
     right = Counter(_kind(r.case) for r in asked if not r.wrong)
@@ -210,7 +210,7 @@ def _judge(case: Case, testee: Testee) -> Iterable[Wrong]:
 
 
 def _alike(found: Any, wanted: Any, tolerance: float) -> bool:
-    """Whether two answers are equal; with a tolerance, strings are numbers, and NaN is none."""
+    """Whether two answers are equal; with a tolerance, strings are read as numbers, and NaN equals nothing."""
     match found, wanted:
         case dict(), dict():
             return found.keys() == wanted.keys() and all(_alike(found[k], wanted[k], tolerance) for k in wanted)
@@ -233,7 +233,7 @@ def _near(found: str, wanted: float, tolerance: float) -> bool:
 
 
 def verdict(results: list[Result], incomplete: bool = False) -> Verdict:
-    """Nothing run is no success; what failed as a baseline says, or was left out, is no conformance."""
+    """The verdict: a run of nothing is no success, and known failures or cases left out rule conformance out."""
     good = {Status.PASS, Status.NONSTRICT, Status.KNOWN}
     if all(result.case.suite == PROTOCOL for result in results) or Status.SUITE_ERROR in {r.status for r in results}:
         return Verdict.INVALID_RUN

@@ -1,4 +1,4 @@
-"""Files of vectors: where they lie, and their text."""
+"""The files of vectors: where they are, and their text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 __all__ = ["MADE", "text"]
 
 MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
-"""Where the makers of vectors write."""
+"""Where the scripts that make vectors write them."""
 
 
 def text(suite: str, rows: Iterable[dict[str, Any]], **named: dict[str, Any]) -> str:
-    """A file of vectors, a case a line; before them tables of what cases name, an entry a line."""
+    """The text of a file of vectors: tables of what cases name, then the cases, each entry on its own line."""
     tables = "".join(f', "{name}": {{\n{_lines(map(_entry, table.items()))}\n}}' for name, table in named.items())
     return f'{{"suite": "{suite}", "version": "1.0-draft"{tables}, "cases": [\n{_lines(map(_json, rows))}\n]}}\n'
 

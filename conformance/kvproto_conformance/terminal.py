@@ -1,4 +1,4 @@
-"""What a person reads of a run: failures first, each with its clause, its bytes, and how to ask it again."""
+"""What a run prints for people: failures first, each with its clause, its bytes, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Progress", "verdict", "wrong"]
 
 Json = dict[str, Any]
 _FIRST = 10
-"""Failures that are printed unless all are asked for."""
+"""How many failures are printed by default."""
 
 
 class Progress:
-    """A line that says how far a run is, where somebody watches."""
+    """A progress line, if stderr is a terminal."""
 
     def __init__(self, cases: int) -> None:
         self._cases, self._done, self._failed = cases, 0, 0

@@ -1,7 +1,7 @@
-"""Drives a testee: a subprocess that reads a JSON object a line and answers with one (spec/v1/testee.md).
+"""Drives a testee: a subprocess that reads one JSON object per line and answers with one (spec/v1/testee.md).
 
-Whatever a testee does, each question ends: with an answer, or with `Broken`, which says what it did instead. It is then
-restarted. One that breaks too often, or costs too much time, is asked no more.
+Whatever a testee does, each question ends with an answer, or with `Broken`, which says what it did instead; it is then
+restarted. A testee that breaks too often, or takes too much time, gets no more questions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["NOT_ASKED", "Broken", "CannotStart", "Testee"]
 
 Json = dict[str, Any]
 NOT_ASKED = "not asked"
-"""How the reason begins where a testee was asked no more."""
+"""How the reason begins once a testee gets no more questions."""
 _LONGEST = 36 << 20
-"""Bytes of an answer; that of the longest frame in hex has 32 MiB."""
+"""The most bytes of an answer; the longest frame in hex has 32 MiB."""
 _WORDS = 2048
-"""Bytes that are kept of what it says on stderr."""
+"""How many bytes of its stderr are kept."""
 _STDOUT = "stdout is for answers alone, print notes to stderr"
 _START = 4
-"""Times the patience until the first answer: an interpreter and its libraries have to start."""
+"""How many times the patience the first answer may take, as an interpreter and its libraries have to start."""
 
 
 class CannotStart(Exception):
@@ -40,7 +40,7 @@ class CannotStart(Exception):
 
 @attrs.frozen
 class Broken:
-    """What a testee did in place of an answer."""
+    """What a testee did instead of answering."""
 
     kind: str
     """crash, timeout, garbage or given-up."""
@@ -58,7 +58,7 @@ class _Process:
 
 
 class Testee:
-    """The implementation under test: `patience` seconds for each answer, `budget` for all, and so many `breaks`."""
+    """The implementation under test: `patience` seconds for each answer, `budget` for all, and `breaks` restarts."""
 
     def __init__(self, command: list[str], patience: float = 5.0, budget: float = 600.0, breaks: int = 50) -> None:
         self.command, self._patience, self._breaks = command, patience, breaks
@@ -72,7 +72,7 @@ class Testee:
         self._words = b""
 
     def greet(self, greeting: Json) -> Json | Broken:
-        """Start it, and say hello, as to each process that follows; what it says of itself."""
+        """Start it and say hello, as every restart will; returns what it says about itself."""
         self._greeting = greeting
         return self._asked(self._start(), greeting, _START * self._patience)
 
@@ -92,7 +92,7 @@ class Testee:
         return self._asked(self._process, question, self._patience)
 
     def stop(self) -> Json | Broken:
-        """Tell it to stop; it must end by itself, with status 0 and without another word."""
+        """Tell it to stop; it must end by itself, with status 0 and no further output."""
         process, self._sequence = self._process, self._sequence + 1
         if process is None:
             return Broken("crash", "it does not run")
@@ -128,7 +128,7 @@ class Testee:
         return answer
 
     def _exchange(self, process: _Process, line: bytes, patience: float) -> bytes | Broken:
-        """Write a line and read one, whichever is possible first, so that neither side waits for the other for ever."""
+        """Write a line and read one, whichever is possible first, so that the two sides cannot deadlock."""
         end, left, seen = time.monotonic() + patience, memoryview(line), 0
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
@@ -166,11 +166,11 @@ class Testee:
             return left[os.write(process.stdin, left) :]
         except BlockingIOError:
             return left
-        except OSError:  # it does not read any more; what it says and how it ends tell why
+        except OSError:  # it no longer reads; its output and exit status tell why
             return left[:0]
 
     def _death(self, process: _Process, end: float) -> Broken:
-        """Its output is over: how it ended, if it does."""
+        """How it ended, now that its output is closed, if it does end."""
         try:
             status = process.popen.wait(max(0.1, min(2.0, end - time.monotonic())))
         except subprocess.TimeoutExpired:
@@ -204,7 +204,7 @@ class Testee:
         return Broken(kind, why)
 
     def close(self) -> None:
-        """End the process, and all that it has started."""
+        """Kill the process and everything that it started."""
         process, self._process = self._process, None
         if process is None:
             return

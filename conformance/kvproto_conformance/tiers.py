@@ -24,7 +24,7 @@ def namespace(entries: dict[str, str]) -> bytes:
 
 
 def page_ids(space: bytes, page: int, tokens: list[int]) -> dict[str, list[bytes]]:
-    """Ids of both forms, of all pages whose tokens are known."""
+    """The ids, in both forms, of all pages whose tokens are known."""
     found: dict[str, list[bytes]] = {"OWN": [], "AHEAD": []}
     previous = space
     for begin in range(0, len(tokens), page):
@@ -47,7 +47,7 @@ def _alone(geometry: Json, rank: int) -> tuple[Json, Json]:
 
 
 def geometry_digest(geometry: Json, rank: int) -> bytes:
-    """Of what one rank owns, as if it were alone."""
+    """The digest of the Geometry of what one rank owns, as if it were alone."""
     groups, shares = _alone(geometry, rank)
     alone = {
         "replica": "0", "facts": [], "groups": [*groups.values()], "ranks": [{"rank": "0", "owns": [*shares.values()]}],
@@ -87,7 +87,7 @@ def manifest(asked: Json, stored: dict[str, bytes]) -> bytes:
 
 
 def absent(asked: Json, data: bytes) -> bool:
-    """Whether a reader that asks for this page takes it for absent, because of this manifest."""
+    """Whether this manifest makes a reader that wants the page treat it as absent."""
     try:
         found = read_struct("Manifest", data)
     except Refusal:

@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,23 @@ def started(command: list[str]) -> Testee:
     return testee
 
 
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Version, Path]]:
+    """Builds the next minor or major version, which does not exist, in a folder that holds all of it."""
+
+    @cache
+    def built(name: str) -> tuple[Version, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        facts = getattr(made_up, name)(registry())
+        made_up.build(facts, folder)
+        return Version(facts), folder
+
+    return built
+
+
 @pytest.fixture(scope="module", params=["minor", "major"])
-def later(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Version, Path]:
-    """A version that does not exist, and the folder with all of it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    facts = getattr(made_up, request.param)(registry())
-    made_up.build(facts, folder)
-    return Version(facts), folder
+def later(request: pytest.FixtureRequest, versions: Callable[[str], tuple[Version, Path]]) -> tuple[Version, Path]:
+    return versions(request.param)
 
 
 @pytest.fixture(scope="module", params=["python", "node", "c", "rust"])
@@ -68,7 +79,7 @@ def new(request: pytest.FixtureRequest, later: tuple[Version, Path]) -> Iterator
     folder = later[1]
     testees = folder / "conformance/testees"
     if request.param == "python":
-        environment = ["env", f"PYTHONPATH={folder}", "PYTHONDONTWRITEBYTECODE=1"]
+        environment = ["env", f"PYTHONPATH={folder}"]
         command = [*environment, sys.executable, str(testees / "python_kvproto.py")]
     elif request.param == "node":
         command = ["node", str(testees / "node/codec.mjs")]
@@ -197,10 +208,11 @@ def wrong(met: Iterator[Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "ids"), [("source", ["LIVE-101", "LIVE-104", "LIVE-105"]), ("sink", ["LIVE-301", "LIVE-304", "LIVE-305"])]
 )
-def test_a_later_engine_serves_one_of_today(role: str, ids: list[str], tmp_path: Path) -> None:
+def test_a_later_engine_serves_one_of_today(
+    role: str, ids: list[str], versions: Callable[[str], tuple[Version, Path]]
+) -> None:
     """KVP-VER-SINCE, KVP-FRAME-W-MAJOR: it says all that may be ignored, and nothing else that today's would not know."""
-    made_up.build(made_up.minor(registry()), tmp_path)
-    engine = ["env", f"PYTHONPATH={tmp_path}", "PYTHONDONTWRITEBYTECODE=1", sys.executable, LATER, role]
+    engine = ["env", f"PYTHONPATH={versions('minor')[1]}", sys.executable, LATER, role]
     chosen = [each for each in list_scenarios(role) if each.id in ids]
     results = list(run_live(engine, chosen))
     assert [(each.id, each.status, each.text) for each in results] == [(id_, "pass", "") for id_ in ids]

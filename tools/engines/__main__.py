@@ -38,7 +38,7 @@ Entry = tuple[int, int, int, int, int, int, int, int]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both packages' probes and compare; the exit status."""
+    """Run both packages' probes and compare; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.engines", description=__doc__)
     parser.add_argument("--at", type=Path, default=ROOT / ".engines", help="the environment that install.sh made")
     args = parser.parse_args(argv)
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     ):  # fmt: skip
         wrong.append(handed_over(module, path, args.at.resolve(), *given))
     wrong = [lines for lines in wrong if lines]
-    for lines in wrong:  # again, for who reads the end alone
+    for lines in wrong:  # again, for those who read only the end
         print("\n".join(lines))
     print(f"{len(wrong)} differ, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
@@ -104,13 +104,13 @@ def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
     command = [str(at / "venv/bin/python"), "-m", f"tools.engines.{module}", *given]
     log = at / f"{module}.log"
     told: list[str] = []
-    with log.open("a") as said:  # what the engines say, of bad input too
+    with log.open("a") as said:  # the engines' own output, which may hold bad input
         run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, cwd=ROOT, text=True)
     assert run.stdout is not None
     reader = threading.Thread(target=_pass_on, args=(run.stdout, told), daemon=True)
     reader.start()
     status = run.wait()
-    reader.join(10)  # a server that did not end holds its standard output open
+    reader.join(10)  # a server that did not end keeps its standard output open
     if not status:
         return []
     first = [n for n, line in enumerate(told) if line.startswith("DIFFERS")]
@@ -125,7 +125,7 @@ def _pass_on(lines: IO[str], told: list[str]) -> None:
 
 
 def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]:
-    """What a probe says, as it says it; a release that is not installed is a folder of Python files."""
+    """Yield what a probe prints, as it prints it; a release that is not installed is a folder of Python files."""
     paths = [str(HERE / "sglang_cpu")] * (engine == "sglang") + [str(at / path)] * bool(path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     probe = subprocess.Popen(
@@ -137,7 +137,7 @@ def answers(engine: str, path: str, asked: list[Row], at: Path) -> Iterator[Row]
     probe.stdin.write(json.dumps(asked))
     probe.stdin.close()
     for line in probe.stdout:
-        if line.startswith("{"):  # the packages write lines of their own
+        if line.startswith("{"):  # the packages print other lines too
             yield json.loads(line)
     probe.wait()
 

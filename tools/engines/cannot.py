@@ -21,19 +21,19 @@ from tools.engines.vllm_models import make
 __all__ = ["Cases", "run"]
 
 _PATIENCE = 150.0
-"""Seconds in which an engine ends, or has answered."""
+"""Within how many seconds an engine ends, or answers."""
 _ANSWER = "--answer"
 _MODELS = ("model", "model_path", "speculative_draft_model_path")
-"""Settings that name one."""
+"""Settings that name a model."""
 
 Cases = Mapping[str, tuple[dict[str, Any], str]]
-"""By what is tried: settings of an engine, and what its own error says."""
+"""By what is tried: an engine's settings, and its own error."""
 
 
 def run(title: str, cases: Cases, answer: Callable[[dict[str, Any]], object], argv: list[str]) -> int:
     """Print each case and whether it went as it says here; the exit status. `argv[0]` is the folder of models.
 
-    The module that calls this is run anew for each engine, and `answer` opens one and asks it for tokens.
+    The calling module is run again for each engine; `answer` opens the engine and asks it for tokens.
     """
     if argv[0] == _ANSWER:
         print("it answered", answer(json.loads(argv[1])), flush=True)
@@ -66,7 +66,7 @@ def _filled(models: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ended(module: str, settings: dict[str, Any]) -> str:
-    """All that an engine of these settings said until it ended, or answered."""
+    """Everything that an engine with these settings printed until it ended or answered."""
     command = [sys.executable, "-m", module, _ANSWER, json.dumps(settings)]
     engine = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as a test sees it: orders go in over a pipe, and what came of them comes out."""
+"""An engine in its own process, as a test sees it: orders go in over a pipe, and their results come out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Child:
     """One process, or the first of a group.
 
     Fields:
-        done: What came of requests that are over, by their names, until it is asked for.
-        blocks: Free pages, or tokens, of an engine that has just started.
+        done: The results of requests that are over, by name, until they are collected.
+        blocks: The free pages, or tokens, of an engine that has just started.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Child:
         self.blocks = self.free()[0]
 
     def hear(self, kind: str) -> list[Any]:
-        """What it says next of this kind; raises RuntimeError where it has ended, or TimeoutError."""
+        """Its next message of this kind; raises RuntimeError if it has ended, or TimeoutError."""
         while self.pipe.poll(PATIENCE):
             try:
                 got, *said = list[Any](self.pipe.recv())
@@ -74,7 +74,7 @@ class Child:
         raise TimeoutError(f"{self.name} says nothing")
 
     def ended(self, request: str, *result: Any) -> None:
-        """A request is over."""
+        """Note that a request is over."""
         self.done[request] = result
 
     def result(self, request: str) -> Any:
@@ -85,7 +85,7 @@ class Child:
         return self.done.pop(request)
 
     def finished(self) -> list[tuple[str, Any]]:
-        """Requests that are over since the last call, with their results; waits a moment where there are none."""
+        """The requests that have ended since the last call, with their results; waits a moment if there are none."""
         while self.pipe.poll(0 if self.done else 0.002):
             self.hear("done")
         found, self.done = list(self.done.items()), {}
@@ -95,13 +95,13 @@ class Child:
         self.pipe.send(("abort", request))
 
     def free(self) -> tuple[int, int]:
-        """Free pages or tokens, and requests that it has."""
+        """Its free pages or tokens, and its requests."""
         self.pipe.send(("free",))
         free, requests = self.hear("free")
         return free, requests
 
     def idle(self, seconds: float = 120) -> bool:
-        """Whether all blocks are free and no request is left, at most so many seconds later."""
+        """Whether all blocks are free and no request is left within this many seconds."""
         until = time.monotonic() + seconds
         while (found := self.free()) != (self.blocks, 0) and time.monotonic() < until:
             time.sleep(0.05)
@@ -117,6 +117,6 @@ def new_name() -> str:
 
 
 def prompts(number: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
-    """So many prompts of at least `low` tokens and fewer than `high`."""
+    """This many prompts, of at least `low` tokens and fewer than `high`."""
     dice = random.Random(seed)
     return [[dice.randrange(3, 512) for _ in range(dice.randrange(low, high))] for _ in range(number)]

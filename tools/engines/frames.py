@@ -1,4 +1,4 @@
-"""The captures of tests/foreign made anew by the installed packages: what differs from those that are committed."""
+"""Makes the captures of tests/foreign again with the installed packages: what differs from the committed ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def differences(engine: str, release: str, tree: str, at: Path) -> Iterator[str]
 
 
 def _run(at: Path, module: str, *args: object) -> str:
-    """The last line of what went wrong, or nothing."""
+    """The last line of the error, or an empty string."""
     path = f"{ROOT / 'tools/engines/sglang_cpu'}:{at / 'sgt'}:{ROOT}" if module == "sglang_live" else str(ROOT)
     env = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     command = [str(a) for a in (at / "venv/bin/python", "-m", f"tools.engines.{module}", *args)]

@@ -44,7 +44,7 @@ SAID = [
 
 
 def differences(at: Path, tell: bool = False) -> list[str]:
-    """What the installed releases do not say; `tell`: print what they do."""
+    """The statements that the installed releases do not make; with `tell`, print those that they do."""
     missing = []
     for row, file, text in SAID:
         lines = (at / file).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The least router that prefill and decode engines need: `python -m tools.engines.proxy PORT PREFILL DECODE`.
+"""The smallest router that prefill and decode engines need: `python -m tools.engines.proxy PORT PREFILL DECODE`.
 
 It sends each completion to prefill first, for one token, and its `kv_transfer_params` with the request to decode. It
 knows nothing of kvproto: what it says is what vLLM's own example says for any connector.
@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 def main(argv: list[str]) -> int:
     """Serve until interrupted."""
     port, _Handler.prefill, _Handler.decode = int(argv[0]), *argv[1:]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background is born to ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which background processes ignore from birth
     with contextlib.suppress(KeyboardInterrupt):
         ThreadingHTTPServer(("127.0.0.1", port), _Handler).serve_forever()
     return 0

@@ -49,7 +49,7 @@ DECODE: dict[str, Any] = {"page_size": 16}
 
 @attrs.define
 class Engines:
-    """One that has both roles, two that have one each, and one that hands nothing over."""
+    """An engine with both roles, two with one role each, and one that hands nothing over."""
 
     vllm: vl.Engine
     prefill: sg.Engine
@@ -59,7 +59,7 @@ class Engines:
 
     @classmethod
     def of(cls, model: Path, folder: str) -> Engines:
-        """Begin to start them."""
+        """Start them, without waiting."""
         import sglang
         import vllm
 
@@ -99,9 +99,9 @@ class Way:
     """One engine reads, another writes.
 
     Fields:
-        alone: What the one that writes says by itself.
+        alone: What the engine that writes says by itself.
         bytes: That came to it, as its feed of events says.
-        flipped: What it says of the first chat with one bit changed.
+        flipped: What it says to the first chat with one bit flipped.
     """
 
     reads: str
@@ -112,7 +112,7 @@ class Way:
     flipped: list[int] = attrs.Factory(list)
 
     def until(self, eos: frozenset[int]) -> Way:
-        """The same up to where the texts end."""
+        """The same, up to where the texts end."""
 
         def cut(tokens: list[int]) -> list[int]:
             ends = [i + 1 for i, token in enumerate(tokens) if token in eos]

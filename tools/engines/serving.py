@@ -1,4 +1,4 @@
-"""Servers of the pages that are followed as a user follows them: where they listen, and when they do."""
+"""The servers of the pages that are followed as a user would: where they listen, and when they are ready."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import urllib.request
 __all__ = ["ANSWERS", "ENDS", "free_port", "wait"]
 
 _PATIENCE = 800.0
-"""Seconds for a server to start."""
+"""How many seconds a server may take to start."""
 ANSWERS, ENDS = 300.0, 120.0
-"""Seconds for it to answer a request, and to end once it is interrupted."""
+"""How many seconds it may take to answer a request, and to end once it is interrupted."""
 
 
 def free_port() -> int:
-    """One on which nothing listens."""
+    """A port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""One SGLang in a process of its own, on the CPU, that takes orders over a pipe: for the tests of the back end."""
+"""One SGLang in its own process, on the CPU, controlled over a pipe: for the tests of the back end."""
 
 from __future__ import annotations
 

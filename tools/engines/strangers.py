@@ -1,4 +1,4 @@
-"""Engines that do not fit a Llama of vllm_models.py: Sources and Sinks of this process, each with one thing that is another."""
+"""Engines that do not fit a Llama of vllm_models.py: Sources and Sinks of this process, each with one difference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["STRANGERS", "as_sinks", "as_sources"]
 
 _PAGES = 64
 _PATIENCE = 60.0
-"""Seconds in which it is refused."""
+"""Within how many seconds it is refused."""
 _SHAPE: dict[str, Any] = {"kv_heads": 2, "head_dim": 32, "page": 16, "dtype": DType.F32}
 
 
 @attrs.frozen
 class Stranger:
-    """What it has in place of what the model has, and how it is refused."""
+    """How it differs from the model, and how it is refused."""
 
     name: str
     says: str

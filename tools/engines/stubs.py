@@ -1,4 +1,4 @@
-"""Stand-ins for what an engine's package imports beside the code that is run: CUDA, servers, its own models.
+"""Stand-ins for what an engine's package imports besides the code that is run: CUDA, servers, its own models.
 
 `install(tree, owner, real)` puts `tree`, an unpacked wheel, first on the path. Of its package `owner` only what is named
 in `real` is imported; the rest, and other libraries, become `Stub`s.
@@ -18,7 +18,7 @@ __all__ = ["Stub", "install"]
 
 
 class Stub:
-    """Anything at all: each attribute is a Stub, a call gives what it decorates, a base class is none."""
+    """Stands for anything: its attributes are Stubs, a call returns what it decorates, a base class disappears."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -21,7 +21,7 @@ sys.path += [str(ROOT / "conformance"), str(ROOT / "conformance/testees")]
 
 
 def slots(table: list[int], rows: Any, page: int) -> torch.Tensor:
-    """Where an engine's table of pages of so many tokens has these tokens."""
+    """Where an engine's page table, with pages of this many tokens, has these tokens."""
     return torch.from_numpy(np.array(table)[rows // page] * page + rows % page)
 
 

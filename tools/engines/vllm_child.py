@@ -1,4 +1,4 @@
-"""One vLLM in a process of its own, on the CPU, that takes orders over a pipe: for the tests of the connector."""
+"""One vLLM in its own process, on the CPU, controlled over a pipe: for the tests of the connector."""
 
 from __future__ import annotations
 

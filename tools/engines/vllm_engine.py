@@ -1,4 +1,4 @@
-"""A vLLM in a process of its own, on the CPU, as a test sees it: requests go in by name, results come out."""
+"""A vLLM in its own process, on the CPU, as a test sees it: requests go in by name, and results come out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Values = list[dict[int, float]]
 
 @attrs.define
 class Engine(Child):
-    """A vLLM in a process of its own."""
+    """A vLLM in its own process."""
 
     policy: str
     settings: dict[str, Any]
@@ -86,11 +86,11 @@ class Engine(Child):
         return Engine(policy, made, name=name)
 
     def start(self) -> None:
-        """Begin to start, as often as it was stopped."""
+        """Start again after a stop, without waiting."""
         self.fork(importlib.import_module(f"tools.engines.{self.kind}").serve, dict(self.settings))
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill it, as a crash would."""
         self.process.kill()
         self.process.join()
 
@@ -117,7 +117,7 @@ class Engine(Child):
             raise RuntimeError(f"{self.name} keeps its prefix cache")
 
     def preempted(self) -> int:
-        """How often it took a request's blocks away."""
+        """How often it has preempted a request."""
         self.pipe.send(("preempted",))
         return int(self.hear("preempted")[0])
 

@@ -24,7 +24,7 @@ _ABORTED = 0.3
 
 @attrs.define
 class Figures:
-    """What became of the requests."""
+    """The outcomes of the requests."""
 
     requests: int = 0
     right: int = 0

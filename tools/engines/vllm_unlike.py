@@ -1,4 +1,4 @@
-"""Engines that cannot meet, or that have no connector: each request that it concerns ends as it should, others go on."""
+"""Engines that do not fit, or that have no connector: each request concerned ends as it should, and others go on."""
 
 from __future__ import annotations
 

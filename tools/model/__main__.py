@@ -29,7 +29,7 @@ def _search(row: dict[str, Any]) -> tuple[Outcome | ModelError, float]:
 
 
 def _line(row: dict[str, Any], found: Outcome | ModelError, seconds: float) -> tuple[bool, str]:
-    """Whether a row is as it should be, and what to print of it."""
+    """Whether the result of a row is as expected, and what to print."""
     if isinstance(found, ModelError):
         return False, f"{row['model']:8} {row['about']}: {found}"
     expected, steps = row.get("breaks"), [step for step in found.steps if not step.startswith("row ")]
@@ -44,7 +44,7 @@ def _line(row: dict[str, Any], found: Outcome | ModelError, seconds: float) -> t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Search; print a line each; 1 where a search breaks something, or a fault does not."""
+    """Search, and print one line each; returns 1 if a search breaks a property, or a planted fault does not."""
     parser = argparse.ArgumentParser(prog="python -m tools.model", description=__doc__)
     parser.add_argument("only", nargs="*", help="models to search; all of them where none is named")
     parser.add_argument("--traces", action="store_true", help="write the traces anew, and search nothing else")

@@ -1,4 +1,4 @@
-"""One search by spin: from a model and its bounds to what was searched, and what broke, step by step."""
+"""One search by spin: from a model and its bounds to what was searched and the steps to what broke."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNFINISHED = ("max search depth too small", "Search not completed", "pan: out o
 
 
 class ModelError(Exception):
-    """A model that spin or the compiler refuses, or a search that did not come to its end."""
+    """Spin or the compiler refused a model, or a search did not finish."""
 
 
 class MissingTool(ModelError):
@@ -38,7 +38,7 @@ class MissingTool(ModelError):
 
 @attrs.frozen
 class Outcome:
-    """What a search found: states, megabytes, and the steps to what broke; no steps where nothing did."""
+    """What a search found: states, megabytes, and the steps to what broke (none if nothing did)."""
 
     states: int
     megabytes: float
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Program:
-    """A model within bounds, compiled to a search of all its states; `shortest`: breadth first."""
+    """A model with bounds, compiled to a search of all its states; with `shortest`, breadth first."""
 
     def __init__(
         self, model: str, define: Mapping[str, int], without: Sequence[str] = (), shortest: bool = False,
@@ -68,11 +68,11 @@ class Program:
             self._seek()
         order = ["-DBFS"] if shortest else []
         limits = ["-DSAFETY", "-DVECTORSZ=2048", f"-DMEMLIM={_MEMORY_MB}", *order]
-        level = "-O0" if shortest and not rows else "-O1"  # a fault is found sooner than code is made fast
+        level = "-O0" if shortest and not rows else "-O1"  # a fault is found before -O1 would pay off
         self._run(["gcc", level, "-w", *limits, "-o", "pan", "pan.c"])
 
     def _seek(self) -> None:
-        """Make the number of the row that is sought one that the search reads when it starts."""
+        """Have the search read the number of the row that is sought when it starts."""
         for path in self.path.glob("pan.*"):
             path.write_text(path.read_text().replace(_SOUGHT, "sought()"))
         head = self.path / "pan.h"

@@ -16,7 +16,7 @@ TRACES = MODELS / "traces.json"
 
 
 def made(table: Sequence[Mapping[str, Any]]) -> str:
-    """The text of traces.json: for each model, shortest ways to rows that no trace before has walked."""
+    """The text of traces.json: for each model, the shortest ways to rows that no earlier trace has covered."""
     walked: set[str] = set()
     found = [trace for source in table for trace in _of(source["model"], source["define"], walked)]
     return json.dumps(found, indent=0, separators=(",", ":")) + "\n"
@@ -36,6 +36,6 @@ def _of(model: str, define: Mapping[str, int], walked: set[str]) -> Iterator[dic
 
 
 def _features(model: str, define: Mapping[str, int]) -> list[str]:
-    """Features that the sessions of a model have."""
+    """The features that the sessions of a model have."""
     always = {"pull": ["PULL"], "epochs": ["EPOCHS"], "intent": ["INTENT"], "catalogue": ["CATALOGUE"]}.get(model, [])
     return always + [name for name in ("PULL", "STAGED", "INLINE") if name in define]

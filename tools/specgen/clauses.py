@@ -24,7 +24,7 @@ _NAME = re.compile(r"`([A-Z][A-Z_]+)`")
 
 @attrs.frozen
 class Clause:
-    """One clause, as its page has it."""
+    """One clause, as it stands in its page."""
 
     id: str
     page: str
@@ -35,7 +35,7 @@ class Clause:
 
     @property
     def digest(self) -> str:
-        """Digest of its words, however they are broken into lines."""
+        """The digest of its words, however they are broken into lines."""
         return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()[:16]
 
 
@@ -67,7 +67,7 @@ def as_json(facts: Facts) -> str:
 
 
 def check(facts: Facts) -> None:
-    """Raise RegistryError where registry and prose do not match."""
+    """Raise RegistryError if registry and prose do not match."""
     found = clauses(facts)
     for name, body in (facts["struct"] | facts["message"]).items():
         for rule in body.get("rule", ()):

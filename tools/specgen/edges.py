@@ -1,7 +1,7 @@
 """Vectors of the edges of forms: the longest value of each header and the shortest of the next, both ways.
 
-vectors.py has cases for every field and rule; these are for every msgpack form, where it is about to change. What is
-expected follows from how a case was made.
+vectors.py has cases for every field and rule; these are at the limits of every msgpack form. What is expected follows
+from how a case was made.
 """
 
 from __future__ import annotations

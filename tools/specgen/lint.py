@@ -24,7 +24,7 @@ _NEVER = {0x3FFF, 0x4001, 0x7FFF, 0x8000, 0x8001, 0xFFFF}
 _NEVER_VALUE, _NEVER_TYPE = 0xF000, 0x0FFF
 """Likewise enum values from here on, and this message type."""
 DIGESTED = {"Content", "Axis"}
-"""Structs that each side digests by itself, so nothing in them may be ignored."""
+"""Structs that both sides digest, so nothing in them may be ignored."""
 _HEAD = {1: ("session", "u64"), 2: ("request", "u64")}
 
 

@@ -1,4 +1,4 @@
-"""Locks of what may not change unnoticed: `clauses.lock`, `registry.lock` and `vectors.lock`, with a line for each fact.
+"""Locks of what may not change unnoticed: `clauses.lock`, `registry.lock` and `vectors.lock`, one line per fact.
 
 The first line of a lock is the changelog line that explains its latest change; `renew` writes both.
 """
@@ -27,7 +27,7 @@ def _clauses(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Every fact that is on the wire or decides what is refused, in words."""
+    """Every fact that is on the wire or decides what is refused, as text."""
     for table in ("protocol", "field_ids", "ext"):
         for name, value in facts[table].items():
             yield f"{table}.{name}", str(value)

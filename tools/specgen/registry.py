@@ -44,7 +44,7 @@ def load() -> Facts:
 
 
 def moves(facts: Facts, name: str) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """Rows (from, message, to, features of which one must be chosen) of a machine, with "*" and "same" spelt out."""
+    """The rows (from, message, to, features of which one must be chosen) of a machine, with "*" and "same" expanded."""
     machine = facts["machine"][name]
     names = [state["name"] for state in machine["state"]]
     needs = {state["name"]: state.get("feature", ()) for state in machine["state"]}

@@ -82,7 +82,7 @@ def _counts(name: str, body: Facts, facts: Facts) -> Iterator[str]:
 
 
 def _counted(name: str, f: Facts, facts: Facts, count: str) -> Iterator[str]:
-    """Lines that doubt a list that may have more values than are left, or that is in a list and not short."""
+    """Lines that raise Doubt for a list that may have more values than are left, or that is in a list and not short."""
     if not f["type"].startswith("list<"):
         return
     if name in facts["message"]:
@@ -329,7 +329,7 @@ def _write(f: Facts, facts: Facts, var: str, name: str = "") -> tuple[list[str],
 
 
 def _rules(name: str, body: Facts, facts: Facts, values: dict[str, str], writing: bool = False) -> Iterator[str]:
-    """Lines that doubt values that may break a rule. A writer's values may have any type; then the comparison raises."""
+    """Lines that raise Doubt for values that may break a rule; values of a wrong type make the comparison raise."""
     types = {f["name"]: f["type"] for f in body["field"]}
     optional = {f["name"] for f in body["field"] if f["presence"] == "optional"}
     for rule in body.get("rule", ()):

@@ -108,14 +108,14 @@ def raw(node: Node) -> bytes:
 
 @attrs.frozen
 class _Value:
-    """A value as msgpack and as JSON."""
+    """A value, as msgpack and as JSON."""
 
     node: Node
     json: Any
 
 
 def _replaced(node: Node, path: tuple[int, ...], new: Node | None) -> Node:
-    """The tree with another node at a path of field ids and indices; None removes it."""
+    """The tree with the node at a path of field ids and indices replaced; None removes it."""
     if not path:
         return new
     step, rest = path[0], path[1:]
@@ -383,7 +383,7 @@ class Body:
         yield from self._stated(owner, f, at, path)
 
     def _with(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> _Value:
-        """The full value with a field, and with the value of the enum that the field needs."""
+        """The full value, with a field and the enum value that the field needs."""
         above, above_path = at[:-1], path.removesuffix(f["name"])
         rule = next(r for r in self._body(owner)["rule"] if r["rule"] in _PRESENCE and r["args"][0] == f["name"])
         _, enum_field, member = rule["args"]
@@ -509,7 +509,7 @@ class Body:
     def _each_value(
         self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str, enum: Facts
     ) -> Iterator[Case]:
-        """Every value of an enum, if no rule requires other fields with it; error codes only in Error."""
+        """Cases for every value of an enum, unless a rule requires other fields with it; error codes only in Error."""
         if any(f["name"] in r["args"] for r in self._body(owner).get("rule", ())):
             return
         if f["type"] == "enum:ErrorCode" and owner != "Error":
@@ -946,7 +946,7 @@ def _json_at(shown: Any, path: str) -> Any:
 
 
 def _json_replaced(shown: Any, path: str, new: Any) -> Any:
-    """JSON fields with another value at a path; None removes it."""
+    """JSON fields with the value at a path replaced; None removes it."""
     first, *rest = _steps(path)
 
     def walk(value: Any, step: str | int, more: list[str | int]) -> Any:

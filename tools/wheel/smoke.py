@@ -12,7 +12,7 @@ from kvproto_conformance.__main__ import main as conformance
 
 
 def codec() -> None:
-    """A frame comes back as it was."""
+    """A frame is decoded to the message that was encoded."""
     message = Goodbye(session=7, reason="shutdown")
     assert wire.decode(wire.encode(message)) == message
 
@@ -25,7 +25,7 @@ def planned() -> None:
 
 
 def handed_over() -> None:
-    """Pages arrive in another pool, by the front door."""
+    """Pages arrive in another pool, through the public API."""
     geometry = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=16)])
     here, there = Pool.allocate(geometry, pages=8), Pool.allocate(geometry, pages=8)
     here.array("kv", layer=0, part="k")[:3] = 7
@@ -42,7 +42,7 @@ def handed_over() -> None:
 
 
 def judged() -> None:
-    """The conformance suite has its data, and asks a testee that it has made."""
+    """The conformance suite has its data, and runs a testee that it wrote itself."""
     with tempfile.TemporaryDirectory() as folder:
         assert conformance(["init-testee", folder]) == 0
         asked = ["--only", "DoneAck/least", "--allow-incomplete"]
@@ -50,7 +50,7 @@ def judged() -> None:
 
 
 def main() -> None:
-    """Everything in turn; an assertion that fails ends it."""
+    """Run all checks in turn; the first assertion that fails ends the run."""
     assert not importlib.util.find_spec("torch")
     assert kvproto.__version__
     codec()

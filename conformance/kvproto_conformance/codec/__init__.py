@@ -1,6 +1,6 @@
-"""The suite's own strict reader and writer, written from the specification alone by somebody who had not seen kvproto.
+"""The suite's own strict reader and writer, written from the specification alone by someone who had not seen kvproto.
 
-It shares no code with kvproto and exists to be another opinion: vectors count only where both agree.
+It shares no code with kvproto and serves as a second opinion: a vector counts only if both agree on it.
 """
 
 from kvproto_conformance.codec.facts import Refusal

@@ -8,7 +8,7 @@ from kvproto_conformance.data import REGISTRY
 
 
 class Refusal(Exception):
-    """Bytes or JSON that the specification refuses, with the error and the path of the first failure."""
+    """The specification refuses these bytes or this JSON; `code` and `path` are those of the first failure."""
 
     def __init__(self, code: str, path: str) -> None:
         super().__init__(f"{code} at {path or 'the whole message'}")
@@ -35,7 +35,7 @@ class Type:
 
 @dataclass(frozen=True)
 class Field:
-    """A field; its range is in its type."""
+    """A field; its type holds its range."""
 
     id: int
     name: str
@@ -45,7 +45,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Rule:
-    """A predicate over fields of one map and the error of its breach."""
+    """A predicate over the fields of one map, and the error for breaking it."""
 
     predicate: str
     args: tuple[Any, ...]
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields and rules of a message or struct; number and major are those of a message."""
+    """The fields and rules of a message or struct; only messages have a number and a major version."""
 
     name: str
     number: int
@@ -66,7 +66,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Enum:
-    """Names and values of an enum."""
+    """The names and values of an enum."""
 
     open: bool
     names: dict[int, str]

@@ -53,12 +53,12 @@ CODES_OF_TOP = {
 
 
 class Body:
-    """A pass over the bytes of one map, from their first to their last."""
+    """One pass over the bytes of a map."""
 
     def __init__(self, data: bytes, values: int) -> None:
         self.data = data
         self.at = 0
-        self.values = values  # entries and elements that are left to this body
+        self.values = values  # how many more entries and elements this body may have
 
     def left(self) -> int:
         return len(self.data) - self.at
@@ -70,7 +70,7 @@ class Body:
         return self.data[self.at - count : self.at]
 
     def kind(self, path: str) -> str:
-        """The kind of the value that begins here; nothing is taken."""
+        """Return the kind of the value that begins here, without consuming it."""
         if not self.left():
             raise Refusal("TRUNCATED", path)
         return KIND[self.data[self.at]]
@@ -89,7 +89,7 @@ class Body:
         return number
 
     def signed(self, path: str, skipped: bool) -> None:
-        """Take a signed integer of a skipped value; elsewhere none is good."""
+        """Take a signed integer of a skipped value; none is valid elsewhere."""
         first = self.take(1, path)[0]
         width, greatest = SIGNED.get(first, (0, 0))
         if width and int.from_bytes(self.take(width, path), "big", signed=True) > greatest:
@@ -206,7 +206,7 @@ class Body:
         return values
 
     def value(self, type_: Type, depth: int, path: str) -> Any:
-        """Take a value of a known type, within its range; depth is that of a map or list here."""
+        """Take a value of a known type, within its range; `depth` is that of a map or list here."""
         kind = self.kind(path)
         if kind == "signed" and type_.kind in ("uint", "enum"):
             self.signed(path, skipped=False)
@@ -269,7 +269,7 @@ def _json_map(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_map(layout: Layout, data: bytes, kind: Callable[[bytes, int], Body] = Body) -> dict[str, Any]:
-    """Return the values of a whole body; `kind` makes what reads it, and may take notes."""
+    """Return the values of a whole body; `kind` is the class that reads it, which may also take notes."""
     return _whole(layout, kind(data, LIMITS["max_values"] if layout.name in MESSAGES else LIMITS["max_body"]))
 
 
@@ -316,8 +316,9 @@ def read_struct(name: str, data: bytes) -> dict[str, Any]:
 
 
 def read_stream(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the frames of a stream, each to be read or refused alone: of one beyond the limit its envelope, and another
-    magic is the end."""
+    """Yield the frames of a stream, each to be read or refused by itself.
+
+    Of a frame beyond the limit only the envelope is yielded; wrong magic ends the stream."""
     buffer, skipped = b"", 0
     for chunk in chunks:
         skipped, chunk = max(0, skipped - len(chunk)), chunk[skipped:]

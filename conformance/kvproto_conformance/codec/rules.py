@@ -1,4 +1,4 @@
-"""The predicates that join fields of one map, over decoded values: integers, text, bytes, lists and dicts."""
+"""The predicates over several fields of one map, on decoded values: integers, text, bytes, lists and dicts."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def _same_length(layout: Layout, values: dict[str, Any], args: tuple[Any, ...]) 
 
 
 def _has(layout: Layout, values: dict[str, Any], field: str, name: str) -> bool | None:
-    """Whether an enum field has the value of this name; None where its value is unknown, and so says nothing."""
+    """Whether an enum field has the value of this name; None if its value is unknown, which decides nothing."""
     enum = ENUMS[layout.names[field].type.name]
     if field in values and values[field] not in enum.names:
         return None
@@ -93,7 +93,7 @@ PREDICATES = {
 
 
 def check_rules(layout: Layout, values: dict[str, Any], path: str) -> None:
-    """Refuse the map at a path that breaks a rule, by the first one that it breaks."""
+    """Refuse the map at a path by the first rule that it breaks."""
     for rule in layout.rules:
         place = PREDICATES[rule.predicate](layout, values, rule.args)
         if place is not None:

@@ -1,4 +1,4 @@
-"""The driver for live engines: the suite is the peer, over ZeroMQ, with memory and bytes of its own."""
+"""The driver for live engines: the suite plays the peer, over ZeroMQ, with its own memory and bytes."""
 
 from kvproto_conformance.live import scenarios  # noqa: F401 - makes them known
 from kvproto_conformance.live.running import Result, lacks, list_scenarios, run

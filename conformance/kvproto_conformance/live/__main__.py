@@ -1,4 +1,4 @@
-"""`python -m kvproto_conformance.live --role source -- ADAPTER ...`: run scenarios, and print a line for each."""
+"""`python -m kvproto_conformance.live --role source -- ADAPTER ...`: run scenarios, and print one line for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvproto_conformance.live import list_scenarios, run
 
 
 def main() -> int:
-    """Run, and say in the exit status whether all passed."""
+    """Run the scenarios; the exit status says whether all passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=("source", "sink"), default="source")
     parser.add_argument("--level", choices=("L3", "L4"), default="L4")

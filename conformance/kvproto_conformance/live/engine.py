@@ -1,7 +1,7 @@
-"""The engine under test: a program that the suite starts, and tells what to do by JSON lines.
+"""The engine under test: a program that the suite starts and controls by JSON lines.
 
-One line asks, one line answers, in order. The answer echoes `seq` and has `ok`, `err` or `unsupported`. Whatever else
-comes (nothing in time, the end of the program, a line that is no such answer) is an EngineFault and never a refusal.
+Each line is answered by one line, in order. An answer echoes `seq` and has `ok`, `err` or `unsupported`. Anything else
+(no answer in time, the end of the program, a line that is not an answer) is an EngineFault and never a refusal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Engine:
     """One run of an adapter."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Start it; raises EngineFault where there is no such program."""
+        """Start it; raises EngineFault if there is no such program."""
         self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - read after the program has ended
         try:
             self._program = subprocess.Popen(
@@ -60,18 +60,18 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Of the adapter itself."""
+        """The process id of the adapter itself."""
         return self._program.pid
 
     def ask(self, op: str, within: float = 60.0, **more: Any) -> Json:
-        """Have something done; returns what is under `ok`. Raises EngineFault, and Unsupported."""
+        """Have the engine do something; returns the value of `ok`. Raises EngineFault and Unsupported."""
         answer = self.answer(op, within, **more)
         if "err" in answer:
             raise EngineFault("garbage", f"{op} was answered by {answer['err']}")
         return dict(answer["ok"])
 
     def answer(self, op: str, within: float = 60.0, **more: Any) -> Json:
-        """The same; returns the answer, with `ok` or `err`."""
+        """The same, but returns the whole answer, with `ok` or `err`."""
         self._seq += 1
         self._write(json.dumps({"seq": self._seq, "op": op, **more}).encode() + b"\n", op, within)
         try:
@@ -84,7 +84,7 @@ class Engine:
         return _checked(heard, self._seq, op)
 
     def _write(self, line: bytes, op: str, within: float) -> None:
-        """Write a question; an adapter that does not read it is one that does not answer."""
+        """Write a question; an adapter that does not read it counts as one that does not answer."""
         pipe, end = self._program.stdin, time.monotonic() + within
         assert pipe is not None
         try:
@@ -96,7 +96,7 @@ class Engine:
             raise EngineFault("crash", self._end()) from error
 
     def stop(self) -> None:
-        """Ask it to end, and see to it."""
+        """Ask it to end, and make sure that it does."""
         with contextlib.suppress(EngineFault, Unsupported):
             self.answer("stop", 5.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -104,7 +104,7 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), and wait for that."""
+        """Kill it (SIGKILL), and wait for its end."""
         self._program.kill()
         self._program.wait()
         self._listener.join()
@@ -116,7 +116,7 @@ class Engine:
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
-        """Stop the adapter's process meanwhile: what is sent is heard in one go afterwards."""
+        """Stop the adapter's process meanwhile (SIGSTOP); it hears what was sent all at once afterwards."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self._program.poll() is None
 
     def _listen(self) -> None:
@@ -135,7 +135,7 @@ class Engine:
         self._lines.put(b"")
 
     def _end(self) -> str:
-        """How it ended, and the last that it said."""
+        """How it ended, and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(2.0)
         size = self._errors.seek(0, 2)

@@ -1,4 +1,4 @@
-"""A writer that checks nothing: it makes frames which the strict writer refuses, for peers that misbehave."""
+"""A writer that checks nothing: it makes frames that the strict writer refuses, for peers that misbehave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lax_frame(name: str, fields: Json) -> bytes:
 
 
 def raw_frame(name: str, body: bytes, **envelope: int) -> bytes:
-    """A frame of any body; `major`, `minor`, `type`, `flags`, `reserved` and `length` are stated as they are given."""
+    """A frame of any body; `major`, `minor`, `type`, `flags`, `reserved` and `length` are written as given."""
     layout = MESSAGES[name]
     fields = {"major": layout.major, "minor": 0, "type": layout.number, "flags": 0, "reserved": 0, "length": len(body)}
     fields |= envelope

@@ -1,4 +1,4 @@
-"""Memory that two processes share, as registration.md describes it for transport shm: the suite's, and an engine's."""
+"""Memory that two processes share, as registration.md describes for transport shm: the suite's and an engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "kvproto-"
 
 
 class BadHandle(Exception):
-    """A handle that an engine stated is not what registration.md says."""
+    """A handle that an engine stated does not follow registration.md."""
 
 
 def boot_id() -> str:
@@ -42,7 +42,7 @@ class Shared:
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
     def handle(self, pid: int | None = None, fd: int | None = None, nonce: str | None = None) -> str:
-        """What Register says of it, in hex; a field that is given is stated in place of the true one."""
+        """Its entry in Register, in hex; fields that are given replace the true ones."""
         stated = self.nonce if nonce is None else nonce
         return (
             b"\x93" + write_uint(os.getpid() if pid is None else pid) + write_uint(self.fd if fd is None else fd)
@@ -50,14 +50,14 @@ class Shared:
         ).hex()  # fmt: skip
 
     def close(self) -> None:
-        """Give it back; what views it must be gone."""
+        """Free it; nothing may view it any more."""
         self.bytes = np.empty(0, np.uint8)
         self._map.close()
         os.close(self.fd)
 
 
 def holds(pid: int, nonce: str) -> bool:
-    """Whether a process has a region mapped, or open, by what the kernel says."""
+    """Whether a process has a region mapped or open, according to the kernel."""
     name = _PREFIX + nonce
     try:
         if name in Path(f"/proc/{pid}/maps").read_text():
@@ -76,7 +76,7 @@ def _link(path: Path) -> str:
 
 
 def map_region(region: dict[str, Any]) -> tuple[mmap.mmap, Bytes, str]:
-    """Map a region that an engine registered (JSON form), which has this nonce; raises BadHandle."""
+    """Map a region (JSON form) that an engine registered with this nonce; raises BadHandle."""
     data = next((bytes.fromhex(h["data"]) for h in region["handles"] if h["transport"] == "SHM"), None)
     if data is None:
         raise BadHandle("no handle for SHM")
@@ -109,7 +109,7 @@ def write_uint(number: int) -> bytes:
 
 
 def read_uint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of a handle, and where the next byte is; raises BadHandle."""
+    """A number of a handle, and the offset of the next byte; raises BadHandle."""
     width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(data[at])
     if width is None:
         if data[at] >= 0x80:

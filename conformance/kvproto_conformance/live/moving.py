@@ -1,6 +1,6 @@
-"""Which bytes a rank pair moves, by coordinate: the plan and the windows as pieces, and where a rank keeps each.
+"""Which bytes a rank pair moves, by coordinate: the plan and the windows as pieces, and where a rank keeps each piece.
 
-Everything is found from the prose by the suite's own planner; addresses of the other side never matter.
+The suite's own planner derives everything from the prose; addresses of the other side never matter.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Piece(NamedTuple):
     model: int
     layer: int
     part: int
-    """Index in the sink's group; of sections the first's."""
+    """The index in the sink's group; for sections, that of the first."""
     map: int
     row: int
-    """Global."""
+    """The global row."""
     lo: int
     hi: int
     group: str
-    """Of the sink."""
+    """The sink's group."""
     home: str
-    """Group of the source."""
+    """The source's group."""
     name: str
-    """Of the part."""
+    """The part's name."""
 
 
 class _Side(Side):
-    """A side that counts its rows once."""
+    """A side that works out its rows only once."""
 
     def rows(self, id: str) -> dict[int, tuple[int, int]]:
         known: dict[str, dict[int, tuple[int, int]]] = self.__dict__.setdefault("_known", {})
@@ -55,7 +55,7 @@ class _Side(Side):
 
 
 def side(geometry: Json, rank: int, columns: Iterable[Json] = (), windows: Iterable[Json] = ()) -> Side:
-    """A rank of a Description (JSON form) with what it stated of its memory and of one request."""
+    """A rank of a Description (JSON form), with what it stated about its memory and about one request."""
     return _Side({"geometry": geometry, "rank": str(rank), "columns": list(columns), "windows": list(windows)})
 
 
@@ -110,7 +110,7 @@ def spans(of: Side, group: str, piece: Piece) -> Iterator[tuple[int, int, int, i
 
 
 def label(seed: str, model: int, layer: int, part: str, rows: npt.ArrayLike, lo: int, hi: int) -> Bytes:
-    """What a request's cache holds, [rows, hi - lo]: a byte for each coordinate, the same for every layout."""
+    """The content of a request's cache, [rows, hi - lo]: each byte follows from its coordinate, whatever the layout."""
     key = np.uint64(crc32(f"{seed}/{model}/{layer}/{part}".encode()))
     x = np.asarray(rows, np.uint64).reshape(-1, 1) * np.uint64(0x9E3779B97F4A7C15)
     x = (x + np.arange(lo, hi, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)) ^ (key << np.uint64(20))

@@ -1,6 +1,6 @@
-"""NIXL as registration.md describes it, on memory of the host: the suite's staging memory, and writes into an engine's.
+"""NIXL as registration.md describes it, on host memory: the suite's staging memory, and writes into an engine's.
 
-NIXL is needed for scenarios of extension `staged` alone, and is imported when the first of them begins.
+Only scenarios of extension `staged` need NIXL; it is imported when the first of them begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAGIC = b"KVNX\x01"
 _HOST = 1
 """Kind of memory (enum MemoryKind)."""
 _PATIENCE = 10.0
-"""Seconds that one write may take."""
+"""How many seconds one write may take."""
 
 
 class Staging(NamedTuple):
@@ -48,7 +48,7 @@ class Staging(NamedTuple):
 
 
 def is_there() -> bool:
-    """Whether NIXL is installed beside the suite."""
+    """Whether NIXL is installed alongside the suite."""
     return importlib.util.find_spec("nixl") is not None
 
 
@@ -62,7 +62,7 @@ def write_handle(said: Staging) -> str:
 
 
 def read_handle(data: bytes) -> Staging:
-    """What an engine says of memory; raises BadHandle."""
+    """Read what an engine states about its memory; raises BadHandle."""
     head = len(_MAGIC)
     body = data[head + 32 :]
     if data[:head] != _MAGIC or data[head : head + 32] != hashlib.sha256(body).digest():
@@ -98,7 +98,7 @@ class Agent:
         self._ucx = [self._agent.createBackend("UCX", {})]
 
     def register(self, memory: npt.NDArray[np.uint8], slot: int) -> tuple[Any, Staging]:
-        """Let others write memory in slots of this size; what `forget` takes, and what Register says."""
+        """Let others write memory in slots of this size; returns what `forget` accepts, and the handle for Register."""
         address = memory.ctypes.data
         made = self._api.nixlRegDList(self._api.DRAM_SEG, [(address, memory.size, 0, "")])
         self._agent.registerMem(made, self._ucx)
@@ -106,21 +106,21 @@ class Agent:
         return made, Staging(self.name, address, memory.size, 0, _HOST, slot, metadata)
 
     def forget(self, made: Any) -> None:
-        """Let nobody write that memory any more."""
+        """Stop letting others write that memory."""
         self._agent.deregisterMem(made, self._ucx)
 
     def meet(self, there: Staging) -> None:
-        """Learn of an engine's memory; raises BadHandle where it is another's."""
+        """Connect to an engine's memory; raises BadHandle if it belongs to another agent."""
         if self._agent.loadRemoteMD(there.metadata) not in (there.name, there.name.encode()):
             raise BadHandle(f"metadata of another agent than {there.name}")
         self._agent.makeConnection(there.name, self._ucx)
 
     def leave(self, there: Staging) -> None:
-        """Know an engine no more."""
+        """Disconnect from an engine."""
         self._agent.invalidateRemoteMD(there.name)
 
     def write(self, memory: npt.NDArray[np.uint8], there: Staging, at: int) -> None:
-        """Write registered memory into an engine's from a byte on, to its end; raises Missed where it has none."""
+        """Write registered memory, from a byte to its end, into an engine's; raises Missed if there is none."""
         api = self._api
         here = api.nixlXferDList(api.DRAM_SEG, [(memory.ctypes.data, memory.size, 0)])
         into = api.nixlXferDList(api.DRAM_SEG, [(there.address + at, memory.size, there.ordinal)])
@@ -140,5 +140,5 @@ class Agent:
 
 @cache
 def agent() -> Agent:
-    """The one of this process: UCX takes a while to start."""
+    """The one agent of this process, as UCX takes a while to start."""
     return Agent()

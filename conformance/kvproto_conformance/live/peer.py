@@ -1,4 +1,4 @@
-"""What the suite's source and sink have in common: messages out, messages in, and nothing believed."""
+"""What the suite's source and sink have in common: they send and receive messages, and trust nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Missed", "Peer", "greased"]
 
 Json = dict[str, Any]
 PATIENCE = 10.0
-"""Seconds that an answer may take: several times `resend`."""
+"""How many seconds an answer may take: several times `resend`."""
 RESEND = 2.0
 
 
 class Missed(Exception):
-    """What the engine was to send has not come, or something else has."""
+    """What the engine should have sent did not come, or something else did."""
 
     def __init__(self, text: str, clause: str = "") -> None:
         super().__init__(text)
@@ -48,20 +48,20 @@ class Peer:
         self.answers_pings, self.greases = True, False
         self.incarnation = (int(time.time() * 1000) << 20) + secrets.randbits(20)
         self.heard: list[Frame] = []
-        """Frames of the engine that no `expect` has taken yet."""
+        """Frames of the engine that no `expect` has consumed yet."""
         self.last: dict[str, Frame] = {}
         """The latest message of each name that was sent."""
         self.last_heard: dict[str, Frame] = {}
-        """The latest message of each name that came."""
+        """The latest message of each name that was received."""
         self._replies: dict[tuple[str, str], bytes] = {}
 
     def next_id(self) -> str:
-        """A request id that was not used."""
+        """An unused request id."""
         self.ids += 1
         return str(self.ids)
 
     def send(self, name: str, **fields: Any) -> Frame:
-        """Send a message; `session` is added where the message has one and it is left out."""
+        """Send a message; `session` is filled in if the message has that field and it is not given."""
         if self.session and "session" in MESSAGES[name].names:
             fields.setdefault("session", self.session)
         raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
@@ -78,12 +78,12 @@ class Peer:
         self._replies[to.name, to.fields["request"]] = self.send(name, **kept, **fields).raw
 
     def misbehave(self, what: str, raw: bytes, *more: bytes) -> None:
-        """Send what breaks a rule, on purpose; it does not count as the suite's fault."""
+        """Send something that breaks a rule on purpose, so that it does not count as the suite's fault."""
         self.watch.bad(raw, what)
         self.wire.send(raw, *more)
 
     def misstate(self, name: str, **fields: Any) -> str:
-        """Send a message that breaks a rule by what it says or by when it comes; its request id."""
+        """Send a message whose content or timing breaks a rule; returns its request id."""
         for key in ("session", "request"):
             if key in MESSAGES[name].names and MESSAGES[name].names[key].required and key not in fields:
                 fields[key] = self.session if key == "session" else self.next_id()
@@ -91,7 +91,7 @@ class Peer:
         return str(fields.get("request", ""))
 
     def hear(self, seconds: float) -> Frame | None:
-        """The next frame that is not a Ping, which is answered, nor a request that was answered before."""
+        """The next frame, after answering Pings and requests that were answered before."""
         end = time.monotonic() + seconds
         while (raw := self.wire.receive(end - time.monotonic())) is not None:
             frame = self.watch.see(raw, ENGINE)
@@ -145,7 +145,7 @@ class Peer:
         return self.expect(*answers, where=lambda f: f["request"] == id, again=sent, clause=clause)
 
     def silence(self, seconds: float, but: tuple[str, ...] = ()) -> list[Frame]:
-        """What comes for so long, but for frames of these names."""
+        """What is received within this time, except for frames of these names."""
         end, found = time.monotonic() + seconds, list(self.heard)
         while (left := end - time.monotonic()) > 0:
             frame = self.hear(left)
@@ -155,7 +155,7 @@ class Peer:
         return [frame for frame in found if frame.name not in but]
 
     def over(self) -> None:
-        """The session has ended; what comes next on this connection begins another."""
+        """Note that the session has ended; the next message on this connection begins another."""
         self.session = ""
         self.watch.restart()
         self.heard.clear()
@@ -167,7 +167,7 @@ class Peer:
             self.send("Goodbye", reason=reason)
 
     def close(self) -> None:
-        """Leave, with Goodbye."""
+        """Say Goodbye, and close the connection."""
         self.goodbye()
         self.wire.close()
 

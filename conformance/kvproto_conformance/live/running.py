@@ -1,4 +1,4 @@
-"""Runs scenarios against an adapter, one after the other, and says of each what came of it."""
+"""Runs scenarios against an adapter, one after the other, and reports the outcome of each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["Result", "lacks", "list_scenarios", "run"]
 
 @attrs.frozen
 class Result:
-    """What came of one scenario.
+    """The outcome of one scenario.
 
     Fields:
-        id: Of the scenario.
+        id: The scenario's id.
         status: pass, fail, error (the engine crashed, hung or answered garbage), suite-error, or unsupported.
-        checks: What was looked at, in order.
-        text: Why it did not pass; empty where it did.
-        clause: The clause that was broken, where one is known.
-        seconds: That it took.
-        log: Of each connection, its messages: seconds, sender, name, and fields or bytes in hex.
+        checks: What was checked, in order.
+        text: Why it did not pass; empty if it did.
+        clause: The clause that was broken, if known.
+        seconds: How long it took.
+        log: The messages of each connection: seconds, sender, name, and fields or bytes in hex.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Result:
 
 
 def list_scenarios(role: str | None = None, level: str | None = None) -> list[Scenario]:
-    """All scenarios, or those of one role and up to one level."""
+    """All scenarios, or those of one role up to one level."""
     return [s for s in SCENARIOS.values() if role in (None, s.role) and (level is None or s.level <= level)]
 
 
@@ -90,7 +90,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
 
 
 def lacks(scenario: Scenario) -> str:
-    """What the suite's side would need to play a scenario, and does not have; empty where it has all."""
+    """What the suite's side lacks to play a scenario; empty if it lacks nothing."""
     wanted = scenario.transport == "NIXL" and not nixl.is_there()
     return "NIXL beside the suite (pip install nixl)" if wanted else ""
 

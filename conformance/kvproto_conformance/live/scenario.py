@@ -1,4 +1,4 @@
-"""A scenario: data, and a short script that plays the engine's peer and checks by name what comes of it."""
+"""A scenario: data, and a short script that plays the engine's peer and makes named checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "suite"
 STARTING = 180.0
 """Seconds that an engine may take to open: a GPU's, or one with NIXL on a machine that is busy, takes long."""
 KEYS = frozenset({"CURVE"})
-"""Extensions that are no feature of a session."""
+"""Extensions that are not features of a session."""
 
 
 @attrs.frozen
@@ -33,17 +33,17 @@ class Scenario:
 
     Fields:
         id: Never changes, and is never used again.
-        title: What happens, in a line.
-        clauses: What is shown to hold.
+        title: What happens, in one line.
+        clauses: The clauses that it shows to hold.
         guards: The class of bugs that it guards against, as engines have had them.
         role: Of the engine under test: source or sink.
         level: L3, or L4.
         world: The caches of the engine.
         transport: How bytes move.
         must: Whether a failure makes the engine nonconformant.
-        extensions: Features that it needs.
+        extensions: The features that it needs.
         slow: Whether it waits for a timer of the protocol.
-        spoils: Whether the engine serves nobody afterwards, as one that drains.
+        spoils: Whether the engine serves nobody afterwards, for example because it drains.
         script: What is done.
     """
 
@@ -63,7 +63,7 @@ class Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {}
-"""By id, in the order in which they are run."""
+"""All scenarios by id, in the order in which they run."""
 
 
 def scenario(
@@ -71,7 +71,7 @@ def scenario(
     transport: str = "SHM", must: bool = True, extensions: tuple[str, ...] = (), slow: bool = False,
     spoils: bool = False,
 ) -> Callable[[Script], Script]:  # fmt: skip
-    """Make a script a scenario."""
+    """Turn a script into a scenario."""
 
     def keep(script: Script) -> Script:
         if id in SCENARIOS:
@@ -86,7 +86,7 @@ def scenario(
 
 @attrs.frozen
 class Check:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     name: str
     good: bool
@@ -96,7 +96,7 @@ class Check:
 
 @attrs.frozen
 class Prompt:
-    """One request, as whoever routes requests hands it to both sides."""
+    """One request, as a router hands it to both sides."""
 
     id: str
     key: str
@@ -110,7 +110,7 @@ class Prompt:
 
 
 class Live:
-    """A running engine of one world and transport, with where it is reached."""
+    """A running engine of one world and transport, and the address at which it is reached."""
 
     def __init__(self, command: Sequence[str], role: str, world: str, transport: str, keyed: bool = False) -> None:
         """`keyed`: over TCP, with CURVE keys; else over ipc."""
@@ -123,7 +123,7 @@ class Live:
         self.start()
 
     def start(self) -> None:
-        """Start an engine where there is none any more."""
+        """Start an engine if none is running."""
         role, world, transport, keyed = self.key
         self.engine = Engine(self._command)
         try:
@@ -141,7 +141,7 @@ class Live:
         self.geometry: Json = read_struct("Geometry", bytes.fromhex(found["geometry"]))
 
     def name(self, number: int) -> str:
-        """Of a peer: another each time, but where the engine knows the suite by its key."""
+        """A peer's name: a different one each time, unless the engine knows the suite by its key."""
         return NAME if self.key[3] else f"suite-{number}"
 
     def restart(self) -> None:
@@ -150,7 +150,7 @@ class Live:
         self.start()
 
     def stop(self) -> None:
-        """End the engine, and clean up after it."""
+        """Stop the engine, and clean up after it."""
         self.engine.stop() if self.engine.alive else self.engine.kill()
         self.folder.cleanup()
 
@@ -166,16 +166,16 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """That which runs now."""
+        """The engine that is running now."""
         return self.live.engine
 
     def check(self, name: str, good: bool, text: str = "", clause: str = "") -> bool:
-        """Note something that was looked at."""
+        """Record a check."""
         self.checks.append(Check(name, bool(good), "" if good else text, clause))
         return bool(good)
 
     def prompt(self, tokens: int = 45) -> Prompt:
-        """A request that nobody knows yet."""
+        """A request that neither side knows yet."""
         key = secrets.token_hex(16)
         return Prompt(key[:12], key, [int(key[:4], 16) + i for i in range(tokens)], {})
 
@@ -185,7 +185,7 @@ class Run:
             raise Missed(f"{missing[0]} is claimed, was offered, and was not chosen", "KVP-NEG-CHOOSE")
 
     def probe(self) -> None:
-        """A fresh, correct peer is served, whatever came before."""
+        """Check that a new, correct peer is served, whatever happened before."""
         before = len(self.checks)
         self.serve_fresh()
         good = all(check.good for check in self.checks[before:])
@@ -196,18 +196,18 @@ class Run:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close all peers, and look whether the engine has let go of them."""
+        """Close all peers, and check that the engine has let go of them."""
         for peer in self.peers:
             peer.close()
 
     def drop(self) -> None:
-        """Close what a failed run has left; nothing is looked at."""
+        """Close what a failed run has left open, without checks."""
         for peer in self.peers:
             peer.wire.close()
 
 
 def rows_of(group: Json, tokens: int) -> range:
-    """Rows that an engine holds of so many tokens."""
+    """The rows that an engine holds for this many tokens."""
     rows, step = int(group["rows"]), int(group["tokens_per_row"])
     if group["kind"] == "SLOT":
         return range(int(group.get("live_rows", rows)))
@@ -221,7 +221,7 @@ def shares(geometry: Json) -> list[tuple[Json, Json]]:
 
 
 def handoff(geometry: Json, prompt: Prompt) -> dict[str, dict[str, str]]:
-    """Hand-off data of a request in hex, by group and part name."""
+    """The hand-off data of a request in hex, by group and part name."""
 
     def data(part: Json) -> str:
         made = moving.label(prompt.seed, 0, 0, f"handoff {part['name']}", 0, 0, int(part["lane_bytes"]))

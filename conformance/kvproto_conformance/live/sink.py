@@ -21,11 +21,11 @@ __all__ = ["Request", "Sink"]
 
 Json = dict[str, Any]
 WINDOW = 1 << 20
-"""Bytes of Data that may be on their way."""
+"""How many bytes of Data may be on their way."""
 
 
 class Request:
-    """One request that a sink rank asks for."""
+    """One request that a sink rank fetches."""
 
     def __init__(self, key: str, tokens: Sequence[int], axes: Mapping[str, int]) -> None:
         self.key, self.tokens, self.axes = key, list(tokens), dict(axes)
@@ -39,14 +39,14 @@ class Sink(Peer):
     """One rank of the suite as a sink."""
 
     unpacks = False
-    """Whether it writes its pages itself, whatever the transport."""
+    """Whether it writes its pages itself, whichever the transport."""
 
     def __init__(
         self, address: str, *, name: str, geometry: Json | None = None, rank: int = 0, transport: str = "SHM",
         offered: Iterable[str] = (), needed: Iterable[str] = (), heads_first: bool = False, items: int = 64,
         keys: Keys | None = None,
     ) -> None:  # fmt: skip
-        """`geometry` is the suite's own Description; without one it is made to fit when the engine's is known."""
+        """`geometry` is the suite's own Description; without it, one is made to fit once the engine's is known."""
         super().__init__(Dealer(address, keys), "source")
         self.name, self.rank, self.transport = name, rank, transport
         self.offered = sorted({*offered, *(["INLINE"] if transport == "INLINE" else [])}, key=_feature)
@@ -130,7 +130,7 @@ class Sink(Peer):
                 "plan": self.planned["plan"]}  # fmt: skip
 
     def register(self, **changes: Any) -> Frame:
-        """Register to Registered; raises Missed where the engine's routes, plan or transport are not the suite's."""
+        """Register to Registered; raises Missed if the engine's routes, plan or transport differ from the suite's."""
         found = self.ask("Register", "Registered", clause="KVP-REG-MAP", **(self.registration() | changes))
         if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
@@ -140,7 +140,7 @@ class Sink(Peer):
         return found
 
     def move(self) -> Frame:
-        """Register other memory under the next epoch; what is asked for from now on goes there."""
+        """Register other memory under the next epoch; requests from now on go there."""
         if self.memory is not None:
             self.old.append(self.memory)
         self.epoch += 1
@@ -170,7 +170,7 @@ class Sink(Peer):
     def request(
         self, key: str, tokens: Sequence[int], axes: Mapping[str, int] | None = None, first: int = 0
     ) -> Request:
-        """A request with windows from `first` on and items of its own in every routed group, in no order."""
+        """A request with windows from `first` on, and its own items, in random order, in every routed group."""
         made = Request(key, tokens, axes or {})
         groups = {g["id"]: g for g in self.geometry["groups"]} if self.geometry else {}
         for route in self.routes():
@@ -231,11 +231,11 @@ class Sink(Peer):
         return self.ask("Grant", "Accepted", **self.named(made), grants=self.granted(made, tokens, since))
 
     def named(self, made: Request) -> Json:
-        """What every message about a request states."""
+        """The fields that every message about a request has."""
         return {"sequence": made.sequence, "attempt": "1"}
 
     def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
-        """Data as far as there is some, then Done, which is not yet acknowledged."""
+        """Receive all Data, then Done, without acknowledging it."""
         mine = self.of(made)
         while True:
             found = self.expect("Done", "Data", "Failed", where=mine, seconds=seconds, clause="KVP-TRN-ORDER")
@@ -273,7 +273,7 @@ class Sink(Peer):
         return moving.side(self.geometry or {}, self.rank, self.columns, windows)
 
     def unpack(self, made: Request, moved: list[moving.Piece]) -> None:
-        """Write an inline stream into the pages, as a sink does; raises Missed for one of another length."""
+        """Write an inline stream into the pages, as a sink does; raises Missed if its length is wrong."""
         assert self.memory is not None
         here, at = self.side(made), 0
         for piece in moved:
@@ -285,11 +285,11 @@ class Sink(Peer):
             raise Missed(f"a stream of {len(made.stream)} bytes, not {at}", "KVP-STG-ORDER")
 
     def end(self, done: Frame, size: int) -> None:
-        """Say that Done was heard."""
+        """Acknowledge Done."""
         self.reply(done, "DoneAck")
 
     def expected(self, made: Request, moved: list[moving.Piece], seed: str) -> None:
-        """Take what a request moves into the image of what this memory must hold from now on."""
+        """Add what a request moves to the image of what this memory must hold from now on."""
         here = self.side(made)
         for piece in moved:
             for _, offset, lo, hi in moving.spans(here, piece.group, piece):
@@ -297,7 +297,7 @@ class Sink(Peer):
                 self.image[offset : offset + hi - lo] = held
 
     def differs(self) -> str:
-        """Where the memory is not what it must be, canaries included; empty where it is."""
+        """Where the memory differs from what it must hold, canaries included; empty if it does not."""
         assert self.memory is not None
         wrong = np.flatnonzero(self.memory.bytes != self.image)
         if not wrong.size:
@@ -306,7 +306,7 @@ class Sink(Peer):
         return f"{wrong.size} bytes differ, the first at {at}: {self._where(at)}"
 
     def _where(self, at: int) -> str:
-        """What lies at a byte, in words."""
+        """What is at a byte, in words."""
         for columns in self.columns:
             for k, begin in enumerate(int(offset) for offset in columns["offset"]):
                 item = int(columns["item_stride"][k])
@@ -316,7 +316,7 @@ class Sink(Peer):
         return "between columns"
 
     def close(self) -> None:
-        """Goodbye, and give the memory back."""
+        """Say Goodbye, and free the memory."""
         super().close()
         for memory in (self.memory, self.spare, *self.old):
             if memory is not None:

@@ -25,16 +25,16 @@ __all__ = ["Asked", "Source"]
 Json = dict[str, Any]
 Regions = dict[int, npt.NDArray[np.uint8]]
 MOST_DATA = 4096
-"""Bytes of one Data: short, so that streams are of many."""
+"""The bytes of one Data: few, so that streams have many."""
 
 
 class Asked:
-    """A Transfer that has come."""
+    """A Transfer that was received."""
 
     def __init__(self, frame: Frame, moved: list[moving.Piece], side: Any, regions: Regions) -> None:
         self.frame, self.moved, self.side, self.regions = frame, moved, side, regions
         self.drawn: list[Json] = []
-        """Windows and items of the suite, where the engine reads."""
+        """The suite's windows and items, if the engine reads."""
 
     @property
     def key(self) -> str:
@@ -43,7 +43,7 @@ class Asked:
 
     @property
     def of(self) -> Json:
-        """What every message about it states."""
+        """The fields that every message about it has."""
         return {name: self.frame.fields[name] for name in ("sequence", "attempt")}
 
 
@@ -70,7 +70,7 @@ class Source(Peer):
         self.epochs: dict[str, tuple[list[Json], Regions]] = {}
         """Columns, and regions by id, of each epoch that the engine has registered."""
         self.regions: Regions = {}
-        """Of the epoch that was registered last, by id."""
+        """The regions of the epoch that was registered last, by id."""
         self.nonces: list[str] = []
         """Of the regions that the engine has registered."""
         self._maps: list[mmap.mmap] = []
@@ -153,7 +153,7 @@ class Source(Peer):
         return self
 
     def asked(self, seconds: float = 10.0) -> Asked:
-        """Hear a Transfer, and check it as a source does; it is not answered yet."""
+        """Receive a Transfer, and check it as a source does, without answering it."""
         found = self.expect("Transfer", seconds=seconds, clause="KVP-TRN-ALL")
         fields = found.fields
         routed = [route["group"] for route in self.routes()]
@@ -190,11 +190,11 @@ class Source(Peer):
         asked.moved = moving.pieces(self.geometry, self.theirs, pair, self.watch.features, asked.side)
 
     def progress(self, asked: Asked, state: str, tokens: int | None = None) -> None:
-        """Say how far prefill is."""
+        """Report the progress of prefill."""
         self.send("Progress", **asked.of, state=state, tokens=None if tokens is None else str(tokens))
 
     def granted(self, asked: Asked, spans: bool = False) -> None:
-        """Hear Grants until all items of a request are named, and answer each."""
+        """Receive and answer Grants until all items of a request are named."""
         stated, items = asked.frame.fields["grants"], dict[str, list[str]]()
         groups = {g["id"]: g for g in self.theirs["groups"]}
         while True:
@@ -221,7 +221,7 @@ class Source(Peer):
         self.place(asked, [grant | {"items": items[grant["group"]]} for grant in stated])
 
     def returned(self, asked: Frame, proof: str = "PROVEN") -> None:
-        """Answer an Unregister: the memory of the epoch is let go."""
+        """Answer an Unregister, and release the memory of the epoch."""
         self.epochs.pop(asked.fields["epoch"])
         self.reply(asked, "Unregistered", epoch=asked.fields["epoch"], proof=proof)
 
@@ -230,7 +230,7 @@ class Source(Peer):
         self.reply(asked.frame, "Accepted", state=state)
 
     def move(self, asked: Asked, seed: str) -> None:
-        """Have the labelled bytes at their destination, by the transport of the session."""
+        """Bring the labelled bytes to their destination by the session's transport."""
         if self.transport == "SHM":
             self.write(asked, seed)
         else:
@@ -264,7 +264,7 @@ class Source(Peer):
         self.send("Data", **asked.of, offset=str(offset), data=raw.hex(), last=last)
 
     def take_credit(self, least: int) -> None:
-        """Hear Credits until so many bytes may be sent."""
+        """Receive Credits until this many bytes may be sent."""
         while any(frame.name == "Credit" for frame in self.heard) or self.total - self.sent < least:
             credit = self.expect("Credit", clause="KVP-STG-CREDIT")
             total = int(credit.fields["total"])
@@ -273,7 +273,7 @@ class Source(Peer):
             self.total = total
 
     def done_fields(self, asked: Asked, handoff: Mapping[str, str], seed: str) -> Json:
-        """What a good Done says; `handoff` is by the sink's group, in hex."""
+        """The fields of a valid Done; `handoff` is by the sink's group, in hex."""
         size = sum(p.hi - p.lo for p in asked.moved)
         fields: Json = {
             "writer": str(self.rank), "groups": [r["group"] for r in self.routes()], "bytes": str(size),
@@ -290,13 +290,13 @@ class Source(Peer):
         return self.send("Done", request=self.next_id(), **asked.of, **(fields | changes))
 
     def flip(self, asked: Asked) -> None:
-        """Change a bit of what was written."""
+        """Flip one bit of what was written."""
         piece = asked.moved[len(asked.moved) // 2]
         region, offset, _, _ = next(moving.spans(asked.side, piece.group, piece))
         asked.regions[region][offset] ^= 4
 
     def acknowledged(self, done: Frame, clause: str = "KVP-TRN-SET") -> Frame:
-        """Hear DoneAck of a Done or Failed."""
+        """Receive the DoneAck of a Done or Failed."""
         id = done.fields["request"]
         return self.expect("DoneAck", where=lambda f: f["request"] == id, again=done, clause=clause)
 
@@ -305,14 +305,14 @@ class Source(Peer):
         return self.send("Failed", request=self.next_id(), **asked.of, code=code, path="", mine=mine, yours=yours)
 
     def unmap(self) -> None:
-        """Let go of the engine's memory."""
+        """Release the engine's memory."""
         self.regions, self.epochs = {}, {}
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()
 
     def close(self) -> None:
-        """Goodbye, and let go of the engine's memory."""
+        """Say Goodbye, and release the engine's memory."""
         super().close()
         self.unmap()
 

@@ -1,6 +1,6 @@
-"""Traffic of a rank pair, watched all the time: every frame decodes strictly, every message has a row for the state.
+"""Watches all traffic of a rank pair: every frame must decode strictly, and every message must be legal in its state.
 
-Whoever sent what breaks a rule is blamed: the engine, or the suite itself, which is then no witness.
+The sender of what breaks a rule is blamed: the engine, or the suite itself, which is then no reliable witness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MESSAGES: Json = _facts["message"]
 
 
 class Blamed(Exception):
-    """A rule that one of the two has broken."""
+    """One of the two has broken a rule."""
 
     def __init__(self, who: str, text: str, clause: str) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ _OF_TRANSFER = {message for _, message in _TRANSFER} - {"Error"}
 
 
 class Watch:
-    """What one connection has carried, and the state that follows from it; `engine` is the engine's role."""
+    """What one connection has carried, and the resulting state; `engine` is the engine's role."""
 
     def __init__(self, engine: str) -> None:
         self.log: list[tuple[float, str, str, Json | str]] = []
@@ -72,7 +72,7 @@ class Watch:
         """Watch for another session; the log goes on."""
         self.session: str | None = None
         self.most = 0
-        """Bytes of a body that the suite takes; 0 until it has said so."""
+        """The longest body that the suite accepts, in bytes; 0 until it has stated that."""
         self.features: set[str] = set()
         self.state = "idle"
         self.transfers: dict[tuple[str, str], str] = {}
@@ -81,7 +81,7 @@ class Watch:
         self._lies: set[tuple[str, str]] = set()
 
     def bad(self, raw: bytes, what: str) -> None:
-        """Log what the suite sends on purpose though it breaks a rule; it moves what it may, and no one is blamed."""
+        """Log what breaks a rule on purpose: nobody is blamed, and it makes a transition only if that is legal."""
         try:
             self.see(raw, SUITE)
             return
@@ -135,7 +135,7 @@ class Watch:
             raise Blamed(frame.sender, f"Refused of session {stated}, not {self.session}", "KVP-SES-ID")
 
     def _check_ids(self, frame: Frame) -> bool:
-        """Whether this is a request or a reply that came before, which moves nothing."""
+        """Whether this is a request or a reply that was seen before, which makes no transition."""
         if frame.name == "Error" or "request" not in frame.fields:
             return False
         id, kind = frame.fields["request"], _MESSAGES[frame.name]["delivery"]
@@ -191,5 +191,5 @@ def _names(frame: Frame) -> tuple[Any, Any]:
 
 
 def _same(frame: Frame) -> Json:
-    """What a request that is sent again has in common with its first: all but how long a lease still is."""
+    """What a repeated request has in common with the first: everything except how long a lease still lasts."""
     return {k: v for k, v in frame.fields.items() if k != "lease"}

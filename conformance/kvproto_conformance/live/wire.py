@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of the suite: a DEALER where it is the sink, a ROUTER where it is the source."""
+"""The suite's ZeroMQ sockets: a DEALER as the sink, a ROUTER as the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Dealer", "Keys", "Router", "Wire", "free_address", "new_keys"]
 
 
 class Keys(NamedTuple):
-    """A CURVE pair in Z85, and of a client the server's public key."""
+    """A CURVE key pair in Z85, and for a client the server's public key."""
 
     public: bytes
     secret: bytes
@@ -19,12 +19,12 @@ class Keys(NamedTuple):
 
 
 def new_keys(server: bytes = b"") -> Keys:
-    """A pair that nobody has had."""
+    """Make a new pair."""
     return Keys(*zmq.curve_keypair(), server)
 
 
 def free_address() -> str:
-    """A TCP address of this host at which nobody listens."""
+    """A TCP address of this host on which nothing listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
@@ -56,14 +56,14 @@ class Dealer:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDTIMEO, 1000)
         self._stuck = False
-        """Whether the last message found no room: the next is not waited for."""
+        """Whether the last message could not be queued; the next one is then not waited for."""
         if keys is not None:
             _identify(self._socket, keys)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         self._socket.connect(address)
 
     def send(self, *parts: bytes) -> None:
-        """Send a ZeroMQ message of these parts; it is lost where the engine takes no connection, or none more."""
+        """Send a ZeroMQ message of these parts; it is lost if the engine accepts no connection, or no more messages."""
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK if self._stuck else 0)
             self._stuck = False
@@ -77,12 +77,12 @@ class Dealer:
         return b"".join(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Close it; what was sent goes out first."""
+        """Close it once everything is sent."""
         self._socket.close()
 
 
 class Router:
-    """Where an engine connects; it hears one peer at a time, the last that spoke."""
+    """The socket to which an engine connects; it serves one peer at a time, the last one that sent something."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""What both sides of a scenario said, as lines for people; what the registry calls secret is left out."""
+"""What both sides of a scenario said, as lines for people, without what the registry calls secret."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["blanked", "lines"]
 
 _WIDTH = 160
-"""Characters of one message's fields."""
+"""How many characters of a message's fields are shown."""
 _HIDDEN = "..."
 
 
 @cache
 def _fields() -> dict[str, dict[str, tuple[bool, str]]]:
-    """Message or struct to its fields: whether each is secret, and the struct that it holds, if it holds one."""
+    """By message or struct, its fields: whether each is secret, and the struct that it holds, if any."""
     facts = json.loads(REGISTRY.read_text(encoding="utf-8"))
     return {
         name: {
@@ -35,7 +35,7 @@ def _fields() -> dict[str, dict[str, tuple[bool, str]]]:
 
 
 def blanked(name: str, value: Any) -> Any:
-    """Fields of a message or struct without those that are secret."""
+    """The fields of a message or struct that are not secret."""
     if isinstance(value, list):
         return [blanked(name, each) for each in value]
     if not isinstance(value, dict):
@@ -49,7 +49,7 @@ def blanked(name: str, value: Any) -> Any:
 
 
 def lines(said: Result) -> Iterator[str]:
-    """A line for each message, by connection."""
+    """One line per message, by connection."""
     for number, connection in enumerate(said.log, 1):
         yield f"connection {number}"
         for at, sender, message, fields in connection:

@@ -1,7 +1,7 @@
-"""What the suite is beside an engine: a Description that fits the engine's and differs from it wherever it may.
+"""The suite as an engine's peer: a Description that fits the engine's, and differs from it wherever it may.
 
-Group ids, page sizes, strides, padding and the number of ranks are others, so that an engine which takes its own for
-those of its peer is found out.
+Group ids, page sizes, strides, padding and the number of ranks differ, which exposes an engine that uses its own in
+place of its peer's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["content", "digest_as_stated", "digest_of", "has_memory", "items_of",
 
 Json = dict[str, Any]
 GAP = 64
-"""Bytes before, between and after columns, which nobody may write."""
+"""How many bytes before, between and after columns nobody may write."""
 MORE_RING = 3
-"""Rows by which a ring of the suite is longer than the engine's."""
+"""By how many rows a ring of the suite is longer than the engine's."""
 
 
 def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
@@ -60,7 +60,7 @@ def _other_rows(group: Json) -> int:
 
 
 def has_memory(group: Json) -> bool:
-    """Whether a group lies in registered memory."""
+    """Whether a group is in registered memory."""
     return bool(group["kind"] != "HANDOFF")
 
 
@@ -89,7 +89,7 @@ def lay_out(geometry: Json, rank: int, items: int = 64, heads_first: bool = Fals
 
 
 def window(group: Json, tokens: int, axes: Mapping[str, int], first: int = 0) -> tuple[int, int]:
-    """First token and count of the whole of a request, as far as a group has it."""
+    """The first token and the count of a whole request, as far as a group has it."""
     if not has_memory(group):
         return 0, 0
     length = axes.get(group["axis"], 0) if "axis" in group else tokens
@@ -100,7 +100,7 @@ def window(group: Json, tokens: int, axes: Mapping[str, int], first: int = 0) ->
 
 
 def items_of(group: Json, first: int, count: int) -> int:
-    """How many items a window needs where one rank has all tokens (lowering.md)."""
+    """How many items a window needs if one rank has all tokens (lowering.md)."""
     if group["kind"] in ("SLOT", "RING"):
         return 1
     step, rows = int(group["tokens_per_row"]), int(group["rows"])
@@ -111,7 +111,7 @@ def items_of(group: Json, first: int, count: int) -> int:
 
 
 def content(tokens: list[int], axes: Mapping[str, int]) -> str:
-    """Content digest of a prompt, in hex."""
+    """The content digest of a prompt, in hex."""
     stated: Json = {"tokens": [str(t) for t in tokens], "adapter": "", "salts": []}
     if axes:
         stated["axes"] = [{"name": name, "length": str(axes[name])} for name in sorted(axes, key=str.encode)]
@@ -119,7 +119,7 @@ def content(tokens: list[int], axes: Mapping[str, int]) -> str:
 
 
 def digest_as_stated(geometry: str) -> str:
-    """Digest of a Geometry in hex as its owner wrote it: it may have fields of a later version."""
+    """The digest, in hex, of a Geometry as its owner wrote it, which may have fields of a later version."""
     return hashlib.sha256(bytes.fromhex(geometry)).hexdigest()
 
 
