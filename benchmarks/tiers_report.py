@@ -16,6 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULT, PAGE, PLOT = HERE / "results/tiers.json", HERE.parent / "docs/tiers.md", HERE.parent / "docs/tiers_disk.svg"
 MARK = "<!-- table disk -->\n\n"
+ALT = "MB/s of each contender in each round, written and read"
 COLOURS = {"one file": "#777777", "plain files": "#b58900", "files": "#0b6e4f", "lmdb": "#3465a4"}
 
 
@@ -29,11 +30,13 @@ def rows(disk: dict[str, Any]) -> Iterator[Sequence[str]]:
 
 
 def written(page: str, disk: dict[str, Any]) -> str:
-    """The page with its table."""
+    """The page with its table and its plot."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows(disk)]
     before, after = page.split(MARK)
-    rest = after.partition("\n\n")[2] if after.startswith("|") else after
-    return before + MARK + "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body]) + "\n\n" + rest
+    for begins in ("|", "!["):
+        after = after.partition("\n\n")[2] if after.startswith(begins) else after
+    table = "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
+    return f"{before}{MARK}{table}\n\n![{ALT}]({PLOT.name})\n\n{after}"
 
 
 def plot(disk: dict[str, Any]) -> None:

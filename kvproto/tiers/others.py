@@ -129,13 +129,23 @@ class Others:
         count = -(-pages * mine // theirs)
         made = {part.group: memoryview(bytearray(part.length * pages)) for part in self.layout.parts}
         cut = _Cut(self, engine, routes, found)
-        paged = {part.group for part in self.layout.parts if part.rule is not LengthRule.STATE}
-        if not cut.run(paged, range(count), Window(0, pages * mine, np.arange(pages)), made):
+        rules = {part.group: part.rule for part in self.layout.parts}
+        must = {group for group, rule in rules.items() if rule is LengthRule.PREFIX}
+        if not cut.run(must, range(count), Window(0, pages * mine, np.arange(pages)), made):
             return []
         lacks: dict[int, set[int]] = {i: set() for i in range(pages)}
+        for group in (group for group, rule in rules.items() if rule is LengthRule.WINDOW):
+            since = cut.since(group, range(count), lcm(mine, theirs) // theirs)
+            begins = min(since * theirs // mine, pages)
+            window = Window(0, (pages - begins) * mine, np.arange(begins, pages))
+            if begins == pages or not cut.run({group}, range(since, count), window, made):
+                begins = pages
+            for i in range(begins):
+                lacks[i].add(group)
+        states = {group for group, rule in rules.items() if rule is LengthRule.STATE}
         for i in range(pages):  # a state is after the last token of a page, which may be in the middle of one of theirs
             at, middle = divmod((i + 1) * mine, theirs)
-            for group in made.keys() - paged:
+            for group in states:
                 window = Window(0, (i + 1) * mine, np.array([i]))
                 if middle or not cut.run({group}, range(at - 1, at), window, made):
                     lacks[i].add(group)
@@ -202,6 +212,17 @@ class _Cut:
             execute(program, memory, made)
         return True
 
+    def since(self, group: int, pages: range, step: int) -> int:
+        """From which of their pages on all have what our group comes from, where a page of both lengths begins."""
+        theirs = {
+            (route.source, box.source_group) for route in self.routes if route.group == group for box in route.boxes
+        }
+        since = 0
+        for i in pages:
+            held = {(rank, c.group) for rank, _ in theirs for c in self.found[rank][i].components}
+            since = since if theirs <= held else i + 1
+        return -(-since // step) * step
+
     def _alike(self, routes: Sequence[Route], manifest: Manifest) -> bool:
         """Whether what a page has counts as ours does (KVP-TIER-PARTS)."""
         stated = {c.group: (c.form, c.rule, c.reach) for c in manifest.components}
@@ -234,4 +255,4 @@ def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
     ahead = any(component.form is KeyForm.AHEAD for component in manifest.components)
     asked = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
     stated = (manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page)
-    return stated == asked and ahead == (form is KeyForm.AHEAD)
+    return stated == asked and (form is KeyForm.AHEAD or not ahead)  # it may lack the component that looks ahead

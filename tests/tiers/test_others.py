@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import lcm
 from pathlib import Path
 
 import attrs
@@ -134,6 +135,31 @@ def test_a_rank_of_another_size_finds_the_pages(writer: Geometry, reader: Geomet
     whole = 96 // theirs * theirs // ours
     assert read(store, reader, ours) == [whole] * len(reader.ranks)
     assert read(store, reader, ours, 2) == [whole - 2] * len(reader.ranks)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8), (8, 24)])
+@pytest.mark.parametrize("since", [0, 1, 3, 5, 6])
+def test_windows_that_a_writer_lacks_at_first_come_from_where_it_has_them(theirs: int, ours: int, since: int) -> None:
+    """Its draft attends to 20 tokens and is kept from page `since` on; all pages of the target come."""
+    store, writer, reader = Memory(), engine(tp=2), engine(tp=4)
+    draft = draft_of(writer)
+    for rank in range(2):
+        layout = components(writer, rank, theirs, draft, dict.fromkeys(draft, 20))
+        Others(store, writer, rank, layout).tell()
+        for i in range(96 // theirs):
+            data = right(writer, rank, layout, i)
+            held = {group: each for group, each in data.items() if i >= since or group not in draft}
+            assert Shelf(store, layout).write(chain(theirs), i, held)
+    whole = 96 // theirs * theirs // ours
+    both = lcm(theirs, ours)
+    begins = -(-since * theirs // both) * both // ours
+    for rank in range(4):
+        layout = components(reader, rank, ours, draft, dict.fromkeys(draft, 20))
+        came = Others(store, reader, rank, layout).read(chain(ours), 0)
+        assert len(came) == whole
+        for i, data in enumerate(came):
+            expected = right(reader, rank, layout, i)
+            assert data == {group: each for group, each in expected.items() if i >= begins or group not in draft}
 
 
 def sizes(mla: bool) -> st.SearchStrategy[Geometry]:
