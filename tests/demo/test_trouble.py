@@ -196,7 +196,7 @@ def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path, des
     sink = start("decode", "--dir", folder)
     desk.connected()
     desk.ask("short", "Alice")
-    desk.ask("long", LONG)
+    desk.ask("long", 8 * LONG)
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
     os.kill(source.pid, signal.SIGTERM)
     desk.until(lambda role, word: word["op"] == "draining")

@@ -262,7 +262,8 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     ):
         both = Two(source, sink)
         sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 3]})
-        both.until(lambda: any(len(link.endpoint.sessions) == 2 for link in sink._node._links.values()))
+        (link,) = sink._node._links.values()
+        both.until(lambda: len(link.endpoint.sessions) == 2 and len(link.endpoint.hindrances(None)) == 1)
         found = sink.fetch(new_ticket("prefill", deadline=0.01), PROMPT, PAGES_OF)
         both.until(lambda: found.done)
         (lost,) = [e for e in both.told if isinstance(e, events.Lost)]
