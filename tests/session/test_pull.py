@@ -15,7 +15,7 @@ from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
-from kvproto.wire.messages import Abort, Begin, Done, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
+from kvproto.wire.messages import Abort, Begin, Done, Error, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
 from tests.session.driver import PAGES, World, geometry, grants, ticket
 
@@ -158,6 +158,18 @@ def test_offer_pulled_released(source_tp: int, sink_tp: int) -> None:
     done = [d for name in world.sinks for e in world.events(name, "Arrived") for d in e.done]
     assert sorted(d.writer for d in done) == sorted(list(range(source_tp)) * sink_tp)
     serves_another(world)
+
+
+def test_released_of_one_rank_comes_while_another_is_awaited() -> None:
+    world = ready(2)
+    asked(world)
+    world.serve("s0")
+    world.read("d0")
+    assert [len(world.of(m)) for m in (Pulled, Released, Error)] == [1, 1, 0]
+    world.serve("s1")
+    world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, Offered) or e.offer.writer == 1]
+    world.read("d0")
+    assert len(world.events("d0", "Arrived")) == 1
 
 
 def test_both_sides_register() -> None:
