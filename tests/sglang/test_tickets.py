@@ -1,6 +1,8 @@
 """What a request of SGLang says of its hand-over: a room is a ticket, and what a user made up is refused by name."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,9 @@ import attrs
 import pytest
 
 from kvproto import KvprotoError, LocalError, new_ticket, write_ticket
+from kvproto_sglang.settings import Settings
 from kvproto_sglang.tickets import asked_of, ticket_of
+from kvproto_vllm.params import answer, read_params
 
 TICKET = attrs.evolve(new_ticket("vllm", 1, 20), key=b"sixteen secrets!")
 
@@ -110,3 +114,45 @@ def test_a_refusal_does_not_repeat_the_ticket(given: Any) -> None:
 def test_an_unknown_name_is_said_and_its_value_is_not() -> None:
     with pytest.raises(LocalError, match=r"names ticket, first_token, more, got tiket \("):
         asked_of(request({"tiket": "8"}))
+
+
+def test_the_router_of_the_page_has_both_engines_agree_on_a_ticket() -> None:
+    """What it posts is read as each engine reads it; the answer of vLLM is as its connector makes it."""
+    page = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    router: dict[str, Any] = {}
+    exec(program, router)
+    posted: list[tuple[str, Any]] = []
+    first = {"choices": [{"token_ids": [17], "text": "b"}], "kv_transfer_params": answer(TICKET), "text": "b"}
+
+    def post(url: str, body: Any) -> Any:
+        posted.append((url.rpartition("/")[2], json.loads(json.dumps(body))))
+        return first
+
+    class Thread:
+        """Begins at once, as no engine is there to wait for."""
+
+        def __init__(self, target: Any, args: Any) -> None:
+            self.start = lambda: target(*args)
+
+    router |= {"post": post, "threading": SimpleNamespace(Thread=Thread)}
+    assert router["from_sglang"]("a") == router["to_sglang"]("a") == "b"
+    (one, prefill), (two, decode), (three, before), (four, after) = posted
+    assert [one, two, three, four] == ["generate", "completions", "completions", "generate"]
+    room, wanted = as_sglang(prefill), read_params(decode["kv_transfer_params"], False, True)
+    assert wanted is not None
+    ours = Settings.read({"name": "127.0.0.1:8998", "listen": "ipc:///a"}, True)
+    assert ours.ticket_here(room, asked_of(room), 0) == wanted.ticket
+    asked = read_params(before["kv_transfer_params"], True, False)
+    assert asked is not None
+    assert (asked.prefill, before["return_token_ids"]) == (True, True)
+    found = asked_of(as_sglang(after))
+    assert found.ticket is not None
+    assert (found.ticket.key, found.first_token) == (TICKET.key, 17)
+
+
+def as_sglang(body: Any) -> Any:
+    """SGLang's request of the body of an HTTP request."""
+    params = SimpleNamespace(custom_params=body["sampling_params"].get("custom_params"))
+    named = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    return request(**{name: body[name] for name in named}, sampling_params=params)
