@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,6 @@ from kvproto_sglang.stated import refused
 from kvproto_sglang.tickets import Asked, asked_of, ticket_of
 
 __all__ = ["CLASSES", "BootstrapServer", "Manager", "Receiver", "Sender"]
-
-logger = logging.getLogger("sglang.kvproto")
 
 _ONES = ("pp_size", "attn_cp_size", "attn_dcp_size")
 """Sizes of SGLang's parallel configuration that have to be 1 until engines with them were tried."""
@@ -115,11 +112,9 @@ class Manager(base.BaseKVManager):
         receiver.fail("a prompt is not computed anew after its weights changed")
 
     def events(self) -> None:
-        """Say what is worth saying, and end what nobody waits for."""
+        """End what nobody waits for. What is worth saying, kvproto's own logger says: SGLang's log has it."""
         for door in (self.source, self.sink):
-            events = door.events() if door is not None else []
-            told.log(logger, events)
-            told.stop_unwanted(events)
+            told.stop_unwanted(door.events() if door is not None else [])
 
     def stopped(self, room: int, receiving: Receiving) -> None:
         """SGLang will ask whether the pages of this room are free."""
@@ -139,7 +134,7 @@ class Sender(base.BaseKVSender):
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:  # fmt: skip
-        self.kv_mgr, self._room, self._row = mgr, bootstrap_room, 0
+        self.kv_mgr, self._row = mgr, 0
         self._early_send_wait_event: Any = None
         """Set by SGLang before it sends a prefix that an earlier forward may still write."""
         assert mgr.source is not None, _NO_HOOKS
@@ -150,8 +145,7 @@ class Sender(base.BaseKVSender):
         manager = self.kv_mgr
         try:
             asked = asked_of(request)
-            name, replica, deadline = manager.settings.name, manager.layout.replica, manager.settings.deadline
-            made = asked.ticket or ticket_of(self._room, name, replica, deadline)
+            made = manager.settings.ticket_here(request, asked, manager.layout.replica)
             self._sending.begin(made, asked.prompt, asked.tokens)
         except KvprotoError as error:
             self._sending.error = error

@@ -7,11 +7,11 @@ from typing import Any
 
 import attrs
 
-from kvproto import LocalError, Options, Seed
+from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
 from kvproto_engines.settings import applied, checked, of_environment, refuse
 from kvproto_sglang.metadata import SETS
-from kvproto_sglang.tickets import DEADLINE
+from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
 
 __all__ = ["RELEASES", "VARIABLE", "Settings", "check_release"]
 
@@ -84,6 +84,18 @@ class Settings:
                 return name
         advice = "name it so in `sources`, or call it by the name that is there"
         raise LocalError(ErrorCode.WRONG_PEER, "bootstrap_host", f"one of {sorted(names)}", address, advice)
+
+    def ticket_here(self, request: Any, asked: Asked, replica: int) -> Ticket:
+        """The ticket of a request at this prefill engine: the router's, or that of its room.
+
+        Raises LocalError(WRONG_PEER) for a room of another prefill engine, as nobody would come for its pages here.
+        """
+        host, port = request.bootstrap_host, request.bootstrap_port
+        known = self.name in (host, f"{host}:{port}", f"[{host}]:{port}")
+        if not (known or asked.ticket is not None or host is None):
+            advice = "correct the host or the bootstrap port that the load balancer has, or this engine's `name`"
+            raise LocalError(ErrorCode.WRONG_PEER, "bootstrap_host", self.name, f"{host}:{port}", advice)
+        return asked.ticket or ticket_of(request.bootstrap_room, self.name, replica, self.deadline)
 
     def replicas(self, name: str) -> int:
         """Of a prefill engine."""

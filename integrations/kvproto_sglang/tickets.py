@@ -4,7 +4,9 @@ SGLang's load balancer gives both engines one body with `bootstrap_host`, `boots
 `bootstrap_room`. The room is the ticket: both engines make the same key of it. A router that has a ticket of another
 engine puts it into `sampling_params`:
 
-    "custom_params": {"kvproto": {"ticket": "the JSON text of write_ticket", "first_token": 1234, "more": [17]}}
+    "custom_params": {"kvproto": {"ticket": {...}, "first_token": 1234, "more": [17]}}
+
+`ticket` is what `write_ticket` returns, or its JSON text.
 
 `more` are tokens of the prompt behind those that SGLang is asked for: an engine that computes the last token of a
 prompt itself needs, and hands over, recurrent states of the tokens before it.
@@ -19,14 +21,18 @@ from typing import Any
 import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, new_ticket, read_ticket
-from kvproto.errors import ErrorCode
+from kvproto.errors import ErrorCode, check_type, check_whole
 from kvproto_sglang.metadata import MASKED
 
 __all__ = ["DEADLINE", "Asked", "asked_of", "ticket_of"]
 
 DEADLINE = 300.0
 """Seconds for which a ticket of a room is good: SGLang's own patience."""
-_U32 = (1 << 32) - 1
+_ROOMS = 1, (1 << 63) - 1
+"""The lowest and the highest room; 0 is what SGLang reads where a request's metadata has not come."""
+_IDS = 1 << 32
+"""Token ids of a model whose vocabulary SGLang does not say."""
+_GIVEN, _KEYS = "custom_params.kvproto", ("ticket", "first_token", "more")
 
 
 def ticket_of(room: int, engine: str, replica: int = 0, deadline: float = DEADLINE) -> Ticket:
@@ -34,7 +40,7 @@ def ticket_of(room: int, engine: str, replica: int = 0, deadline: float = DEADLI
 
     For a router that gives the room to SGLang and the ticket to another engine.
     """
-    _check_room(room)
+    check_whole("bootstrap_room", room, *_ROOMS)
     key = hashlib.sha256(b"kvproto sglang room" + room.to_bytes(8, "little")).digest()[:16]
     return attrs.evolve(new_ticket(engine, replica, deadline), key=key)
 
@@ -60,7 +66,7 @@ class Asked:
 
 def asked_of(request: Any) -> Asked:
     """What a request of SGLang asks for; raises KvprotoError for what cannot be handed over."""
-    _check_room(request.bootstrap_room)
+    check_whole("bootstrap_room", request.bootstrap_room, *_ROOMS)
     for name, what in (("input_embeds", "embeddings"), ("lora_id", "a LoRA adapter, whose id no other engine knows")):
         if getattr(request, name, None) is not None:
             raise _bad(name, "a prompt of tokens", what)
@@ -68,24 +74,18 @@ def asked_of(request: Any) -> Asked:
     given = params.get("kvproto") if isinstance(params, Mapping) else None
     if given is None:
         given = {}
-    if not isinstance(given, Mapping) or given.keys() - {"ticket", "first_token", "more"}:
-        raise _bad("custom_params.kvproto", '{"ticket": ..., "first_token": ..., "more": ...}', repr(given)[:80])
+    check_type(_GIVEN, given, Mapping, '{"ticket": ..., "first_token": ..., "more": ...}')
+    if unknown := sorted(map(str, given.keys() - set(_KEYS))):  # names alone: a value may be a ticket, which is secret
+        raise _bad(_GIVEN, f"the names {', '.join(_KEYS)}", ", ".join(unknown)[:80])
     token, more, ours = given.get("first_token"), given.get("more", []), request.origin_input_ids
-    for name, found in (("first_token", [token or 0]), ("more", more)):
-        if not isinstance(found, list) or any(type(each) is not int or not 0 <= each <= _U32 for each in found):
-            raise _bad(f"custom_params.kvproto.{name}", "token ids", repr(given[name])[:80])
-    ticket = given.get("ticket")
-    if ticket is not None and not isinstance(ticket, str):
-        raise _bad("custom_params.kvproto.ticket", "the JSON text of a ticket", type(ticket).__name__)
+    ticket, last = given.get("ticket"), (request.vocab_size or _IDS) - 1
+    check_type(f"{_GIVEN}.more", more, list, "a list of token ids")
+    for name, found in (("first_token", [] if token is None else [token]), ("more", more)):
+        for each in found:
+            check_whole(f"{_GIVEN}.{name}", each, 0, last)
     masks = MASKED if getattr(request, "return_sampling_mask", False) else ()
     needs = (*(("logprob", "sglang.top_logprobs") if request.return_logprob else ()), *masks)
-    return Asked(Prompt([*ours, *more]), len(ours), read_ticket(ticket) if ticket else None, token, needs)
-
-
-def _check_room(room: Any) -> None:
-    """SGLang takes 0 for a request whose metadata has not come."""
-    if isinstance(room, bool) or not isinstance(room, int) or not 0 < room < 1 << 63:
-        raise _bad("bootstrap_room", "a random number of 63 bits, above 0", repr(room)[:80])
+    return Asked(Prompt([*ours, *more]), len(ours), None if ticket is None else read_ticket(ticket), token, needs)
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:

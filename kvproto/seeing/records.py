@@ -24,7 +24,7 @@ __all__ = ["LEVELS", "Record", "level_of", "of_peers", "record_of", "shown", "tr
 Record = dict[str, Any]
 _LONGEST = 300
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
-_ADDRESS = re.compile(r"\b(ipc|tcp)://[^\s,;)\"']+")
+_ADDRESS = re.compile(r"\b(ipc|tcp)://[^\s,;)\"']*[^\s,;:)\"']")  # without the colon of the sentence behind it
 
 LEVELS: dict[type, int] = {
     e.Arrived: logging.DEBUG,

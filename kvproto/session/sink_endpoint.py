@@ -66,7 +66,11 @@ class SinkEndpoint(Reading):
 
     def dial(self, now: float) -> None:
         """Greet the seed; the other ranks follow from its Welcome and the plan."""
-        self._greet(self._seed, now)
+        expected = ""
+        if self._replica is not None:
+            engine, replica = self._replica
+            expected = f"{engine}{f' replica {replica}' * bool(replica)} at {self._seed}"
+        self._greet(self._seed, now, expected)
 
     def _greet(self, address: str, now: float, expected: str = "") -> None:
         if address not in self.sessions:

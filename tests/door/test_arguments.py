@@ -273,6 +273,22 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
         assert "prefill rank 1 at ipc://(hidden)" in record_of(lost)["error"]
 
 
+@pytest.mark.parametrize(("replica", "named"), [(0, "prefill"), (1, "prefill replica 1")])
+def test_an_engine_that_never_answers_is_named_by_its_name_and_address(
+    replica: int, named: str, tmp_path: Path
+) -> None:  # fmt: skip
+    """A record hides the address, and still says which engine it is."""
+    address = address_in(tmp_path)
+    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {("prefill", replica): address}, STEPPED) as sink:
+        found = sink.fetch(new_ticket("prefill", replica, deadline=0.01), PROMPT, PAGES_OF)
+        told: list[events.Event] = []
+        while not found.done:
+            told += sink.step(0.005)
+        (lost,) = [e for e in told if isinstance(e, events.Lost)]
+        assert f"no answer to Hello from {named} at {address}" in lost.error.advice
+        assert f"from {named} at ipc://(hidden)" in record_of(lost)["error"]
+
+
 def test_another_engine_at_the_address(tmp_path: Path) -> None:
     address = address_in(tmp_path)
     with (

@@ -11,7 +11,7 @@ import pytest
 from kvproto import Cache, Pool, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.events import Event
-from kvproto.seeing.records import LEVELS
+from kvproto.seeing.records import LEVELS, shown
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, address_in, two
 
 from .test_metrics import ask, connected, failed, of, serve, stranger
@@ -87,6 +87,21 @@ def test_no_secret_is_written(tmp_path: Path, log: pytest.LogCaptureFixture) -> 
     for place in places:
         assert str(place) not in text
         assert f"{place:x}" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("listens at ipc:///run/kv/p-0: correct the address", "listens at ipc://(hidden): correct the address"),
+        ("got tcp://10.0.0.1:8998 (check it)", "got tcp://(hidden) (check it)"),
+        ("at tcp://[fd00::1]:8998: refused", "at tcp://(hidden): refused"),
+        ("ipc:///a, 'ipc:///b'; (tcp://h:1)", "ipc://(hidden), 'ipc://(hidden)'; (tcp://(hidden))"),
+        ("one engine at ipc:///a:", "one engine at ipc://(hidden):"),
+    ],
+)
+def test_an_address_is_hidden_and_the_sentence_stays(text: str, said: str) -> None:
+    """KVP-SECRET-LOG."""
+    assert shown(text) == said
 
 
 def test_what_a_peer_says_stays_on_one_line(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvproto import LocalError, Seed
+from kvproto import LocalError, Seed, new_ticket, write_ticket
 from kvproto.session import limits
 from kvproto_sglang.settings import VARIABLE, Settings, check_release
+from kvproto_sglang.tickets import asked_of, ticket_of
+from tests.sglang.test_tickets import request
 
 PREFILL = {"name": "h:1", "listen": "ipc:///run/kv/p-{rank}"}
 DECODE = {"sources": {"h:1": "ipc:///run/kv/p-0"}}
@@ -46,6 +48,34 @@ def test_a_source_is_called_by_host_and_port_or_by_host_alone() -> None:
     assert (made.replicas("h:1"), made.replicas("vllm")) == (2, 1)
     with pytest.raises(LocalError, match="h:2"):
         made.source_of("h:2")
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "port"),
+    [("h:1", "h", 1), ("h", "h", 7), ("[::1]:1", "::1", 1), ("[::1]:1", "[::1]", 1), ("h:1", None, None)],
+)
+def test_prefill_serves_requests_that_call_it(name: str, host: Any, port: Any) -> None:
+    made, called = (
+        Settings.read(PREFILL | {"name": name, "deadline": 20}, True),
+        request(bootstrap_host=host, bootstrap_port=port),
+    )
+    assert made.ticket_here(called, asked_of(called), 1) == ticket_of(1, name, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "port"), [("h:1", "h", 2), ("h:1", "g", 1), ("h", "g", 1), ("[::1]:1", "::1", 2)]
+)
+def test_prefill_refuses_a_request_that_calls_another_engine_at_once(name: str, host: str, port: int) -> None:
+    """The load balancer was given another port, for example: nobody would come for the pages."""
+    made, called = Settings.read(PREFILL | {"name": name}, True), request(bootstrap_host=host, bootstrap_port=port)
+    with pytest.raises(LocalError, match=rf"WRONG_PEER at bootstrap_host: expected .*, got .*:{port}"):
+        made.ticket_here(called, asked_of(called), 0)
+
+
+def test_a_ticket_goes_before_what_a_request_calls() -> None:
+    ticket = new_ticket("h:1")
+    called = request({"ticket": json.dumps(write_ticket(ticket))}, bootstrap_host="router", bootstrap_port=0)
+    assert Settings.read(PREFILL, True).ticket_here(called, asked_of(called), 0) == ticket
 
 
 def test_replicas_listen_apart() -> None:

@@ -1,15 +1,20 @@
 """What a request of SGLang says of its hand-over: a room is a ticket, and what a user made up is refused by name."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto import KvprotoError, LocalError, new_ticket, write_ticket
+from kvproto_sglang.settings import Settings
 from kvproto_sglang.tickets import asked_of, ticket_of
+from kvproto_vllm.params import answer, read_params
 
-TICKET = new_ticket("vllm", 1, 20)
+TICKET = attrs.evolve(new_ticket("vllm", 1, 20), key=b"sixteen secrets!")
 
 
 def request(kvproto: Any = None, **more: Any) -> Any:
@@ -17,7 +22,7 @@ def request(kvproto: Any = None, **more: Any) -> Any:
     params = SimpleNamespace(custom_params={"kvproto": kvproto} if kvproto is not None else None)
     known = {
         "origin_input_ids": [3, 4, 5], "sampling_params": params, "input_embeds": None, "lora_id": None,
-        "return_logprob": False, "bootstrap_room": 1,
+        "return_logprob": False, "bootstrap_room": 1, "vocab_size": 100,
     }  # fmt: skip
     return SimpleNamespace(**known | more)
 
@@ -40,8 +45,9 @@ def test_a_request_without_params_goes_by_its_room() -> None:
     assert (asked.ticket, asked.first_token, asked.prompt.tokens.tolist()) == (None, None, [3, 4, 5])
 
 
-def test_a_router_says_ticket_and_first_token() -> None:
-    asked = asked_of(request({"ticket": json.dumps(write_ticket(TICKET)), "first_token": 9}))
+@pytest.mark.parametrize("ticket", [write_ticket(TICKET), json.dumps(write_ticket(TICKET))])
+def test_a_router_says_ticket_and_first_token(ticket: Any) -> None:
+    asked = asked_of(request({"ticket": ticket, "first_token": 9}))
     assert (asked.ticket, asked.first_token) == (TICKET, 9)
 
 
@@ -61,11 +67,16 @@ def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
         (request(7), "custom_params.kvproto"),
         (request({"tikcet": "{}"}), "tikcet"),
         (request({"ticket": 7}), "ticket"),
+        (request({"ticket": {}}), "key"),
+        (request({"ticket": ""}), "ticket"),
         (request({"ticket": "nonsense"}), "ticket"),
         (request({"first_token": -1}), "first_token"),
         (request({"first_token": True}), "first_token"),
+        (request({"first_token": 100}), "first_token: expected 0 to 99, got 100"),
+        (request({"first_token": [5]}), "first_token"),
         (request({"more": 7}), "more"),
         (request({"more": [-1]}), "more"),
+        (request({"more": [5, 10**7]}), "more: expected 0 to 99, got 10000000"),
         (request(bootstrap_room=0), "bootstrap_room"),
         (request(input_embeds=[[0.5]]), "input_embeds"),
         (request(lora_id="2f"), "lora_id"),
@@ -75,3 +86,73 @@ def test_log_probabilities_are_needed_where_they_were_asked_for() -> None:
 def test_what_cannot_be_handed_over_is_named(made: Any, says: str) -> None:
     with pytest.raises(KvprotoError, match=says):
         asked_of(made)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tiket": json.dumps(write_ticket(TICKET))},
+        {"tiket": write_ticket(TICKET), "first_token": 3},
+        {"ticket": write_ticket(TICKET) | {"room": "7"}},
+        {"ticket": json.dumps(write_ticket(TICKET))[:-1]},
+        {"ticket": json.dumps(write_ticket(TICKET) | {"room": "7"})},
+        {"first_token": write_ticket(TICKET)["key"]},
+        {"more": write_ticket(TICKET)},
+        {"more": [write_ticket(TICKET)]},
+        json.dumps(write_ticket(TICKET)),
+        [write_ticket(TICKET)],
+        write_ticket(TICKET),
+    ],
+)
+def test_a_refusal_does_not_repeat_the_ticket(given: Any) -> None:
+    """KVP-SECRET-LOG: its text becomes an HTTP answer and a line of SGLang's log."""
+    with pytest.raises(KvprotoError) as refused:
+        asked_of(request(given))
+    assert bytes(TICKET.key).hex() not in f"{refused.value} {refused.value!r}"
+
+
+def test_an_unknown_name_is_said_and_its_value_is_not() -> None:
+    with pytest.raises(LocalError, match=r"names ticket, first_token, more, got tiket \("):
+        asked_of(request({"tiket": "8"}))
+
+
+def test_the_router_of_the_page_has_both_engines_agree_on_a_ticket() -> None:
+    """What it posts is read as each engine reads it; the answer of vLLM is as its connector makes it."""
+    page = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    router: dict[str, Any] = {}
+    exec(program, router)
+    posted: list[tuple[str, Any]] = []
+    first = {"choices": [{"token_ids": [17], "text": "b"}], "kv_transfer_params": answer(TICKET), "text": "b"}
+
+    def post(url: str, body: Any) -> Any:
+        posted.append((url.rpartition("/")[2], json.loads(json.dumps(body))))
+        return first
+
+    class Thread:
+        """Begins at once, as no engine is there to wait for."""
+
+        def __init__(self, target: Any, args: Any) -> None:
+            self.start = lambda: target(*args)
+
+    router |= {"post": post, "threading": SimpleNamespace(Thread=Thread)}
+    assert router["from_sglang"]("a") == router["to_sglang"]("a") == "b"
+    (one, prefill), (two, decode), (three, before), (four, after) = posted
+    assert [one, two, three, four] == ["generate", "completions", "completions", "generate"]
+    room, wanted = as_sglang(prefill), read_params(decode["kv_transfer_params"], False, True)
+    assert wanted is not None
+    ours = Settings.read({"name": "127.0.0.1:8998", "listen": "ipc:///a"}, True)
+    assert ours.ticket_here(room, asked_of(room), 0) == wanted.ticket
+    asked = read_params(before["kv_transfer_params"], True, False)
+    assert asked is not None
+    assert (asked.prefill, before["return_token_ids"]) == (True, True)
+    found = asked_of(as_sglang(after))
+    assert found.ticket is not None
+    assert (found.ticket.key, found.first_token) == (TICKET.key, 17)
+
+
+def as_sglang(body: Any) -> Any:
+    """SGLang's request of the body of an HTTP request."""
+    params = SimpleNamespace(custom_params=body["sampling_params"].get("custom_params"))
+    named = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    return request(**{name: body[name] for name in named}, sampling_params=params)

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 def _differences(model: Path, folder: Path) -> Iterator[str]:
     folder.chmod(0o700)
     page = _PAGE.read_text()
-    blocks = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     servers = [block for block in blocks if block.startswith("KVPROTO_SGLANG=")]
     (both,) = (block for block in blocks if "sglang_router" in block)
     router, curl = both.split("\n\n")
