@@ -130,6 +130,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         settings, opened, self._opened = self._settings, self._opened, None
         if opened is None:
             return
+        told.follow(logger)
         if self._roles[0]:
             listen = settings.listen.replace("{replica}", str(self._replica))
             self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
@@ -169,12 +170,12 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         results = TransferResults()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
-            told.log(logger, self._sending.source.events())
+            self._sending.source.events()  # raises the error that ended its thread, if one did
         if self._loading is not None:
             results.finished_recving, results.failed_recving = self._loading.results()
             self._lost.over(results.finished_recving, results.failed_recving)
             if self._loading.sink is not None:
-                told.log(logger, self._loading.sink.events())
+                self._loading.sink.events()
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
