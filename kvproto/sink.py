@@ -15,7 +15,7 @@ from kvproto.node.claiming import Claim
 from kvproto.node.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven, shared_event
 from kvproto.node.lent import Lent
 from kvproto.node.pages import PageTables, grants_of
-from kvproto.node.sink import SinkNode
+from kvproto.node.sink import UNCONNECTED, SinkNode
 from kvproto.options import Options
 from kvproto.pool import Pool
 from kvproto.prompt import Prompt, Ticket
@@ -208,7 +208,7 @@ class Sink(Sleeper):
         if source not in self._sources:
             known = listed(f"{engine} replica {replica}" for engine, replica in sorted(self._sources)) or "none"
             yours = f"{ticket.engine} replica {ticket.replica}"
-            raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, "connect it first")
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, UNCONNECTED)
         self._node.check_quarantine()
         claimed = Claim(pool.layout, grants, end, {} if pages is None else grants)
         if pages is not None:

@@ -19,7 +19,7 @@ from kvproto.events import (
     Unwanted,
 )
 
-__all__ = ["error_of", "log", "stop_unwanted"]
+__all__ = ["error_of", "follow", "log", "stop_unwanted"]
 
 _WORTH_SAYING = (Declined, Disconnected, ProtocolError, Refused, Suspected)
 
@@ -29,6 +29,32 @@ def log(logger: logging.Logger, events: Iterable[Event]) -> None:
     for event in events:
         if isinstance(event, _WORTH_SAYING):
             logger.warning("kvproto: %s", event)
+
+
+_FOLLOWED = ("declined", "disconnected", "protocol_error", "refused", "suspected")
+"""The records of `kvproto.events` that are worth saying, by name."""
+
+
+class _Passing(logging.Handler):
+    """Passes records of `kvproto.events` on to an engine's logger."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a record on, in the thread in which it happens."""
+        if vars(record).get("event") in _FOLLOWED:
+            self._logger.warning("kvproto: %s", record.getMessage())
+
+
+def follow(logger: logging.Logger) -> None:
+    """Warn of what an operator should know as it happens, also while the engine has no request."""
+    events = logging.getLogger("kvproto.events")
+    if not any(isinstance(each, _Passing) for each in events.handlers):
+        events.addHandler(_Passing(logger))
+    if events.level == logging.NOTSET:
+        events.setLevel(logging.INFO)
 
 
 def error_of(request: Request) -> Exception | None:

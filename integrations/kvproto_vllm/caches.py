@@ -194,8 +194,7 @@ def _written(layers: Layers, tensor: torch.Tensor, rows: list[torch.Tensor]) -> 
 
 def _packed(layers: Layers, strides: bool) -> Stated:
     """K and V of CPU attention: sections of a head by strides, or whole pages."""
-    spec, first = layers.spec, layers.tensors[0]
-    (kind, dtype), tokens, dim = _element(layers), spec.block_size, spec.head_size
+    (kind, dtype), tokens, dim = _element(layers), layers.spec.block_size, layers.spec.head_size
 
     def pack(numbers: Any) -> Any:
         page = torch.zeros(1, 1, tokens, 2 * dim, dtype=dtype)
@@ -210,7 +209,7 @@ def _packed(layers: Layers, strides: bool) -> Stated:
     if not strides:
         halves = {part: half.whole(dim) for part, half in halves.items()}
     cache = cache_of(
-        layers.title, layers.ids, layers.heads, tokens, kind, first.itemsize, halves, not strides, layers.model
+        layers.title, layers.ids, layers.heads, tokens, kind, dtype.itemsize, halves, not strides, layers.model
     )
     return Stated(cache, views_of(layers.tensors, halves))
 

@@ -44,9 +44,8 @@ class _WorkerMetadata(base.KVConnectorWorkerMetadata):
 
     taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> base.KVConnectorWorkerMetadata:
+    def aggregate(self, other: Any) -> base.KVConnectorWorkerMetadata:
         """What both workers told."""
-        assert isinstance(other, _WorkerMetadata)
         return _WorkerMetadata(self.taken | other.taken)
 
 
@@ -104,13 +103,10 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if isinstance(connector_output.kv_connector_worker_meta, _WorkerMetadata):
             self._scheduling.taken(connector_output.kv_connector_worker_meta.taken)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request)
+    request_finished_all_groups = request_finished
 
     # a worker's side, in the order in which vLLM calls
 
@@ -131,12 +127,11 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
         Not before: while it captures CUDA graphs, a call to the GPU from another thread would spoil them.
         """
-        settings, opened = self._settings, self._opened
+        settings, opened, self._opened = self._settings, self._opened, None
         if opened is None:
             return
-        self._opened = None
+        told.follow(logger)
         if self._roles[0]:
-            assert settings.listen is not None
             listen = settings.listen.replace("{replica}", str(self._replica))
             self._sending = Sending(Source(settings.name, opened.pool, listen, settings.options), opened.tables)
         sink = Sink(settings.name, opened.pool, dict(settings.sources), settings.options) if self._roles[1] else None
@@ -175,12 +170,12 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         results = TransferResults()
         if self._sending is not None:
             results.finished_sending = self._sending.freed(self._bound)
-            told.log(logger, self._sending.source.events())
+            self._sending.source.events()  # raises the error that ended its thread, if one did
         if self._loading is not None:
             results.finished_recving, results.failed_recving = self._loading.results()
             self._lost.over(results.finished_recving, results.failed_recving)
             if self._loading.sink is not None:
-                told.log(logger, self._loading.sink.events())
+                self._loading.sink.events()
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

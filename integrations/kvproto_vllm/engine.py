@@ -94,22 +94,18 @@ def _layers(config: Any, kv_config: Any, tensors: dict[str, Any]) -> Iterator[tu
             kinds.setdefault((getattr(spec, "kv_cache_specs", {}).get(name, spec), int(draft)), []).append(name)
         for (spec, number), names in kinds.items():
             names.sort(key=extract_layer_index)
-            layer, model = running[names[0]], _models(config)[number]
+            layer, model, stateful = running[names[0]], _models(config)[number], type(spec).__name__ == STATE
             backend, ids = layer.get_attn_backend().get_name(), [extract_layer_index(name) % depth for name in names]
             if config.parallel_config.pipeline_parallel_size > 1:
                 ids = list(range(depth))
             yield index, Layers(
                 title=f"{backend.lower()} {titles}" if titles else backend.lower(), layer=layer, backend=backend,
-                spec=spec, names=names, ids=ids, tensors=_tensors(spec, names, running, tensors),
+                spec=spec, names=names, ids=ids,
+                tensors=[running[name].kv_cache if stateful else tensors[name] for name in names],
                 heads=model.get_total_num_kv_heads(), blocks=kv_config.num_blocks, computed=model.dtype,
                 stored=config.cache_config.cache_dtype, scales=[_scales(running[name]) for name in names], model=number,
             )  # fmt: skip
             titles += 1
-
-
-def _tensors(spec: Any, names: list[str], running: Any, tensors: dict[str, Any]) -> list[Any]:
-    """Of each layer what vLLM gives connectors, or the states that the layer makes of it."""
-    return [running[name].kv_cache if type(spec).__name__ == STATE else tensors[name] for name in names]
 
 
 def _depth(config: Any) -> int:
@@ -130,11 +126,11 @@ def _scales(layer: Any) -> tuple[float, float]:
 def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[str, str]]:
     """What has to be equal so that bytes mean the same, of the target and of a draft."""
     facts: list[dict[str, str]] = [{}, {}]
+    dummy = f"dummy {config.model_config.seed}" if config.load_config.load_format == "dummy" else ""
     for number in {each.model for each in layers}:
         model, of = _models(config)[number], ("target", "draft")[number]
-        words = [model.quantization, _dummy(config)]
         named = settings.weights if of == "target" else None
-        facts[number][f"weights.{of}"] = named or weights_of(model.model, model.revision, words)
+        facts[number][f"weights.{of}"] = named or weights_of(model.model, model.revision, [model.quantization, dummy])
         facts[number][f"rope.{of}"] = rope_of(model.hf_text_config)
         own = [each for each in layers if each.model == number]
         if scales := [each.scales for each in own if getattr(each.spec, "kv_quant_mode", 0)]:
@@ -142,7 +138,3 @@ def _facts(config: Any, settings: Settings, layers: list[Layers]) -> list[dict[s
         if order := next(filter(None, map(order_of, own)), ""):
             facts[number][f"state_order.{of}"] = order
     return facts
-
-
-def _dummy(config: Any) -> str:
-    return f"dummy {config.model_config.seed}" if config.load_config.load_format == "dummy" else ""

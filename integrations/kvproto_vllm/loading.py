@@ -37,7 +37,7 @@ class Loading:
             try:
                 self._fetch(load)
             except KvprotoError as error:
-                logger.warning("the source of request %s is not told that it is free: %s", load.request, error)
+                logger.warning("request %s: its source cannot be told that nothing is needed: %s", load.request, error)
         for name, (reason, _) in orders.refused.items():
             self._fail(name, reason)
         for name in orders.aborted:

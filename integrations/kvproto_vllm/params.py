@@ -14,9 +14,12 @@ from typing import Any
 import attrs
 
 from kvproto import KvprotoError, LocalError, Prompt, Ticket, read_ticket, write_ticket
-from kvproto.errors import ErrorCode
+from kvproto.errors import ErrorCode, type_name
 
-__all__ = ["Asked", "answer", "prompt_of", "read_params", "shorten"]
+__all__ = ["Asked", "answer", "check_ours", "prompt_of", "read_params", "shorten"]
+
+
+_FLAGS = "do_remote_decode", "do_remote_prefill"
 
 
 @attrs.frozen
@@ -24,12 +27,13 @@ class Asked:
     """What a request asks of this engine.
 
     Fields:
-        prefill: Whether its pages are to be handed over; else they are to be fetched.
+        prefill: Whether its pages are to be handed over; if not, they are to be fetched. None: neither, and `error`
+            says which parameter has no effect.
         ticket: As it came; None: make one.
         error: Why it cannot be done.
     """
 
-    prefill: bool
+    prefill: bool | None
     ticket: Ticket | None = None
     error: KvprotoError | None = None
 
@@ -38,9 +42,11 @@ def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
     """What these parameters ask for; None for an ordinary request. What a user made up never raises."""
     if not isinstance(params, Mapping):
         return None
-    prefill, decode = (params.get(name) is True for name in ("do_remote_decode", "do_remote_prefill"))
+    prefill, decode = (params.get(name) is True for name in _FLAGS)
     if prefill == decode:
-        return Asked(True, error=_bad("one of do_remote_decode and do_remote_prefill", "both")) if prefill else None
+        given = [f"{name} ({type_name(params[name])})" for name in (*_FLAGS, "ticket") if params.get(name)]
+        error = _bad(f"one of {' and '.join(_FLAGS)} to be true", ", ".join(given))
+        return Asked(prefill or None, error=error) if given else None
     try:
         ticket = read_ticket(params["ticket"]) if params.get("ticket") is not None else None
     except KvprotoError as error:
@@ -51,6 +57,13 @@ def read_params(params: Any, producer: bool, consumer: bool) -> Asked | None:
     if not prefill and ticket is None:
         return Asked(False, error=_bad("the ticket that the prefill engine gave, or one made beforehand", "none"))
     return Asked(prefill, ticket)
+
+
+def check_ours(ticket: Ticket, engine: str, replica: int) -> None:
+    """Raise LocalError(WRONG_PEER) for a ticket of another engine or replica, which this one does not hand over."""
+    if (ticket.engine, ticket.replica) != (engine, replica):
+        mine, yours = f"{engine} replica {replica}", f"{ticket.engine} replica {ticket.replica}"
+        raise LocalError(ErrorCode.WRONG_PEER, "ticket", mine, yours, "send the request to the engine of its ticket")
 
 
 _PROMPTLY = 5000

@@ -10,12 +10,18 @@ import attrs
 
 from kvproto import KvprotoError, Prompt, Ticket, new_ticket
 from kvproto_vllm.orders import Computed, Load, Orders, Tables
-from kvproto_vllm.params import answer, prompt_of, read_params, shorten
+from kvproto_vllm.params import answer, check_ours, prompt_of, read_params, shorten
 from kvproto_vllm.settings import Settings
 
 __all__ = ["Scheduling"]
 
 logger = logging.getLogger("vllm.kvproto")
+
+_ENDED = [0]
+"""The prompt of a request that vLLM makes up and aborts, with the parameters of one that it has refused or failed.
+
+The source cannot be told by it: it would refuse the ticket, as this is not the prompt (KVP-TKT-CONTENT).
+"""
 
 
 @attrs.define
@@ -68,21 +74,23 @@ class Scheduling:
         if asked is None:
             return
         name, error, prompt = request.request_id, asked.error, None
+        if asked.prefill is None:
+            logger.warning("request %s is computed here: %s", name, error)
+            return
         ticket, here = asked.ticket, self._settings.name
         try:
             prompt = prompt_of(request, only=asked.prefill and self._only)
-            if asked.prefill and ticket is None and error is None:
-                ticket = new_ticket(here, self._replica, self._settings.deadline)
+            if asked.prefill and error is None:
+                ticket = ticket or new_ticket(here, self._replica, self._settings.deadline)
+                check_ours(ticket, here, self._replica)
         except KvprotoError as refusal:
             error = refusal
-        if error is not None:
-            logger.error("request %s: %s", name, error)
         wanted = (ticket, prompt) if error is None and ticket is not None and prompt is not None else None
         if not asked.prefill:
             self._receives[name] = _Receive(wanted, str(error or ""))
-        elif wanted is None:
-            logger.error("request %s is computed, and not handed over", name)
-        else:
+        if wanted is None:
+            logger.error("request %s is not handed over: %s", name, error)
+        elif asked.prefill:
             if self._states and request.num_prompt_tokens > 1:
                 shorten(request)
             self._sends[name] = _Send(*wanted, asked.ticket is None, request.num_prompt_tokens)
@@ -156,7 +164,7 @@ class Scheduling:
         receive = self._receives.pop(name, None)
         if receive is not None and receive.asked:
             self._orders.aborted.append(name)
-        elif receive is not None:
+        elif receive is not None and request.prompt_token_ids != _ENDED:
             self._spare(name, receive)
         send = self._sends.pop(name, None)
         if send is None:

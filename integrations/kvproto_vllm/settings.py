@@ -33,7 +33,7 @@ class Settings:
     """
 
     name: str
-    listen: str | None = None
+    listen: str = ""
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0

@@ -187,7 +187,7 @@ def _tell(
         print(f"by kvproto, refused: {refused.between('prefill', 'decode')}")
     elif made is not None:
         print("by kvproto, ", end="")
-        compatible(made, warnings, bare, False)
+        compatible(made, warnings, bare, False, " (--fact NAME=VALUE)")
 
 
 def _fleet(path: str, said: Mapping[str, str], engine: str | None = None, release: str | None = None) -> Fleet:

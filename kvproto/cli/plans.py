@@ -266,7 +266,9 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
     return REFUSED
 
 
-def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool) -> int:
+def compatible(
+    made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool, advice: str = ""
+) -> int:  # fmt: skip
     """Print the plan's digest, its warnings, and which facts were not compared; returns the exit status."""
     if as_json:
         differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
@@ -288,7 +290,7 @@ def compatible(made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Seq
     for model in made.cold:
         print(f"warning: draft {model} starts cold: prefill does not have it")
     if unsaid:
-        print(f"not compared, as neither side states them: {', '.join(unsaid)} (--fact NAME=VALUE)")
+        print(f"not compared, as neither side states them: {', '.join(unsaid)}{advice}")
     return 0
 
 

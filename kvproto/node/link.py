@@ -23,6 +23,7 @@ from kvproto.node.terms import PoolTerms, begins_of, prepared
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
+from kvproto.session.hindrances import gone
 from kvproto.session.timers import Timer
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
@@ -240,7 +241,7 @@ class SourceLink:
             more = self._puller.advance() or bool(events)
             self._ask()
         if self.over:
-            self.fail(self.endpoint.refused or _gone(self.endpoint.gone))
+            self.fail(self.endpoint.refused or gone(self.endpoint.gone))
         self._pools.release()
         found = self._events + found  # pages are requested before the fetch is lost
         self._events = []
@@ -389,7 +390,3 @@ class SourceLink:
 
 _UNANSWERED = "the ticket's deadline passed: {}: check that all ranks of the source run and are known"
 _ENDLESS = "the source at {} accepted it, but neither served it nor reported that its deadline passed: check the source"
-
-
-def _gone(rank: str) -> RemoteError:
-    return RemoteError(ErrorCode.PEER_LOST, "", "waiting", f"{rank} is gone", "make a new ticket")

@@ -26,12 +26,14 @@ from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["QUARANTINE", "Replica", "SinkNode"]
+__all__ = ["QUARANTINE", "UNCONNECTED", "Replica", "SinkNode"]
 
 QUARANTINE = 0.5
 """The share of a group's pages that may be in quarantine."""
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
+UNCONNECTED = "name it in `sources`, or call Sink.connect"
+"""What to do about a ticket of a source that the sink does not know."""
 _MOST_UNREACHED = 3
 """Transfers in a row that are lost because the source cannot write this side's memory, before it is exposed again."""
 _TURN = 0.001
@@ -126,7 +128,7 @@ class SinkNode:
             self._events.append(TransferLost(number, _MOVED, True))
             return
         if replica not in self.sources:
-            error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), "connect it first")
+            error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), UNCONNECTED)
             self._events.append(TransferLost(number, error, True))
             return
         try:

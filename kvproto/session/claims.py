@@ -26,6 +26,7 @@ from kvproto.session.intent import SourceIntent
 from kvproto.session.phases import Party
 from kvproto.session.pull import SourcePull
 from kvproto.session.records import SourceAttempt
+from kvproto.session.refusals import mismatch
 from kvproto.session.source import SourceSession
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
@@ -148,7 +149,7 @@ class Claims(Endpoint):
         """Match a Transfer with its ticket, and accept or fail it."""
         key, user = bytes(transfer.ticket), _User(session, attempt, transfer)
         if now < self._used.get(key, now):
-            user.fail(_used("every transfer of it is over", transfer), now)
+            user.fail(_used("no more transfers, as all of this ticket are over", transfer), now)
         else:
             self._match(self._claim(key, now), user, now)
         self._touched.add(key)
@@ -313,8 +314,8 @@ class Claims(Endpoint):
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if claim.finished else _LATE)
         if claim.content is None:
             error = RemoteError(
-                ErrorCode.UNKNOWN_TICKET, "ticket", "no prompt with this ticket",
-                f"a Transfer that has waited {limits.TICKET_WAIT:.0f} s for it",
+                ErrorCode.UNKNOWN_TICKET, "ticket",
+                f"a prompt with this ticket within {limits.TICKET_WAIT:g} s of the first Transfer", "only Transfers",
                 "the prompt never came to this source: route it here too, under a new ticket",
             )  # fmt: skip
         for user in claim.take_waiting():
@@ -349,16 +350,14 @@ def _check(claim: _Claim, asking: _User) -> None:
     if claim.error is not None:
         raise claim.error.again()
     if claim.content is not None and claim.content != transfer.content:
-        mine, yours = claim.content.hex(), bytes(transfer.content).hex()
-        advice = "tokens, adapter, salts or lengths of axes differ: state the same Prompt on both sides"
-        raise RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, advice)
+        raise mismatch(claim.content, claim.tokens, transfer, asking.attempt.described.sink)
     sink = session.peer.engine, session.peer.replica
     if claim.bound not in (None, sink):
         yours = f"{sink[0]} replica {sink[1]}"
-        raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "bound to another sink", yours, "make a new ticket")
+        raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "the sink that it is bound to", yours, "make a new ticket")
     user = claim.users.get(session.session)
     if user is not None and user.attempt.sequence != transfer.sequence:
-        raise _used(f"sequence {user.attempt.sequence} uses it", transfer)
+        raise _used(f"only sequence {user.attempt.sequence}, which uses it", transfer)
 
 
 def _check_windows(claim: _Claim, user: _User) -> None:

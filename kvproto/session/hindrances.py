@@ -10,7 +10,7 @@ from kvproto.session.sink import SinkSession
 from kvproto.session.table import SessionState
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["disagreement", "hindrances", "located"]
+__all__ = ["disagreement", "gone", "hindrances", "located"]
 
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
 """The request that a session waits to have answered, by its state."""
@@ -19,6 +19,12 @@ _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", 
 def located(session: SinkSession) -> str:
     """A source rank and its address, for display."""
     return f"{session.name} at {session.conn}" if session.known else session.name
+
+
+def gone(rank: str) -> RemoteError:
+    """The error for a transfer from a source rank that is gone."""
+    mine, advice = "a source that stays until the transfer is over", "compute the prompt again, under a new ticket"
+    return RemoteError(ErrorCode.PEER_LOST, "", mine, f"{rank}, which is gone", advice)
 
 
 def disagreement(

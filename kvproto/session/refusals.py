@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError, ReportedError
+from kvproto.planning.axes import TOKENS, axis_of
+from kvproto.planning.geometry import Geometry
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["refusal", "refused"]
+__all__ = ["mismatch", "refusal", "refused"]
+
+_SHORT = 12
+"""Digits of a digest in a message."""
 
 
 def refused(message: Any, peer: str) -> RemoteError:
@@ -21,3 +27,17 @@ def refusal(error: KvprotoError) -> dict[str, Any]:
     """The fields of an error that every refusal carries (KVP-ERR-REPORT)."""
     texts = {name: getattr(error, name)[:1000] for name in ("path", "mine", "yours", "advice")}
     return {"code": error.code, **texts, "advice": texts["advice"] or None}
+
+
+def mismatch(content: bytes, tokens: int | None, transfer: m.Transfer, sink: Geometry) -> RemoteError:
+    """The error for a Transfer whose content digest is not that of the ticket's prompt (KVP-TKT-CONTENT).
+
+    `tokens` is the length of the prompt, if it is known. The other prompt's is not, but where its fetch ends.
+    """
+    along = {group.id for group in sink.groups if axis_of(group) == TOKENS}
+    end = max((grant.valid for grant in transfer.grants if grant.group in along), default=0)
+    here = "a prompt" if tokens is None else f"a prompt of {tokens} tokens"
+    mine = f"{here}, digest {content.hex()[:_SHORT]}"
+    yours = f"one fetched up to token {end}, digest {bytes(transfer.content).hex()[:_SHORT]}"
+    advice = "tokens, adapter, salts or lengths of axes differ: state the same Prompt on both sides"
+    return RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, advice)

@@ -13,7 +13,7 @@ from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.describing import Describing
 from kvproto.session.exposing import OURS
-from kvproto.session.hindrances import disagreement, hindrances, located
+from kvproto.session.hindrances import disagreement, gone, hindrances, located
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
@@ -301,7 +301,7 @@ class SinkEndpoint(Reading):
             self.refused = event.error
         elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
             advice = self.advice(str(session.conn))
-            lost = RemoteError(ErrorCode.PEER_LOST, "", event.reason, session.name, advice)
+            lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
         elif isinstance(event, e.Planned):
             self._planned(session, now)
@@ -336,9 +336,7 @@ class SinkEndpoint(Reading):
             if want.error is None and attempt.error is not None:
                 self._fail(want, attempt.error, now)
             if want.error is None and not session.open and attempt.done is None:
-                yours = f"{located(session)} is gone"
-                lost = RemoteError(ErrorCode.PEER_LOST, "", "waiting", yours, "make a new ticket")
-                self._fail(want, session.revoked or lost, now)
+                self._fail(want, session.revoked or gone(located(session)), now)
             if want.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True
                 self._events.append(e.Offered(want.number, attempt.lease.offer))

@@ -251,7 +251,7 @@ class SourceTransfers(Part):
 
     def closed(self) -> None:
         """Mark what the sink has not acknowledged as lost, as it may not have arrived."""
-        mine, yours = "a session that ended before the acknowledgement", f"{self._session.name} is gone"
+        mine, yours = f"an acknowledgement from {self._session.name}", "the end of its session"
         for attempt in self._session.attempts.values():
             if attempt.state != TransferState.ENDED and not attempt.aborted:
                 attempt.lost = attempt.lost or RemoteError(ErrorCode.PEER_LOST, "", mine, yours, "make a new ticket")

@@ -323,7 +323,8 @@ def test_fetches(both: Two, name: str) -> None:
 def test_a_ticket_of_another_engine(both: Two) -> None:
     other = new_ticket("someone else")
     refused(lambda: both.source.request(other, PROMPT), ErrorCode.WRONG_PEER, "ticket", "someone else", "prefill")
-    refused(lambda: both.sink.fetch(other, PROMPT, {"kv": [1, 2, 3]}), ErrorCode.WRONG_PEER, "ticket", "someone else")
+    fetch, advice = lambda: both.sink.fetch(other, PROMPT, {"kv": [1, 2, 3]}), "name it in `sources`"
+    refused(fetch, ErrorCode.WRONG_PEER, "ticket", "someone else", advice)
     replica = new_ticket("prefill", replica=4)
     refused(lambda: both.source.request(replica, PROMPT), ErrorCode.WRONG_PEER, "ticket", "replica 4")
     still_works(both)
@@ -349,6 +350,8 @@ def test_a_ticket_that_is_used_twice_at_the_sink(both: Two) -> None:
     with pytest.raises(KvprotoError) as caught:
         again.wait(10)
     assert caught.value.code == ErrorCode.TICKET_USED
+    said = "the peer expected only sequence 1, which uses it, from this side it got sequence 2"
+    assert said in str(caught.value)
     both.until(lambda: again.pages_free)
     still_works(both)
 
@@ -360,6 +363,8 @@ def test_a_prompt_that_differs(both: Two) -> None:
     with pytest.raises(KvprotoError) as caught:
         found.wait(10)
     assert caught.value.code == ErrorCode.CONTENT_MISMATCH
+    assert f"expected a prompt of {len(PROMPT)} tokens, digest " in str(caught.value)
+    assert "from this side it got one fetched up to token 10, digest " in str(caught.value)
     assert "tokens, adapter, salts or lengths of axes differ" in caught.value.advice
     assert found.pages_free
     told = both.until(lambda: [e for e in both.told if isinstance(e, Declined)])

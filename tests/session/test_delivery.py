@@ -484,6 +484,7 @@ def test_a_source_that_does_not_know_the_session_ends_what_waits() -> None:
     world.run()
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
+    assert "got p rank 0 at s0, which is gone (compute the prompt again, under a new ticket)" in str(lost.error)
 
 
 def test_a_greater_incarnation_replaces_a_smaller_one() -> None:

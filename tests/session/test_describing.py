@@ -345,7 +345,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     world.pass_time(PATIENCE)
     world.pass_time(1)
     assert sink.refused is not None
-    assert (sink.refused.code, sink.refused.yours) == (ErrorCode.PEER_LOST, "p rank 1 at s1")
+    assert (sink.refused.code, sink.refused.mine) == (ErrorCode.PEER_LOST, "a session with p rank 1 at s1")
 
 
 def test_a_rank_that_does_not_answer_a_transfer_is_named() -> None:

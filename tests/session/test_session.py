@@ -77,6 +77,8 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
     (event,) = world.events("d0", "Lost")
     assert event.error.code == ErrorCode.CONTENT_MISMATCH
     assert not world.events("s0", "TransferRequested")
+    assert event.error.mine == "a prompt, digest 787878787878"
+    assert event.error.yours == f"one fetched up to token 6, digest {CONTENT.hex()[:12]}"
     (told,) = world.events("s0", "Declined")
     assert (told.key, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
 
@@ -118,7 +120,25 @@ def test_unknown_ticket_ends_at_its_time() -> None:
     world.pass_time(11.0)
     (event,) = world.events("d0", "Lost")
     assert (event.error.code, event.proof) == (ErrorCode.UNKNOWN_TICKET, Proof.PROVEN)
+    assert "expected a prompt with this ticket within 10 s of the first Transfer, from this side" in str(event.error)
     assert not world.events("s0", "Expired")  # the engine never had it
+
+
+def test_a_prompt_that_comes_after_its_sink_was_refused_may_still_be_fetched() -> None:
+    """KVP-TKT-EARLY: UNKNOWN_TICKET uses no ticket."""
+    world, made = ready(1), ticket()
+    world.transfer("d0", made, CONTENT)
+    world.run()
+    world.pass_time(13.0)
+    assert [event.error.code for event in world.events("d0", "Lost")] == [ErrorCode.UNKNOWN_TICKET]
+    world.sources["s0"].expect(made, CONTENT, world.now)
+    world.sources["s0"].finish(bytes(made.key))
+    world.run()
+    assert not world.events("s0", "Declined")
+    number = world.transfer("d0", made, CONTENT)
+    world.run()
+    world.serve()
+    assert [event.transfer for event in world.events("d0", "Arrived")] == [number]
 
 
 def test_unfetched_prefill_expires() -> None:
@@ -392,7 +412,8 @@ def test_silent_source_is_given_up() -> None:
     world.run()
     world.pass_time(31.0)
     assert world.sinks["d0"].refused is not None
-    assert world.sinks["d0"].refused.code == ErrorCode.PEER_LOST
+    said = "PEER_LOST: expected a session with s0, got no answer to Hello in 30 s"
+    assert str(world.sinks["d0"].refused).startswith(said)
 
 
 def test_every_pair_outside_the_tables_is_illegal() -> None:

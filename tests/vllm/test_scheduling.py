@@ -182,6 +182,14 @@ def test_a_decode_that_is_aborted_while_it_waits_frees_the_source() -> None:
     assert [load.request for load in step(made).spared] == ["a"]
 
 
+def test_a_request_that_vllm_makes_up_to_end_another_tells_the_source_nothing() -> None:
+    """Its prompt is [0], whatever the prompt of the request was that was refused, or whose load failed."""
+    made, placeholder = scheduling(), request(decode(), tokens=[0])
+    made.arrived(placeholder)
+    assert made.finished(placeholder) == (False, None)
+    assert step(made) == Orders()
+
+
 def test_a_fetch_under_way_is_aborted() -> None:
     made, asked = scheduling(), request(decode())
     made.arrived(asked)
@@ -211,11 +219,24 @@ def test_a_fetch_by_what_is_no_ticket_fails_that_request(params: Any, says: str)
 
 
 @pytest.mark.parametrize(
-    "params", [decode(do_remote_decode=True), PREFILL | {"ticket": 7}, PREFILL | {"ticket": {"engine": 3}}]
+    ("params", "says"),
+    [
+        (decode(do_remote_decode=True), "do_remote_prefill (bool)"),
+        (PREFILL | {"ticket": 7}, "ticket"),
+        (PREFILL | {"ticket": {"engine": 3}}, "MISSING_FIELD at key"),
+        (PREFILL | {"ticket": write_ticket(new_ticket("nobody", 2))}, "expected me replica 2, got nobody replica 2"),
+        (PREFILL | {"ticket": write_ticket(new_ticket("me"))}, "expected me replica 2, got me replica 0"),
+    ],
 )
-def test_a_prefill_that_cannot_be_handed_over_is_computed(params: Any) -> None:
+def test_a_prefill_that_cannot_be_handed_over_is_computed_and_returns_no_ticket(
+    params: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     made, asked = scheduling(), request(params)
     made.arrived(asked)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith("request a is not handed over: ")
+    assert says in record.getMessage()
     assert step(made, new=[("a", 0)], computes=100) == Orders()
     assert made.finished(asked) == (False, None)
 
@@ -226,10 +247,31 @@ def test_a_prompt_of_embeddings_is_not_handed_over() -> None:
     assert step(made) == Orders()
 
 
-def test_parameters_of_others_are_left_alone() -> None:
-    made, asked = scheduling(), request({"remote_engine_id": "x", "do_remote_prefill": "yes"})
+def test_parameters_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    made, asked = scheduling(), request({"remote_engine_id": "x", "do_remote_prefill": False, "ticket": None})
     made.arrived(asked)
     assert made.matched(asked, 0) == (0, False)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"do_remote_decode": "yes"}, "do_remote_decode (str)"),
+        ({"do_remote_prefill": 1}, "do_remote_prefill (int)"),
+        ({"ticket": write_ticket(new_ticket("me", 2))}, "ticket (dict)"),
+        ({"ticket": "{}", "do_remote_prefill": False}, "ticket (str)"),
+    ],
+)
+def test_parameters_without_effect_are_named(params: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, asked = scheduling(), request(params)
+    made.arrived(asked)
+    assert made.matched(asked, 0) == (0, False)
+    assert step(made, new=[("a", 0)], computes=100) == Orders()
+    assert made.finished(asked) == (False, None)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage().startswith("request a is computed here: ")) == ("WARNING", True)
+    assert record.getMessage().endswith(f"got {says} (see docs/vllm.md)")
 
 
 @pytest.mark.parametrize(("params", "roles"), [(PREFILL, (False, True)), (decode(), (True, False))])

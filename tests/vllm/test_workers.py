@@ -1,6 +1,9 @@
 """The workers' side of the connector over a Source and Sinks: blocks are held, freed and refused as vLLM needs it."""
 
 import ast
+import logging
+import queue
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 
 import kvproto_vllm
 from kvproto import Prompt, Sink, Source, Ticket, new_ticket
+from kvproto_engines import told
 from kvproto_vllm.loading import Loading
 from kvproto_vllm.orders import Computed, Load, Orders, Table
 from kvproto_vllm.sending import Sending
@@ -229,3 +233,33 @@ def test_only_the_front_door_is_used() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             inner = {name for name in names if name.split(".")[0] == "kvproto"} - allowed
             assert not inner, (path.name, inner)
+
+
+def test_what_happens_to_peers_is_logged_while_the_engine_does_nothing(tmp_path: Path) -> None:
+    """No step of the engine asks for events: the thread that drives the transfers logs them."""
+    tmp_path.chmod(0o700)
+    heard: queue.Queue[str] = queue.Queue()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.put(record.getMessage())  # type: ignore[method-assign]
+    logger, events = logging.getLogger("vllm.kvproto.test"), logging.getLogger("kvproto.events")
+    before = events.level, list(events.handlers)
+    logger.addHandler(handler)
+    try:
+        told.follow(logger)
+        told.follow(logger)  # a second engine in this process
+        place = f"ipc://{tmp_path}/p"
+        with Source("p", filled(), place), Sink("d", filled(), {"someone else": place}):
+            refused = heard.get(timeout=60)
+            assert "refused" in refused
+            assert "code=WRONG_PEER" in refused
+        with Source("p", filled(), f"{place}2") as source, Sink("d", filled(), {"p": f"{place}2"}) as sink:
+            until = time.monotonic() + 60
+            while not sink.ready:
+                assert time.monotonic() < until
+            source.close("bye")
+            while "role=sink peer='p rank 0' reason=bye" not in heard.get(timeout=60):
+                pass
+    finally:
+        logger.removeHandler(handler)
+        events.setLevel(before[0])
+        events.handlers[:] = before[1]

@@ -79,7 +79,7 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
             running.append(subprocess.Popen(server, env=env, cwd=folder, stdout=sys.stderr, start_new_session=True))
         for port in ports.values():
             wait(port, running)
-        prompt, decode = "The sea", f"http://localhost:{ports['8200']}"
+        prompt, decode = re.findall(r'"prompt": "(.*?)"', curl)[0], f"http://localhost:{ports['8200']}"
         alone = _text(decode, model, prompt)
         for typed in (curl, *(() if replicas else (both,))):  # a ticket of that command is of replica 0
             answer = subprocess.run(["bash", "-ec", filled(typed)], env=env, cwd=folder, capture_output=True, text=True)
