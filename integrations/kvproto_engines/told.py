@@ -6,30 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from kvproto import Request
-from kvproto.events import (
-    Declined,
-    Disconnected,
-    Event,
-    Expired,
-    Freed,
-    ProtocolError,
-    Refused,
-    Suspected,
-    Undelivered,
-    Unwanted,
-)
+from kvproto.events import Event, Expired, Freed, Undelivered, Unwanted
 
-__all__ = ["error_of", "follow", "log", "stop_unwanted"]
-
-_WORTH_SAYING = (Declined, Disconnected, ProtocolError, Refused, Suspected)
-
-
-def log(logger: logging.Logger, events: Iterable[Event]) -> None:
-    """Warn of what an operator should know."""
-    for event in events:
-        if isinstance(event, _WORTH_SAYING):
-            logger.warning("kvproto: %s", event)
-
+__all__ = ["error_of", "follow", "stop_unwanted"]
 
 _FOLLOWED = ("declined", "disconnected", "protocol_error", "refused", "suspected")
 """The records of `kvproto.events` that are worth saying, by name."""

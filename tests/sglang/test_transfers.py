@@ -1,7 +1,6 @@
 """Requests at both engines over a Source and a Sink, in the states that SGLang polls."""
 
 import ast
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 import kvproto_sglang
 from kvproto import Prompt, Sink, Source, Ticket
-from kvproto_engines.told import log, stop_unwanted
+from kvproto_engines.told import stop_unwanted
 from kvproto_sglang.receiving import Receiving
 from kvproto_sglang.sending import Sending
 from kvproto_sglang.state import State
@@ -178,22 +177,6 @@ def test_the_log_says_once_that_a_decode_engine_was_declined(pair: Pair, caplog:
     assert "peer='d rank 0'" in said
     assert "CONTENT_MISMATCH" in said
     assert sending.state == State.WAITING
-
-
-def test_an_engine_whose_log_has_no_records_of_kvproto_is_told_too(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, receiving = begun(pair, Prompt(reversed(range(10))))
-    receiving.fetch(PAGES, 0)
-    logger = logging.getLogger("an engine's")
-    for _ in range(2000):
-        log(logger, pair.source.step(0.005))
-        pair.sink.step(0.005)
-        if receiving.state == State.FAILED:
-            break
-    (said,) = [each.getMessage() for each in caplog.records if each.name == logger.name]
-    assert "Declined(peer='d rank 0'" in said
-    assert "CONTENT_MISMATCH" in said
 
 
 def test_a_room_that_comes_twice_fails_the_second_time(pair: Pair) -> None:
