@@ -324,9 +324,13 @@ def test_interrupted_demo_leaves_nothing(stop: signal.Signals, tmp_path: Path) -
         (tmp_path / "killed").touch()
     command = Command(main, ["--max-new", 400])
     _SESSIONS.add(command.pid)
-    folder = when(lambda: next(iter(folder_of_all.glob("kvproto-*/kv-0-1")), None), command)
-    engines = psutil.Process(command.pid).children(recursive=True)
-    assert len(engines) >= 3
+    engines: list[psutil.Process] = []
+
+    def all_run() -> Path | None:
+        engines[:] = psutil.Process(command.pid).children(recursive=True)
+        return next(iter(folder_of_all.glob("kvproto-*/kv-0-1")), None) if len(engines) >= 3 else None
+
+    folder = when(all_run, command)
     if stop == signal.SIGINT:
         os.killpg(command.pid, stop)
     else:
