@@ -136,6 +136,7 @@ class Sink(Sleeper):
             party, pool, dialer_of(chosen), verify=chosen.verify,
             transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
             spread=chosen.spread, cold_draft=chosen.cold_draft, eager=chosen.eager,
+            ticket_wait=chosen.ticket_wait,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
         for (engine, replica), _, seed in named:

@@ -218,7 +218,7 @@ class Source(Sleeper):
                 party, pool, listener, endpoints, verify=chosen.verify,
                 transports=transports_of(chosen, pool), pull=chosen.pull, part_bytes=chosen.part_bytes,
                 lease=chosen.lease, first_part_ratio=chosen.first_part_ratio, spread=chosen.spread,
-                cold_draft=chosen.cold_draft,
+                cold_draft=chosen.cold_draft, ticket_wait=chosen.ticket_wait,
             )  # fmt: skip
             super().__init__(name, pool, self._node, chosen)
         except BaseException:

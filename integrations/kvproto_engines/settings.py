@@ -6,21 +6,21 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import attrs
 
 from kvproto import LocalError, Options, Seed, read_sources
 from kvproto.errors import ErrorCode
-from kvproto.session import limits
 
-__all__ = ["applied", "checked", "of_environment", "refuse"]
+__all__ = ["checked", "of_environment", "refuse"]
 
 
-def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool) -> dict[str, Any]:
+def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool, **usual: Any) -> dict[str, Any]:
     """The arguments of a class of settings; those that every adapter has are looked at, but for names.
 
-    Raises LocalError naming the setting that is unknown, missing or wrong; `where` is what the user calls all of them.
+    `usual` are options of kvproto that hold unless the user says otherwise. Raises LocalError naming the setting that
+    is unknown, missing or wrong; `where` is what the user calls all of them.
     """
     fields = {field.name: field.default for field in attrs.fields(cls)}
     if not isinstance(given, Mapping) or (unknown := sorted(given.keys() - fields.keys())):
@@ -33,32 +33,18 @@ def checked(where: str, cls: type[Any], given: Any, prefill: bool, decode: bool)
     if decode and not made.get("sources"):
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}, by the names that requests say'
         raise refuse(where, "sources", "where prefill engines listen, as this engine decodes", "none", advice)
-    for name in ("deadline", "ticket_wait"):
-        seconds = made.get(name, fields[name])
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
-            raise refuse(where, name, "seconds above 0", repr(seconds), f"leave it out for {fields[name]:g}")
+    seconds = made.get("deadline", fields["deadline"])
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+        advice = f"leave it out for {fields['deadline']:g}"
+        raise refuse(where, "deadline", "seconds above 0", repr(seconds), advice)
     if not isinstance(description := made.get("description", ""), str):
         raise refuse(where, "description", "the path of a file", repr(description), "leave it out to have none")
     try:
-        made["options"] = Options(**made.get("options", {}))
+        made["options"] = Options(**{**usual, **made.get("options", {})})
     except TypeError as error:
         raise refuse(where, "options", "names of kvproto.Options", str(error), "correct it") from None
     made["sources"] = _sources(where, made.get("sources", {}))
     return made
-
-
-class _Patient(Protocol):
-    @property
-    def ticket_wait(self) -> float: ...
-
-
-_Settings = TypeVar("_Settings", bound=_Patient)
-
-
-def applied(settings: _Settings) -> _Settings:
-    """The settings, of which those that are the same for a whole process are in force from now on."""
-    limits.TICKET_WAIT = float(settings.ticket_wait)
-    return settings
 
 
 def _sources(where: str, given: Any) -> dict[tuple[str, int], Seed]:

@@ -9,13 +9,15 @@ import attrs
 
 from kvproto import LocalError, Options, Seed, Ticket
 from kvproto.errors import ErrorCode
-from kvproto_engines.settings import applied, checked, of_environment, refuse
+from kvproto_engines.settings import checked, of_environment, refuse
 from kvproto_sglang.metadata import SETS
 from kvproto_sglang.tickets import DEADLINE, Asked, ticket_of
 
 __all__ = ["RELEASES", "VARIABLE", "Settings", "check_release"]
 
 VARIABLE = "KVPROTO_SGLANG"
+TICKET_WAIT = 60.0
+"""Seconds for which a fetch waits for its prompt; longer than a step, of which the first is the longest."""
 RELEASES = ("0.5.23",)
 """Releases of SGLang whose interface this back end was tested with."""
 
@@ -29,10 +31,9 @@ class Settings:
             and `bootstrap_port` with a colon between, or `bootstrap_host` alone.
         listen: Prefill: where each rank listens, with "{rank}" where ranks differ, and "{replica}" where those do.
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
-        options: What `kvproto.Options` takes.
+        options: What `kvproto.Options` takes; `ticket_wait` is 60 s where it does not say otherwise, as SGLang reads a
+            prompt's own request between steps.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its room.
-        ticket_wait: Seconds for which decode's request for pages waits until SGLang has read the prompt's own request,
-            which it does between steps.
         metadata: Decode: what prefill engines hand over beside pages, a name of `metadata.SETS`.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
@@ -44,7 +45,6 @@ class Settings:
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = DEADLINE
-    ticket_wait: float = 60.0
     metadata: str = "all"
     description: str | None = None
     weights: str | None = None
@@ -53,12 +53,12 @@ class Settings:
     @classmethod
     def of_environment(cls, prefill: bool) -> Settings:
         """Raises LocalError naming what is missing or wrong."""
-        return applied(cls.read(of_environment(VARIABLE, '{"name": "prefill"}'), prefill))
+        return cls.read(of_environment(VARIABLE, '{"name": "prefill"}'), prefill)
 
     @classmethod
     def read(cls, given: Any, prefill: bool) -> Settings:
         """Raises LocalError naming the setting that is unknown, missing or wrong."""
-        made = checked(VARIABLE, cls, given, prefill, not prefill)
+        made = checked(VARIABLE, cls, given, prefill, not prefill, ticket_wait=TICKET_WAIT)
         if prefill and not isinstance(made.get("name"), str):
             mine = "a name, as this engine prefills"
             raise refuse(VARIABLE, "name", mine, str(made.get("name")), 'such as "10.0.0.1:8998", as requests say it')

@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 from kvproto import Sink, Source
 from kvproto_engines import described, told
 from kvproto_engines.memory import ShareableMemory
-from kvproto_engines.settings import applied
 from kvproto_vllm.caches import WINDOW
 from kvproto_vllm.engine import Opened, open_pool
 from kvproto_vllm.loading import Loading
@@ -61,7 +60,7 @@ class KvprotoConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         check_release(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         self._roles = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._settings = applied(Settings.read(transfer.kv_connector_extra_config, transfer.engine_id, *self._roles))
+        self._settings = Settings.read(transfer.kv_connector_extra_config, transfer.engine_id, *self._roles)
         self._replica = vllm_config.parallel_config.data_parallel_index
         self._sending: Sending | None = None
         self._loading: Loading | None = None

@@ -25,8 +25,6 @@ class Settings:
         sources: Decode: where the prefill engines listen, by name (replica 0) or "name/replica", or a file of them.
         options: What `kvproto.Options` takes.
         deadline: Seconds for which a prefill engine keeps a request's pages for whoever has its ticket.
-        ticket_wait: Seconds for which decode's request for blocks waits until vLLM has read the prompt's own one, which
-            it does between steps: with tickets that are made beforehand.
         description: A file into which the engine writes what it states, with "{replica}" where replicas differ.
         weights: Names the weights, where both engines' folders do not: compared before any page moves.
         pages: "strides", "whole", or "auto": as strides wherever these say where each byte of a page lies.
@@ -37,7 +35,6 @@ class Settings:
     sources: Mapping[tuple[str, int], Seed] = {}
     options: Options = attrs.field(factory=Options)
     deadline: float = 60.0
-    ticket_wait: float = 10.0
     description: str | None = None
     weights: str | None = None
     pages: str = "auto"

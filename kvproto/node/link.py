@@ -42,6 +42,8 @@ class LinkContext:
     """Transports that can read a source's memory; empty without PULL."""
     features: tuple[Feature, ...]
     backstage: Backstage
+    ticket_wait: float | None = None
+    """Seconds that a source waits for the prompt of a ticket; None: what `limits` says."""
     runs: dict[tuple[str, int, int], int] = attrs.Factory(dict)
     """The latest incarnation of each source rank that any link has met."""
 
@@ -261,7 +263,8 @@ class SourceLink:
             found = self.endpoint.hindrances(transfer.inner) or [f"no answer from the source at {self.seed}"]
             self._abort_late(_UNANSWERED.format(listed(found, 2, "; ")), transfer.number, now)
         else:
-            end = now + limits.TICKET_WAIT + limits.PATIENCE
+            wait = self._context.ticket_wait
+            end = now + (limits.TICKET_WAIT if wait is None else wait) + limits.PATIENCE
             why = _ENDLESS.format(self.seed)
             transfer.deadline = self.endpoint.timers.at(end, partial(self._abort_late, why, transfer.number))
 

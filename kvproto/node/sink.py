@@ -48,7 +48,7 @@ class SinkNode:
     def __init__(
         self, party: Party, pool: RankPool, dialer: Dialer, *, verify: bool | Literal["pages"] = True,
         transports: Sequence[Transport] = (), pull: bool = False, quarantine: float = QUARANTINE,
-        spread: Spread = "even", cold_draft: bool = False, eager: bool = True,
+        spread: Spread = "even", cold_draft: bool = False, eager: bool = True, ticket_wait: float | None = None,
     ) -> None:  # fmt: skip
         """See `kvproto.Options`; the transports are offered in order of preference."""
         boot_id()  # cached now, as a turn without a free descriptor could not read it
@@ -65,7 +65,7 @@ class SinkNode:
         readers = tuple(t for t in self.transports if t.capabilities.reads) or (default(pool.memories),)
         self._context = LinkContext(
             party, self.transports, readers if pull else (),
-            features_of(self.transports, verify, pull, spread, cold_draft), Backstage(),
+            features_of(self.transports, verify, pull, spread, cold_draft), Backstage(), ticket_wait,
         )  # fmt: skip
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """The address and public key of each source replica."""

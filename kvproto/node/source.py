@@ -48,7 +48,7 @@ class SourceNode:
         self, party: Party, pool: RankPool, listener: Listener, endpoints: Mapping[int, str], *,
         verify: bool | Literal["pages"] = True, transports: Sequence[Transport] = (), pull: bool = False,
         part_bytes: int = PART_BYTES, lease: float = LEASE, first_part_ratio: float | None = None,
-        spread: Spread = "even", cold_draft: bool = False,
+        spread: Spread = "even", cold_draft: bool = False, ticket_wait: float | None = None,
     ) -> None:  # fmt: skip
         """See `kvproto.Options`; `endpoints` are the addresses of all ranks of this replica, for Welcome."""
         self.pool, self._listener, self._lease = pool, listener, lease
@@ -57,6 +57,7 @@ class SourceNode:
             party, pool.layout.geometry, dict(endpoints),
             features_of(self.transports, verify, pull, spread, cold_draft), session_id, this_process(), listener.admit,
         )  # fmt: skip
+        self.endpoint.ticket_wait = ticket_wait
         self._scheduler = Scheduler(part_bytes, first_part_ratio)
         self._dispatcher = Dispatcher(pool.memories, self._unwanted, self._arrived)
         self._requests: dict[bytes, Request] = {}

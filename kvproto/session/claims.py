@@ -107,6 +107,8 @@ class Claims(Endpoint):
 
     def __init__(self, me: Party, geometry: Geometry) -> None:
         super().__init__(me, geometry)
+        self.ticket_wait: float | None = None
+        """Seconds that a Transfer waits for the prompt of its ticket; None: what `limits` says."""
         self._claims: dict[bytes, _Claim] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose claims have ended (KVP-TKT-USED)."""
@@ -138,9 +140,13 @@ class Claims(Endpoint):
         claim = self._claims.get(key)
         return now < self._used.get(key, now) or (claim is not None and claim.content is not None)
 
+    @property
+    def _wait(self) -> float:
+        return limits.TICKET_WAIT if self.ticket_wait is None else self.ticket_wait
+
     def _claim(self, key: bytes, now: float) -> _Claim:
         if key not in self._claims:
-            deadline = now + limits.TICKET_WAIT
+            deadline = now + self._wait
             timer = self.timers.at(deadline, lambda at: self._expire(self._claims[key], at))
             self._claims[key] = _Claim(key, deadline, timer)
         return self._claims[key]
@@ -315,7 +321,7 @@ class Claims(Endpoint):
         if claim.content is None:
             error = RemoteError(
                 ErrorCode.UNKNOWN_TICKET, "ticket",
-                f"a prompt with this ticket within {limits.TICKET_WAIT:g} s of the first Transfer", "only Transfers",
+                f"a prompt with this ticket within {self._wait:g} s of the first Transfer", "only Transfers",
                 "the prompt never came to this source: route it here too, under a new ticket",
             )  # fmt: skip
         for user in claim.take_waiting():

@@ -188,6 +188,8 @@ def test_layouts() -> None:
         ("part_bytes", 1.5),
         ("part_bytes", True),
         ("lease", None),
+        ("ticket_wait", 0),
+        ("ticket_wait", "1"),
     ],
 )
 def test_options(field: str, value: Any) -> None:

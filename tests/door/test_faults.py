@@ -91,6 +91,25 @@ def test_a_ticket_that_runs_out_frees_the_pages(tmp_path: Path, options: Options
         served(both)
 
 
+@pytest.mark.parametrize(
+    ("source", "sink", "deadline", "code"), [(0.05, 500, 20, "UNKNOWN_TICKET"), (500, 0.05, 1, "DEADLINE")]
+)
+def test_how_long_a_fetch_waits_for_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: float, sink: float, deadline: float, code: str
+) -> None:  # fmt: skip
+    """KVP-TKT-EARLY, KVP-TRN-ENDLESS: each side counts by its own setting, whatever the process says."""
+    for name, seconds in (("TICKET_WAIT", 1000.0), ("PATIENCE", 2.0)):
+        monkeypatch.setattr(kvproto.session.limits, name, seconds)
+    address = address_in(tmp_path)
+    with (
+        Source("prefill", filled(), address, Options(ticket_wait=source)),
+        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, Options(ticket_wait=sink)) as asking,
+    ):
+        with pytest.raises(KvprotoError) as caught:
+            asking.fetch(new_ticket("prefill", deadline=deadline), PROMPT, {"kv": [9, 0, 5]}).wait(60)
+        assert caught.value.code == ErrorCode[code]
+
+
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     address = address_in(tmp_path)
     with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink:

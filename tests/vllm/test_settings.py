@@ -47,7 +47,7 @@ def test_options_are_those_of_kvproto() -> None:
         (LISTEN | {"pages": "some"}, (True, False), "pages"),
         (LISTEN | {"deadline": 0}, (True, False), "deadline"),
         (LISTEN | {"deadline": True}, (True, False), "deadline"),
-        (LISTEN | {"ticket_wait": 0}, (True, False), "ticket_wait"),
+        (LISTEN | {"options": {"ticket_wait": 0}}, (True, False), "ticket_wait"),
         (LISTEN | {"description": 7}, (True, False), "description"),
         (LISTEN | {"options": []}, (True, False), "options"),
         (LISTEN | {"options": {"verfy": 1}}, (True, False), "verfy"),

@@ -89,7 +89,7 @@ def report(what: str, found: list[str]) -> list[str]:
 
 def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
     """Engines of a release hand prompts over to each other, through kvproto_vllm and kvproto_sglang; what differs, and
-    the last lines that the engines said. `module` is one beside this, and `given` are its arguments.
+    the errors and last lines of the engines' logs. `module` is one beside this, and `given` are its arguments.
     """
     sglang = path == "sgt"
     paths = [str(HERE / "sglang_cpu")] * sglang + [str(at / path)] * bool(path)
@@ -115,7 +115,9 @@ def handed_over(module: str, path: str, at: Path, *given: str) -> list[str]:
         return []
     first = [n for n, line in enumerate(told) if line.startswith("DIFFERS")]
     lines = [line for n in first for line in told[n : n + 3]] or told[-3:]
-    return [f"DIFFERS  {module} {path}, exit status {status}", *lines, *log.read_text().splitlines()[-12:]]
+    ours = log.read_text().splitlines()
+    raised = [line for line in ours if re.match(r"[\w.]*(Error|Exception)\b", line)]  # by an engine, before it ended
+    return [f"DIFFERS  {module} {path}, exit status {status}", *lines, *raised[-6:], *ours[-12:]]
 
 
 def _pass_on(lines: IO[str], told: list[str]) -> None:

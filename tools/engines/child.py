@@ -19,8 +19,18 @@ PATIENCE = 600.0
 """Seconds for an engine to start or to answer."""
 
 os.environ["OMP_NUM_THREADS"] = "1"
-if "torch" in sys.modules:  # it read the environment when it was imported
-    sys.modules["torch"].set_num_threads(1)
+
+
+def _one_thread() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+_one_thread()  # torch may have read the environment before
+os.register_at_fork(after_in_child=_one_thread)
+"""A forked process makes torch's pool of threads anew, at its first use. Two threads that load weights may use it first at
+once, and one of them then finds none; here no other thread runs yet.
+"""
 
 
 @attrs.define(kw_only=True)
@@ -64,7 +74,9 @@ class Child:
             try:
                 got, *said = list[Any](self.pipe.recv())
             except EOFError:
-                raise RuntimeError(f"{self.name} has ended") from None
+                self.process.join(10)
+                status = self.process.exitcode
+                raise RuntimeError(f"{self.name} has ended, exit status {status}; its log says why") from None
             if got == "died":
                 raise RuntimeError(f"{self.name}: {said[0]}")
             if got == "done":
