@@ -42,6 +42,8 @@ os.environ |= {
 
 DEADLINE = 120
 """Seconds of a ticket."""
+PATIENT = {"ticket_wait": 20}
+"""Options of kvproto: a fetch whose prompt never comes is given up sooner than an engine would, which is three times this."""
 MOST = 16
 """Tokens of an answer."""
 
@@ -64,7 +66,7 @@ class Engine(Child):
         """One that prefills, called NAME:1; `about` are more settings of the back end."""
         replica = "-{replica}" * (replicas(settings) > 1)
         listen = f"ipc://{folder}/{name}{replica}-{{rank}}"
-        own = {"name": f"{name}:1", "listen": listen, "deadline": DEADLINE, **(about or {})}
+        own = {"name": f"{name}:1", "listen": listen, "deadline": DEADLINE, "options": PATIENT, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1}, own)
 
     @classmethod
@@ -73,7 +75,7 @@ class Engine(Child):
     ) -> Engine:  # fmt: skip
         """One that decodes what these prefill, each called NAME:1 or, where it is no SGLang, NAME; then "/" and a replica."""
         where = {each: f"ipc://{folder}/{each.replace(':1', '').replace('/', '-')}-0" for each in sources}
-        own = {"name": name, "deadline": DEADLINE, "sources": where, **(about or {})}
+        own = {"name": name, "deadline": DEADLINE, "sources": where, "options": PATIENT, **(about or {})}
         return cls.start(name, settings | {"disaggregation_mode": "decode"}, own)
 
     def add(self, request: str, tokens: list[int], most: int = MOST, **more: Any) -> None:
