@@ -6,7 +6,7 @@ What is written counts when it would survive a loss of power, for 16 blocks at a
 
 - `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
 - `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
-- `files`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
+- `files`, `packs`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
   memory that earlier rounds have used, as `Tiers` uses it again.
 """
 
@@ -27,6 +27,7 @@ import numpy as np
 from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.identity import Chain
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.rooms import Rooms
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import GROUP, Files, Store
@@ -144,6 +145,7 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
         "one file": lambda root: OneFile(root, pages),
         "plain files": lambda root: PlainFiles(root, pages),
         "files": lambda root: Stored(Files(root, durable=True), chain),
+        "packs": lambda root: Stored(Packs(root, durable=True), chain),
         "lmdb": lambda root: Stored(Lmdb(root, durable=True), chain),
     }
     took: dict[str, dict[str, list[float]]] = {way: {name: [] for name in makes} for way in ("write", "read")}

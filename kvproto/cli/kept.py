@@ -28,7 +28,7 @@ _LEAST = 8
 def add(commands: Any) -> None:
     """Add the command and its options."""
     made = commands.add_parser("tiers", help="list stored pages; verify them, prune them")
-    made.add_argument("place", metavar="PLACE", help="a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
+    made.add_argument("place", metavar="PLACE", help="a folder, packs:FOLDER, lmdb:FOLDER or s3://BUCKET/PREFIX")
     made.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     made.add_argument("--prune", action="store_true", help="delete damaged pages, and old files that belong to no page")
     text = "how old those files must be, as their writer may still be at work (default %(default).0f)"
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Survey, delete what was requested, and print; the exit status is 1 for damaged pages or an unreadable place."""
     scheme, _, rest = args.place.rpartition(":")
-    wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb"}.get(scheme)
+    wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb", "packs": Path(rest) / "p"}.get(scheme)
     if wants is not None and not wants.exists():
         print(f"error: {args.place}: no cached pages, since there is no {wants}", file=sys.stderr)
         return 1

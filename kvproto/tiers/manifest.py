@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from operator import attrgetter
 
 import attrs
 
 from kvproto.errors import LocalError, WireError
-from kvproto.tiers.components import Layout
+from kvproto.tiers.components import Layout, Part
 from kvproto.tiers.identity import Chain
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode
@@ -17,6 +18,9 @@ from kvproto.wire.messages import Component, Manifest
 __all__ = ["Data", "Named", "describe", "encode", "fits", "manifest_key", "object_key", "take"]
 
 Data = bytes | bytearray | memoryview
+_NAMES = [field.name for field in attrs.fields(Part)]
+_stated = attrgetter(*_NAMES)
+"""What a component of a manifest says of itself, as a part of a layout does."""
 _NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
 """Why a manifest of a later version cannot be read."""
 
@@ -40,7 +44,8 @@ def describe(layout: Layout, chain: Chain, i: int, data: Mapping[int, Data]) -> 
         part, size = layout.part(group), len(data[group])
         if size != part.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, f"data[{group}]", f"{part.length} bytes", str(size))
-        listed.append(Component(**attrs.asdict(part), digest=hashlib.sha256(data[group]).digest()))
+        stated = dict(zip(_NAMES, _stated(part), strict=True))
+        listed.append(Component(**stated, digest=hashlib.sha256(data[group]).digest()))
     return Manifest(
         id=chain.ids(layout.form)[i], form=layout.form, own=chain.own[i], previous=chain.previous(i),
         namespace=chain.space, page=layout.page, geometry=layout.geometry, components=tuple(listed),
@@ -67,8 +72,8 @@ def fits(found: Manifest, layout: Layout) -> bool:
     """Whether it is a page of this layout (KVP-TIER-MISS, KVP-TIER-PARTS)."""
     if (found.page, found.geometry) != (layout.page, layout.geometry):
         return False
-    parts = {part.group: attrs.asdict(part) for part in layout.parts}
-    stated = {c.group: attrs.asdict(c, filter=lambda field, _: field.name != "digest") for c in found.components}
+    parts = {part.group: _stated(part) for part in layout.parts}
+    stated = {c.group: _stated(c) for c in found.components}
     return layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items())
 
 

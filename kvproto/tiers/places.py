@@ -1,4 +1,4 @@
-"""Which store a name means: a folder, `lmdb:FOLDER`, `nixl:FOLDER`, or the URL of an object store."""
+"""Which store a name means: a folder, `packs:FOLDER`, `lmdb:FOLDER`, `nixl:FOLDER`, or the URL of an object store."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from kvproto.wire.enums import ErrorCode
 
 __all__ = ["open_store"]
 
-SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb", "nixl": "nixl"}
-"""Extra of kvproto by the first word of a name."""
+SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb", "nixl": "nixl", "packs": "packs"}
+"""What stores the pages, by the first word of a name; an extra of kvproto, but for packs."""
 
-_MODULES = {"objects": ("objects", "Objects"), "lmdb": ("embedded", "Lmdb"), "nixl": ("nixl_files", "NixlFiles")}
-"""Module and class by extra."""
+_MODULES = {
+    "objects": ("objects", "Objects"),
+    "lmdb": ("embedded", "Lmdb"),
+    "nixl": ("nixl_files", "NixlFiles"),
+    "packs": ("packs", "Packs"),
+}
+"""Their modules and classes."""
 
 
 def open_store(place: Path | str | Store, durable: bool = False) -> Store:

@@ -21,7 +21,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
 from kvproto.tiers.manifest import Data, Named, describe, encode, fits, manifest_key, object_key, take
 from kvproto.tiers.rooms import Room
-from kvproto.tiers.store import Filling, Grouped, Store
+from kvproto.tiers.store import Grouped, Store
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
@@ -146,10 +146,10 @@ class Shelf:
 
     def _get(self, manifest: Manifest, component: Component, room: Room | None) -> Data | None:
         """The bytes of an object, as many as there are; fewer or more than its length are not right."""
-        key, store = object_key(manifest, component), self.store
-        if room is None or not isinstance(store, Filling):
-            return store.get(key)
-        there = store.get_into(key, room[component.group])
+        key, fill = object_key(manifest, component), getattr(self.store, "get_into", None)  # of a Filling
+        if room is None or fill is None:
+            return self.store.get(key)
+        there = fill(key, room[component.group])
         return None if there != component.length else room[component.group]
 
     def find(self, chain: Chain) -> Found:

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.workers import Workers
 
-__all__ = ["Files", "Filling", "Grouped", "Store"]
+__all__ = ["Files", "Filling", "Grouped", "Store", "sync_folder", "write_whole"]
 
 GROUP = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
@@ -140,9 +140,7 @@ class Files:
             _done(syncs)
 
     def _fill(self, file: int, data: Data) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        write_whole(file, data)
 
     def _name(self, drafts: Sequence[tuple[str, str]]) -> None:
         """Give files of one kind their names, for good with `durable`."""
@@ -155,7 +153,7 @@ class Files:
             os.replace(draft, path)
         if self.durable:
             above = dict.fromkeys(os.path.dirname(folder) for folder in made)
-            syncs = [self._syncing().submit(_sync, folder) for folder in (*above, *folders)]
+            syncs = [self._syncing().submit(sync_folder, folder) for folder in (*above, *folders)]
             wait_for(syncs)
             _done(syncs)
         self._made.update(made)
@@ -237,7 +235,16 @@ def _done(syncs: Iterable[Future[None]]) -> None:
         sync.result()
 
 
-def _sync(folder: str) -> None:
+def write_whole(file: int, data: Data) -> int:
+    """Write these bytes to a file, and say how many they are; raises OSError."""
+    rest, size = memoryview(data), len(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+    return size
+
+
+def sync_folder(folder: str) -> None:
+    """Have the disk know the names in a folder; raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,12 +16,13 @@ from obstore.store import MemoryStore, S3Store
 from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.objects import Objects
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.store import Files, Store
 from tests.tiers.schedules import Memory
 
 __all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]
 
-STORES = ("memory", "files", "nixl", "lmdb", "objects", "s3")
+STORES = ("memory", "files", "packs", "nixl", "lmdb", "objects", "s3")
 """`objects` are in obstore's own memory."""
 BUCKET = "pages"
 KEYS = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1"}
@@ -54,6 +55,8 @@ def opened(kind: str, root: Path | None = None) -> Iterator[Store]:
             yield Files(root)
         elif kind == "nixl":
             yield NixlFiles(root)
+        elif kind == "packs":
+            yield Packs(root)
         elif kind == "lmdb":
             yield Lmdb(root)
         elif kind == "objects":

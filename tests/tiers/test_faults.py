@@ -23,6 +23,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key
 from kvproto.tiers.others import Others
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files, Store
 from tests.tiers import test_cache, test_groups, test_storage
@@ -33,7 +34,7 @@ from tests.tiers.test_storage import PROMPT, in_child, length
 NOBODY = 65534
 
 
-@pytest.fixture(params=["memory", "files", "nixl", "lmdb", "objects"])
+@pytest.fixture(params=["memory", "files", "packs", "nixl", "lmdb", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with opened(request.param, tmp_path) as one:
         yield one
@@ -79,9 +80,10 @@ def test_pages_go_while_their_objects_are_read(store: Store) -> None:
     assert length(ours) == 0
 
 
-def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
     """The kernel refuses each write; whoever is root becomes nobody first."""
-    assert Shelf(Files(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+    assert Shelf(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     paths = [tmp_path, *tmp_path.rglob("*")]
     for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -90,7 +92,7 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path) -> No
         os.chdir(tmp_path)
         if os.getuid() == 0:
             os.setuid(NOBODY)
-        shelf = Shelf(Files(Path()), LAYOUT, 1, 1)
+        shelf = Shelf(kind(Path()), LAYOUT, 1, 1)
         assert shelf.counts["failed"] == 1, "it cannot give up what is above the mark"
         assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
         assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
@@ -102,13 +104,13 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path) -> No
     for path in paths:
         path.chmod(stat.S_IRWXU)
     assert status == 0
-    assert Shelf(Files(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
+    assert Shelf(kind(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
 
 
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
-@pytest.mark.parametrize("kind", [Files, Lmdb])
+@pytest.mark.parametrize("kind", [Files, Lmdb, Packs])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: type[Files] | type[Lmdb]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: type[Files] | type[Lmdb] | type[Packs]
 ) -> None:
     """What is swept is what no manifest names, too soon or too late, and the page of that writer is a miss at worst."""
     store = kind(tmp_path)
@@ -118,7 +120,7 @@ def test_a_clock_that_jumps_never_costs_a_whole_page(
     for component in manifest.components:  # a writer that is not done yet
         store.put(object_key(manifest, component), page(PROMPT, 1)[component.group])
     now = time.time()
-    if kind is Lmdb:
+    if kind is not Files:
         monkeypatch.setattr(embedded.time, "time", lambda: now + jump)
     else:  # the file system's clock is another now than when these were written
         for path in [path for path in tmp_path.rglob("*") if path.is_file()]:

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from kvproto.tiers.manifest import describe, encode, manifest_key
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.shelf import GRACE, Shelf
 from kvproto.tiers.store import Files
 from kvproto.tiers.survey import prune, survey
@@ -16,19 +17,22 @@ from tests.tiers.schedules import LAYOUT, Memory, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
 
 
-def test_pages_are_pruned_while_two_processes_write_and_evict(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_pages_are_pruned_while_two_processes_write_and_evict(
+    tmp_path: Path, kind: type[Files] | type[Packs]
+) -> None:  # fmt: skip
     """What comes is right throughout; nothing that the writers still need is deleted, and at the end all is whole."""
     chain = prompt(*range(9))
     pids = []
     for writer in range(2):
         pids.append(os.fork())
         if not pids[-1]:
-            shelf = Shelf(Files(tmp_path, durable=bool(writer)), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+            shelf = Shelf(kind(tmp_path, durable=bool(writer)), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
             kept = [
                 shelf.write_all([(chain, i, page(chain, i, writer)) for i in range(turn % 3, 4)]) for turn in range(40)
             ]
             os._exit(0 if all(map(all, kept)) and not shelf.counts["failed"] else 1)
-    store, left = Files(tmp_path), {*pids}
+    store, left = kind(tmp_path), {*pids}
     while left:
         for pid in [pid for pid in left if (ended := os.waitpid(pid, os.WNOHANG))[0]]:
             assert ended[1] == 0, "no write failed"

@@ -16,6 +16,7 @@ from kvproto.errors import LocalError
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.nixl_files import NixlFiles
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
@@ -83,7 +84,7 @@ def die_at(step: int, before: bool) -> None:
         return (opened if flags & os.O_CREAT else real_open)(path, flags, *args, **named)
 
     real_open, os.open = os.open, open_  # type: ignore[assignment]
-    for name in ("write", "mkdir", "replace", "fsync", "unlink"):
+    for name in ("write", "pwrite", "mkdir", "replace", "fsync", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
 
 
@@ -150,10 +151,10 @@ def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     assert length(other) == 0
 
 
-@pytest.mark.parametrize("kind", [Files, NixlFiles])
-def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[Files]) -> None:
+@pytest.mark.parametrize("kind", [Files, NixlFiles, Packs])
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
-    assert Shelf(Files(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+    assert Shelf(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
 
     def write() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -165,11 +166,14 @@ def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[Files]
 
     assert in_child(write) == 0
     assert not [*(tmp_path / "t").iterdir()]
-    assert length(Shelf(Files(tmp_path), LAYOUT)) == 1
+    assert length(Shelf(kind(tmp_path), LAYOUT)) == 1
 
 
-def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(tmp_path: Path) -> None:
-    shelf = Shelf(Files(tmp_path), LAYOUT)
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
+    tmp_path: Path, kind: type[Files] | type[Packs]
+) -> None:  # fmt: skip
+    shelf = Shelf(kind(tmp_path), LAYOUT)
     assert shelf.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "t").rmdir()
     (tmp_path / "t").write_bytes(b"")
@@ -177,17 +181,18 @@ def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(tmp_path: Path)
     assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
 
 
-def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
     """Each page that comes is all one writer's, while both write and give up the same pages."""
     pids = []
     for writer in range(2):
         pids.append(os.fork())
         if not pids[-1]:
-            shelf = Shelf(Files(tmp_path), LAYOUT, PAGE_BYTES, PAGE_BYTES + writer)
+            shelf = Shelf(kind(tmp_path), LAYOUT, PAGE_BYTES, PAGE_BYTES + writer)
             for turn in range(150):
                 shelf.write(PROMPT, turn % 2, page(PROMPT, turn % 2, writer))
             os._exit(0)
-    reader, came, left = Shelf(Files(tmp_path), LAYOUT), 0, [*pids]
+    reader, came, left = Shelf(kind(tmp_path), LAYOUT), 0, [*pids]
     while left:
         for i in range(2):
             got = reader.read(PROMPT, i)
@@ -195,7 +200,7 @@ def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path) -> None:
             came += got is not None
         left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
     assert came
-    last = Shelf(Files(tmp_path), LAYOUT)
+    last = Shelf(kind(tmp_path), LAYOUT)
     assert all(last.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
     assert [last.read(PROMPT, i) for i in range(2)] == [page(PROMPT, i) for i in range(2)]
 
@@ -210,9 +215,12 @@ def test_manifests_are_written_last_and_deleted_first() -> None:
     assert store.calls[8:] == [("delete", "m"), *[("delete", "o")] * 3] * 2
 
 
-def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(
+    tmp_path: Path, kind: type[Files] | type[Packs]
+) -> None:  # fmt: skip
     others = [prompt(n, n, n) for n in range(10, 14)]
-    shelf = Shelf(Files(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    shelf = Shelf(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     for other in others[:3]:
         shelf.write(other, 0, page(other, 0))
     with shelf.hold(others[0], 1):
@@ -221,7 +229,7 @@ def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(tmp_path
         assert [usable(shelf.find(other)) for other in others] == [1, 0, 0, 1]
     assert shelf.bytes == 2 * PAGE_BYTES
     assert shelf.counts["evicted"] == 2
-    assert Shelf(Files(tmp_path), LAYOUT).bytes == shelf.bytes
+    assert Shelf(kind(tmp_path), LAYOUT).bytes == shelf.bytes
 
 
 def test_some_components_of_a_page() -> None:
@@ -263,7 +271,8 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("memory", 100), ("files", 50), ("nixl", 50), ("lmdb", 50), ("objects", 50), ("s3", 2)]
+    ("kind", "count"),
+    [("memory", 100), ("files", 50), ("packs", 50), ("nixl", 50), ("lmdb", 50), ("objects", 50), ("s3", 2)],
 )
 def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     met = Counter[str]()
@@ -275,9 +284,10 @@ def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     assert any(name.startswith("put") for name in met)
 
 
-def test_threads_share_a_shelf(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Files, Packs])
+def test_threads_share_a_shelf(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
     """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
-    shelf, prompts = Shelf(Files(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES), [prompt(n, n, n) for n in range(5)]
+    shelf, prompts = Shelf(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES), [prompt(n, n, n) for n in range(5)]
 
     def turn(n: int) -> bool:
         chain = prompts[n % 5]

@@ -20,6 +20,7 @@ from kvproto.tiers.embedded import Lmdb
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.objects import Objects
+from kvproto.tiers.packs import Packs
 from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files, Filling, Store
@@ -103,21 +104,23 @@ WRITER = """
 import os
 import sys
 from pathlib import Path
-from kvproto.tiers.embedded import Lmdb
+from kvproto.tiers.packs import Packs
+from kvproto.tiers.places import open_store
 from kvproto.tiers.shelf import Shelf
 from tests.tiers.schedules import LAYOUT, page, prompt
-shelf, chain = Shelf(Lmdb(Path(sys.argv[1])), LAYOUT), prompt(1, 2, 3, 4, 5)
+shelf, chain = Shelf(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
 for turn in range(100000):
     shelf.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
     os.write(1, b".")
 """
 
 
-def test_a_writer_of_lmdb_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["lmdb", "packs"])
+def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
-    rng, came, shelf = random.Random(1), 0, Shelf(Lmdb(tmp_path), LAYOUT)
+    rng, came, shelf = random.Random(1), 0, Shelf(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
     for _ in range(6):
-        with Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=PIPE, bufsize=0) as writer:
+        with Popen([sys.executable, "-c", WRITER, f"{scheme}:{tmp_path}"], stdout=PIPE, bufsize=0) as writer:
             assert writer.stdout
             for _ in range(rng.randrange(1, 60)):
                 assert writer.stdout.read(1)
@@ -175,6 +178,7 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
     places = {
         tmp_path: Files,
         f"{tmp_path}/a": Files,
+        f"packs:{tmp_path}/d": Packs,
         f"lmdb:{tmp_path}/b": Lmdb,
         f"nixl:{tmp_path}/c": NixlFiles,
         f"s3://{BUCKET}/{tmp_path.name}": Objects,
@@ -186,10 +190,10 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         assert open_store(place).get(NAMES[0]) == b"1"
 
 
-@pytest.mark.parametrize("place", ["{}", "lmdb:{}", "nixl:{}"])
+@pytest.mark.parametrize("place", ["{}", "packs:{}", "lmdb:{}", "nixl:{}"])
 def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = open_store(place.format(tmp_path), durable=True)
-    if isinstance(made, Files):
+    if isinstance(made, Files | Packs):
         assert made.durable
     else:
         assert isinstance(made, Lmdb)

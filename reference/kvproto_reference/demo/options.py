@@ -160,7 +160,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
     add("--host-pages", type=int, default=0, metavar="N", help="keep up to N pages on the host for reuse")
-    add("--storage", metavar="PLACE", help="also store them: in a folder, lmdb:FOLDER or s3://BUCKET/PREFIX")
+    stores = "also store them: in a folder, packs:FOLDER, lmdb:FOLDER or s3://BUCKET/PREFIX"
+    add("--storage", metavar="PLACE", help=stores)
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
     add("--speculate", type=int, default=4, help="tokens that the draft proposes per step (default 4)")

@@ -1,0 +1,180 @@
+"""Packs: what is special to files that hold many keys."""
+
+import os
+import shutil
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvproto.tiers.lengths import usable
+from kvproto.tiers.packs import Packs
+from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.survey import survey
+from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
+
+LONG = prompt(*range(9))
+
+
+def packs(root: Path) -> list[Path]:
+    return sorted((root / "p").iterdir())
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path, before: bool) -> None:
+    """KVP-TIER-LAST: at every system call, with a page in it that replaces another; then all is written again."""
+    kept = []
+    for step in range(1, 100):
+        root = tmp_path / f"{step}"
+        assert Shelf(Packs(root), LAYOUT).write(LONG, 0, page(LONG, 0))
+
+        def write(root: Path = root, step: int = step) -> None:
+            shelf = Shelf(Packs(root, durable=True), LAYOUT)
+            die_at(step, before)
+            shelf.write_all([(LONG, i, page(LONG, i, 1)) for i in range(3)])
+
+        status = in_child(write)
+        after = Shelf(Packs(root), LAYOUT)
+        kept.append(usable(after.find(LONG)))
+        whole = [page(LONG, i, 1) for i in range(3)]
+        assert [after.read(LONG, i) for i in range(3)] == (whole if kept[-1] == 3 else [page(LONG, 0), None, None])
+        assert after.write_all([(LONG, i, page(LONG, i)) for i in range(3)]) == [True] * 3
+        after.sweep(-1.0)
+        found = survey(Packs(root), verify=True)
+        assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (3, [], {}, {})
+        assert len(packs(root)) == 1
+        if not status:
+            break
+        assert status == signal.SIGKILL
+    assert len(kept) == 1 + 13 + 3 + 1 + 1, (
+        "open, write, fsync, name, fsync the folder, delete the former manifest; nothing"
+    )
+    assert kept == sorted(kept)
+    assert {*kept} == {1, 3}
+
+
+def changed(whole: bytes) -> Iterator[bytes]:
+    """With one bit flipped, cut short, and longer."""
+    for at in (*range(0, len(whole), 4), *range(len(whole) - 64, len(whole))):
+        yield whole[:at] + bytes((whole[at] ^ 1 << at % 8,)) + whole[at + 1 :]
+    yield from (whole[:at] for at in range(0, len(whole), 31))
+    yield whole + b"\0"
+
+
+def test_a_changed_byte_of_a_pack_is_a_miss_or_of_no_matter(tmp_path: Path) -> None:
+    """KVP-TIER-CHECK, KVP-TIER-REWRITE: whoever has the pack open, and whoever opens it; the other pack serves on."""
+    lost = 0
+    first = Shelf(Packs(tmp_path), LAYOUT)
+    assert first.write(PROMPT, 0, page(PROMPT, 0))
+    whole = packs(tmp_path)[0].read_bytes()
+    for some in changed(whole):
+        shutil.rmtree(tmp_path)
+        ours = Shelf(Packs(tmp_path), LAYOUT)
+        assert ours.write(PROMPT, 0, page(PROMPT, 0))
+        assert ours.write(LONG, 0, page(LONG, 0))
+        packs(tmp_path)[0].write_bytes(some)
+        for shelf in (ours, Shelf(Packs(tmp_path), LAYOUT)):
+            got = shelf.read(PROMPT, 0)
+            assert got in (None, page(PROMPT, 0))
+            lost += got is None
+            assert shelf.read(LONG, 0) == page(LONG, 0)
+        assert ours.counts["failed"] == 0
+        assert ours.write(PROMPT, 0, page(PROMPT, 0))
+        assert Shelf(Packs(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
+    assert lost > len(whole) / 4
+
+
+@pytest.mark.parametrize(
+    "index", [[["o/a", -1], ["o/b", 4]], [[1, 3]], [["o/a", "3"]], [["o/a"]], [3], 3, {"o/a": 3}, [["o/a", 2.5]]]
+)
+def test_an_index_that_lies_is_no_pack(tmp_path: Path, index: object) -> None:
+    """It is found where unfinished packs are, and the rest serves on."""
+    store, lie = Packs(tmp_path), msgpack.packb(index)
+    store.put("o/a", b"whole")
+    count = len(index) if isinstance(index, list | dict) else 1
+    tail = struct.pack("<QId8s", 3, count, 0.0, b"kvpack1\n")
+    (tmp_path / "p/fffffffffffffffe.00").write_bytes(b"abc" + lie + b"\1" * count + tail)
+    other = Packs(tmp_path)
+    assert other.get("o/a") == b"whole"
+    assert [*other.keys("o")] == ["o/a"]
+    assert [*other.keys("t")] == ["t/fffffffffffffffe.00"]
+    assert other.size("t/fffffffffffffffe.00")
+    assert other.age("t/fffffffffffffffe.00") > -2.0
+    other.delete("t/fffffffffffffffe.00")
+    assert [*other.keys("t")] == []
+
+
+def test_the_latest_pack_counts_and_former_ones_are_emptied(tmp_path: Path) -> None:
+    """Two writers at once have made two packs with the same keys; whoever lists them leaves one."""
+    store = Packs(tmp_path)
+    store.put_all([("o/a", b"1"), ("o/b", b"2"), ("o/a", b"3")])
+    assert (store.get("o/a"), store.get("o/b")) == (b"3", b"2")
+    (one,) = packs(tmp_path)
+    shutil.copy(one, one.with_name("00000000000000ff.00"))
+    for reader in (store, Packs(tmp_path)):
+        assert sorted(reader.keys("o")) == ["o/a", "o/b"]
+        assert packs(tmp_path) == [one.with_name("00000000000000ff.00")]
+    store.delete("o/a")
+    assert Packs(tmp_path).get("o/a") is None
+    store.put("o/b", b"4")
+    assert [path.name[:16] for path in packs(tmp_path)] == [f"{256:016x}"]
+    assert Packs(tmp_path).get("o/b") == b"4"
+
+
+def test_what_another_writes_is_found_at_once(tmp_path: Path) -> None:
+    """However close the two are in time, and although the folder was listed a moment before."""
+    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    for n in range(200):
+        assert ours.get(f"o/{n}") is None
+        theirs.put(f"o/{n}", b"%d" % n)
+        assert ours.get(f"o/{n}") == b"%d" % n
+        if n % 3 == 0:
+            theirs.delete(f"o/{n}")
+            assert ours.get(f"o/{n}") is None
+    assert len([*ours.keys("o")]) == 200 - 67
+
+
+def test_evicted_pages_give_back_their_space(tmp_path: Path) -> None:
+    """Where the file system has holes, at once; and a pack goes with its last key."""
+    size = 1 << 20
+    store = Packs(tmp_path)
+    store.put_all([(f"o/{n}", bytes([n + 1]) * size) for n in range(4)])
+    (one,) = packs(tmp_path)
+    os.sync()
+    for n in (0, 2):
+        store.delete(f"o/{n}")
+    os.sync()
+    assert one.stat().st_blocks * 512 < 3 * size, "this file system has no holes"
+    for n in range(4):
+        assert Packs(tmp_path).get(f"o/{n}") == (None if n in (0, 2) else bytes([n + 1]) * size)
+    for n in (1, 3):
+        store.delete(f"o/{n}")
+    assert packs(tmp_path) == []
+
+
+def test_pages_are_evicted_from_the_middle_of_packs(tmp_path: Path) -> None:
+    """What is held of a group stays, and what was given up comes from no reader."""
+    shelf = Shelf(Packs(tmp_path), LAYOUT, 2 * PAGE_BYTES, 4 * PAGE_BYTES)
+    assert shelf.write_all([(LONG, i, page(LONG, i)) for i in range(4)]) == [True] * 4
+    assert shelf.read(LONG, 1) == page(LONG, 1)
+    other = prompt(7, 7, 7)
+    assert shelf.write(other, 0, page(other, 0))
+    later = Shelf(Packs(tmp_path), LAYOUT)
+    assert later.bytes == shelf.bytes == 2 * PAGE_BYTES
+    assert [later.read(LONG, i) for i in range(4)] == [None, page(LONG, 1), None, None]
+    assert later.read(other, 0) == page(other, 0)
+
+
+def test_more_packs_than_are_held_open(tmp_path: Path) -> None:
+    """Descriptors do not grow with packs."""
+    store = Packs(tmp_path)
+    for n in range(100):
+        store.put(f"o/{n}", b"%d" % n)
+    held = len(os.listdir("/proc/self/fd"))
+    for n in range(100):
+        assert store.get(f"o/{n}") == b"%d" % n
+    assert len(os.listdir("/proc/self/fd")) <= held + 40
