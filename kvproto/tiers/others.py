@@ -25,7 +25,7 @@ from kvproto.tiers.components import Layout, alone, components
 from kvproto.tiers.copies import as_pool
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.manifest import Named, manifest_key, object_key
-from kvproto.tiers.store import Store
+from kvproto.tiers.store import Store, manifest_at
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
@@ -166,7 +166,7 @@ class Others:
                 if i >= len(chain.ids(form)):
                     continue
                 key = manifest_key(chain.ids(form)[i], engine.digests[rank])
-                manifest = Named().add(key, self.store.get(key))
+                manifest = Named().add(key, manifest_at(self.store, key))
                 if manifest is not None and _right(manifest, form, chain, i):
                     found.append(manifest)
                     break

@@ -21,7 +21,7 @@ from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, found
 from kvproto.tiers.manifest import Data, Named, describe, encode, fits, manifest_key, object_key, take
 from kvproto.tiers.rooms import Room
-from kvproto.tiers.store import Grouped, Store
+from kvproto.tiers.store import Grouped, Store, manifest_at
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
@@ -68,7 +68,7 @@ class Shelf:
         """List the pages that are there, whoever wrote them, and evict what exceeds the high mark."""
         with self._failing():
             for key in self.store.keys("m"):
-                manifest = Named().add(key, self.store.get(key))
+                manifest = Named().add(key, manifest_at(self.store, key))
                 if manifest is not None and self._plausible(manifest):
                     self._note(manifest)
         self._evict()
@@ -192,7 +192,7 @@ class Shelf:
         with self._failing():
             named = Named()
             for key in self.store.keys("m"):
-                named.add(key, self.store.get(key))
+                named.add(key, manifest_at(self.store, key))
             for kind in ("o", "t"):
                 for key in [key for key in self.store.keys(kind) if key not in named and self.store.age(key) > grace]:
                     self.store.delete(key)
@@ -202,7 +202,7 @@ class Shelf:
     def _take(self, chain: Chain, i: int) -> _Known | None:
         """The manifest of page i as the store has it now, which may be another's since."""
         id = chain.ids(self.layout.form)[i]
-        data = self.store.get(manifest_key(id, self.layout.geometry))
+        data = manifest_at(self.store, manifest_key(id, self.layout.geometry))
         manifest = None if data is None else take(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)

@@ -21,12 +21,14 @@ from typing import Protocol, runtime_checkable
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.workers import Workers
 
-__all__ = ["Files", "Filling", "Grouped", "Store", "sync_folder", "write_whole"]
+__all__ = ["Files", "Filling", "Grouped", "Store", "manifest_at", "sync_folder", "write_whole"]
 
 GROUP = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""
+LONGEST = 1 << 20
+"""Bytes of a manifest that is worth reading."""
 SYNCS = 16
 """Threads that sync."""
 
@@ -233,6 +235,12 @@ def _done(syncs: Iterable[Future[None]]) -> None:
     """Raise what one of them has raised."""
     for sync in syncs:
         sync.result()
+
+
+def manifest_at(store: Store, key: str) -> bytes | None:
+    """The bytes under the key of a manifest, None if there are none, or too many to be one; raises OSError."""
+    size = store.size(key)
+    return None if size is None or size > LONGEST else store.get(key)
 
 
 def write_whole(file: int, data: Data) -> int:

@@ -8,13 +8,11 @@ from hashlib import sha256
 import attrs
 
 from kvproto.tiers.manifest import Named, object_key
-from kvproto.tiers.store import Store
+from kvproto.tiers.store import Store, manifest_at
 from kvproto.wire.messages import Manifest
 
 __all__ = ["Damaged", "Survey", "drop", "prune", "survey"]
 
-_LONGEST = 1 << 20
-"""Bytes of a manifest that is worth reading."""
 _LOOKS = 3
 """Others evict a page while we look at it, and write it again."""
 
@@ -66,7 +64,7 @@ def prune(store: Store, found: Survey, grace: float, verify: bool = False) -> tu
         drop(store, page.key, page.manifest)
     named = Named()
     for key in store.keys("m"):
-        _manifest(store, key, named)
+        named.add(key, manifest_at(store, key))
     for key in (*found.orphans, *found.unfinished):
         if key not in named and store.age(key) > grace:
             store.delete(key)
@@ -96,7 +94,7 @@ def _look(store: Store, key: str, named: Named, verify: bool) -> Manifest | Dama
     """A page, which is damaged if it looks so each of a few times; None for one of a later version."""
     damaged = None
     for _ in range(_LOOKS):
-        manifest = _manifest(store, key, named)
+        manifest = named.add(key, manifest_at(store, key))
         if key in named.newer:
             return None
         if manifest is None:
@@ -106,11 +104,6 @@ def _look(store: Store, key: str, named: Named, verify: bool) -> Manifest | Dama
         else:
             damaged = Damaged(key, why, manifest)
     return damaged
-
-
-def _manifest(store: Store, key: str, named: Named) -> Manifest | None:
-    size = store.size(key)
-    return None if size is None or size > _LONGEST else named.add(key, store.get(key))
 
 
 def _faults(store: Store, manifest: Manifest, verify: bool) -> Iterator[str]:

@@ -18,7 +18,8 @@ from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.nixl_files import NixlFiles
 from kvproto.tiers.packs import Packs
 from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files
+from kvproto.tiers.store import LONGEST, Files
+from kvproto.tiers.survey import survey
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
 from tests.tiers.stores import opened
 
@@ -309,4 +310,23 @@ def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) 
     assert shelf.sweep(-1.0) == 0
     assert shelf.counts["failed"] == 1
     (tmp_path / "away").rename(tmp_path / "m")
+    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+
+
+def test_what_is_too_long_for_a_manifest_is_not_read() -> None:
+    """KVP-TIER-MISS: neither by whoever lists pages nor by whoever looks for one; the page is written anew."""
+
+    class Watched(Memory):
+        def get(self, key: str) -> bytes | None:
+            data = super().get(key)
+            assert data is None or len(data) <= LONGEST
+            return data
+
+    store, key = Watched(), manifest_key(PROMPT.ahead[0], LAYOUT.geometry)
+    store.put(key, bytes(LONGEST + 1))
+    shelf = Shelf(store, LAYOUT)
+    assert shelf.read(PROMPT, 0) is None
+    assert (length(shelf), shelf.sweep(-1.0)) == (0, 0)
+    assert [each.key for each in survey(store).damaged] == [key]
+    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
     assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
