@@ -25,6 +25,8 @@ class Loading:
         self._whole = whole
         self._fetches: dict[str, Fetch] = {}
         self._failed: set[str] = set()
+        self._aborted: set[str] = set()
+        """Fetches under way that nobody wants any more."""
 
     def take(self, orders: Orders) -> None:
         """Begin and stop fetches."""
@@ -42,6 +44,7 @@ class Loading:
             self._fail(name, reason)
         for name in orders.aborted:
             if name in self._fetches:
+                self._aborted.add(name)
                 self._fetches[name].abort("the request was aborted")
 
     def _fetch(self, load: Load) -> Fetch:
@@ -56,7 +59,8 @@ class Loading:
         return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens)
 
     def _fail(self, name: str, reason: object) -> None:
-        logger.error("request %s could not be fetched: %s", name, reason)
+        level = logging.INFO if name in self._aborted else logging.ERROR
+        logger.log(level, "request %s could not be fetched: %s", name, reason)
         self._failed.add(name)
 
     def results(self) -> tuple[set[str], set[str]]:
@@ -77,5 +81,6 @@ class Loading:
             done.add(name)
         for name in done:
             del self._fetches[name]
+            self._aborted.discard(name)
         failed, self._failed = self._failed, set()
         return done | failed, failed

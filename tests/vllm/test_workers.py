@@ -144,12 +144,13 @@ def test_what_the_sink_does_not_need_goes_free(pair: Pair) -> None:
     assert pair.done == set()
 
 
-def test_a_prefill_that_fails_fails_the_fetch(pair: Pair) -> None:
+def test_a_prefill_that_fails_fails_the_fetch(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     ticket = new_ticket("p")
     pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket)]))
     pair.turn(Orders(failed={"a": "it was aborted"}, held=["a"]))
     pair.until(lambda: pair.freed and pair.failed)
     assert pair.done == pair.failed == {"a"}
+    assert [record.levelname for record in caplog.records if "could not be fetched" in record.msg] == ["ERROR"]
     assert pair.sending.taken() == {}  # else the other ranks would end what they are still sending
 
 
@@ -170,12 +171,17 @@ def test_blocks_of_a_preempted_request_are_given_up_before_they_are_reused(pair:
     assert (rows(pair.pools[0], other, 0, LAST) == rows(pair.pools[1], [1, 2, 3], 0, LAST)).all()
 
 
-def test_an_aborted_fetch_is_over_and_its_blocks_may_be_used_again(pair: Pair) -> None:
+def test_an_aborted_fetch_is_over_and_its_blocks_may_be_used_again(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """And what was asked for is no error in the log."""
+    caplog.set_level(logging.INFO)
     ticket = new_ticket("p")
     pair.turn(Orders(requests={"a": (ticket, PROMPT)}), Orders(loads=[load(ticket)]))
     pair.turn(load=Orders(aborted=["a"]))
     pair.until(lambda: pair.done)
     assert pair.failed == {"a"}
+    assert [record.levelname for record in caplog.records if "could not be fetched" in record.msg] == ["INFO"]
     pair.turn(load=Orders(loads=[load(new_ticket("p"))]))  # else ITEM_ALIAS
     assert pair.failed == {"a"}
 
