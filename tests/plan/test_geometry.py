@@ -11,6 +11,7 @@ import pytest
 
 from kvproto.errors import PlanError, RemoteError
 from kvproto.planning import limits
+from kvproto.planning.compare import first_difference
 from kvproto.planning.geometry import (
     Geometry,
     Group,
@@ -51,6 +52,17 @@ def test_order_of_dictionaries_changes_no_byte() -> None:
 def good() -> Geometry:
     ranks = [Rank(rank=r, owns=(owns(MLA, [0, 1]), owns(GQA, [0], [(4 * r, 4 * r + 4)]))) for r in range(2)]
     return Geometry(replica=0, facts=(), groups=(MLA, GQA), ranks=tuple(ranks))
+
+
+def test_where_two_descriptions_first_differ_is_shown() -> None:
+    """Whichever of the two has more; lists of numbers as they are written in JSON."""
+    one = good()
+    other, absent, stated = attrs.evolve(one, groups=(MLA,)), "(absent)", "(stated)"
+    assert first_difference(one, other) == ("groups[draft]", stated, absent)
+    assert first_difference(other, one) == ("groups[draft]", absent, stated)
+    ranks = (attrs.evolve(one.ranks[0], owns=(owns(MLA, [0, 2]), *one.ranks[0].owns[1:])), *one.ranks[1:])
+    found = first_difference(one, attrs.evolve(one, ranks=ranks))
+    assert found == ("ranks[0].owns[0].layers", "[0, 1]", "[0, 2]")
 
 
 def with_group(group: Group, **changes: Any) -> Geometry:

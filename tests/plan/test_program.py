@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto.copying.columns import check_columns
-from kvproto.copying.execute import checksums, execute
+from kvproto.copying.execute import _batches, checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
 from kvproto.copying.program import CopyProgram, RankLayout, RowMap, Window
@@ -397,6 +397,52 @@ def test_layers_of_one_pool_may_have_strides_of_their_own() -> None:
     assert execute(program, {0: memoryview(there)}, {0: memoryview(here)}) == 64
     assert np.array_equal(here[:32], there[:32])
     assert np.array_equal(here[32:].reshape(8, 4), there[32:].reshape(8, 8)[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "batches"),
+    [([0, 32, 64, 96, 128], [5]), ([0, 32, 96, 192, 320], [2, 2, 1]), ([0, 32, 64, 160, 256], [3, 2]), ([0], [1])],
+)
+def test_layers_that_lie_equally_far_apart_are_copied_as_one(offsets: list[int], batches: list[int]) -> None:
+    """In the longest stretches, whose second layer says how far apart they are."""
+    group = attrs.evolve(PAGES, rows=2, parts=(attrs.evolve(PAGES.parts[0], lanes=2, lane_bytes=4),))
+    layers = range(len(offsets))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, layers),)),))
+    even = {n: np.full(len(offsets), s) for n, s in (("item_stride", 16), ("row_stride", 8), ("lane_stride", 4))}
+    zero = np.zeros(len(offsets), np.uint32)
+    made = Columns(group=0, items=2, region=zero, offset=np.array(offsets), **even)
+    side_, window = RankLayout(geometry, 0, {0: made}), {0: Window(0, 4, np.array([0, 1]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    assert [len(batch.ops) for batch in _batches(program)] == batches
+    there, here = np.random.default_rng(0).integers(1, 256, 352, np.uint8), np.zeros(352, np.uint8)
+    assert execute(program, {0: memoryview(there)}, {0: memoryview(here)}) == 32 * len(offsets)
+    moved = np.concatenate([np.arange(at, at + 32) for at in offsets])
+    assert np.array_equal(here[moved], there[moved])
+    assert not np.delete(here, moved).any()
+
+
+def test_an_operation_larger_than_a_batch_is_copied() -> None:
+    """Rows apart from each other at one side, so that the program is not a few slices."""
+    group = attrs.evolve(PAGES, rows=64, parts=(attrs.evolve(PAGES.parts[0], lanes=1, lane_bytes=1 << 14),))
+    geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, range(2)),)),))
+    size, one = 64 << 14, np.ones(2, np.int64)
+    zero = np.zeros(2, np.uint32)
+
+    def side_of(apart: int) -> tuple[RankLayout, bytearray]:
+        strides = {"item_stride": one * size * apart, "row_stride": one * (apart << 14), "lane_stride": one * (1 << 14)}
+        offset = np.array([0, size * apart])
+        made = Columns(group=0, items=1, region=zero, offset=offset, **strides)
+        return RankLayout(geometry, 0, {0: made}), bytearray(2 * size * apart)
+
+    (source, there), (sink, here) = side_of(1), side_of(2)
+    there[:] = np.random.default_rng(0).bytes(len(there))
+    window = {0: Window(0, 64, np.array([0]))}
+    program = lower(plan(geometry, geometry).routes, source, sink, window, window)
+    assert execute(program, {0: memoryview(there)}, {0: memoryview(here)}) == 2 * size
+    rows = np.frombuffer(here, np.uint8).reshape(128, 2, 1 << 14)
+    assert np.array_equal(rows[:, 0].reshape(-1), np.frombuffer(there, np.uint8))
+    assert not rows[:, 1].any()
+    assert checksums(program, {0: memoryview(there)}, sink=False) == checksums(program, {0: memoryview(here)}, sink=True)
 
 
 @pytest.mark.parametrize(

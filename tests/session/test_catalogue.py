@@ -282,3 +282,20 @@ def test_ids_that_do_not_ascend_are_refused_in_words_that_people_can_read() -> N
     with pytest.raises(WireError, match="80" * 32) as caught:
         encode(Kept(session=1, number=1, pages=(above, below)))
     assert (caught.value.code, caught.value.path) == (ErrorCode.NOT_ASCENDING, "pages[1].id")
+
+
+def test_what_another_session_is_told_is_not_taken_for_ours() -> None:
+    """KVP-SES-OTHER: a watcher answers it with UNKNOWN_SESSION, and keeps what it knows."""
+    world = Watching()
+    world.kept(*ids(3))
+    world.dial()
+    (session,) = world.watchers[0].sessions.values()
+    foreign = KeptPage(id=ids(1, 9)[0], tier=Tier.HOST)
+    kept = Kept(session=session.session + 1, number=world.of(Watched)[-1].number + 1, pages=(foreign,))
+    for other in (kept, Goodbye(session=session.session + 1, reason="")):
+        world.watchers[0].receive("s0", encode(other), world.now)
+        assert world.has() == dict.fromkeys(ids(3), Tier.DEVICE)
+        assert session.open
+    world.run()
+    world.kept(*ids(1, 5))
+    assert world.has() == dict.fromkeys([*ids(3), *ids(1, 5)], Tier.DEVICE)

@@ -12,12 +12,13 @@ import pytest
 from kvproto import Pool
 from kvproto.errors import RemoteError
 from kvproto.session import Registration
+from kvproto.session.inline import SourceInline
 from kvproto.session.limits import MAX_CREDIT
 from kvproto.transport.inline.receiver import InlineReceiver
 from kvproto.transport.inline.sender import DataPiece, InlineLink, InlineStream
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import Begin, Credit, Data, Error, Handle, Hello
+from kvproto.wire.messages import Begin, Credit, Data, Error, Handle, Hello, Limits
 from tests.pools import memory
 from tests.session.driver import World, geometry, grants, ticket
 from tests.session.test_hostile import CONTENT, twister
@@ -387,3 +388,19 @@ def test_a_turn_costs_the_same_beside_streams_that_wait_for_their_bytes() -> Non
         world.ask()
     assert len(sink._wants) == 101
     assert least_steps(lambda: sink.to_send(world.now), 3) < 2 * alone
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_piece_goes_in_bodies_that_the_sink_accepts(most: int, last: bool) -> None:
+    """KVP-FRAME-W-LENGTH: every byte once and in order, and only the final Data ends the stream."""
+    world = Inline()
+    session = world.sources["s0"].sessions[world.session()]
+    session.limits = Limits(max_body=64 + most, max_transfers=1)
+    for length in range(10):
+        said = Data(session=1, sequence=0, attempt=0, offset=100, data=STREAM[:length], last=last)
+        made = [one for one in SourceInline(session, world.links[-1]).messages(said) if isinstance(one, Data)]
+        assert b"".join(one.data for one in made) == said.data
+        assert [one.offset for one in made] == list(range(100, 100 + max(length, 1), most))
+        assert [one.last for one in made] == [False] * (len(made) - 1) + [last]
+        assert len(made) == max(-(-length // most), 1)

@@ -336,6 +336,27 @@ def test_hellos_without_more_cost_nobody_a_session() -> None:
     world.serves("good")
 
 
+def test_the_ranks_that_have_not_been_heard_of_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVP-SES-SUPERSEDE: what is remembered of runs is bounded; of the latest, an earlier run is still refused."""
+    monkeypatch.setattr(source_endpoint, "_MAX_REMEMBERED", 3)
+    world = Heard()
+    (hello,), source = world.of(Hello), world.sources["s0"]
+
+    def greet(n: int, incarnation: int) -> Welcome | Refused:
+        said = attrs.evolve(hello, engine=f"e{n}", request=next(numbers), incarnation=incarnation)
+        (answer,) = world.say(said, f"c{n}-{incarnation}")
+        assert isinstance(answer, Welcome | Refused)
+        return answer
+
+    numbers = iter(range(1, 100))
+    for n in range(9):
+        for incarnation in (2, 3):
+            assert isinstance(greet(n, incarnation), Welcome)
+    assert (len(source._incarnations), len(source._superseded)) == (3, 3)
+    assert [isinstance(greet(n, 1), Refused) for n in (8, 0)] == [True, False]
+    world.serves()
+
+
 def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """KVP-SES-ENGINE: its own that are only greeted make room, then it is BUSY, and others are served."""
     assert MAX_ENGINE_SESSIONS < MAX_SESSIONS
