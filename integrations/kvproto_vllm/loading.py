@@ -25,8 +25,7 @@ class Loading:
         self._whole = whole
         self._fetches: dict[str, Fetch] = {}
         self._failed: set[str] = set()
-        self._aborted: set[str] = set()
-        """Fetches under way that nobody wants any more."""
+        self._aborted: set[str] = set()  # fetches under way that nobody wants any more
 
     def take(self, orders: Orders) -> None:
         """Begin and stop fetches."""
@@ -59,8 +58,8 @@ class Loading:
         return self.sink.fetch(load.ticket, load.prompt, pages, cached=cached, tokens=load.tokens)
 
     def _fail(self, name: str, reason: object) -> None:
-        level = logging.INFO if name in self._aborted else logging.ERROR
-        logger.log(level, "request %s could not be fetched: %s", name, reason)
+        say = logger.info if name in self._aborted else logger.error
+        say("request %s could not be fetched: %s", name, reason)
         self._failed.add(name)
 
     def results(self) -> tuple[set[str], set[str]]:
@@ -81,6 +80,5 @@ class Loading:
             done.add(name)
         for name in done:
             del self._fetches[name]
-            self._aborted.discard(name)
-        failed, self._failed = self._failed, set()
+        failed, self._failed, self._aborted = self._failed, set(), self._aborted - done
         return done | failed, failed

@@ -1,85 +1,53 @@
 """Pages in packs: one file for all that is written together, so that the disk writes and reads long runs.
 
-A pack is written under another name and then renamed, and only marks of what has been deleted are changed in it later.
-It holds the bytes of its keys one after the other, then the index, a mark for each key (1: it is there), and the tail.
-What is deleted gives its space back at once where the file system has holes, and else with the last key of its pack.
+A pack is written under another name and then renamed, and only marks of what was deleted are changed in it later. What
+is deleted gives its space back at once where the file system has holes, and else with the last key of its pack.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import os
+import re
 import secrets
-import struct
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-
-import msgpack
+from typing import TypeVar
+from weakref import WeakSet
 
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.pack import Pack, Torn, ending
 from kvproto.tiers.store import GROUP, sync_folder, write_whole
 
 __all__ = ["Packs"]
 
-_TAIL = struct.Struct("<QId8s")
-"""Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
-_MAGIC = b"kvpack1\n"
+_NAME = re.compile(r"[0-7][0-9a-f]{15}\.[0-9a-f]{8}")
+"""A number that rises, by which the latest of two packs with one key is known, and a random one."""
+_GREATEST = (1 << 63) - 1
 _OPEN = 32
 """Packs that are held open, so that pages of a prompt are read from one, one after the other."""
+_RELIST = 1.0
+"""Seconds after which a miss lists the folder again, whatever its time says."""
 _TICK = 50_000_000
 """Nanoseconds within which a file system may give two changes of a folder the same time."""
-_RELIST = 1.0
-"""Seconds for which a folder that only we seem to have changed is not listed again."""
+_TRIES = 8
+"""How often somebody may write a key anew while it is read."""
 _HOLE = 3
 """FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the process lacks for a while, which says nothing about a pack."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-class _Pack:
-    """One that is open, until nobody uses it."""
-
-    def __init__(self, path: str) -> None:
-        """Raises OSError, and ValueError for what is none, or was cut short by a loss of power."""
-        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(self.file).st_size
-        tail = os.pread(self.file, _TAIL.size, max(size - _TAIL.size, 0))
-        if len(tail) != _TAIL.size or tail[-len(_MAGIC) :] != _MAGIC:
-            raise ValueError(f"{path}: no tail")
-        index, self.count, self.stamp, _ = _TAIL.unpack(tail)
-        self.marks = size - _TAIL.size - self.count
-        """Where the marks begin."""
-        if not index <= self.marks:
-            raise ValueError(f"{path}: an index of {self.marks - index} bytes")
-        self.entries = _read_index(os.pread(self.file, self.marks - index, index), index, self.count)
-        """Number, place and length, by key."""
-
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            os.close(self.file)
-
-    def there(self, number: int) -> bool:
-        """Whether nobody has deleted it."""
-        return os.pread(self.file, 1, self.marks + number) == b"\1"
-
-
-def _read_index(data: bytes, end: int, count: int) -> dict[str, tuple[int, int, int]]:
-    entries, at, number = dict[str, tuple[int, int, int]](), 0, 0
-    try:
-        for key, length in msgpack.unpackb(data):
-            if not isinstance(key, str) or length < 0:
-                raise ValueError(f"{length} bytes of {key!r}")
-            entries[key] = number, at, length
-            number, at = number + 1, at + length
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"no index: {error}") from error
-    if (number, at) != (count, end):
-        raise ValueError(f"an index of {number} keys and {at} bytes, not {count} and {end}")
-    return entries
+_Made = TypeVar("_Made")
+_stores: WeakSet[Packs] = WeakSet()
 
 
 class Packs:
@@ -97,15 +65,23 @@ class Packs:
         self._packs, self._drafts = os.fspath(root / "p"), os.fspath(root / "t")
         for folder in (self._packs, self._drafts):
             os.makedirs(folder, exist_ok=True)
+        self.forget()
+        _stores.add(self)
+
+    def forget(self) -> None:
+        """Know nothing: what another thread holds of it is not in a process that was forked meanwhile."""
         self._lock = Lock()
         self._where: dict[int, str] = {}
         """Name of the latest pack of a key, by the key's hash: keys of a million pages are a gigabyte."""
-        self._names: set[str] = set()
-        self._former: list[tuple[str, str]] = []
-        """Packs and keys in them that a later pack has as well, to be deleted."""
-        self._open: OrderedDict[str, _Pack] = OrderedDict()
-        self._seen, self._ours, self._listed = 0, 0, 0.0
-        """Time of the folder when it was listed, and after our own latest change; and when that was, on our clock."""
+        self._older: dict[int, set[str]] = {}
+        """Other packs that have the key, since a writer died or two wrote at once."""
+        self._known: dict[str, array[int]] = {}
+        """Hashes of the keys of each pack; none of one that cannot be read."""
+        self._last = 0
+        """The greatest number that any pack had."""
+        self._open: OrderedDict[str, Pack] = OrderedDict()
+        self._seen, self._listed = 0, -math.inf
+        """Time of the folder when it was listed, and when that was by our clock."""
 
     def put(self, key: str, data: Data) -> None:
         """See `Store`."""
@@ -113,71 +89,59 @@ class Packs:
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `Grouped`; all of them or none."""
-        draft, listed, size = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]](), 0
+        draft, listed = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]]()
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
                 for key, data in pairs:
-                    length = write_whole(file, data)
-                    listed.append((key, length))
-                    size += length
-                last = {key: number for number, (key, _) in enumerate(listed)}
-                marks = bytes(last[key] == number for number, (key, _) in enumerate(listed))
-                end = _TAIL.pack(size, len(listed), time.time(), _MAGIC)
-                write_whole(file, b"".join((msgpack.packb(listed), marks, end)))
+                    listed.append((key, write_whole(file, data)))
+                write_whole(file, ending(listed))
                 if self.durable:
                     os.fsync(file)
             finally:
                 os.close(file)
-            self._name(draft, last)
+            if not listed:
+                os.unlink(draft)
+                return
+            former = self._name(draft, [*dict(listed)])
         except BaseException:
             with suppress(OSError):
                 os.unlink(draft)
             raise
         if self.durable:
             sync_folder(self._packs)
-        self._tidy()
+        for name, key in former:
+            with suppress(OSError):  # it counts no more, and space is all that it costs
+                self._mark(name, key)
 
-    def _name(self, draft: str, keys: Iterable[str]) -> None:
-        """Give a pack its name, which is after all that are known: of two that have a key, the latter counts."""
+    def _name(self, draft: str, keys: list[str]) -> list[tuple[str, str]]:
+        """Give a pack its name, after all that are known, and say which packs have had its keys before."""
         with self._lock:
-            self._list()
-            name = f"{int(max(self._names, default='0').partition('.')[0], 16) + 1:016x}.{secrets.token_hex(4)}"
+            name = f"{min(self._last + 1, _GREATEST):016x}.{secrets.token_hex(4)}"
             os.replace(draft, f"{self._packs}/{name}")
-            self._names.add(name)
-            self._add(name, keys)
-            self._changed()
-
-    def _add(self, name: str, keys: Iterable[str]) -> None:
-        """Know what is in a pack; the lock is held."""
-        for key in keys:
-            other = self._where.get(hash(key), name)
-            self._where[hash(key)] = max(name, other)
-            if other != name:
-                self._former.append((min(name, other), key))
-
-    def _tidy(self) -> None:
-        """Delete what a later pack has."""
-        while self._former:
-            with suppress(OSError, IndexError):  # it counts no more, and space is all that it costs
-                self._mark(*self._former.pop())
+            former = [(other, key) for key in keys for other in self._having(key)]
+            for key in keys:
+                self._older.pop(hash(key), None)
+            self._where.update(dict.fromkeys(map(hash, keys), name))
+            self._meet(name, keys)
+        return former
 
     def get(self, key: str) -> bytes | None:
         """See `Store`."""
-        found = self._find(key)
-        if found is None:
-            return None
-        pack, at, length = found
-        data = bytearray(length)
-        return bytes(memoryview(data)[: _fill(pack.file, memoryview(data), at)])
+
+        def take(pack: Pack, at: int, length: int) -> bytes:
+            room = memoryview(bytearray(length))
+            return bytes(room[: pack.read(room, at)])
+
+        return self._use(key, take)
 
     def get_into(self, key: str, room: memoryview) -> int | None:
         """See `Filling`."""
-        found = self._find(key)
-        if found is None:
-            return None
-        pack, at, length = found
-        return length if length > len(room) else _fill(pack.file, room[:length], at)
+
+        def fill(pack: Pack, at: int, length: int) -> int:
+            return length if length > len(room) else pack.read(room[:length], at)
+
+        return self._use(key, fill)
 
     def delete(self, key: str) -> None:
         """See `Store`."""
@@ -187,105 +151,155 @@ class Packs:
             return
         with self._lock:
             self._list()
-            name = self._where.get(hash(key))
-        self._tidy()
-        if name is not None:
+            names = self._having(key)
+            self._older.pop(hash(key), None)
+        for name in sorted(names):  # the latest last, so that no other comes to light
             self._mark(name, key)
-            with self._lock:
-                if self._where.get(hash(key)) == name:
-                    del self._where[hash(key)]
 
     def keys(self, kind: str) -> Iterator[str]:
         """See `Store`; of kind `t` are packs that a writer had not finished."""
         if kind == "t":
-            yield from (f"t/{name}" for name in os.listdir(self._drafts))
+            with os.scandir(self._drafts) as found:
+                names = [each.name for each in found if each.is_file(follow_symlinks=False)]
+            yield from (f"t/{name}" for name in names)
             return
         with self._lock:
-            self._list()
-            names = sorted(self._names)
-        self._tidy()
+            self._list(always=True)
+            names = sorted(name for name, keys in self._known.items() if keys)
         for name in names:
             pack = self._pack(name)
-            for key, (number, *_) in pack.entries.items() if pack else ():
-                if key.startswith(f"{kind}/") and self._where.get(hash(key)) == name and pack and pack.there(number):
+            for key in pack.kept() if pack else ():
+                if key.startswith(f"{kind}/") and self._where.get(hash(key)) == name:
                     yield key
 
     def age(self, key: str) -> float:
         """See `Store`."""
         if key.startswith("t/"):
-            with suppress(FileNotFoundError):
-                return time.time() - os.stat(f"{self._drafts}/{key[2:]}").st_mtime
-            return 0.0
-        found = self._find(key)
-        return 0.0 if found is None else time.time() - found[0].stamp
+            about = self._draft(key)
+            return 0.0 if about is None else time.time() - about.st_mtime
+        return self._use(key, lambda pack, at, length: time.time() - pack.stamp) or 0.0
 
     def size(self, key: str) -> int | None:
         """See `Store`."""
         if key.startswith("t/"):
-            with suppress(FileNotFoundError):
-                return os.stat(f"{self._drafts}/{key[2:]}").st_size
-            return None
-        found = self._find(key)
-        return None if found is None else found[2]
+            about = self._draft(key)
+            return None if about is None else about.st_size
+        return self._use(key, lambda pack, at, length: length)
 
-    def _find(self, key: str) -> tuple[_Pack, int, int] | None:
-        """The pack that has a key, its place and its length."""
-        for fresh in (False, True):
-            with self._lock:
-                if fresh:
-                    self._list()
-                name = self._where.get(hash(key))
-            pack = self._pack(name) if name is not None else None
-            entry = pack.entries.get(key) if pack else None
-            if pack and entry and pack.there(entry[0]):
-                return pack, *entry[1:]
+    def _draft(self, key: str) -> os.stat_result | None:
+        with suppress(FileNotFoundError):
+            return os.stat(f"{self._drafts}/{key[2:]}", follow_symlinks=False)
         return None
 
-    def _pack(self, name: str) -> _Pack | None:
-        """A pack that is known; None if it has gone."""
+    def _use(self, key: str, use: Callable[[Pack, int, int], _Made]) -> _Made | None:
+        """What `use` makes of the pack, place and length of a key, if it is there before and after."""
+        tried: set[str] = set()
+        for _ in range(_TRIES):
+            with self._lock:
+                names, came = self._having(key) - tried, False
+                if not names:
+                    came = self._list()
+                    names = self._having(key) - tried
+            if not names and not came:
+                return None
+            for name in sorted(names, reverse=True):
+                pack = self._pack(name)
+                entry = pack.entries.get(key) if pack else None
+                if pack and entry and pack.there(entry[0]):
+                    made = use(pack, *entry[1:])
+                    if pack.there(entry[0]):
+                        return made
+            tried |= names
+        return None
+
+    def _having(self, key: str) -> set[str]:
+        """Packs that had a key when we last looked, the latest of which counts; the lock is held."""
+        return {self._where.get(hash(key), ""), *self._older.get(hash(key), ())} - {""}
+
+    def _pack(self, name: str) -> Pack | None:
+        """A pack that is known; None if it has gone, or is none any more."""
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)
                 return self._open[name]
         try:
-            pack = _Pack(f"{self._packs}/{name}")
+            pack = Pack(f"{self._packs}/{name}")
         except (FileNotFoundError, ValueError):
             return None
         with self._lock:
-            self._open[name] = pack
+            if name in self._known:
+                self._open[name] = pack
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return pack
 
-    def _list(self) -> None:
-        """Know the packs that others have made, and forget those that have gone; the lock is held."""
+    def _list(self, always: bool = False) -> bool:
+        """Know the packs that others have made, and forget those that have gone; whether any came. The lock is held."""
         changed = os.stat(self._packs).st_mtime_ns
-        settled = abs(time.time_ns() - changed) > _TICK
-        lately = changed == self._ours and time.monotonic() < self._listed + _RELIST
-        if settled and (lately or changed == self._seen):
-            return
-        names = set(os.listdir(self._packs))
-        for name in sorted(names - self._names):
-            try:
-                pack = _Pack(f"{self._packs}/{name}")
-            except FileNotFoundError:
-                continue
-            except ValueError:
-                names.discard(name)
-                with suppress(OSError):  # where what is unfinished is looked for, and deleted in time
-                    os.replace(f"{self._packs}/{name}", f"{self._drafts}/{name}")
-                continue
-            self._add(name, (key for key, (number, *_) in pack.entries.items() if pack.there(number)))
-        if gone := self._names - names:
-            self._where = {key: name for key, name in self._where.items() if name not in gone}
-            for name in gone:
-                self._open.pop(name, None)
-        self._names, self._listed = names, time.monotonic()
-        self._seen = changed if settled else 0
+        if not always and changed == self._seen and time.monotonic() < self._listed + _RELIST:
+            return False
+        came = False
+        for _ in range(_TRIES):
+            names = {name for name in os.listdir(self._packs) if _NAME.fullmatch(name)}
+            for name in self._known.keys() - names:
+                self._drop(name)
+            new = sorted(names - self._known.keys())
+            came = came or bool(new)
+            if all(self._open_new(name) for name in new):
+                break  # else there may be another in place of one that has gone meanwhile
+        self._listed = time.monotonic()
+        self._seen = changed if abs(time.time_ns() - changed) > _TICK else 0
+        return came
 
-    def _changed(self) -> None:
-        """Note a change of our own; the lock is held."""
-        self._ours = os.stat(self._packs).st_mtime_ns
+    def _open_new(self, name: str) -> bool:
+        """Know what is in a pack, and say whether it is still there.
+
+        One that nobody can read is left alone, and one without keys is deleted.
+        """
+        path = f"{self._packs}/{name}"
+        try:
+            pack = Pack(path)
+            keys = pack.kept()
+        except Torn:
+            with suppress(OSError):  # where what is unfinished is looked for, and deleted in time
+                os.replace(path, f"{self._drafts}/{name}")
+            return True
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _SHORT:
+                raise
+            keys = []
+        else:
+            if not keys:  # whoever deleted the last of them was killed
+                with suppress(OSError):
+                    os.unlink(path)
+                return False
+        self._meet(name, keys)
+        for key in keys:
+            other = self._where.setdefault(hash(key), name)
+            if other != name:
+                self._where[hash(key)] = max(name, other)
+                self._older.setdefault(hash(key), set()).add(min(name, other))
+        return True
+
+    def _meet(self, name: str, keys: list[str]) -> None:
+        self._known[name] = array("q", map(hash, keys))
+        self._last = max(self._last, int(name.partition(".")[0], 16))
+
+    def _drop(self, name: str) -> None:
+        """Forget a pack; the lock is held."""
+        for key in self._known.pop(name, ()):
+            if self._where.get(key) == name:
+                del self._where[key]
+            others = self._older.get(key, set())
+            others.discard(name)
+            if not others:
+                self._older.pop(key, None)
+            elif key not in self._where:
+                self._where[key] = max(others)
+                others.discard(max(others))
+        self._open.pop(name, None)
 
     def _mark(self, name: str, key: str) -> None:
         """Mark a key of a pack as deleted, and give its space back; delete a pack that has none left."""
@@ -295,30 +309,29 @@ class Packs:
             return
         number, at, length = entry
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return
         try:
+            about = os.fstat(file)
+            if (about.st_dev, about.st_ino) != pack.place:
+                return
             os.pwrite(file, b"\0", pack.marks + number)
-            _libc.fallocate(file, _HOLE, at, length)  # where that fails, space is given back later
-            over = not any(os.pread(file, pack.count, pack.marks))
+            if length:
+                _libc.fallocate(file, _HOLE, at, length)  # where that fails, space is given back later
+            over = b"\1" not in os.pread(file, pack.count, pack.marks)
         finally:
             os.close(file)
         if over:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             with self._lock:
-                self._names.discard(name)
-                self._open.pop(name, None)
-                self._changed()
+                self._drop(name)
 
 
-def _fill(file: int, room: memoryview, at: int) -> int:
-    """Read until there is no more room, or no more; how many bytes."""
-    done = 0
-    while done < len(room):
-        got = os.preadv(file, [room[done:]], at + done)
-        if not got:
-            break
-        done += got
-    return done
+def _forked() -> None:
+    for store in [*_stores]:
+        store.forget()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -442,7 +442,9 @@ def test_an_operation_larger_than_a_batch_is_copied() -> None:
     rows = np.frombuffer(here, np.uint8).reshape(128, 2, 1 << 14)
     assert np.array_equal(rows[:, 0].reshape(-1), np.frombuffer(there, np.uint8))
     assert not rows[:, 1].any()
-    assert checksums(program, {0: memoryview(there)}, sink=False) == checksums(program, {0: memoryview(here)}, sink=True)
+    assert checksums(program, {0: memoryview(there)}, sink=False) == checksums(
+        program, {0: memoryview(here)}, sink=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Packs: what is special to files that hold many keys."""
 
+import errno
+import itertools
 import os
 import shutil
 import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
 
+import kvproto.tiers.packs
 from kvproto.tiers.lengths import usable
+from kvproto.tiers.pack import Pack
 from kvproto.tiers.packs import Packs
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.survey import survey
@@ -97,32 +102,215 @@ def test_an_index_that_lies_is_no_pack(tmp_path: Path, index: object) -> None:
     store.put("o/a", b"whole")
     count = len(index) if isinstance(index, list | dict) else 1
     tail = struct.pack("<QId8s", 3, count, 0.0, b"kvpack1\n")
-    (tmp_path / "p/fffffffffffffffe.00").write_bytes(b"abc" + lie + b"\1" * count + tail)
+    (tmp_path / "p/0ffffffffffffffe.00000000").write_bytes(b"abc" + lie + b"\1" * count + tail)
     other = Packs(tmp_path)
     assert other.get("o/a") == b"whole"
     assert [*other.keys("o")] == ["o/a"]
-    assert [*other.keys("t")] == ["t/fffffffffffffffe.00"]
-    assert other.size("t/fffffffffffffffe.00")
-    assert other.age("t/fffffffffffffffe.00") > -2.0
-    other.delete("t/fffffffffffffffe.00")
+    assert [*other.keys("t")] == ["t/0ffffffffffffffe.00000000"]
+    assert other.size("t/0ffffffffffffffe.00000000")
+    assert other.age("t/0ffffffffffffffe.00000000") > -2.0
+    other.delete("t/0ffffffffffffffe.00000000")
     assert [*other.keys("t")] == []
 
 
 def test_the_latest_pack_counts_and_former_ones_are_emptied(tmp_path: Path) -> None:
-    """Two writers at once have made two packs with the same keys; whoever lists them leaves one."""
+    """Two writers at once have made two packs with the same keys; who deletes or writes a key leaves one at most."""
     store = Packs(tmp_path)
     store.put_all([("o/a", b"1"), ("o/b", b"2"), ("o/a", b"3")])
     assert (store.get("o/a"), store.get("o/b")) == (b"3", b"2")
     (one,) = packs(tmp_path)
-    shutil.copy(one, one.with_name("00000000000000ff.00"))
+    shutil.copy(one, one.with_name("00000000000000ff.00000000"))
     for reader in (store, Packs(tmp_path)):
         assert sorted(reader.keys("o")) == ["o/a", "o/b"]
-        assert packs(tmp_path) == [one.with_name("00000000000000ff.00")]
+        assert reader.get("o/b") == b"2"
     store.delete("o/a")
     assert Packs(tmp_path).get("o/a") is None
     store.put("o/b", b"4")
     assert [path.name[:16] for path in packs(tmp_path)] == [f"{256:016x}"]
     assert Packs(tmp_path).get("o/b") == b"4"
+
+
+def test_no_writer_deletes_what_it_has_written_itself(tmp_path: Path) -> None:
+    """However others have emptied the folder meanwhile, and whatever this process knew of it."""
+    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    for n in range(3):
+        theirs.put(f"o/x{n}", b"x")
+    theirs.put_all([("o/a", b"1"), ("o/b", b"2")])
+    assert ours.get("o/a") == b"1"
+    theirs.delete("o/a")
+    ours.delete("o/b")
+    for n in range(3):
+        ours.delete(f"o/x{n}")
+    for store in (ours, Packs(tmp_path), theirs):
+        store.put("o/a", b"3")
+        assert [each.get("o/a") for each in (ours, theirs, Packs(tmp_path))] == [b"3"] * 3
+
+
+def test_a_folder_that_was_emptied_and_filled_again_loses_nothing(tmp_path: Path) -> None:
+    """New packs have lower numbers than those that another process still knows."""
+    reader = Packs(tmp_path)
+    for _ in range(2):
+        writer = Packs(tmp_path)
+        for n in range(20):
+            writer.put(f"o/{n}", b"%d" % n)
+        assert len([*reader.keys("o")]) == 20
+        for n in range(20):
+            writer.delete(f"o/{n}")
+        writer = Packs(tmp_path)
+        for n in reversed(range(20)):
+            writer.put(f"o/{n}", b"%d" % n)
+        assert [reader.get(f"o/{n}") for n in range(20)] == [b"%d" % n for n in range(20)]
+        assert len([*Packs(tmp_path).keys("o")]) == 20
+
+
+def test_a_page_that_is_written_anew_while_it_is_read_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the reader has from the former pack is not taken for damage of the new one."""
+    writer, reader = Shelf(Packs(tmp_path), LAYOUT), Shelf(Packs(tmp_path), LAYOUT)
+    assert writer.write(LONG, 0, page(LONG, 0))
+    real, calls = Pack.read, itertools.count()
+
+    def read(self: Pack, room: memoryview, at: int) -> int:
+        if next(calls) % 2:
+            assert writer.write(LONG, 0, page(LONG, 0))
+        return real(self, room, at)
+
+    monkeypatch.setattr(Pack, "read", read)
+    for _ in range(5):
+        assert reader.read(LONG, 0) == page(LONG, 0)
+    assert (reader.counts["damaged"], reader.counts["missed"]) == (0, 0)
+
+
+def test_what_is_no_pack_of_ours_is_left_alone(tmp_path: Path) -> None:
+    """Others' files, a folder, a pipe, a link, a later version, and what may not be read: the rest serves on."""
+    store = Packs(tmp_path)
+    store.put("o/a", b"1")
+    (one,) = packs(tmp_path)
+    whole, places = one.read_bytes(), [one.with_name(f"7{n:015x}.{n:08x}") for n in range(5)]
+    places[0].mkdir()
+    os.mkfifo(places[1])
+    places[2].symlink_to(one)
+    places[3].write_bytes(whole[:-2] + b"2\n")
+    places[4].write_bytes(whole)
+    shutil.copy(one, one.with_name("copy"))
+    shutil.copy(one, one.with_name(f"{1 << 64:x}.00000000"))
+    kept = packs(tmp_path)
+    for each in (store, Packs(tmp_path)):
+        assert each.get("o/a") == b"1"
+        assert each.get("o/other") is None
+        each.put("o/b", b"2")
+        assert sorted(each.keys("o")) == ["o/a", "o/b"]
+        each.put("o/a", b"3")
+        assert [reader.get("o/a") for reader in (store, Packs(tmp_path))] == [b"3", b"3"]
+        each.put("o/a", b"1")
+    assert {*kept} - {*packs(tmp_path)} <= {one, places[4]}
+    (tmp_path / "t/folder").mkdir()
+    assert [*store.keys("t")] == []
+
+
+def test_a_pack_that_is_not_to_be_read_costs_no_other(tmp_path: Path) -> None:
+    """Whoever is root becomes nobody first."""
+    writer = Packs(tmp_path)
+    for n in range(3):
+        writer.put(f"o/{n}", b"%d" % n)
+    packs(tmp_path)[1].chmod(0)
+    tmp_path.chmod(0o777)
+    for folder in ("p", "t"):
+        (tmp_path / folder).chmod(0o777)
+
+    def use() -> None:
+        os.chdir(tmp_path)
+        if os.getuid() == 0:
+            os.setuid(65534)
+        store = Packs(Path())
+        assert [store.get(f"o/{n}") for n in range(3)] == [b"0", None, b"2"]
+        store.put("o/1", b"new")
+        assert sorted(store.keys("o")) == ["o/0", "o/1", "o/2"]
+
+    assert in_child(use) == 0
+
+
+def test_a_lack_of_descriptors_is_an_error_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had been listed until then is not listed twice, and what another writes afterwards is found, and stays."""
+    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    for n in range(4):
+        theirs.put(f"o/{n}", b"%d" % n)
+    real, left = os.open, 2
+
+    def open_(path: str, *args: Any, **named: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EMFILE, "a fault")
+        return real(path, *args, **named)
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(os, "open", open_)
+        with pytest.raises(OSError, match="a fault"):
+            ours.get("o/0")
+    for n in range(4):
+        theirs.delete(f"o/{n}")
+        theirs.put(f"o/{n}", b"new")
+    assert [ours.get(f"o/{n}") for n in range(4)] == [b"new"] * 4
+    assert sorted(ours.keys("o")) == sorted(Packs(tmp_path).keys("o")) == [f"o/{n}" for n in range(4)]
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    store = Packs(tmp_path)
+    store.put("o/a", b"1")
+    with store._lock:  # as a thread of the parent has it at that moment
+        assert in_child(lambda: store.put("o/b", store.get("o/a") or b"")) == 0
+    assert store.get("o/b") == b"1"
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_deleter_that_is_killed_leaves_no_pack_for_ever(tmp_path: Path, step: int) -> None:
+    """Between its mark, and the end of a pack that has no other key."""
+    store = Packs(tmp_path)
+    store.put("o/a", b"1")
+
+    def delete() -> None:
+        store.get("o/a")
+        die_at(step, step == 2)
+        store.delete("o/a")
+
+    assert in_child(delete) == signal.SIGKILL
+    assert len(packs(tmp_path)) == 1
+    assert Packs(tmp_path).get("o/a") is None
+    assert packs(tmp_path) == []
+    store.put_all([])
+    assert packs(tmp_path) == [*store.keys("t")] == []
+
+
+def test_a_deleted_page_does_not_come_back(tmp_path: Path) -> None:
+    """Its writer was killed before it had emptied the former pack."""
+    store = Packs(tmp_path)
+    store.put("o/a", b"old")
+
+    def write() -> None:
+        assert store.get("o/a") == b"old"
+        die_at(4, False)
+        store.put("o/a", b"new")
+
+    assert in_child(write) == signal.SIGKILL
+    assert len(packs(tmp_path)) == 2
+    for each in (Packs(tmp_path), store):
+        assert [*each.keys("o")] == ["o/a"]
+        assert each.get("o/a") == b"new"
+    store.delete("o/a")
+    assert packs(tmp_path) == []
+
+
+def test_changes_of_a_folder_whose_time_stands_still_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A file system may count in seconds: a miss lists again after a while."""
+    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    os.utime(tmp_path / "p", (1, 1))
+    assert ours.get("o/a") is None
+    theirs.put("o/a", b"1")
+    os.utime(tmp_path / "p", (1, 1))
+    monkeypatch.setattr(kvproto.tiers.packs, "_RELIST", 0.0)
+    assert ours.get("o/a") == b"1"
 
 
 def test_what_another_writes_is_found_at_once(tmp_path: Path) -> None:
