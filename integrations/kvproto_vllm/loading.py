@@ -24,8 +24,7 @@ class Loading:
         self.sink, self._tables = sink, tables
         self._whole = whole
         self._fetches: dict[str, Fetch] = {}
-        self._failed: set[str] = set()
-        self._aborted: set[str] = set()  # fetches under way that nobody wants any more
+        self._failed, self._aborted = set[str](), set[str]()  # of those under way, which nobody wants any more
 
     def take(self, orders: Orders) -> None:
         """Begin and stop fetches."""
