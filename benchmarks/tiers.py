@@ -4,7 +4,7 @@
 
 python -m benchmarks.tiers [--pages N] [--rounds N]     writes benchmarks/results/tiers.json, then runs benchmarks/tiers_report.py
 
-N pages of target and draft, a tenth of the other layouts; and rounds of writing 128 pages to the disk and reading them.
+N pages of target and draft, a tenth of the other layouts; and rounds of writing 256 pages to the disk and reading them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from . import tiers_disk, tiers_report
 from .tiers_disk import timed
 
 RESULT = Path(__file__).parent / "results" / "tiers.json"
-PAGE, PREFIX, STORED = 64, 512, 128
+PAGE, PREFIX, STORED = 64, 512, 256
 """Tokens of a page; pages of a prompt of 32K tokens, and of what a round writes to the disk."""
 LAYOUTS = {
     "target": (LengthRule.PREFIX,),

@@ -2,9 +2,10 @@
 
 A block is a page, of 8 MLA layers and a draft of one: 663,552 bytes. In each round every contender writes as many new blocks, and
 reads them once they are out of the page cache of the system; the order changes from round to round, since the rate of a disk does.
-What is written counts when it would survive a loss of power, for 16 blocks at a time.
+What is written counts when it would survive a loss of power, for 16 blocks at a time, and 64 in packs.
 
 - `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
+- `one file, direct`: the same past the page cache of the system, 8 blocks at a time, as fio's jobs with --direct=1 --iodepth=8.
 - `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
 - `files`, `packs`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
   memory that earlier rounds have used, as `Tiers` uses it again.
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,6 +47,10 @@ LAYOUT = Layout(
 DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
 BLOCK = b"".join(DATA.values())
 ROOMS = Rooms(LAYOUT)
+DEPTH = 8
+ALIGNED = [memoryview(mmap(-1, len(BLOCK))) for _ in range(1 + DEPTH)]
+"""A block, and room for as many as are read at a time."""
+ALIGNED[0][:] = BLOCK
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -75,6 +81,26 @@ class OneFile:
                 continue
 
 
+class Direct(OneFile):
+    """Blocks of one file, past the page cache."""
+
+    def write(self) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        for at in range(0, self.pages, GROUP):
+            _each(lambda i: os.pwrite(file, ALIGNED[0], i * len(BLOCK)), range(at, at + GROUP), DEPTH)
+            os.fdatasync(file)
+        os.close(file)
+        _sync(self.path.parent)
+
+    def read(self) -> None:
+        file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+        rooms = ALIGNED[1:]
+        assert {*_each(lambda i: os.preadv(file, [rooms[i % DEPTH]], i * len(BLOCK)), range(self.pages), DEPTH)} == {
+            len(BLOCK)
+        }
+        os.close(file)
+
+
 class PlainFiles:
     """A file for each block."""
 
@@ -97,7 +123,8 @@ class Stored:
     def write(self) -> None:
         workers = Workers(THREADS, 1e9, len(self.chain.ahead))
         pages = [
-            workers.gather(self.shelf.write_all, (self.chain, i, DATA), GROUP) for i in range(len(self.chain.ahead))
+            workers.gather(self.shelf.write_all, (self.chain, i, DATA), self.shelf.store.group)
+            for i in range(len(self.chain.ahead))
         ]
         assert all(page.result() for page in pages)
         workers.close(1.0)
@@ -109,8 +136,8 @@ class Stored:
             ROOMS.give(room)
 
 
-def _each(work: Callable[[Any], object], some: Iterable[Any]) -> list[object]:
-    with ThreadPoolExecutor(THREADS) as pool:
+def _each(work: Callable[[Any], object], some: Iterable[Any], threads: int = THREADS) -> list[object]:
+    with ThreadPoolExecutor(threads) as pool:
         return [*pool.map(work, some)]
 
 
@@ -143,6 +170,7 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
     pages = len(chain.ahead)
     makes: dict[str, Callable[[Path], Any]] = {
         "one file": lambda root: OneFile(root, pages),
+        "one file, direct": lambda root: Direct(root, pages),
         "plain files": lambda root: PlainFiles(root, pages),
         "files": lambda root: Stored(Files(root, durable=True), chain),
         "packs": lambda root: Stored(Packs(root, durable=True), chain),

@@ -17,7 +17,14 @@ HERE = Path(__file__).parent
 RESULT, PAGE, PLOT = HERE / "results/tiers.json", HERE.parent / "docs/tiers.md", HERE.parent / "docs/tiers_disk.svg"
 MARK = "<!-- table disk -->\n\n"
 ALT = "MB/s of each contender in each round, written and read"
-COLOURS = {"one file": "#777777", "plain files": "#b58900", "files": "#0b6e4f", "packs": "#c0392b", "lmdb": "#3465a4"}
+COLOURS = {
+    "one file": "#777777",
+    "one file, direct": "#aaaaaa",
+    "plain files": "#b58900",
+    "files": "#0b6e4f",
+    "packs": "#c0392b",
+    "lmdb": "#3465a4",
+}
 
 
 def rows(disk: dict[str, Any]) -> Iterator[Sequence[str]]:
