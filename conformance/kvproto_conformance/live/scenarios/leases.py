@@ -179,7 +179,7 @@ def _overtakes(run: DecodeRun) -> None:
     run.chosen(source)
     assert isinstance(source, PullSource)
     for _ in range(6):  # an engine may have mapped it before it looks at the next frame
-        prompt = run.prompt()
+        prompt = run.prompt(10)
         run.fetch(source, prompt)
         asked = run.asked(source, prompt)
         source.move_pool()
