@@ -247,7 +247,7 @@ static void turn_once(double seconds, bool commands) { /* whatever comes within 
         items[count] = (zmq_pollitem_t){.socket = each->socket, .events = ZMQ_POLLIN};
         polled[count++] = each;
     }
-    zmq_poll(items, count, seconds < 0.1 ? (long)(seconds * 1000) : 100);
+    zmq_poll(items, count, seconds <= 0 ? 0 : seconds < 0.1 ? (long)(seconds * 1000) : 100); /* below 0 it would wait for ever */
     Block *outer = blocks;
     blocks = NULL;
     for (int i = 1; i < count; i++) {
