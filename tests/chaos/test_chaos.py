@@ -98,5 +98,9 @@ def test_halves_of_labels_are_excused_where_the_pool_was_lied_about_alone(torn: 
 
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_fault_in_the_engines_is_found(broken: str) -> None:
-    ran = chaos("--seeds", "1..8", "--seconds", 1.0, "--break", broken)
+    """Within 8 seeds, or 24 where none of these kills an engine at the moment that shows it."""
+    for seeds in ("1..8", "9..24"):
+        ran = chaos("--seeds", seeds, "--seconds", 1.0, "--break", broken)
+        if not ran.returncode:
+            break
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -55,10 +55,15 @@ def test_tail_prints_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[
     with followed(tmp_path) as (both, path):
         tail = Command("tail", path)
         until_followed(both)
-        found = ask(both)
-        both.until(lambda: found.done)
+        found, said = ask(both), [""]
+
+        def printed() -> bool:
+            said[0] += capsys.readouterr().out
+            return " arrived " in said[0]
+
+        both.until(printed)
     assert tail.ended() == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if " arrived " in line]
+    [line] = [line for line in (said[0] + capsys.readouterr().out).splitlines() if " arrived " in line]
     name = transfer_name(bytes(found.ticket.key))
     assert f"decode/0/0 sink arrived transfer={name} peer=prefill epoch=1 bytes=320 seconds=" in line
 
