@@ -89,8 +89,8 @@ class Options:
         part_bytes: Source: the least number of bytes of computed rows to copy while prefill is still running.
         first_part_ratio: Source: copy the first part once it is this many times as large as what is still to come;
             None: chosen for the link.
-        ticket_wait: Seconds for which a fetch waits at the source for its `request`, the same on both sides; None: 10.
-            Make it longer if an engine reads requests only between long steps (KVP-TKT-EARLY).
+        ticket_wait: Seconds for which a fetch waits at the source for its `request`, the same on both sides; None: what
+            the spec says. Make it longer if an engine reads requests only between long steps (KVP-TKT-EARLY).
         lease: Source, with pull: seconds for which a sink may read before it has to ask again.
         metrics: Whether to count what `metrics()` returns, at next to no cost; `kvproto.metrics` exports it.
         feed: The path at which to make a Unix socket for `kvproto top` and `kvproto tail`, in a directory that only

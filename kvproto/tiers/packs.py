@@ -172,11 +172,13 @@ class Packs:
             return
         with self._lock:
             self._list(always=True)
-            names = sorted(name for name, keys in self._known.items() if keys)
+            names = sorted((name for name, keys in self._known.items() if keys), reverse=True)
+        told: set[int] = set()
         for name in names:
             pack = self._pack(name)
             for key in pack.kept() if pack else ():
-                if key.startswith(f"{kind}/") and self._where.get(hash(key)) == name:
+                if key.startswith(f"{kind}/") and hash(key) not in told:
+                    told.add(hash(key))
                     yield key
 
     def age(self, key: str) -> float:

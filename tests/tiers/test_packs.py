@@ -366,3 +366,15 @@ def test_more_packs_than_are_held_open(tmp_path: Path) -> None:
     for n in range(100):
         assert store.get(f"o/{n}") == b"%d" % n
     assert len(os.listdir("/proc/self/fd")) <= held + 40
+
+
+def test_a_key_is_listed_whose_latest_pack_has_given_it_up(tmp_path: Path) -> None:
+    """Two wrote it at once, and the later of the two packs lost it: else its objects would be swept as nobody's."""
+    store = Packs(tmp_path)
+    store.put_all([("m/a", b"1"), ("m/b", b"2")])
+    (one,) = packs(tmp_path)
+    shutil.copy(one, one.with_name("00000000000000ff.00000000"))
+    assert sorted(store.keys("m")) == ["m/a", "m/b"]
+    store._mark("00000000000000ff.00000000", "m/a")
+    assert sorted(store.keys("m")) == ["m/a", "m/b"]
+    assert store.get("m/a") == b"1"
