@@ -1,6 +1,6 @@
 """Runs tests/gpu on this machine's GPUs, and keeps what was run, with what, and how it ended.
 
-`python benchmarks/tests_gpu.py [--write] [--sanitize]`: a process for each file of tests, some of them at once. With --sanitize
+`python benchmarks/tests_gpu.py [--write] [--sanitize]`: a process for each file of tests, --jobs of them at once. With --sanitize
 the tests of the copy and exchange kernels run again under compute-sanitizer's memcheck. (Its racecheck looks at shared memory, which no kernel
 here uses.) --write keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed;
 2: there is no GPU, or no compute-sanitizer.
@@ -32,6 +32,8 @@ SANITIZED = {
     ("tests/gpu/test_dcp_exchange.py",): "attention_over_all or replays",
 }
 """Files whose kernels are ours, and which of their tests: not those that hold the GPU back, or wait for a rank in vain."""
+ALONE = ("tests/gpu/test_sleep.py",)
+"""Files that look at how much memory of the GPU is free, which tests beside them would change: they run last, one at a time."""
 MEMCHECK = (
     *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"),
     *("--report-api-errors", "no"),  # libraries ask the driver for what a version may lack
@@ -91,7 +93,8 @@ def main() -> int:
         return 2
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py"))
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(lambda file: run([file]), files))
+        runs = list(pool.map(lambda file: run([file]), [file for file in files if file not in ALONE]))
+    runs += [run([file]) for file in ALONE]
     if args.sanitize:
         runs += [run(files, MEMCHECK, ["-k", chosen]) for files, chosen in SANITIZED.items()]
     total = [outcome for r in runs for outcome, _ in r["tests"].values() or [("did not run", 0)]]

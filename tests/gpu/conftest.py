@@ -2,10 +2,13 @@
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
+# most of the GPU otherwise, and other files run beside it
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FOUND = 0
 if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
     from cuda.bindings import driver

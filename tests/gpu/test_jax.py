@@ -109,6 +109,8 @@ def test_torch_writes_and_reads_pools_of_jax(
     """Prefill in torch fills a pool by its DLPack view, decode in torch reads one, whoever has allocated them."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("jax")
+    # a pool inside one large allocation, as JAX has it unless told
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2")
     source, device = devices
     length = POOL * WIDTH

@@ -220,6 +220,8 @@ def test_pull_from_the_pool_of_a_framework(
     pytest.importorskip(whose.split(",")[0])
     if "expandable" in whose:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # a pool inside one large allocation, as JAX has it unless told
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2")
     source, device = devices
     length = 50 << 20  # of segments of 20 MB: several allocations
