@@ -39,6 +39,7 @@ EXTENSIONS = {
     "spans": "feature SPANS, of live engines",
     "epochs": "feature EPOCHS, of live engines",
     "curve": "keys, of live engines",
+    "large": "copies of a gigabyte, of live engines that send",
 }
 STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
 """Roles whose codec covers one struct."""

@@ -34,6 +34,10 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.window("window", [1], kv_heads=2, head_dim=16, ring_rows=8, dtype=DType.U8),
         Cache.state("state", [2], parts={"ssm": (DType.U8, 4, 32)}, rows=2, scratch_rows=1),
     ],
+    "large": [
+        Cache.gqa("kv", 64, kv_heads=8, head_dim=512, page=32, dtype=DType.U8),
+        Cache.handoff("first", {"token": (DType.I32, 4)}),
+    ],
 }
 SLOTS, SLOT = 5, 704
 """Staging slots of a sink, and their bytes: a stream takes several, and rows lie over their ends."""

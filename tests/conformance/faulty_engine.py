@@ -251,6 +251,9 @@ FAULTS: dict[str, Fault] = {
     "memory that was given back stays mapped, and nobody asks": (
         "source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-1032", "unmapped",
     ),
+    "memory that was given back stays mapped, under way": (
+        "source", has(memory, "_unmap", lambda address, length, process: None), "LIVE-1282", "unmapped",
+    ),
     "nothing is ended at once": (
         "source", has(SourceTransfers, "end_epoch", lambda self, epoch, now: None), "LIVE-1033", "Failed has not come",
     ),

@@ -23,7 +23,7 @@ NAME = "suite"
 """Of the suite where the engine knows it by its key."""
 STARTING = 180.0
 """Seconds that an engine may take to open: a GPU's, or one with NIXL on a machine that is busy, takes long."""
-KEYS = frozenset({"CURVE"})
+NO_FEATURES = frozenset({"CURVE", "LARGE"})
 """Extensions that are not features of a session."""
 
 
@@ -181,7 +181,7 @@ class Run:
 
     def chosen(self, peer: Peer) -> None:
         """Check that the session has every feature that the scenario is about; raises Missed."""
-        if missing := sorted({*self.scenario.extensions} - KEYS - peer.watch.features):
+        if missing := sorted({*self.scenario.extensions} - NO_FEATURES - peer.watch.features):
             raise Missed(f"{missing[0]} is claimed, was offered, and was not chosen", "KVP-NEG-CHOOSE")
 
     def probe(self) -> None:

@@ -22,6 +22,8 @@ __all__ = ["Request", "Sink"]
 Json = dict[str, Any]
 WINDOW = 1 << 20
 """How many bytes of Data may be on their way."""
+CANARY = (1 << 20) + 7
+"""After how many bytes the pattern repeats that memory has at first."""
 
 
 class Request:
@@ -115,7 +117,8 @@ class Sink(Peer):
         assert self.geometry is not None
         self.columns, length = world.lay_out(self.geometry, self.rank, self.items, self.heads_first)
         self.memory = Shared(length)
-        self.image = moving.label(f"canary {self.name}", 0, 0, "", [0], 0, length)[0]
+        canary = moving.label(f"canary {self.name}", 0, 0, "", [0], 0, min(length, CANARY))[0]
+        self.image = np.resize(canary, length)
         self.memory.bytes[:] = self.image
 
     def registration(self) -> Json:

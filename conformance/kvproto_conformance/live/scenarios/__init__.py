@@ -5,6 +5,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     decode_hostile,
     decode_sessions,
     handovers,
+    large,
     leases,
     prefill_extensions,
     prefill_frames,
