@@ -88,7 +88,7 @@ def ran(args: Namespace) -> int:
             results.append(ended(testee))
             if live:
                 playable = [case for case in live if case.id not in wanting]
-                results += engines.played(playable, _engines(args), progress)
+                results += engines.played(playable, _engines(args), progress, begun + args.budget - time.monotonic())
     left_out = len(mine) - sum(result.case.suite != PROTOCOL for result in results)
     ids = {case.id for case in cases} | {result.case.id for result in results}
     results, complaints = baseline.apply(entries, results, ids, datetime.now(UTC).date())
@@ -182,7 +182,7 @@ def _written(made: Json, args: Namespace) -> None:
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(report.summary(made))
     except OSError as error:
-        raise Wrong(f"{error.filename}: {error.strerror}") from None
+        raise Wrong(f"{error.filename or 'a report'}: {error.strerror}") from None
 
 
 def smoked(args: Namespace) -> int:
