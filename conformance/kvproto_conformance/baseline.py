@@ -35,11 +35,14 @@ class Known:
 def read(path: Path) -> list[Known]:
     """Read the `[[known]]` entries of a TOML file; raises BadBaseline."""
     try:
-        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("known", [])
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadBaseline(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise BadBaseline(f"{path}: {error}") from None
+    if strange := sorted(found.keys() - {"known"}):
+        raise BadBaseline(f"{path}: it has {strange[0]}, and should have [[known]] and nothing else")
+    rows = found.get("known", [])
     if not isinstance(rows, list):
         raise BadBaseline(f"{path}: known is a list of tables, [[known]]")
     return [_entry(path, n, row) for n, row in enumerate(rows)]
@@ -89,7 +92,7 @@ def made(report: dict[str, Any], issue: str, until: date) -> str:
     """Make a baseline of everything that failed in a report."""
     rows = [row for row in report["results"] if row["status"] in _RED]
     return "".join(
-        f'[[known]]\nid = "{row["id"]}"\nissue = "{issue}"\nuntil = "{until}"\n'
+        f'[[known]]\nid = "{row["id"]}"\nissue = {_quoted(issue)}\nuntil = "{until}"\n'
         + (f"expect = {_quoted(short(row['wrong'][0]['got'], 200)[:60])}\n\n" if row.get("wrong") else "\n")
         for row in rows
     )

@@ -20,6 +20,7 @@ import attrs
 from kvproto_conformance import baseline, engines, html, meeting, report, terminal
 from kvproto_conformance.cases import Case, claimed, load
 from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
+from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
 from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
@@ -88,7 +89,7 @@ def ran(args: Namespace) -> int:
             results.append(ended(testee))
             if live:
                 playable = [case for case in live if case.id not in wanting]
-                results += engines.played(playable, _engines(args), progress)
+                results += engines.played(playable, _engines(args), progress, begun + args.budget - time.monotonic())
     left_out = len(mine) - sum(result.case.suite != PROTOCOL for result in results)
     ids = {case.id for case in cases} | {result.case.id for result in results}
     results, complaints = baseline.apply(entries, results, ids, datetime.now(UTC).date())
@@ -158,17 +159,24 @@ def _asked_of(suite: str) -> str:
 
 
 def _check_places(args: Namespace) -> None:
-    """Refuse a run whose reports could not be written, before it takes minutes."""
-    for name in ("report", *_FORMS):
-        path: Path | None = getattr(args, name)
-        if path is None:
-            continue
+    """Refuse a run whose reports could not be written, before it takes minutes.
+
+    Reports of an earlier run are emptied: they must not pass for those of a run that is invalid.
+    """
+    paths: dict[str, Path | None] = {name: getattr(args, name) for name in ("report", *_FORMS)}
+    given = [(name, path) for name, path in paths.items() if path is not None]
+    for name, path in given:
         if path.is_dir():
             raise Wrong(f"--{name} {path}: this is a folder; name a file in it")
         if not path.absolute().parent.is_dir():
             raise Wrong(f"--{name} {path}: there is no folder {path.parent}")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise Wrong(f"--{name} {path}: it may not be written")
+    for name, path in given:
+        try:
+            path.open("w").close()
+        except OSError as error:
+            raise Wrong(f"--{name} {path}: it may not be written: {error.strerror}") from None
 
 
 def _written(made: Json, args: Namespace) -> None:
@@ -182,7 +190,7 @@ def _written(made: Json, args: Namespace) -> None:
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(report.summary(made))
     except OSError as error:
-        raise Wrong(f"{error.filename}: {error.strerror}") from None
+        raise Wrong(f"{error.filename or 'a report'}: {error.strerror}") from None
 
 
 def smoked(args: Namespace) -> int:
@@ -275,6 +283,8 @@ def explained(args: Namespace) -> int:
         data = bytes.fromhex("".join(args.hex))
     except ValueError:
         raise Wrong("these are no hex digits") from None
+    if args.struct and args.struct not in STRUCTS | MESSAGES:
+        raise Wrong(f"there is no struct {args.struct}; there are {', '.join(sorted(STRUCTS))}")
     print("\n".join(explain(data, args.struct)))
     return 0
 

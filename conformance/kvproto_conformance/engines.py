@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
+from kvproto_conformance.testee import NOT_ASKED
 
 __all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "unplayable"]
 
@@ -34,15 +36,18 @@ def scenarios() -> list[Case]:
 
 
 def played(
-    cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object]
+    cases: Sequence[Case], commands: Mapping[str, Sequence[str]], told: Callable[[Result], object], seconds: float
 ) -> list[Result]:
-    """Run the cases of each role that has a command for its engine; roles without one have no results."""
+    """Run the cases of each role that has a command for its engine; roles without one have no results.
+
+    What has not begun within so many `seconds` is not run.
+    """
     from kvproto_conformance.live import list_scenarios, run, wirelog
 
-    by_id, found = {case.id: case for case in cases}, []
+    by_id, found, end = {case.id: case for case in cases}, [], time.monotonic() + seconds
     for role, command in commands.items():
         chosen = [scenario for scenario in list_scenarios(role) if scenario.id in by_id]
-        for said, scenario in zip(run(command, chosen), chosen, strict=True):
+        for said, scenario in zip(run(command, chosen, end - time.monotonic()), chosen, strict=True):
             status = _STATUS[said.status]
             if status is Status.FAIL and not scenario.must:
                 status = Status.NONSTRICT
@@ -88,4 +93,6 @@ def _wrong(said: Any, title: str) -> Wrong:
         "checks": [check.name for check in said.checks if check.good],
     }
     got = {"unsupported": said.text} if said.status == "unsupported" else {"status": said.status, "text": said.text}
+    if said.text.startswith(NOT_ASKED):
+        got = {"broken": said.text}
     return Wrong(asked, {"clause": said.clause} if said.clause else {}, got, "" if said.status != "error" else "engine")

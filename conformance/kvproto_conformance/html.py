@@ -139,9 +139,16 @@ def matrix_text(reports: list[Json]) -> str:
     lines = [f"| implementation | claim | verdict | {' | '.join(names)} | date |", "|---" * (len(names) + 4) + "|"]
     for report in reports:
         cells = [f"{a:,}/{b:,}" if b else "" for a, b in (_counts(report).get(name, (0, 0)) for name in names)]
-        row = [_who(report), _claim(report), report["verdict"], *cells, report["date"][:10]]
+        who, claim = (_cell_text(words) for words in (_who(report), _claim(report)))
+        row = [who, claim, report["verdict"], *cells, report["date"][:10]]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell_text(words: str) -> str:
+    """Words of a testee as the text of one cell of a table in Markdown, whatever they contain."""
+    printable = "".join(c if c.isprintable() else " " for c in words)
+    return escape(printable, quote=False).replace("|", "\\|")
 
 
 def _who(report: Json) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ SCHEMA = 1
 SPEC = "1.0-draft"
 COLOURS = {"conformant": "brightgreen", "incomplete": "yellow", "nonconformant": "red", "invalid-run": "lightgrey"}
 GOOD = (Status.PASS, Status.NONSTRICT)
+_FORM = Path(__file__).with_name("report.schema.json")
 
 
 _UNPRINTABLE = re.compile(r"[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -111,7 +112,36 @@ def read(path: Path) -> Json:
         raise BadReport(f"{path}: not JSON") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA or "results" not in found:
         raise BadReport(f"{path}: no report of this suite (schema {SCHEMA})")
+    if lacking := next(_lacking(found, json.loads(_FORM.read_text(encoding="utf-8")), ""), None):
+        raise BadReport(f"{path}: a damaged report: {lacking}")
     return found
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
+
+
+def _lacking(value: Any, schema: Json, path: str) -> Iterator[str]:
+    """What a report lacks of its schema: keys that are required, and types."""
+    wanted = schema.get("type")
+    if wanted and not isinstance(value, _TYPES[wanted]):
+        yield f"{path or 'the whole'} is not of type {wanted}"
+        return
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{path} is {value!r}"
+    yield from (f"{path}.{key}".lstrip(".") + " is missing" for key in schema.get("required", ()) if key not in value)
+    for key, inner in schema.get("properties", {}).items():
+        if key in value:
+            yield from _lacking(value[key], inner, f"{path}.{key}".lstrip("."))
+    if "items" in schema:
+        for i, each in enumerate(value):
+            yield from _lacking(each, schema["items"], f"{path}[{i}]")
 
 
 def headline(report: Json) -> str:

@@ -115,7 +115,7 @@ def greet(testee: Testee, suite: str, seed: int) -> Greeting:
     answer = testee.greet({"op": "hello", "driver": DRIVER, "suite": suite, "seed": seed})
     if isinstance(answer, Broken):
         raise BadGreeting(f"no answer to hello: {answer.why}")
-    if answer.get("driver") != DRIVER:
+    if answer.get("driver") != DRIVER or isinstance(answer["driver"], bool):
         raise BadGreeting(f'hello must be answered with "driver": {DRIVER}; it said {json.dumps(answer)[:200]}')
     said: Json = {}
     for field in attrs.fields(Greeting):

@@ -114,7 +114,7 @@ class Testee:
         if isinstance(found, Broken):
             return self._broken(found.kind, found.why)
         try:
-            answer = json.loads(found)
+            answer = json.loads(found, parse_constant=_constant)
         except (ValueError, RecursionError):
             return self._broken("garbage", f"its answer is not JSON: {_shown(found)}; {_STDOUT}")
         if not isinstance(answer, dict):
@@ -234,6 +234,10 @@ def _why(program: str, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return "it may not be run (chmod +x?)"
     return error.strerror or str(error)
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _ended(status: int | None) -> str:

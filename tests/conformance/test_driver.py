@@ -55,7 +55,7 @@ def reported(few: Path, tmp_path: Path, command: list[str], *options: str) -> tu
     report = tmp_path / "report.json"
     words = ["run", "--vectors", str(few), "--patience", "30", "--report", str(report), *options, "--"]
     status = main([*words, *command, str(few / "codec/few.json")])
-    return status, json.loads(report.read_text()) if report.exists() else {}
+    return status, json.loads(report.read_text() or "{}") if report.exists() else {}
 
 
 def test_it_is_right(few: Path, tmp_path: Path) -> None:
@@ -75,6 +75,7 @@ EARNS_NOTHING: dict[str, tuple[str, str]] = {
     "speaks no JSON": ("print('what?', flush=True)", "its answer is not JSON: 'what?'"),
     "speaks deep JSON": ("print('[' * 99999, flush=True)", "its answer is not JSON"),
     "speaks no text": ("os.write(1, b'\\xff\\xfe\\n')", "its answer is not JSON"),
+    "speaks of NaN": ("print('{\"seq\": %d, \"message\": NaN}' % q['seq'], flush=True)", "its answer is not JSON"),
     "answers with a list": ("print('[]', flush=True)", "its answer is not an object"),
     "forgets the number": ("print(json.dumps(right(q)), flush=True)", "its answer has seq None"),
     "takes another number": ('q["seq"] += 1; said(q, **right(q))', "its answer has seq 3, and the question had 2"),
@@ -182,6 +183,7 @@ HELLOS = {
     "print('hi', flush=True)": "no answer to hello: its answer is not JSON: 'hi'; stdout is for answers alone, print notes to stderr",
     "said(q, unsupported=True)": 'hello must be answered with "driver": 1',
     "said(q, driver='1')": 'hello must be answered with "driver": 1',
+    "said(q, driver=True)": 'hello must be answered with "driver": 1',
     "said(q, driver=1, messages='DoneAck')": "hello: messages must be a list of strings",
     "said(q, driver=1, name=[])": "hello: name must be a string",
     "said(q, driver=1, messages=[1])": "hello: messages must be a list of strings",

@@ -113,3 +113,60 @@ def test_scenarios_say_what_they_are_about() -> None:
     for each in list_scenarios():
         assert each.clauses, each.id
         assert each.guards.endswith("."), each.id
+
+
+@pytest.mark.parametrize("id", ["LIVE-101", "LIVE-751"])
+def test_an_adapter_may_be_a_script_that_starts_the_engine(id: str, tmp_path: Path) -> None:
+    """Killing the script alone would leave the engine there, with the script's stdout."""
+    script = tmp_path / "adapter"
+    script.write_text(f"#!/bin/sh\n{sys.executable} {TESTEES / 'live_source.py'}\nexit $?\n")
+    script.chmod(0o755)
+    chosen = [s for s in list_scenarios("source") if s.id == id]
+    assert [(r.status, r.text) for r in run([str(script)], chosen)] == [("pass", "")]
+
+
+def test_the_memory_of_what_an_adapter_has_started_is_looked_at(tmp_path: Path) -> None:
+    held = tmp_path / "kvproto-suite-1"
+    held.touch()
+    engine = Engine(["/bin/sh", "-c", f'sleep 600 < {held} & echo \'{{"seq": 1, "ok": {{}}}}\'; wait'])
+    try:
+        engine.ask("open")
+        links = [link.readlink() for pid in engine.pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    finally:
+        engine.kill()
+    assert held in links
+
+
+def test_a_process_that_outlives_its_adapter_holds_nobody_up() -> None:
+    """It is in a session where the suite does not find it, and has the adapter's stdout."""
+    engine = Engine(["/bin/sh", "-c", 'setsid sleep 30 & echo \'{"seq": 1, "ok": {}}\'; wait'])
+    engine.ask("open")
+    begun = time.monotonic()
+    engine.kill()
+    assert time.monotonic() - begun < 20
+
+
+STALLS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from live_source import Prefill
+engine = Prefill()
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["op"] == "open":
+        print(json.dumps({"seq": asked["seq"], "ok": engine.on_open(asked)}), flush=True)
+"""
+
+
+def test_an_engine_that_is_silent_too_often_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, but its adapter answers nothing after `open`."""
+    monkeypatch.setattr(Engine.answer, "__defaults__", (0.2,))
+    monkeypatch.setattr(Engine.ask, "__defaults__", (0.2,))
+    some = [s for s in list_scenarios("source") if s.id == "LIVE-101"] * 5
+    found = [r.text for r in run([sys.executable, "-c", STALLS, str(TESTEES)], some)]
+    assert found == ["timeout: no answer to request for 0.2 s"] * 3 + ["not asked: it was silent too often before"] * 2
+
+
+def test_an_engine_has_no_more_than_the_time_of_the_run() -> None:
+    (found,) = run(adapter("live_source.py"), list_scenarios("source")[:1], 0.0)
+    assert (found.status, found.text) == ("error", "not asked: the time of this run is over")

@@ -181,6 +181,7 @@ def test_an_entry_that_is_not_true_is_red(entry: Json, complaint: str | None) ->
         ('[[known]]\nid = "x"', "it needs an id and an issue"),
         ('[[known]]\nid = "x"\nissue = "y"\nuntil = "soon"', "until is a day"),
         ('[[known]]\nid = "x"\nissue = "y"\nwhen = "soon"', "and nothing else"),
+        ('[[knwon]]\nid = "x"', "it has knwon"),
         ("[[known", ""),
     ],
 )
@@ -220,6 +221,9 @@ def test_a_baseline_that_cannot_be_read_makes_an_invalid_run(text: str, why: str
         (["show", "DoneAck/nothing"], "there is no case DoneAck/nothing"),
         (["show", "x/least"], "there is no case x/least; there are Hello/least"),
         (["explain", "xyz"], "these are no hex digits"),
+        (["explain", "--struct", "Versoin", "80"], "there is no struct Versoin; there are "),
+        (["run", "--report", "/proc/none", "--", *MINIMAL], "--report /proc/none: it may not be written"),
+        (["run", "--only", "DoneAck/least", "--report", "/dev/full", "--", *MINIMAL], "a report: No space left"),
         (["list", "--only", "no such case"], "no case of this claim"),
         (["matrix", "/no/such/report"], "/no/such/report: No such file"),
         (["copy", "/proc/no"], "/proc/no"),
@@ -229,6 +233,34 @@ def test_a_baseline_that_cannot_be_read_makes_an_invalid_run(text: str, why: str
 def test_what_cannot_be_done_is_said(words: list[str], why: str, capsys: Said) -> None:
     assert main(words) == 2
     assert f"error: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["matrix"], ["baseline", "--issue", "x", "--until", "2999-01-01"], ["replay"]])
+def test_a_damaged_report_is_named(words: list[str], tmp_path: Path, capsys: Said) -> None:
+    report = tmp_path / "report"
+    report.write_text('{"schema": 1, "results": [{}]}')
+    assert main([*words, str(report), *(["x"] if words == ["replay"] else [])]) == 2
+    assert "report: a damaged report: spec is missing" in capsys.readouterr().err
+
+
+def test_a_report_of_an_earlier_run_does_not_pass_for_that_of_an_invalid_one(tmp_path: Path) -> None:
+    badge = tmp_path / "badge"
+    assert main(["run", "--only", "DoneAck/least", "--badge", str(badge), "--", *MINIMAL]) == 3
+    assert badge.read_text()
+    assert main(["run", "--only", "DoneAck/least", "--badge", str(badge), "--", "/no/such/testee"]) == 2
+    assert not badge.read_text()
+
+
+def test_an_issue_may_have_any_characters(made: Path, tmp_path: Path, capsys: Said) -> None:
+    assert main(["baseline", str(made / "report"), "--issue", 'a"b\\', "--until", "2999-01-01"]) == 0
+    known = tmp_path / "known.toml"
+    known.write_text(capsys.readouterr().out)
+    assert {entry.issue for entry in baseline.read(known)} == {'a"b\\'}
+
+
+def test_a_name_of_a_testee_stays_in_its_cell(found: Json) -> None:
+    named = found | {"testee": found["testee"] | {"name": "a|b\n<i>"}}
+    assert "| a\\|b &lt;i&gt; 0 (python) |" in html.matrix_text([named])
 
 
 def test_list_and_show(capsys: Said) -> None:

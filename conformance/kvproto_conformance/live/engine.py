@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = ["Engine", "EngineFault", "Unsupported"]
@@ -24,6 +25,8 @@ __all__ = ["Engine", "EngineFault", "Unsupported"]
 Json = dict[str, Any]
 _LONGEST_LINE = 1 << 24
 _TAIL = 2048
+_CLOSING = 2.0
+"""Seconds in which its output is closed once it is killed, unless a process in a session of its own holds it open."""
 
 
 class EngineFault(Exception):
@@ -46,8 +49,9 @@ class Engine:
         self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - read after the program has ended
         try:
             self._program = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0
-            )
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0,
+                start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             self._errors.close()
             raise EngineFault("crash", f"cannot start {command[0]}: {error.strerror}") from error
@@ -59,9 +63,14 @@ class Engine:
         self._listener.start()
 
     @property
-    def pid(self) -> int:
-        """The process id of the adapter itself."""
-        return self._program.pid
+    def pids(self) -> list[int]:
+        """The process ids of the adapter and of all that it has started, such as the engine under a shell script."""
+        found = [self._program.pid]
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                session = path.read_text().rpartition(")")[2].split()[3]  # the name before it may contain anything
+                found += [int(path.parent.name)] if int(session) == self._program.pid else []
+        return found
 
     def ask(self, op: str, within: float = 60.0, **more: Any) -> Json:
         """Have the engine do something; returns the value of `ok`. Raises EngineFault and Unsupported."""
@@ -104,11 +113,13 @@ class Engine:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it (SIGKILL), and wait for its end."""
-        self._program.kill()
+        """Kill it and all that it has started (SIGKILL), and wait for its end."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._program.pid, signal.SIGKILL)
         self._program.wait()
-        self._listener.join()
-        for pipe in (self._program.stdin, self._program.stdout):
+        self._listener.join(_CLOSING)
+        pipes = [self._program.stdin] if self._listener.is_alive() else [self._program.stdin, self._program.stdout]
+        for pipe in pipes:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -116,12 +127,12 @@ class Engine:
 
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
-        """Stop the adapter's process meanwhile (SIGSTOP); it hears what was sent all at once afterwards."""
-        os.kill(self.pid, signal.SIGSTOP)
+        """Stop its processes meanwhile (SIGSTOP); it hears what was sent all at once afterwards."""
+        os.killpg(self._program.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(self.pid, signal.SIGCONT)
+            os.killpg(self._program.pid, signal.SIGCONT)
 
     @property
     def alive(self) -> bool:

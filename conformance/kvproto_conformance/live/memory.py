@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,12 @@ class Shared:
         os.close(self.fd)
 
 
-def holds(pid: int, nonce: str) -> bool:
-    """Whether a process has a region mapped or open, according to the kernel."""
-    name = _PREFIX + nonce
+def holds(pids: Iterable[int], nonce: str) -> bool:
+    """Whether one of these processes has a region mapped or open, according to the kernel."""
+    return any(_holds(pid, _PREFIX + nonce) for pid in pids)
+
+
+def _holds(pid: int, name: str) -> bool:
     try:
         if name in Path(f"/proc/{pid}/maps").read_text():
             return True

@@ -167,7 +167,7 @@ class PrefillRun(Run):
         """Close all peers, and look whether the engine has let go of them."""
         super().leave()
         end = time.monotonic() + 5.0
-        while (held := [n for n in self._nonces if holds(self.engine.pid, n)]) and time.monotonic() < end:
+        while (held := [n for n in self._nonces if holds(self.engine.pids, n)]) and time.monotonic() < end:
             time.sleep(0.002)
         text = f"{len(held)} regions of peers that are gone"
         self.check("nothing is held", not held, text, "KVP-EPO-UNMAP")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,8 +16,12 @@ from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scenario
 from kvproto_conformance.live.watch import ENGINE, Blamed
+from kvproto_conformance.testee import NOT_ASKED
 
 __all__ = ["Result", "lacks", "list_scenarios", "run"]
+
+_SILENCES = 3
+"""How often an engine may leave a question unanswered until it gets no more."""
 
 
 @attrs.frozen
@@ -47,12 +52,14 @@ def list_scenarios(role: str | None = None, level: str | None = None) -> list[Sc
     return [s for s in SCENARIOS.values() if role in (None, s.role) and (level is None or s.level <= level)]
 
 
-def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Result]:
+def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = math.inf) -> Iterator[Result]:
     """Run scenarios with an adapter that `command` starts.
 
     An engine serves all scenarios of its world and transport, until one does not pass. One that does not answer `open`
-    is not started for that world and transport again.
+    is not started for that world and transport again. One that has left three questions unanswered, or has had this
+    many `seconds`, is asked nothing more.
     """
+    silences, over = 0, time.monotonic() + seconds
     live: Live | None = None
     silent: dict[tuple[str, str, str, bool], str] = {}
     """Why there is no engine, by what it was to be opened with."""
@@ -63,6 +70,10 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
                 live.stop()
                 live = None
             begin = time.monotonic()
+            if silences >= _SILENCES or begin >= over:
+                why = "the time of this run is over" if begin >= over else "it was silent too often before"
+                yield Result(each.id, "error", (), f"{NOT_ASKED}: {why}", "", 0.0)
+                continue
             if lacks(each):
                 yield Result(each.id, "suite-error", (), lacks(each), "", 0.0)
                 continue
@@ -74,12 +85,14 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario]) -> Iterator[Resul
             except EngineFault as fault:
                 if fault.kind == "timeout":
                     silent[key] = str(fault)
+                    silences += 1
                 yield Result(each.id, "error", (), str(fault), "", time.monotonic() - begin)
                 continue
             except Unsupported as said:
                 yield Result(each.id, "unsupported", (), str(said), "", time.monotonic() - begin)
                 continue
             result = _one(live, each)
+            silences += result.status == "error" and result.text.startswith("timeout")
             if each.spoils or result.status not in ("pass", "unsupported"):
                 live.stop()
                 live = None

@@ -97,7 +97,7 @@ def _moves(run: DecodeRun) -> None:
     run.arrived(prompt)
     held = run.engine.ask("returned", seconds=0.2)
     run.check("not free yet", not held["free"], "free before Unregistered", "KVP-EPO-FREE")
-    run.check("still there", all(holds(run.engine.pid, n) for n in before), "the memory is gone", "KVP-EPO-FREE")
+    run.check("still there", all(holds(run.engine.pids, n) for n in before), "the memory is gone", "KVP-EPO-FREE")
     source.returned(back)
     free = run.engine.ask("returned", seconds=5.0)
     run.check("free", free["free"], "not free after PROVEN", "KVP-EPO-FREE")

@@ -160,7 +160,7 @@ def _again(run: PrefillRun) -> None:
     run.hand_over(sink)
     found = sink.give_back(1)
     run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
-    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     run.hand_over(sink)
 
 
@@ -170,7 +170,7 @@ def _asleep(run: PrefillRun) -> None:
     sink, nonce = _moving(run)
     run.hand_over(sink)
     sink.give_back(1)
-    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     sink.move()
     run.keep(sink)
     run.hand_over(sink)
@@ -188,7 +188,7 @@ def _at_once(run: PrefillRun) -> None:
     run.refused(sink, None, "Failed", "POOL_MOVED", None, "KVP-EPO-MOVED", made.sequence)
     found = sink.expect("Unregistered", again=asked, clause="KVP-EPO-UNMAP")
     run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
-    run.check("unmapped", not holds(run.engine.pid, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+    run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     run.fill(prompt)
     run.untouched(sink)
 
