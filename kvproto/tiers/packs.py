@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 from kvproto.tiers.manifest import Data
@@ -48,6 +48,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 _stores: WeakSet[Packs] = WeakSet()
 
@@ -92,7 +93,7 @@ class Packs:
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `Grouped`; all of them or none."""
         draft, listed, size = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]](), 0
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = self._sparing(os.open, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
                 for key, data in pairs:
@@ -115,7 +116,7 @@ class Packs:
                 os.unlink(draft)
             raise
         if self.durable:
-            sync_folder(self._packs)
+            self._sparing(sync_folder, self._packs)
         for name, key in former:
             with suppress(OSError):  # it counts no more, and space is all that it costs
                 self._mark(name, key)
@@ -244,7 +245,7 @@ class Packs:
                 self._open.move_to_end(name)
                 return self._open[name]
         try:
-            pack = Pack(f"{self._packs}/{name}")
+            pack = self._sparing(Pack, f"{self._packs}/{name}")
         except (FileNotFoundError, ValueError):
             return None
         with self._lock:
@@ -253,6 +254,17 @@ class Packs:
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return pack
+
+    def _sparing(self, call: Callable[_Given, _Made], *args: _Given.args, **named: _Given.kwargs) -> _Made:
+        """Call this, and once more without the packs that are held open if it lacks a descriptor."""
+        try:
+            return call(*args, **named)
+        except OSError as error:
+            if error.errno not in _SHORT:
+                raise
+        with self._lock:
+            self._open.clear()
+        return call(*args, **named)
 
     def _list(self, always: bool = False) -> bool:
         """Know the packs that others have made, and forget those that have gone; whether any came. The lock is held."""
@@ -290,6 +302,7 @@ class Packs:
             return False
         except OSError as error:
             if error.errno in _SHORT:
+                self._open.clear()  # so that it passes
                 raise
             return True
         except ValueError:
@@ -334,7 +347,7 @@ class Packs:
         if pack is None or key not in pack.entries:
             return False
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = self._sparing(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:

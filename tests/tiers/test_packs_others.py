@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.survey import prune, survey
 from tests.tiers.schedules import LAYOUT, page
 from tests.tiers.test_packs import packs
-from tests.tiers.test_storage import PROMPT
+from tests.tiers.test_storage import PROMPT, in_child
 
 MANIFEST = manifest_key(PROMPT.ahead[0], LAYOUT.geometry)
 
@@ -277,3 +278,24 @@ def test_former_packs_are_emptied_only_after_the_folder_is_synced(
         monkeypatch.setattr(os, name, noting(name, call))
     store.put("o/a", b"new")
     assert steps == ["fsync", "replace", "fsync", "pwrite", "unlink"]
+
+
+def test_packs_that_are_held_open_leave_a_descriptor(tmp_path: Path) -> None:
+    """A process that may open few files more reads, writes and deletes, instead of failing for good."""
+
+    def use() -> None:
+        writer = Packs(tmp_path, durable=True)
+        for n in range(60):
+            writer.put(f"o/{n}", b"%d" % n)
+        store = Packs(tmp_path, durable=True)
+        assert store.get("o/0") == b"0"
+        held = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 6, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        for n in range(60):
+            assert store.get(f"o/{n}") == b"%d" % n
+            store.put(f"m/{n}", b"%d" % n)
+            store.delete(f"o/{n}")
+        assert [store.get(f"m/{n}") for n in range(60)] == [b"%d" % n for n in range(60)]
+        assert [*store.keys("o")] == []
+
+    assert in_child(use) == 0
