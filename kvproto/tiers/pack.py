@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import stat
@@ -20,11 +21,17 @@ _LONGEST_KEY, _LONGEST_INDEX = 1 << 12, 1 << 26
 
 
 def ending(listed: Sequence[tuple[str, int]]) -> bytes:
-    """What follows the bytes of these keys, of these lengths; of two that are the same, the latter counts."""
+    """What follows the bytes of these keys, of these lengths; of two that are the same, the latter counts.
+
+    Raises OSError for more than a reader would take for an index.
+    """
     last = {key: number for number, (key, _) in enumerate(listed)}
     marks = bytes(last[key] == number for number, (key, _) in enumerate(listed))
     size = sum(length for _, length in listed)
-    return b"".join((msgpack.packb(listed), marks, _TAIL.pack(size, len(listed), time.time(), _MAGIC)))
+    index = msgpack.packb(listed)
+    if len(index) > min(len(listed) * _LONGEST_KEY, _LONGEST_INDEX) and listed:
+        raise OSError(errno.EFBIG, f"{len(listed)} keys in {len(index)} bytes")
+    return b"".join((index, marks, _TAIL.pack(size, len(listed), time.time(), _MAGIC)))
 
 
 class Torn(ValueError):
@@ -46,13 +53,14 @@ class Pack:
             raise ValueError(f"{path} is of another version")
         if len(tail) != _TAIL.size or not tail.endswith(_MAGIC):
             raise Torn(f"{path} has no tail")
-        index, self.count, self.stamp, _ = _TAIL.unpack(tail)
+        self.end, self.count, self.stamp, _ = _TAIL.unpack(tail)
+        """Where the bytes of keys end; how many keys there are; when they were written."""
         self.marks = about.st_size - _TAIL.size - self.count
         """Where the marks begin."""
-        length = self.marks - index
+        length = self.marks - self.end
         if not 0 < length <= min(self.count * _LONGEST_KEY, _LONGEST_INDEX) or not math.isfinite(self.stamp):
             raise Torn(f"{path} has {self.count} keys in {length} bytes, written at {self.stamp}")
-        self.entries = _read_index(os.pread(self.file, length, index), index, self.count)
+        self.entries = _read_index(os.pread(self.file, length, self.end), self.end, self.count)
         """Number, place and length, by key."""
 
     def __del__(self) -> None:
@@ -67,6 +75,14 @@ class Pack:
         """Keys that nobody has deleted."""
         marks = os.pread(self.file, self.count, self.marks)
         return [key for key, (number, *_) in self.entries.items() if marks[number : number + 1] == b"\1"]
+
+    def free(self, marks: bytes, start: int, end: int) -> tuple[int, int]:
+        """The bytes around these that belong to no key, so that keys which share a block give it back together."""
+        held = [
+            (at, at + length) for number, at, length in self.entries.values() if marks[number : number + 1] == b"\1"
+        ]
+        before, after = [stop for _, stop in held if stop <= start], [at for at, _ in held if at >= end]
+        return max(before, default=0), min(after, default=self.end)
 
     def read(self, room: memoryview, at: int) -> int:
         """Fill the room, as far as there are bytes; how many."""

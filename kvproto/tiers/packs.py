@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.pack import Pack, Torn, ending
-from kvproto.tiers.store import sync_folder, write_whole
+from kvproto.tiers.store import make_folders, sync_folder, write_whole
 
 __all__ = ["Packs"]
 
@@ -48,6 +48,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 _stores: WeakSet[Packs] = WeakSet()
 
@@ -66,8 +67,7 @@ class Packs:
         """Makes the folder; raises OSError."""
         self.root, self.durable = root, durable
         self._packs, self._drafts = os.fspath(root / "p"), os.fspath(root / "t")
-        for folder in (self._packs, self._drafts):
-            os.makedirs(folder, exist_ok=True)
+        make_folders(root, ("p", "t"), durable)
         self.forget()
         _stores.add(self)
 
@@ -93,7 +93,7 @@ class Packs:
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `Grouped`; all of them or none."""
         draft, listed, size = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]](), 0
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = self._sparing(os.open, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
                 for key, data in pairs:
@@ -116,15 +116,19 @@ class Packs:
                 os.unlink(draft)
             raise
         if self.durable:
-            sync_folder(self._packs)
+            self._sparing(sync_folder, self._packs)
         for name, key in former:
             with suppress(OSError):  # it counts no more, and space is all that it costs
                 self._mark(name, key)
 
     def _name(self, draft: str, keys: list[str]) -> list[tuple[str, str]]:
-        """Give a pack its name, after all that are known, and say which packs have had its keys before."""
+        """Give a pack its name, after all that are known, and say which packs have had its keys before.
+
+        The time puts it after packs that others have made since we last looked.
+        """
         with self._lock:
-            name = f"{min(self._last + 1, _GREATEST):016x}.{secrets.token_hex(4)}"
+            number = min(max(self._last + 1, time.time_ns()), _GREATEST)
+            name = f"{number:016x}.{secrets.token_hex(4)}"
             os.replace(draft, f"{self._packs}/{name}")
             former = [(other, key) for key in keys for other in self._having(key)]
             for key in keys:
@@ -151,35 +155,44 @@ class Packs:
         return self._use(key, fill)
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
+        """See `Store`; what others have written since we last saw the key stays, as it may mend what we saw."""
         if key.startswith("t/"):
             with suppress(FileNotFoundError):
                 os.unlink(f"{self._drafts}/{key[2:]}")
             return
+        for look in (False, True):
+            with self._lock:
+                if look:
+                    self._list()
+                names = self._having(key)
+            marked = [self._mark(name, key) for name in sorted(names)]  # the latest last, or another comes to light
+            if any(marked):
+                break
         with self._lock:
-            self._list()
-            names = self._having(key)
-            self._older.pop(hash(key), None)
-        for name in sorted(names):  # the latest last, so that no other comes to light
-            self._mark(name, key)
+            self._older.get(hash(key), set()).difference_update(names)
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`; of kind `t` are packs that a writer had not finished."""
+        """See `Store`; of kind `t` are packs that a writer had not finished.
+
+        Packs that come meanwhile are looked at too, since keys of others may have moved there.
+        """
         if kind == "t":
             with os.scandir(self._drafts) as found:
                 names = [each.name for each in found if each.is_file(follow_symlinks=False)]
             yield from (f"t/{name}" for name in names)
             return
-        with self._lock:
-            self._list(always=True)
-            names = sorted((name for name, keys in self._known.items() if keys), reverse=True)
-        told: set[int] = set()
-        for name in names:
-            pack = self._pack(name)
-            for key in pack.kept() if pack else ():
-                if key.startswith(f"{kind}/") and hash(key) not in told:
-                    told.add(hash(key))
-                    yield key
+        told, seen = set[int](), set[str]()
+        for _ in range(_TRIES):
+            with self._lock:
+                self._list(always=True)
+                some = {name for name, keys in self._known.items() if keys} - seen
+            for name in sorted(some, reverse=True):
+                pack = self._pack(name)
+                for key in pack.kept() if pack else ():
+                    if key.startswith(f"{kind}/") and hash(key) not in told:
+                        told.add(hash(key))
+                        yield key
+            seen |= some
 
     def age(self, key: str) -> float:
         """See `Store`."""
@@ -232,7 +245,7 @@ class Packs:
                 self._open.move_to_end(name)
                 return self._open[name]
         try:
-            pack = Pack(f"{self._packs}/{name}")
+            pack = self._sparing(Pack, f"{self._packs}/{name}")
         except (FileNotFoundError, ValueError):
             return None
         with self._lock:
@@ -241,6 +254,17 @@ class Packs:
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return pack
+
+    def _sparing(self, call: Callable[_Given, _Made], *args: _Given.args, **named: _Given.kwargs) -> _Made:
+        """Call this, and once more without the packs that are held open if it lacks a descriptor."""
+        try:
+            return call(*args, **named)
+        except OSError as error:
+            if error.errno not in _SHORT:
+                raise
+        with self._lock:
+            self._open.clear()
+        return call(*args, **named)
 
     def _list(self, always: bool = False) -> bool:
         """Know the packs that others have made, and forget those that have gone; whether any came. The lock is held."""
@@ -253,8 +277,9 @@ class Packs:
             for name in self._known.keys() - names:
                 self._drop(name)
             new = sorted(names - self._known.keys())
-            came = came or bool(new)
-            if all(self._open_new(name) for name in new):
+            here = [self._open_new(name) for name in new]
+            came = came or not self._known.keys().isdisjoint(new)
+            if all(here):
                 break  # else there may be another in place of one that has gone meanwhile
         self._listed = time.monotonic()
         self._seen = changed if abs(time.time_ns() - changed) > _TICK else 0
@@ -263,7 +288,7 @@ class Packs:
     def _open_new(self, name: str) -> bool:
         """Know what is in a pack, and say whether it is still there.
 
-        One that nobody can read is left alone, and one without keys is deleted.
+        One that we cannot read is left alone, and tried again next time; one without keys is deleted.
         """
         path = f"{self._packs}/{name}"
         try:
@@ -275,9 +300,12 @@ class Packs:
             return True
         except FileNotFoundError:
             return False
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in _SHORT:
+        except OSError as error:
+            if error.errno in _SHORT:
+                self._open.clear()  # so that it passes
                 raise
+            return True
+        except ValueError:
             keys = []
         else:
             if not keys:  # whoever deleted the last of them was killed
@@ -310,32 +338,40 @@ class Packs:
                 others.discard(max(others))
         self._open.pop(name, None)
 
-    def _mark(self, name: str, key: str) -> None:
-        """Mark a key of a pack as deleted, and give its space back; delete a pack that has none left."""
+    def _mark(self, name: str, key: str) -> bool:
+        """Mark a key of a pack as deleted, give its space back, and delete a pack that has none left.
+
+        Returns whether it was there.
+        """
         path, pack = f"{self._packs}/{name}", self._pack(name)
-        entry = pack.entries.get(key) if pack else None
-        if pack is None or entry is None or not pack.there(entry[0]):
-            return
-        number, at, length = entry
+        if pack is None or key not in pack.entries:
+            return False
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = self._sparing(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            return
+            return False
         try:
             about = os.fstat(file)
-            if (about.st_dev, about.st_ino) != pack.place:
-                return
+            if (about.st_dev, about.st_ino) != pack.place:  # somebody has put another file in its place
+                with self._lock:
+                    self._drop(name)
+                return False
+            number, at, length = pack.entries[key]
+            if not pack.there(number):
+                return False
             os.pwrite(file, b"\0", pack.marks + number)
-            if length:
-                _libc.fallocate(file, _HOLE, at, length)  # where that fails, space is given back later
-            over = b"\1" not in os.pread(file, pack.count, pack.marks)
+            marks = os.pread(file, pack.count, pack.marks)
+            start, end = pack.free(marks, at, at + length)
+            if start < end:
+                _libc.fallocate(file, _HOLE, start, end - start)  # where that fails, space is given back later
         finally:
             os.close(file)
-        if over:
+        if b"\1" not in marks:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             with self._lock:
                 self._drop(name)
+        return True
 
 
 def _forked() -> None:

@@ -120,29 +120,37 @@ class Shelf:
     ) -> dict[int, Data] | None:
         """Page i, bytes by group, of these groups or of all that it has; None if it is not there whole.
 
-        The bytes are in `room`, if there is one and the store can read into it. A page that is found damaged is there
-        no more (KVP-TIER-CHECK).
+        The bytes are in `room`, if there is one and the store can read into it. A page that is found damaged, twice as
+        somebody may have mended it meanwhile, is there no more (KVP-TIER-CHECK).
         """
         with self._failing():
-            known = self._take(chain, i)
-            manifest = known.manifest if known else None
-            if manifest is None or (groups is not None and {*groups} - {c.group for c in manifest.components}):
-                self._count("missed")
-                return None
-            data: dict[int, Data] = {}
-            for component in manifest.components:
-                if groups is not None and component.group not in groups:
-                    continue
-                got = self._get(manifest, component, room)
-                if got is None or len(got) != component.length or hashlib.sha256(got).digest() != component.digest:
+            for last in (False, True):
+                known = self._take(chain, i)
+                manifest = known.manifest if known else None
+                if manifest is None or (groups is not None and {*groups} - {c.group for c in manifest.components}):
+                    self._count("missed")
+                    return None
+                if (data := self._whole(manifest, groups, room)) is not None:
+                    self._count("read")
+                    return data
+                if last:
                     self._count("damaged")
                     self._forget(manifest.id + manifest.geometry)
                     self.store.delete(manifest_key(manifest.id, manifest.geometry))
+        return None
+
+    def _whole(
+        self, manifest: Manifest, groups: Collection[int] | None, room: Room | None
+    ) -> dict[int, Data] | None:  # fmt: skip
+        """The bytes of a page by group, None if one of them is not right."""
+        data: dict[int, Data] = {}
+        for component in manifest.components:
+            if groups is None or component.group in groups:
+                got = self._get(manifest, component, room)
+                if got is None or len(got) != component.length or hashlib.sha256(got).digest() != component.digest:
                     return None
                 data[component.group] = got
-            self._count("read")
-            return data
-        return None
+        return data
 
     def _get(self, manifest: Manifest, component: Component, room: Room | None) -> Data | None:
         """The bytes of an object, as many as there are; fewer or more than its length are not right."""

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.workers import Workers
 
-__all__ = ["Files", "Filling", "Grouped", "Store", "manifest_at", "sync_folder", "write_whole"]
+__all__ = ["Files", "Filling", "Grouped", "Store", "make_folders", "manifest_at", "sync_folder", "write_whole"]
 
 GROUP = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
@@ -97,8 +97,7 @@ class Files:
         """Folders that are there, for good with `durable`."""
         self._pools: dict[int, Workers] = {}
         """Of this process, and of those that it was forked from, whose threads are not here."""
-        for kind in ("m", "o", "g", "t"):
-            (root / kind).mkdir(parents=True, exist_ok=True)
+        make_folders(root, ("m", "o", "g", "t"), durable)
 
     def put(self, key: str, data: Data) -> None:
         """See `Store`."""
@@ -249,6 +248,16 @@ def write_whole(file: int, data: Data) -> int:
     while rest:
         rest = rest[os.write(file, rest) :]
     return size
+
+
+def make_folders(root: Path, names: Iterable[str], durable: bool) -> None:
+    """Make a folder, those above it and these in it, for good with `durable`; raises OSError."""
+    made = [folder for folder in (root, *root.parents) if not folder.exists()]
+    for name in names:
+        (root / name).mkdir(parents=True, exist_ok=True)
+    if durable:
+        for folder in (root, *(folder.parent for folder in made)):
+            sync_folder(os.fspath(folder))
 
 
 def sync_folder(folder: str) -> None:

@@ -23,6 +23,8 @@ from tests.tiers.schedules import LAYOUT, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
 
 LONG = prompt(*range(9))
+LATER = 0x7 << 60
+"""A number that no pack of ours has."""
 
 
 def packs(root: Path) -> list[Path]:
@@ -119,14 +121,14 @@ def test_the_latest_pack_counts_and_former_ones_are_emptied(tmp_path: Path) -> N
     store.put_all([("o/a", b"1"), ("o/b", b"2"), ("o/a", b"3")])
     assert (store.get("o/a"), store.get("o/b")) == (b"3", b"2")
     (one,) = packs(tmp_path)
-    shutil.copy(one, one.with_name("00000000000000ff.00000000"))
+    shutil.copy(one, one.with_name(f"{LATER:016x}.00000000"))
     for reader in (store, Packs(tmp_path)):
         assert sorted(reader.keys("o")) == ["o/a", "o/b"]
         assert reader.get("o/b") == b"2"
     store.delete("o/a")
     assert Packs(tmp_path).get("o/a") is None
     store.put("o/b", b"4")
-    assert [path.name[:16] for path in packs(tmp_path)] == [f"{256:016x}"]
+    assert [path.name[:16] for path in packs(tmp_path)] == [f"{LATER + 1:016x}"]
     assert Packs(tmp_path).get("o/b") == b"4"
 
 
@@ -373,8 +375,8 @@ def test_a_key_is_listed_whose_latest_pack_has_given_it_up(tmp_path: Path) -> No
     store = Packs(tmp_path)
     store.put_all([("m/a", b"1"), ("m/b", b"2")])
     (one,) = packs(tmp_path)
-    shutil.copy(one, one.with_name("00000000000000ff.00000000"))
+    shutil.copy(one, one.with_name(f"{LATER:016x}.00000000"))
     assert sorted(store.keys("m")) == ["m/a", "m/b"]
-    store._mark("00000000000000ff.00000000", "m/a")
+    store._mark(f"{LATER:016x}.00000000", "m/a")
     assert sorted(store.keys("m")) == ["m/a", "m/b"]
     assert store.get("m/a") == b"1"
