@@ -10,7 +10,7 @@ import io
 import sys
 from pathlib import Path
 
-from kvproto_conformance import commands
+from kvproto_conformance import commands, replaying
 from kvproto_conformance.baseline import BadBaseline
 from kvproto_conformance.data import VECTORS, VERSION
 from kvproto_conformance.report import BadReport
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("hex", nargs="+", help="digits of a frame")
     one.add_argument("--struct", default="", metavar="NAME", help="they are a bare struct")
 
-    one = _command(sub, "replay", commands.replayed)
+    one = _command(sub, "replay", replaying.replayed)
     one.add_argument("report", type=Path)
     one.add_argument("id")
     one.add_argument("--vectors", type=Path, default=VECTORS, help=argparse.SUPPRESS)

@@ -11,11 +11,10 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
-
-import attrs
 
 from kvproto_conformance import baseline, engines, html, meeting, report, terminal
 from kvproto_conformance.cases import Case, claimed, load
@@ -23,19 +22,21 @@ from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROL
 from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
 from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
+from kvproto_conformance.fresh import fresh
 from kvproto_conformance.run import PROTOCOL, BadGreeting, Greeting, Verdict, ended, greet, probes, run, verdict
 from kvproto_conformance.testee import Testee
 
 __all__ = [
     "Wrong",
     "baselined",
+    "case_of",
     "copied",
     "explained",
+    "greeted",
     "listed",
     "matrixed",
     "met",
     "ran",
-    "replayed",
     "shown",
     "smoked",
     "started",
@@ -74,7 +75,7 @@ def ran(args: Namespace) -> int:
     entries = baseline.read(args.baseline) if args.baseline else []
     begun = time.monotonic()
     with Testee(args.testee, args.patience, args.budget) as testee:
-        greeting = _greeted(testee, seed)
+        greeting = greeted(testee, seed)
         claim = _claim(args, greeting)
         cases = _cases(args, claim.level)
         about = {case.about for case in cases if case.suite == "codec"} - {""}
@@ -85,7 +86,11 @@ def ran(args: Namespace) -> int:
         live = [case for case in asked if case.suite in engines.LIVE.values()]
         wanting = engines.unplayable(live, _engines(args)) if live else {}
         with terminal.Progress(len(asked)) as progress:
-            results = run([*probes(seed), *(case for case in asked if case not in live)], testee, progress)
+            results = run(
+                [*probes(seed), *_fresh(args, seed, mine, entries), *(case for case in asked if case not in live)],
+                testee,
+                progress,
+            )
             results.append(ended(testee))
             if live:
                 playable = [case for case in live if case.id not in wanting]
@@ -112,13 +117,19 @@ def _cases(args: Namespace, level: str) -> list[Case]:
     return [*load(args.vectors), *(engines.scenarios() if level in engines.LIVE else ())]
 
 
+def _fresh(args: Namespace, seed: int, mine: list[Case], entries: Sequence[baseline.Known]) -> list[Case]:
+    """Cases that nobody can have learnt, but of what is known to fail, or of vectors of another version."""
+    known = {case.about for case in mine if case.id in {entry.id for entry in entries}}
+    return fresh(seed, [case for case in mine if case.about not in known]) if args.vectors == VECTORS else []
+
+
 def _engines(args: Namespace) -> dict[str, list[str]]:
     """By role, the command that starts the adapter of a live engine."""
     given = {"source": args.live_source, "sink": args.live_sink}
     return {role: shlex.split(command) for role, command in given.items() if command}
 
 
-def _greeted(testee: Testee, seed: int) -> Greeting:
+def greeted(testee: Testee, seed: int) -> Greeting:
     try:
         return greet(testee, VERSION, seed)
     except BadGreeting as error:
@@ -197,7 +208,7 @@ def smoked(args: Namespace) -> int:
     """`smoke`: does it start, greet, answer, say no, and end."""
     cases = load()
     with Testee(args.testee, args.patience) as testee:
-        greeting = _greeted(testee, 0)
+        greeting = greeted(testee, 0)
         print(f"hello   {greeting.name} {greeting.version} ({greeting.language})")
         messages = greeting.messages or ("DoneAck",)
         some = [c for c in cases if c.suite == "codec" and c.about in messages][:8]
@@ -223,7 +234,7 @@ def met(args: Namespace) -> int:
     """`meet`: does it interoperate with the versions that are kept: vectors, bytes both ways, negotiation."""
     today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
     with Testee(args.testee, args.patience) as testee:
-        greeting = _greeted(testee, 0)
+        greeting = greeted(testee, 0)
         claim = _claim(Namespace(role="", level="", extension=()), greeting)
         for kept in meeting.kept():
             with Testee(kept.command, args.patience) as old:
@@ -260,7 +271,7 @@ def _facts(case: Case) -> Json:
 
 def shown(args: Namespace) -> int:
     """`show ID`: a case with its clause, its questions, and its bytes explained."""
-    case = _case(args.id, _cases(args, "L4"))
+    case = case_of(args.id, _cases(args, "L4"))
     clause = sentence(case.clause)
     print(f"{case.id}: {case.note}\n\n{case.clause} ({clause['page']}): {clause['text']}\n")
     for ask in case.asks:
@@ -269,7 +280,7 @@ def shown(args: Namespace) -> int:
     return 0
 
 
-def _case(id_: str, cases: list[Case]) -> Case:
+def case_of(id_: str, cases: list[Case]) -> Case:
     found = next((case for case in cases if case.id == id_), None)
     if found is None:
         near = [case.id for case in cases if id_.rpartition("/")[2] in case.id][:5]
@@ -287,45 +298,6 @@ def explained(args: Namespace) -> int:
         raise Wrong(f"there is no struct {args.struct}; there are {', '.join(sorted(STRUCTS))}")
     print("\n".join(explain(data, args.struct)))
     return 0
-
-
-def replayed(args: Namespace) -> int:
-    """`replay REPORT ID`: one case of a report again, by the command that it has; of a live engine, by its adapter."""
-    found = report.read(args.report)
-    row = next((row for row in found["results"] if row["id"] == args.id), None)
-    if row is None:
-        raise Wrong(f"{args.report}: no case {args.id} in it")
-    if row["suite"] in engines.LIVE.values():
-        return _played_again(found, row, args.testee)
-    asked = next((c for c in [*load(args.vectors), *probes(found["seed"])] if c.id == args.id), None)
-    if asked is None:
-        raise Wrong(f"{args.id} is not a case that can be asked alone")
-    if found["claim"]["role"] == "reader" and asked.suite != "testee":
-        claim = Claim("reader", "L1", frozenset(EXTENSIONS))
-        (asked,) = claimed([attrs.evolve(asked, needs=frozenset())], claim) or [asked]
-    with Testee(args.testee or found["command"], args.patience) as testee:
-        _greeted(testee, found["seed"])
-        (result,) = run([asked], testee)
-    print(f"{result.status} {asked.id} ({row['status']} in the report)")
-    for wrong in result.wrong:
-        terminal.wrong({"question": wrong.question, "expected": wrong.expected, "got": wrong.got})
-    return Verdict.NONCONFORMANT if result.wrong else Verdict.CONFORMANT
-
-
-def _played_again(found: Json, row: Json, command: list[str]) -> Verdict:
-    """Replay a scenario of a live engine, and print what both sides said."""
-    case = _case(row["id"], engines.scenarios())
-    adapter = command or found.get("engines", {}).get(case.role)
-    if not adapter:
-        raise Wrong(f"the report has no adapter of a live {case.role}: say it after --")
-    said = engines.played_alone(case.id, adapter)
-    print(f"{said.status} {case.id} ({row['status']} in the report): {case.note}")
-    for check in said.checks:
-        print(f"  {'good' if check.good else 'BAD '}  {check.name}  {check.text}".rstrip())
-    print("\n".join(engines.heard(said)))
-    if said.text:
-        print(f"{said.clause} {sentence(said.clause)['text'] if said.clause else ''}\n{said.text}")
-    return Verdict.CONFORMANT if said.status == "pass" else Verdict.NONCONFORMANT
 
 
 def baselined(args: Namespace) -> int:

@@ -82,7 +82,7 @@ def _still(run: PrefillRun, sink: Sink, proof: Frame) -> None:
     """Check a proof, and that nothing is written after it."""
     assert sink.memory is not None
     held, end = _sample(sink), time.monotonic() + 0.3
-    mapped = proof.name == "Unregistered" and holds(run.engine.pid, sink.memory.nonce)
+    mapped = proof.name == "Unregistered" and holds(run.engine.pids, sink.memory.nonce)
     run.check("unmapped", not mapped, "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     run.check("proven", proof.fields["proof"] == "PROVEN", proof.fields["proof"], "KVP-END-PROVEN")
     while time.monotonic() < end:
