@@ -46,6 +46,7 @@ class Engine:
 
     def __init__(self, command: Sequence[str]) -> None:
         """Start it; raises EngineFault if there is no such program."""
+        self._silent = False
         self._errors: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - read after the program has ended
         try:
             self._program = subprocess.Popen(
@@ -86,7 +87,7 @@ class Engine:
         try:
             heard = self._lines.get(timeout=within)
         except queue.Empty:
-            raise EngineFault("timeout", f"no answer to {op} for {within:g} s") from None
+            raise self._silence(f"no answer to {op} for {within:g} s") from None
         if not heard:
             self._lines.put(b"")
             raise EngineFault("crash", self._end())
@@ -99,17 +100,22 @@ class Engine:
         try:
             while line:
                 if not select.select([], [pipe], [], max(end - time.monotonic(), 0))[1]:
-                    raise EngineFault("timeout", f"{op} was not read for {within:g} s")
+                    raise self._silence(f"{op} was not read for {within:g} s")
                 line = line[os.write(pipe.fileno(), line) :]
         except (BrokenPipeError, ValueError) as error:
             raise EngineFault("crash", self._end()) from error
 
+    def _silence(self, text: str) -> EngineFault:
+        self._silent = True
+        return EngineFault("timeout", text)
+
     def stop(self) -> None:
-        """Ask it to end, and make sure that it does."""
-        with contextlib.suppress(EngineFault, Unsupported):
-            self.answer("stop", 5.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._program.wait(2.0)
+        """Ask it to end, unless it has been silent before, and make sure that it does."""
+        if not self._silent:
+            with contextlib.suppress(EngineFault, Unsupported):
+                self.answer("stop", 5.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._program.wait(2.0)
         self.kill()
 
     def kill(self) -> None:
