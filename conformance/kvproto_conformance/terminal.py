@@ -11,7 +11,7 @@ from typing import Any
 from kvproto_conformance.data import sentence
 from kvproto_conformance.html import explained
 from kvproto_conformance.report import GOOD, headline, text
-from kvproto_conformance.run import Result
+from kvproto_conformance.run import PROTOCOL, Result
 from kvproto_conformance.testee import NOT_ASKED
 
 __all__ = ["Progress", "verdict", "wrong"]
@@ -69,6 +69,8 @@ def verdict(report: Json, every: bool) -> None:
         print(f"{report['left_out']:,} cases of the claim were not asked")
         for what, cases in report.get("wanting", {}).items():
             print(f"    {cases:,} of them need {what}")
+    if beside := sum(row["suite"] == PROTOCOL for row in bad):
+        print(f"{beside:,} questions about the testee itself, or with numbers that no vector has, were answered wrong")
     colour = {"conformant": "32", "incomplete": "33"}.get(report["verdict"], "31")
     print(f"{_painted(report['verdict'], colour)}: {headline(report)}")
 

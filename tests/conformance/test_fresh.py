@@ -35,7 +35,9 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("role", ["reader", "codec", "router"])
-def test_a_testee_that_remembers_the_vectors_is_nonconformant(role: str, tmp_path: Path) -> None:
+def test_a_testee_that_remembers_the_vectors_is_nonconformant(
+    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "report.json"
     testee = [sys.executable, "-c", REMEMBERS.replace("ROLE", role)]
     assert main(["run", "--report", str(path), "--", *testee]) == 1
@@ -44,6 +46,9 @@ def test_a_testee_that_remembers_the_vectors_is_nonconformant(role: str, tmp_pat
     wrong = [row["id"] for row in rows if row["status"] == "fail"]
     assert wrong
     assert all(id.startswith(PREFIX) for id in wrong)
+    assert (
+        f"{len(wrong)} questions about the testee itself, or with numbers that no vector has" in capsys.readouterr().out
+    )
 
 
 def test_one_of_them_is_replayed_as_it_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
