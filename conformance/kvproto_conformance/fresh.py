@@ -1,7 +1,7 @@
 """Cases that nobody can have learnt: vectors with other numbers, made from the seed of a run.
 
 A testee that remembers the answers to all vectors knows none of these. The suite's own codec, which the vectors hold to
-the prose, says what is right: an altered frame may be refused as well as read.
+the prose, writes them and says what they mean; numbers that it refuses are drawn again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import attrs
 
 from kvproto_conformance.cases import Ask, Case
 from kvproto_conformance.codec import Refusal, read_frame, read_struct, write_frame, write_struct
+from kvproto_conformance.codec.facts import GREASE_FEATURES
 from kvproto_conformance.run import PROTOCOL
 
 __all__ = ["FRESH", "PREFIX", "fresh", "freshened"]
@@ -26,8 +27,6 @@ FRESH = 24
 PREFIX = "fresh/"
 """Of their ids; what follows is the id of the case that was changed."""
 _NOTE = "answers that were learnt from the vectors"
-_PRIVATE = range(0x7000, 0x8000)
-"""Numbers of features that no registry gives a name."""
 
 
 def fresh(seed: int, cases: Iterable[Case]) -> list[Case]:
@@ -92,9 +91,10 @@ def _negotiation(rng: random.Random, case: Case) -> tuple[Ask, ...]:
     """The sink offers a feature as well that nobody knows, which changes nothing."""
     (ask,) = case.asks
     sink = ask.question["sink"]
-    unknown = rng.choice([n for n in _PRIVATE if all(int(known) < n for known in sink["offered"])] or [0])
+    known = [int(number) for side in (sink, ask.question["source"]) for number in side["offered"]]
+    unknown = rng.choice([number for number in GREASE_FEATURES if number > max(known, default=0)])
     changed = ask.question | {"sink": sink | {"offered": [*sink["offered"], str(unknown)]}}
-    return (Ask(changed, ask.expected),) if unknown else ()
+    return (Ask(changed, ask.expected),)
 
 
 _MAKERS: dict[str, Callable[[random.Random, Case], tuple[Ask, ...]]] = {

@@ -13,7 +13,7 @@ from kvproto_conformance.claims import EXTENSIONS, Claim
 from kvproto_conformance.commands import Wrong, case_of, greeted
 from kvproto_conformance.data import sentence
 from kvproto_conformance.fresh import PREFIX, freshened
-from kvproto_conformance.run import Verdict, probes, run
+from kvproto_conformance.run import PROTOCOL, Verdict, probes, run
 from kvproto_conformance.testee import Testee
 
 __all__ = ["replayed"]
@@ -32,7 +32,7 @@ def replayed(args: Namespace) -> int:
     asked = _asked_again(args, found)
     if asked is None:
         raise Wrong(f"{args.id} is not a case that can be asked alone")
-    if found["claim"]["role"] == "reader" and asked.suite != "testee":
+    if found["claim"]["role"] == "reader" and asked.suite != PROTOCOL:
         claim = Claim("reader", "L1", frozenset(EXTENSIONS))
         (asked,) = claimed([attrs.evolve(asked, needs=frozenset())], claim) or [asked]
     with Testee(args.testee or found["command"], args.patience) as testee:

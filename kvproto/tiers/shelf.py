@@ -139,9 +139,7 @@ class Shelf:
                     self.store.delete(manifest_key(manifest.id, manifest.geometry))
         return None
 
-    def _whole(
-        self, manifest: Manifest, groups: Collection[int] | None, room: Room | None
-    ) -> dict[int, Data] | None:  # fmt: skip
+    def _whole(self, manifest: Manifest, groups: Collection[int] | None, room: Room | None) -> dict[int, Data] | None:
         """The bytes of a page by group, None if one of them is not right."""
         data: dict[int, Data] = {}
         for component in manifest.components:

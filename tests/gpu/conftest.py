@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# most of the GPU otherwise, and other files run beside it
+# JAX takes most of the GPU otherwise, and other files run beside it
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FOUND = 0
 if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):

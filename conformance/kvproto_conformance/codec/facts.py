@@ -85,6 +85,9 @@ MAY_IGNORE: int = 1 << _facts["field_ids"]["may_ignore_bit"]
 MAX_ID = 0xFFFF
 MAX_ENUM = 0xFFFF
 EXT: dict[str, int] = _facts["ext"]
+GREASE_FEATURES = range(_facts["grease"]["features"]["first"], _facts["grease"]["features"]["last"] + 1,
+                        _facts["grease"]["features"]["step"])  # fmt: skip
+"""Numbers of features that are never given a meaning."""
 LIMITS: dict[str, int] = {name: limit["value"] for name, limit in _facts["limit"].items()}
 LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "array": "max_array"}
 
