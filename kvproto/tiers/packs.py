@@ -177,7 +177,7 @@ class Packs:
         Packs that come meanwhile are looked at too, since keys of others may have moved there.
         """
         if kind == "t":
-            with os.scandir(self._drafts) as found:
+            with self._sparing(os.scandir, self._drafts) as found:
                 names = [each.name for each in found if each.is_file(follow_symlinks=False)]
             yield from (f"t/{name}" for name in names)
             return
@@ -271,6 +271,19 @@ class Packs:
         changed = os.stat(self._packs).st_mtime_ns
         if not always and changed == self._seen and time.monotonic() < self._listed + _RELIST:
             return False
+        try:
+            came = self._look()
+        except OSError as error:
+            if error.errno not in _SHORT:
+                raise
+            self._open.clear()
+            came = self._look()
+        self._listed = time.monotonic()
+        self._seen = changed if abs(time.time_ns() - changed) > _TICK else 0
+        return came
+
+    def _look(self) -> bool:
+        """List the folder, whatever we know; whether any came. The lock is held."""
         came = False
         for _ in range(_TRIES):
             names = {name for name in os.listdir(self._packs) if _NAME.fullmatch(name)}
@@ -281,8 +294,6 @@ class Packs:
             came = came or not self._known.keys().isdisjoint(new)
             if all(here):
                 break  # else there may be another in place of one that has gone meanwhile
-        self._listed = time.monotonic()
-        self._seen = changed if abs(time.time_ns() - changed) > _TICK else 0
         return came
 
     def _open_new(self, name: str) -> bool:
@@ -302,7 +313,6 @@ class Packs:
             return False
         except OSError as error:
             if error.errno in _SHORT:
-                self._open.clear()  # so that it passes
                 raise
             return True
         except ValueError:

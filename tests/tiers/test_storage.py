@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,7 @@ def in_child(work: Callable[[], None]) -> int:
             work()
             os._exit(0)
         except BaseException:
+            traceback.print_exc()
             os._exit(1)
     return os.waitpid(pid, 0)[1]
 
