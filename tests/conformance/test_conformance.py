@@ -18,6 +18,7 @@ from kvproto_conformance.cases import load
 from kvproto_conformance.claims import EXTENSIONS, SUITES
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.engines import LIVE
+from kvproto_conformance.live import list_scenarios
 from kvproto_conformance.run import Status, Verdict, run, verdict
 
 TESTEE = str(Path(__file__).parents[2] / "conformance/testees/python_kvproto.py")
@@ -135,6 +136,12 @@ def test_the_readme_counts_the_cases_of_each_suite() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", (SPEC.parents[1] / "conformance/README.md").read_text(), re.M)
     counted = Counter(case.suite for case in load())
     assert rows == [(suite, f"{counted[suite]:,}") for suite in SUITES if suite not in LIVE.values()]
+
+
+def test_the_readme_counts_the_scenarios() -> None:
+    text = (SPEC.parents[1] / "conformance/README.md").read_text()
+    sources, sinks = (len(list_scenarios(role)) for role in ("source", "sink"))
+    assert f"There are {sources} scenarios for sources and {sinks} for sinks." in text
 
 
 def test_a_page_says_what_the_keys_of_the_registry_mean() -> None:

@@ -7,6 +7,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     handovers,
     large,
     leases,
+    prefill_endings,
     prefill_extensions,
     prefill_frames,
     prefill_negotiation,

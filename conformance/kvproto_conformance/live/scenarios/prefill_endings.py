@@ -1,0 +1,167 @@
+"""How a request of a source ends: aborted before, while and after rows are copied, given up, refused, or too late."""
+
+from __future__ import annotations
+
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.scenario import scenario
+
+_PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
+
+
+@scenario("LIVE-121", "Abort before prefill ends: PROVEN, and no byte is written after it", "KVP-END-PROVEN",
+          guards=_PAGES)  # fmt: skip
+def _abort(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.fill(prompt)
+    run.finish(prompt)
+    late = sink.silence(0.1)
+    run.check("nothing follows", not late, str([frame.name for frame in late]), "KVP-END-PROVEN")
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-122", "Abort while rows are copied: once it is PROVEN, no byte changes", "KVP-END-PROVEN",
+          guards=_PAGES)  # fmt: skip
+def _abort_running(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.fill(prompt)
+    run.engine.ask("computed", id=prompt.id, tokens=30)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    assert sink.memory is not None
+    sink.image[:] = sink.memory.bytes
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.finish(prompt)
+    sink.silence(0.1)
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-123", "Abort of an attempt that has not come yet", "KVP-END-UNSEEN",
+          guards="An Abort overtakes its Transfer, which is then served into pages of somebody else.")  # fmt: skip
+def _abort_unseen(run: PrefillRun) -> None:
+    sink, before, prompt = run.ready(), run.prompt(), run.prompt()
+    run.take(before)
+    sink.ask_for(sink.request(before.key, before.tokens))  # keeps what follows above the low-water mark
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="changed its mind")
+    proven = drained.fields["proof"] == "PROVEN"
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "ABORTED", "sequence", "KVP-END-UNSEEN", made.sequence)
+    run.check("proven", proven, drained.fields["proof"], "KVP-END-PROVEN")
+    run.untouched(sink)
+    for each in (before, prompt):
+        run.engine.ask("fail", id=each.id, reason="over")
+    run.refused(sink, None, "Failed", "ABORTED", sequence="1")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-124", "attempt 2 with other pages, after an Abort that is PROVEN", "KVP-TRN-ATTEMPT",
+          guards="A request that was aborted once can never be fetched again.")  # fmt: skip
+def _attempt(run: PrefillRun) -> None:
+    sink, before, prompt = run.ready(), run.prompt(), run.prompt()
+    run.take(before)
+    held = sink.request(before.key, before.tokens)
+    sink.ask_for(held)  # while this one is under way, the next is above the low-water mark
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    sink.ask("Transfer", "Accepted", **fields)
+    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="other pages")
+    made.grants = sink.request(prompt.key, prompt.tokens).grants
+    sink.ask("Transfer", "Accepted", **(fields | {"attempt": "2", "grants": made.grants}))
+    for each, of in ((prompt, made), (before, held)):
+        run.fill(each)
+        run.finish(each)
+        run.arrived(sink, of, each)
+        run.over(each)
+
+
+@scenario("LIVE-125", "Abort after Done: Drained says PROVEN", "KVP-END-PROVEN", guards=_PAGES)
+def _abort_done(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="late")
+    run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-126", "prefill gives a request up", "KVP-TRN-CHECKS",
+          guards="A prompt that cannot be computed lets decode wait for ever.")  # fmt: skip
+def _failed(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sent = sink.ask_for(made)
+    run.engine.ask("fail", id=prompt.id, reason="no pages")
+    found = run.refused(sink, None, "Failed", "ABORTED", clause="KVP-TRN-CHECKS")
+    run.check("about it", found.fields["sequence"] == sent.fields["sequence"], clause="KVP-SES-ECHO")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-127", "the first token ends the text", "KVP-TRN-SET",
+          guards="Decode goes on after the end of the text.")  # fmt: skip
+def _finished(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    run.fill(prompt)
+    run.finish(prompt, finished=True)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    done = sink.await_done(made)
+    run.check("outcome", done.fields["outcome"] == "FINISHED", done.fields["outcome"])
+    sink.reply(done, "DoneAck")
+    run.over(prompt)
+
+
+@scenario("LIVE-129", "an Error in place of DoneAck ends the attempt", "KVP-TRN-REFUSED",
+          guards="A source says Done for ever to a sink that has refused it.", slow=True)  # fmt: skip
+def _refused_done(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    done = sink.await_done(made)
+    sink.send("Error", request=done.fields["request"], code="WRONG_PEER", path="writer", mine="1", yours="0")
+    late = sink.silence(3.0)
+    run.check("no Done again", not late, str([frame.name for frame in late]), "KVP-TRN-REFUSED")
+    run.over(prompt, "undelivered")
+
+
+@scenario("LIVE-131", "a deadline passes while prefill runs", "KVP-TKT-DEADLINE",
+          guards="A request that everybody has forgotten keeps its pages.")  # fmt: skip
+def _deadline(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt, deadline=300)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.refused(sink, None, "Failed", "DEADLINE", clause="KVP-TKT-DEADLINE")
+    run.over(prompt, "expired")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-132", "a request that nobody fetches ends at its deadline", "KVP-TKT-DEADLINE",
+          guards="A request that everybody has forgotten keeps its pages.")  # fmt: skip
+def _nobody(run: PrefillRun) -> None:
+    prompt = run.prompt()
+    run.take(prompt, deadline=200)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.over(prompt, "expired")
