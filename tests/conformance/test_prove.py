@@ -14,9 +14,11 @@ from pathlib import Path
 import attrs
 import pytest
 
-from tools.prove import bugs, code, facts
+from kvproto_conformance.live.scenario import SCENARIOS
+from tools.prove import bugs, changing, code, facts, playing
 from tools.prove.__main__ import _part
 from tools.prove.children import DIED, LATE, crowding, in_children
+from tools.prove.judging import SURVIVED
 from tools.prove.rows import Row
 from tools.prove.state import State
 
@@ -95,6 +97,18 @@ def dies() -> str:
 
 def raises() -> str:
     raise ValueError("a fault of the tool")
+
+
+def test_a_scenario_that_passes_a_line_notices_what_is_otherwise_there() -> None:
+    file, line = "kvproto/session/pull.py", "        loan = attempt.loan if attempt is not None else None"
+    lines = (ROOT / file).read_text().splitlines()
+    wanted = [(file, n + 1) for n, text in enumerate(lines) if text == line]
+    assert len(wanted) == 1
+    changes = {changing.module_of(file): "\n".join(lines).replace(line, line.replace("is not None", "is None"))}
+    passed = {id: json.loads(playing._traced(SCENARIOS[id], wanted)) for id in ("LIVE-101", "LIVE-1061")}
+    assert passed == {"LIVE-101": [], "LIVE-1061": [[file, wanted[0][1]]]}
+    assert playing.by_scenarios({}, ["LIVE-1061"]) == SURVIVED
+    assert playing.by_scenarios(changes, ["LIVE-101", "LIVE-1061"]) == "LIVE-1061"
 
 
 def test_a_fault_of_the_tool_counts_for_nobody() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from pathlib import Path
 
 import attrs
 
-from kvproto_conformance.live import list_scenarios, run
-from tools.prove.judging import SURVIVED, Changes, by_tests, cases, failing, module_of
+from kvproto_conformance.live import list_scenarios
+from tools.prove.changing import Changes, module_of
+from tools.prove.judging import SURVIVED, by_tests, cases, failing
+from tools.prove.playing import played
 from tools.specgen.registry import ROOT
 
 __all__ = ["Bug", "load", "noticed"]
@@ -70,8 +71,7 @@ def _played(bug: Bug) -> str:
     """The scenarios that a live engine with the bug fails for the reason that is stated; nobody, unless all do."""
     known = {scenario.id: scenario for scenario in list_scenarios()}
     for id, says in zip(bug.scenarios, bug.says, strict=True):
-        command = [sys.executable, "-m", "tools.prove.planted", known[id].role, bug.name]
-        (result,) = run(command, [known[id]])
+        (result,) = played(bug.changes, [known[id]])
         if result.status == "suite-error":
             raise RuntimeError(f"{id}: {result.text}")
         if result.status != "fail" or not result.text.startswith(says):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from tools.prove.judging import module_of
+from tools.prove.changing import module_of
 from tools.specgen.registry import ROOT
 
 __all__ = ["AREAS", "Mutant", "files", "sample"]

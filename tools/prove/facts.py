@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from tools.prove.judging import Changes, module_of
+from tools.prove.changing import Changes, module_of
 from tools.specgen import python, straight
 from tools.specgen.registry import Facts, load
 

@@ -1,21 +1,16 @@
 """Whether a changed kvproto is noticed: by the vectors, asked in this process, or by the tests of sessions.
 
-A change is a module's name and the text that stands in its place. kvproto must not be imported before: all of this runs
-in a forked child, whose parent has loaded the cases and the libraries, and nothing of kvproto.
+All of this runs in a forked child, whose parent has loaded the cases and the libraries, and nothing of kvproto.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import io
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,12 +18,12 @@ import pytest
 from kvproto_conformance.cases import Case, load
 from kvproto_conformance.run import Result, run
 from kvproto_conformance.testee import Testee
+from tools.prove.changing import Changes, change
 from tools.prove.children import crowding
 from tools.specgen.registry import ROOT
 
 __all__ = [
     "SURVIVED",
-    "Changes",
     "as_it_is",
     "by_both_codecs",
     "by_cases",
@@ -36,12 +31,10 @@ __all__ = [
     "cases",
     "doubts",
     "failing",
-    "module_of",
     "within",
 ]
 
 Json = dict[str, Any]
-Changes = Mapping[str, str]
 SURVIVED = ""
 """The answer where nobody noticed; any other is who did."""
 TEST_LIMIT = 30
@@ -53,42 +46,6 @@ _ALL = load()
 def cases(*suites: str) -> list[Case]:
     """Those of the suites, of all where none is named."""
     return [case for case in _ALL if not suites or case.suite in suites]
-
-
-def module_of(file: str) -> str:
-    """Name of the module of a file of the repository."""
-    return file.removesuffix(".py").replace("/", ".")
-
-
-class _Loader(importlib.abc.InspectLoader):
-    def __init__(self, text: str, path: str) -> None:
-        self._text, self._path = text, path
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._text, self._path, "exec"), module.__dict__)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._changes:
-            return None
-        file = str(ROOT / name.replace(".", "/")) + ".py"
-        spec = importlib.util.spec_from_loader(name, _Loader(self._changes[name], file), origin=file)
-        assert spec is not None
-        spec.has_location = True
-        return spec
-
-
-def change(changes: Changes) -> None:
-    """Let the modules be these from now on."""
-    assert not any(name.split(".")[0] == "kvproto" for name in sys.modules), "kvproto is imported already"
-    sys.meta_path.insert(0, _Finder(changes))
 
 
 class _Within(Testee):

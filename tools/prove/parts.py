@@ -12,10 +12,13 @@ from typing import TypeVar
 
 import attrs
 
+from kvproto_conformance.live.scenario import SCENARIOS
 from tools.prove import bugs, code, facts
+from tools.prove.changing import Changes
 from tools.prove.children import in_children
-from tools.prove.judging import SURVIVED, Changes, by_both_codecs, by_cases, by_tests, cases, doubts
+from tools.prove.judging import SURVIVED, by_both_codecs, by_cases, by_tests, cases, doubts
 from tools.prove.passing import Passing, trace
+from tools.prove.playing import Played, by_scenarios
 from tools.prove.rows import Reasons, Row, why
 from tools.prove.state import State, read_hints
 from tools.specgen.registry import ROOT
@@ -118,24 +121,27 @@ def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) ->
 
 
 def _hinted(jobs: int, changes: Callable[[str], Changes], left: list[str]) -> dict[str, Judge]:
-    """The test that noticed each the last time; raises SystemExit if one fails without any change."""
+    """The test or scenario that noticed each the last time; raises SystemExit if one fails without any change."""
     known = read_hints()
     hints = {name: known[name] for name in left if name in known and _is_there(known[name])}
-    tests = sorted(set(hints.values()))
-    checks = [(AS_IT_IS, partial(by_tests, {}, tests))] if tests else []
+    asked = sorted(set(hints.values()))
+    ways = (by_scenarios, [hint for hint in asked if hint in SCENARIOS]), (by_tests, sorted({*asked} - {*SCENARIOS}))
+    checks = [(AS_IT_IS, partial(way, {}, some)) for way, some in ways if some]
     for _, failed, _ in in_children(checks, jobs, _ENOUGH):
-        if failed in tests:
+        if failed in asked:
             raise SystemExit(f"{AS_IT_IS} {failed} fails")
     return {name: partial(_by_hint, changes, name, hint) for name, hint in hints.items()}
 
 
-def _is_there(test: str) -> bool:
-    file, _, name = test.partition("::")
-    return (ROOT / file).exists() and f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+def _is_there(hint: str) -> bool:
+    file, _, name = hint.partition("::")
+    there = (ROOT / file).is_file() and f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+    return there or hint in SCENARIOS
 
 
 def _by_hint(changes: Callable[[str], Changes], name: str, hint: str) -> str:
-    return hint if by_tests(changes(name), [hint]) == hint else SURVIVED
+    way = by_scenarios if hint in SCENARIOS else by_tests
+    return hint if way(changes(name), [hint]) == hint else SURVIVED
 
 
 def _by_rooms(changes: Changes) -> str:
@@ -218,6 +224,12 @@ def _by_tests(area: str, mutants: list[code.Mutant], jobs: int) -> Ask:
     return ask
 
 
+def _by_scenarios(mutants: list[code.Mutant], jobs: int) -> Ask:
+    """Which of the scenarios that pass its line notices a mutant."""
+    playing = Played.trace(sorted({(mutant.file, mutant.line) for mutant in mutants}), jobs, LIMIT)
+    return lambda mutant: by_scenarios({mutant.module: mutant.text}, playing.scenarios((mutant.file, mutant.line)))
+
+
 def prove_code(asked: Asked) -> Found:
     """Mutants of code, so many of each area."""
     for area in code.AREAS:
@@ -226,9 +238,9 @@ def prove_code(asked: Asked) -> Found:
 
 
 def _of_area(asked: Asked, area: str, drawn: Mapping[str, code.Mutant]) -> Found:
-    def by_the_cases(left: list[str]) -> dict[str, Judge]:
-        judge = _by_cases(area) if area in _SUITES else None  # no case is about sessions
-        return {name: partial(judge, drawn[name]) for name in left} if judge else {}
+    def by_the_suite(left: list[str]) -> dict[str, Judge]:
+        judge = _by_cases(area) if area in _SUITES else _by_scenarios([drawn[name] for name in left], asked.jobs)
+        return {name: partial(judge, drawn[name]) for name in left}
 
     def by_hints(left: list[str]) -> dict[str, Judge]:
         return _hinted(asked.jobs, lambda name: {drawn[name].module: drawn[name].text}, left)
@@ -237,7 +249,11 @@ def _of_area(asked: Asked, area: str, drawn: Mapping[str, code.Mutant]) -> Found
         judge = _by_tests(area, [drawn[name] for name in left], asked.jobs)
         return {name: partial(judge, drawn[name]) for name in left}
 
-    yield from _judged(asked, area, drawn, by_the_cases, by_hints, by_the_tests)
+    if area in _SUITES:
+        yield from _judged(asked, area, drawn, by_the_suite, by_hints, by_the_tests)
+    else:  # scenarios take long, mostly to wait for an answer that does not come
+        asked = attrs.evolve(asked, jobs=asked.jobs * 3)
+        yield from _judged(asked, area, drawn, by_hints, by_the_suite, by_the_tests)
 
 
 def prove_bugs(asked: Asked) -> Found:

@@ -7,13 +7,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 import attrs
 import pytest
 
+from tools.prove.lines import Line, Lines
 from tools.specgen.registry import ROOT
 
 __all__ = ["Passing", "trace"]
@@ -27,8 +25,8 @@ class Passing:
 
     seconds: dict[str, float]
     """Of each test."""
-    lines: dict[tuple[str, int], list[str]]
-    """File and line to the tests that pass it."""
+    lines: dict[Line, list[str]]
+    """Line to the tests that pass it."""
 
     def tests(self, file: str, line: int) -> list[str]:
         """Those that pass a line, in virtual time first, then the quickest first.
@@ -42,7 +40,7 @@ class Passing:
     def read(cls, texts: Sequence[str]) -> Passing:
         """What runs of `trace` have written."""
         seconds: dict[str, float] = {}
-        lines: dict[tuple[str, int], list[str]] = defaultdict(list)
+        lines: dict[Line, list[str]] = defaultdict(list)
         for text in texts:
             took, files = json.loads(text)
             names = list(took)
@@ -60,36 +58,22 @@ _VIRTUAL = ("tests/session", "tests/plan", "tests/wire")
 class _Tracer:
     """A plugin of pytest that notes which of some lines each test passes."""
 
-    def __init__(self, wanted: Iterable[tuple[str, int]]) -> None:
-        self._wanted = {(str(ROOT / file), line) for file, line in wanted}
-        self._ours: dict[CodeType, bool] = {}
-        self._now: set[tuple[str, int]] = set()
+    def __init__(self, wanted: Iterable[Line]) -> None:
+        self._lines = Lines(wanted)
         self.seconds: dict[str, float] = {}
-        self.passed: dict[str, set[tuple[str, int]]] = {}
+        self.passed: dict[str, set[Line]] = {}
         self.failed: set[str] = set()
-
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code = frame.f_code
-        ours = self._ours.get(code)
-        if ours is None:
-            ours = self._ours[code] = any((code.co_filename, line) in self._wanted for _, _, line in code.co_lines())
-        return self._line if ours else None
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if (at := (frame.f_code.co_filename, frame.f_lineno)) in self._wanted:
-            self._now.add(at)
-        return self._line
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._now, began = set(), time.perf_counter()
-        sys.settrace(self._enter)
+        self._lines.passed, began = set(), time.perf_counter()
+        sys.settrace(self._lines.enter)
         try:
             return (yield)
         finally:
             sys.settrace(None)
             self.seconds[item.nodeid] = time.perf_counter() - began
-            self.passed[item.nodeid] = self._now
+            self.passed[item.nodeid] = self._lines.passed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -100,7 +84,7 @@ class _Tracer:
             self.failed.add(report.nodeid)
 
 
-def trace(wanted: Iterable[tuple[str, int]], words: Sequence[str]) -> str:
+def trace(wanted: Iterable[Line], words: Sequence[str]) -> str:
     """Run the tests that `words` name to pytest, as they are; what `Passing.read` reads.
 
     Functions with a wanted line are followed, which makes them several times slower: a test that waits for the clock,
@@ -118,5 +102,5 @@ def trace(wanted: Iterable[tuple[str, int]], words: Sequence[str]) -> str:
     lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, passed in enumerate(tracer.passed.values()):
         for file, line in passed:
-            lines[Path(file).relative_to(ROOT).as_posix()][line].append(number)
+            lines[file][line].append(number)
     return json.dumps([tracer.seconds, lines])

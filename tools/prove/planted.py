@@ -1,20 +1,41 @@
-"""`python -m tools.prove.planted ROLE BUG`: the reference's adapter of a live engine, with a bug of `bugs.toml`."""
+"""`python -m tools.prove.planted FILE ROLE`: the reference's adapter of a live engine, with what `FILE` changes.
+
+FILE is JSON: `changes`, module names with their texts; `wanted`, lines of files; and `passed`, the file to which each
+wanted line is added when it is passed first.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import json
+import os
 import runpy
+import signal
 import sys
+import threading
+from pathlib import Path
 
-from tools.prove import bugs
-from tools.prove.judging import change
+from tools.prove.changing import change
+from tools.prove.lines import Lines
 from tools.specgen.registry import ROOT
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Plant the bug, and serve."""
-    role, name = sys.argv[1:]
-    (bug,) = (bug for bug in bugs.load() if bug.name == name)
-    change(bug.changes)
+    """Change modules, and serve."""
+    file, role = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a mutant that hangs ends too
+    planted = json.loads(Path(file).read_text())
+    change(planted["changes"])
+    if planted["wanted"]:
+        for name in ("kvproto.source", "kvproto.sink"):  # to follow what is imported would take seconds
+            importlib.import_module(name)
+        passed = os.open(planted["passed"], os.O_WRONLY | os.O_APPEND)
+        lines = Lines(map(tuple, planted["wanted"]), lambda line: os.write(passed, json.dumps(line).encode() + b"\n"))
+        threading.settrace(lines.enter)
+        sys.settrace(lines.enter)
     sys.path.insert(0, str(ROOT / "conformance/testees"))
     runpy.run_path(str(ROOT / f"conformance/testees/live_{role}.py"), run_name="__main__")
 

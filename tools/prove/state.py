@@ -15,13 +15,14 @@ from typing import Any
 
 import attrs
 
+from kvproto_conformance.live.scenario import SCENARIOS
 from tools.prove.rows import Row
 from tools.specgen.registry import ROOT
 
 __all__ = ["HINTS", "State", "read_hints", "sources"]
 
 HINTS = Path(__file__).with_name("hints.json")
-"""Which test noticed a mutant the last time. It is asked first; if it notices nothing, all others are asked."""
+"""Which test or scenario noticed a mutant the last time. It is asked first; if it notices nothing, all others are."""
 
 _WHAT = ("kvproto", "conformance", "spec/v1/registry", "spec/v1/vectors", "tests", "tools/prove", "tools/specgen")
 _KINDS = {".py", ".toml", ".json"}
@@ -78,8 +79,9 @@ class State:
 
     @staticmethod
     def killers(rows: Iterable[Row]) -> dict[str, str]:
-        """Of the mutants that tests alone have noticed, which test it was."""
-        return {row.name: row.noticed for row in sorted(rows, key=lambda row: row.name) if "::" in row.noticed}
+        """Of the mutants that tests or scenarios have noticed, which it was; bugs name theirs."""
+        slow = [row for row in rows if row.kind != "bug" and ("::" in row.noticed or row.noticed in SCENARIOS)]
+        return {row.name: row.noticed for row in sorted(slow, key=lambda row: row.name)}
 
 
 def _object(line: str) -> dict[str, Any]:
