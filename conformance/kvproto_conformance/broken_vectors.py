@@ -170,6 +170,7 @@ BROKEN: list[tuple[str, str, Edit, str, str]] = [
     ("twins-in-a-rank", "KVP-GEO-DISJOINT", _all(_set("groups.1.model", "0"), _set("groups.1.parts.0.name", "latent")), "ranks[0].owns[1].layers", "one layer with two caches"),
     ("twins-of-two-ranks", "KVP-GEO-DISJOINT", _all(_set("groups.1.model", "0"), _set("groups.1.parts.0.name", "latent"), lambda side: side["ranks"][0]["owns"].pop(1), lambda side: side["ranks"][1]["owns"].pop(0)), "ranks[1].owns[0].layers", "the same, where no rank sees both"),
     ("lanes-of-sections", "KVP-GEO-SIZE", _all(_sections((0, 1024, 1152), (1024, 128, 1152)), *(_set(f"groups.0.parts.{n}.lanes", str(1 << 20)) for n in (0, 1)), _set("ranks.0.owns.0.lanes.0.hi", str(1 << 20))), "ranks", "a small Description that costs much"),
+    ("order-beyond", "KVP-GEO-ORDERED", _dealt(2, 1, order=["0", "2"]), "groups[0].order", "as many ranks as there are, of which one is not"),
 ]  # fmt: skip
 TAKEN: list[tuple[str, str, Edit, str]] = [
     # the nearest cases that are valid

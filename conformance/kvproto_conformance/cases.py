@@ -158,7 +158,7 @@ _CLAUSES = {"verify": "KVP-VERIFY-SOURCE", "stream": "KVP-STG-ORDER"}
 """The cases of suites that share the rows of another."""
 _FILES: dict[str, Callable[[Json, Json], Asked]] = {
     "codec/*.json": _codec, "json.json": _json_form, "streams.json": _streamed, "negotiation.json": _negotiated,
-    "dcp.json": _dealt, "plan/*.json": _planned, "lowering.json": _lowered, "late.json": _late, "inline.json": _inline,
+    "dcp.json": _dealt, "plan/*.json": _planned, "lowering*.json": _lowered, "late.json": _late, "inline.json": _inline,
 }  # fmt: skip
 
 

@@ -131,6 +131,8 @@ def _numbered(source: Json, sink: Json) -> Iterator[tuple[Place, Place, tuple[in
     for a, b, dst, model, first, last, index, lo, hi, c, d, _ in boxes(source["geometry"], sink["geometry"]):
         if (str(a), str(b)) != (source["rank"], sink["rank"]):
             continue
+        if there.groups[str(dst)]["kind"] == "HANDOFF":
+            continue
         assert there.shares[str(dst)]["cp_rank"] == str(d)
         part = there.groups[str(dst)]["parts"][index]["name"]
         for layer in range(first, last):

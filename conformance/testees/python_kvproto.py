@@ -13,7 +13,7 @@ from kvproto.copying.execute import checksums, execute
 from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
-from kvproto.planning.geometry import owns, validate
+from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.claims import check_held
 from kvproto.session.inline import Came
@@ -113,16 +113,18 @@ def merge(question: Json) -> Json:
 
 
 @cache
-def described(text: str) -> Geometry:
-    """A Description that is right; many cases share one."""
+def described(text: str, came: bool) -> Geometry:
+    """A Description that is right, one's own or one that came; many cases share one."""
     geometry = from_json(Geometry, json.loads(text))
+    if came:
+        return decode_geometry(encode_geometry(geometry))
     validate(geometry)
     return geometry
 
 
 def planned(question: Json) -> Json:
     """Routes of two Descriptions."""
-    source, sink = (described(json.dumps(question[side])) for side in ("source", "sink"))
+    source, sink = (described(json.dumps(question[side]), side == "sink") for side in ("source", "sink"))
     made = plan(source, sink, [Feature[name] for name in question["features"]])
     return {
         "plan": made.digest.hex(),

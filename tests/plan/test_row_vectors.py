@@ -16,15 +16,17 @@ from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire import from_json
 from kvproto.wire.messages import Columns, Geometry, Grants
-from kvproto_conformance import lowering_vectors, row_vectors
+from kvproto_conformance import lowering_vectors, pool_vectors, row_vectors, size_vectors
 from tests.plan.worlds import regions
 
-PLANS: list[dict[str, Any]] = json.loads(row_vectors.FILE.read_text())["cases"]
-LOWERED: list[dict[str, Any]] = json.loads(lowering_vectors.FILE.read_text())["cases"]
+PLANS, LOWERED = (
+    [case for maker in makers for case in json.loads(maker.FILE.read_text())["cases"]]
+    for makers in ((row_vectors, size_vectors), (lowering_vectors, pool_vectors))
+)
 
 
 def test_vectors_are_what_their_maker_makes() -> None:
-    for maker in (row_vectors, lowering_vectors):
+    for maker in (row_vectors, size_vectors, lowering_vectors, pool_vectors):
         assert maker.FILE.read_text() == maker.made()
 
 
@@ -86,6 +88,8 @@ def _side(given: dict[str, Any]) -> tuple[RankLayout, dict[int, Any]]:
 
 def _runs(moved: dict[tuple[int, int], tuple[int, int]]) -> list[list[str]]:
     """Runs of bytes that are contiguous on both sides, by ascending place at the sink."""
+    if not moved:
+        return []
     table = np.array([(*from_, *to) for to, from_ in sorted(moved.items())])
     step = np.any(np.diff(table, axis=0) != [0, 1, 0, 1], axis=1)
     starts = np.r_[0, np.flatnonzero(step) + 1]

@@ -12,7 +12,7 @@ from kvproto.planning.plan import plan
 from kvproto.wire import from_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
-from kvproto_conformance import broken_vectors, fleet_vectors, plan_vectors, row_vectors
+from kvproto_conformance import broken_vectors, fleet_vectors, plan_vectors, row_vectors, size_vectors
 
 CASES: list[dict[str, Any]] = [
     case for file in plan_vectors.FILES for case in json.loads((plan_vectors.FOLDER / file).read_text())["cases"]
@@ -50,6 +50,7 @@ def test_every_file_of_vectors_has_a_maker_and_every_case_a_name() -> None:
     assert {file.name for file in plan_vectors.FOLDER.iterdir()} == {
         *plan_vectors.FILES,
         row_vectors.FILE.name,
+        size_vectors.FILE.name,
         fleet_vectors.FILE.name,
         broken_vectors.FILE.name,
     }
