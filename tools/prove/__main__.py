@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         print("a part alone: the whole is judged by a run that finds the rows of all parts")
     if args.write_hints:
         hints = dict(sorted((read_hints() | state.killers(rows)).items()))
-        HINTS.write_text(json.dumps(hints, indent=0) + "\n", encoding="utf-8")
+        HINTS.write_text(json.dumps(hints, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1
 
 

@@ -57,9 +57,20 @@ _ENOUGH = 900.0
 """Seconds of tests for one mutant, each of which has a limit of its own: to take long is no sign of anything."""
 _BATCH = 400
 """Mutants that go through all stages before the next do: what an interrupted run has found is kept."""
+_WAITING = 3
+"""How many live engines a core may have: mostly they wait for an answer that does not come."""
 Judge = Callable[[], str]
-Stage = Callable[[list[str]], Mapping[str, Judge]]
 T = TypeVar("T")
+
+
+@attrs.frozen
+class Stage:
+    """Some who are asked, in `seconds`, of those mutants that nobody of the stages before has noticed."""
+
+    judges: Callable[[list[str]], Mapping[str, Judge]]
+    seconds: float = _ENOUGH
+    waiting: int = 1
+    """How many at once for each job."""
 
 
 @attrs.frozen
@@ -110,8 +121,9 @@ def _judged(asked: Asked, kind: str, names: Mapping[str, object], *stages: Stage
 
 def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) -> Found:
     spent = defaultdict[str, float](float)
-    for stage, limit in zip(stages, (LIMIT, *[_ENOUGH] * len(stages)), strict=False):
-        for name, noticed, seconds in in_children(stage(left).items() if left else (), asked.jobs, limit):
+    for stage in stages:
+        judges = stage.judges(left) if left else {}
+        for name, noticed, seconds in in_children(judges.items(), asked.jobs * stage.waiting, stage.seconds):
             spent[name] += seconds
             if noticed != SURVIVED:
                 left.remove(name)
@@ -194,7 +206,8 @@ def prove_facts(asked: Asked) -> Found:
     def by_the_tests(left: list[str]) -> dict[str, Judge]:
         return {name: partial(_fact_by_rooms, name, found[name]) for name in left if name not in excused}
 
-    yield from _judged(asked, "registry", found, by_the_cases, by_hints, by_the_tests)
+    stages = Stage(by_the_cases, LIMIT), Stage(by_hints), Stage(by_the_tests)
+    yield from _judged(asked, "registry", found, *stages)
 
 
 Ask = Callable[[code.Mutant], str]
@@ -238,28 +251,33 @@ def prove_code(asked: Asked) -> Found:
 
 
 def _of_area(asked: Asked, area: str, drawn: Mapping[str, code.Mutant]) -> Found:
-    def by_the_suite(left: list[str]) -> dict[str, Judge]:
-        judge = _by_cases(area) if area in _SUITES else _by_scenarios([drawn[name] for name in left], asked.jobs)
-        return {name: partial(judge, drawn[name]) for name in left}
+    def by_the_cases(left: list[str]) -> dict[str, Judge]:
+        judge = _by_cases(area) if area in _SUITES else None  # no case is about sessions
+        return {name: partial(judge, drawn[name]) for name in left} if judge else {}
 
     def by_hints(left: list[str]) -> dict[str, Judge]:
         return _hinted(asked.jobs, lambda name: {drawn[name].module: drawn[name].text}, left)
+
+    def by_the_scenarios(left: list[str]) -> dict[str, Judge]:
+        judge = _by_scenarios([drawn[name] for name in left], asked.jobs * _WAITING)
+        return {name: partial(judge, drawn[name]) for name in left}
 
     def by_the_tests(left: list[str]) -> dict[str, Judge]:
         judge = _by_tests(area, [drawn[name] for name in left], asked.jobs)
         return {name: partial(judge, drawn[name]) for name in left}
 
-    if area in _SUITES:
-        yield from _judged(asked, area, drawn, by_the_suite, by_hints, by_the_tests)
-    else:  # scenarios take long, mostly to wait for an answer that does not come
-        asked = attrs.evolve(asked, jobs=asked.jobs * 3)
-        yield from _judged(asked, area, drawn, by_hints, by_the_suite, by_the_tests)
+    stages = (
+        Stage(by_the_cases, LIMIT), Stage(by_hints, waiting=_WAITING), Stage(by_the_scenarios, waiting=_WAITING),
+        Stage(by_the_tests),
+    )  # fmt: skip
+    yield from _judged(asked, area, drawn, *stages)
 
 
 def prove_bugs(asked: Asked) -> Found:
     """Bugs of real engines: each has to be noticed by all the cases that it names."""
     found = asked.drawn({bug.name: bug for bug in bugs.load()})
-    yield from _judged(asked, "bug", found, lambda left: {n: partial(bugs.noticed, found[n]) for n in left})
+    judges = Stage(lambda left: {name: partial(bugs.noticed, found[name]) for name in left}, LIMIT)
+    yield from _judged(asked, "bug", found, judges)
 
 
 PARTS: dict[str, Callable[[Asked], Found]] = {"registry": prove_facts, "code": prove_code, "bugs": prove_bugs}
