@@ -10,11 +10,19 @@ from typing import Any
 from engine_cache import EngineCache
 from toy_engine import Toy, options_of, serve, ticket_of
 
-from kvproto import Prompt, Request, Source
+from kvproto import Geometry, Pool, Prompt, Request, Source, Tiers
 from kvproto.events import Freed
 from kvproto.planning.geometry import encode_geometry
 
 Ask = dict[str, Any]
+PAGE, PAGES, HOST = 16, 64, 1280
+"""Tokens of a page that is kept, and how many the device and the host hold: more than one message names."""
+NAMES = {"weights.target": "toy", "rope.target": "none", "dtype.target": "U8"}
+
+
+def kept_pages(geometry: Geometry) -> Tiers:
+    """Pages of requests that are over, which are kept apart from those that are handed over."""
+    return Tiers(Pool.allocate(geometry, PAGES), NAMES, page=PAGE, host=HOST)
 
 
 class Prefill:
@@ -31,6 +39,9 @@ class Prefill:
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
         options = options_of(ask, Path(self.folder.name))
         self.source = self.source_type(ask["name"], self.toy.pool, ask["listen"], options)
+        self.tiers = kept_pages(self.toy.geometry) if ask["world"] == "gqa" else None
+        if self.tiers is not None:
+            self.source.tell(self.tiers)
         self.requests: dict[str, tuple[Request, dict[str, list[int]]]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
@@ -61,11 +72,26 @@ class Prefill:
         self.toy.give_back(self.requests.pop(ask["id"])[1])
         return {"state": "freed" if isinstance(over, Freed) else type(over).__name__.lower()}
 
+    def on_keep(self, ask: Ask) -> None:
+        if self.tiers is None:
+            raise NotImplementedError("pages that are kept, in another world than gqa")
+        lease = self.tiers.open(self.tiers.chain(ask["tokens"]), -(-len(ask["tokens"]) // PAGE))
+        if lease is None:
+            raise MemoryError(f"no room for {len(ask['tokens'])} tokens")
+        self.tiers.step()
+        lease.leave(len(ask["tokens"]))
+        for _ in range(2):  # to the host, and then it is there
+            self.tiers.step()
+            self.tiers.drain()
+        self.tiers.step()
+
     def on_drain(self, ask: Ask) -> None:
         self.source.drain()
 
     def on_stop(self, ask: Ask) -> None:
         self.source.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """All scenarios; each module makes those of its subject known."""
 
 from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in which they run
+    catalogue,
     decode_extensions,
     decode_hostile,
     decode_sessions,
