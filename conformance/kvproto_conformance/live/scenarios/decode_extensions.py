@@ -203,6 +203,30 @@ def _credited(source: Source, epoch: str | None) -> None:
     source.heard.insert(0, found)
 
 
+@scenario("LIVE-1136", "the pool moves beside a rank from which nothing comes: no session ends", "KVP-EPO-RISE",
+          role="sink", guards="A pool that moves costs every session, although each could go on.", must=False,
+          extensions=("EPOCHS",))  # fmt: skip
+def _unrouted(run: DecodeRun) -> None:
+    *routed, seed = run.source(4, offered=["EPOCHS"])
+    run.connect(seed)
+    for each in (seed, *routed):
+        each.welcome()
+        each.describe()
+        run.chosen(each)
+    for each in routed:
+        each.registered()
+    if seed.routes():
+        raise Missed("a plan by which the fourth of these ranks sends something", "KVP-PLAN-EXACT")
+    run.hand_over(routed)
+    run.engine.ask("move")
+    for each in routed:
+        each.registered()
+        each.returned(each.expect("Unregister", clause="KVP-EPO-FREE"))
+    free = run.engine.ask("returned", seconds=5.0)["free"]
+    run.check("free", free, "not free after PROVEN", "KVP-EPO-FREE")
+    run.hand_over(routed)
+
+
 _STRANGER = "Whoever answers at the address is believed to be the source."
 
 
