@@ -65,6 +65,8 @@ class Source(Peer):
         self.needed = list(needed)
         self.version = "1"
         self.theirs: Json = {}
+        self.welcomed: Json = {}
+        """The fields of the last Welcome."""
         self.sink_rank = 0
         self.planned: Json = {}
         self.epochs: dict[str, tuple[list[Json], Regions]] = {}
@@ -88,7 +90,8 @@ class Source(Peer):
             "endpoints": [{"rank": str(r), "address": a} for r, a in sorted(self.endpoints.items())],
         }  # fmt: skip
         stated = {key: of(hello.fields) if callable(of) else of for key, of in changes.items()}
-        self.reply(hello, "Welcome", **(fields | stated))
+        self.welcomed = fields | stated
+        self.reply(hello, "Welcome", **self.welcomed)
         self.sink_rank = int(hello.fields["rank"])
         return hello
 
@@ -106,6 +109,14 @@ class Source(Peer):
             found, "Description", **({"version": self.version, "geometry": data, "digest": self.digest} | changes)
         )
         return found
+
+    def redescribe(self) -> Frame:
+        """Describe to Description, of the same caches under the next version (feature EPOCHS)."""
+        self.version = str(int(self.version) + 1)
+        data, digest = world.digest_of(self.geometry)
+        found = self.ask("Describe", "Description", version=self.version, geometry=data, digest=digest)
+        self.their_version, self.their_digest = found.fields["version"], found.fields["digest"]
+        return self.last["Describe"]
 
     def routes(self) -> list[Json]:
         """Of this rank pair."""
@@ -317,8 +328,9 @@ class Source(Peer):
         self.unmap()
 
 
-def this_process() -> Json:
-    """The suite's process, as Registered states it."""
-    start = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+def this_process(pid: int | None = None) -> Json:
+    """The suite's process, or another of its own, as Registered states it."""
+    pid = os.getpid() if pid is None else pid
+    start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return {"boot": boot_id(), "namespace": str(namespace), "pid": str(os.getpid()), "start": start}
+    return {"boot": boot_id(), "namespace": str(namespace), "pid": str(pid), "start": start}

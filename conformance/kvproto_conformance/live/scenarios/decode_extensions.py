@@ -72,6 +72,36 @@ def _ungranted(run: DecodeRun) -> None:
     source.reply(source.expect("Abort"), "Drained", proof="PROVEN")
 
 
+@scenario("LIVE-1104", "Data of a request of which no item was granted", "KVP-INT-DONE", role="sink", guards=_TIED,
+          level="L4", transport="INLINE", extensions=("INTENT", "INLINE"))  # fmt: skip
+def _early(run: DecodeRun) -> None:
+    source, asked, prompt = _intended(run)
+    source.take_credit(8)
+    lie = {**asked.of, "offset": "0", "data": bytes(8).hex(), "last": False}
+    source.misstate("Data", **lie)
+    found = source.expect("Error", clause="KVP-INT-DONE")
+    said = found.fields["code"], found.fields["path"]
+    run.check("refused", said == ("UNEXPECTED_MESSAGE", "sequence"), f"{said[0]} at {said[1]!r}", "KVP-INT-DONE")
+    source.reply(source.expect("Abort", clause="KVP-END-FAILED"), "Drained", proof="PROVEN")
+    run.lost(prompt, "UNEXPECTED_MESSAGE")
+
+
+@scenario("LIVE-1105", "Done of a request whose Grant was not answered: the Grant does not come again",
+          "KVP-SES-RESEND", role="sink", slow=True,
+          guards="Decode asks for ever about what is over, and gives up a session that is well.",
+          extensions=("INTENT",))  # fmt: skip
+def _unanswered(run: DecodeRun) -> None:
+    source, asked, prompt = _intended(run)
+    source.progress(asked, "READY")
+    grant = source.expect("Grant", clause="KVP-INT-ITEMS")
+    source.place(asked, [given | {"items": given.get("items", [])} for given in grant.fields["grants"]])
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+    late = source.silence(2.5)
+    run.check("no Grant again", not late, str([frame.name for frame in late]), "KVP-SES-RESEND")
+    run.hand_over([source])
+
+
 @scenario("LIVE-1121", "pages are named piece by piece", "KVP-SPN-ID", "KVP-SPN-TURN", role="sink", guards=_TIED,
           extensions=("INTENT", "SPANS"))  # fmt: skip
 def _spans(run: DecodeRun) -> None:
@@ -115,6 +145,86 @@ def _unprovable(run: DecodeRun) -> None:
     held = run.engine.ask("returned", seconds=0.5)
     run.check("not free", not held["free"], "free without proof", "KVP-EPO-FREE")
     run.hand_over([source])
+
+
+_STALE = "Prefill loads a draft model, and decode asks on by what it knew before: every request is refused, for ever."
+
+
+@scenario("LIVE-1133", "a source describes itself again: its next request is of the new Description", "KVP-DSC-LAST",
+          "KVP-TRN-CHANGED", role="sink", guards=_STALE, extensions=("EPOCHS",))  # fmt: skip
+def _redescribed(run: DecodeRun) -> None:
+    source = _one(run)
+    run.hand_over([source])
+    source.redescribe()
+    source.registered()
+    run.hand_over([source])
+
+
+@scenario("LIVE-1134", "a Register that a change has overtaken is refused: another follows", "KVP-REG-DIGESTS",
+          "KVP-EPO-RISE", role="sink", guards=_STALE, extensions=("EPOCHS",))  # fmt: skip
+def _overtaken(run: DecodeRun) -> None:
+    source = _one(run)
+    run.hand_over([source])
+    run.engine.ask("move")
+    late = source.expect("Register", clause="KVP-REG-MAP")
+    found = source.redescribe()
+    source.reply(late, "Refused", code="DESCRIPTION_MISMATCH", path="source", mine=found.fields["digest"],
+                 yours=late.fields["source"])  # fmt: skip
+    again = source.registered()
+    rises = int(again.fields["epoch"]) > int(late.fields["epoch"])
+    run.check("a greater epoch", rises, f"{again.fields['epoch']} after {late.fields['epoch']}", "KVP-EPO-RISE")
+    source.returned(source.expect("Unregister", clause="KVP-EPO-FREE"))
+    run.hand_over([source])
+    run.engine.ask("move")
+    source.registered()
+    source.returned(source.expect("Unregister", clause="KVP-EPO-FREE"))
+    free = run.engine.ask("returned", seconds=5.0)["free"]
+    run.check("free", free, "held by an epoch that was never mapped", "KVP-EPO-FREE")
+    run.hand_over([source])
+
+
+@scenario("LIVE-1135", "each epoch counts its own Data", "KVP-EPO-CREDIT", "KVP-INL-COUNT", role="sink",
+          guards="Credit of one pool is taken for that of another: streams stall, or overrun their window.",
+          transport="INLINE", extensions=("EPOCHS", "INLINE"))  # fmt: skip
+def _counts(run: DecodeRun) -> None:
+    source = _one(run)
+    _credited(source, None)
+    run.hand_over([source])
+    run.engine.ask("move")
+    epoch = source.registered().fields["epoch"]
+    _credited(source, epoch)
+    source.total = source.sent = 0
+    run.hand_over([source])
+
+
+def _credited(source: Source, epoch: str | None) -> None:
+    """Wait for a Credit of this epoch, and leave it to whoever sends Data."""
+    found = source.expect("Credit", where=lambda fields: fields.get("epoch") == epoch, clause="KVP-EPO-CREDIT")
+    source.heard.insert(0, found)
+
+
+@scenario("LIVE-1136", "the pool moves beside a rank from which nothing comes: no session ends", "KVP-EPO-RISE",
+          role="sink", guards="A pool that moves costs every session, although each could go on.", must=False,
+          extensions=("EPOCHS",))  # fmt: skip
+def _unrouted(run: DecodeRun) -> None:
+    *routed, seed = run.source(4, offered=["EPOCHS"])
+    run.connect(seed)
+    for each in (seed, *routed):
+        each.welcome()
+        each.describe()
+        run.chosen(each)
+    for each in routed:
+        each.registered()
+    if seed.routes():
+        raise Missed("a plan by which the fourth of these ranks sends something", "KVP-PLAN-EXACT")
+    run.hand_over(routed)
+    run.engine.ask("move")
+    for each in routed:
+        each.registered()
+        each.returned(each.expect("Unregister", clause="KVP-EPO-FREE"))
+    free = run.engine.ask("returned", seconds=5.0)["free"]
+    run.check("free", free, "not free after PROVEN", "KVP-EPO-FREE")
+    run.hand_over(routed)
 
 
 _STRANGER = "Whoever answers at the address is believed to be the source."

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+
 from kvproto_conformance.live.decode import DecodeRun
+from kvproto_conformance.live.peer import PATIENCE
 from kvproto_conformance.live.scenario import scenario
+from kvproto_conformance.live.source import this_process
 from kvproto_conformance.live.watch import Frame
 
 _PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
@@ -226,3 +231,67 @@ def _ends(run: DecodeRun) -> None:
     run.peers.clear()
     source.wire.close()
     source.unmap()
+
+
+@scenario("LIVE-328", "the source does not know the session on this connection: it is resumed", "KVP-SES-HELLO",
+          role="sink", guards="A connection that breaks costs every transfer that was under way.",
+          must=False)  # fmt: skip
+def _resumes(run: DecodeRun) -> None:
+    source, prompt = run.one(), run.prompt()
+    run.fetch(source, prompt)
+    asked = source.asked()
+    unknown = {"code": "UNKNOWN_SESSION", "path": "session", "mine": "no such session", "yours": source.session}
+    source.send("Error", request=asked.frame.fields["request"], **unknown)
+    hello = source.expect("Hello", clause="KVP-SES-HELLO")
+    resumed = hello.fields.get("resume")
+    run.check("resumes", resumed == source.session, f"{resumed}, not {source.session}", "KVP-SES-HELLO")
+    source.reply(hello, "Welcome", **source.welcomed)
+    source.accept(asked)
+    run.deliver(source, asked, prompt)
+    run.arrived(prompt)
+
+
+@scenario("LIVE-329", "nothing is proven of a request, until the process that wrote is dead", "KVP-END-REUSE",
+          "KVP-REG-DEATH", role="sink", guards="Pages that nobody can write any more are never used again.",
+          must=False)  # fmt: skip
+def _dies(run: DecodeRun) -> None:
+    (source,) = run.source()
+    with subprocess.Popen(["sleep", "600"]) as writer:
+        try:
+            run.connect(source)
+            source.welcome()
+            source.describe()
+            source.registered(process=this_process(writer.pid))
+            prompt = run.prompt()
+            run.fetch(source, prompt)
+            run.asked(source, prompt)
+            run.engine.ask("abort", id=prompt.id)
+            source.reply(source.expect("Abort", clause="KVP-END-REUSE"), "Drained", proof="UNPROVABLE")
+            run.lost(prompt, "ABORTED", free=False)
+            before = run.state(prompt)
+            run.check("pages are not free", before["free"] is False, str(before), "KVP-END-REUSE")
+        finally:
+            writer.kill()
+    found, end = run.state(prompt), time.monotonic() + PATIENCE
+    while not found["free"] and time.monotonic() < end:
+        source.hear(0.02)
+        found = run.state(prompt)
+    if run.check("pages are free", bool(found["free"]), str(found), "KVP-REG-DEATH"):
+        run.engine.ask("release", id=prompt.id)
+    source.over()
+
+
+@scenario("LIVE-330", "the engine aborts twice: one Abort", "KVP-SES-RESEND", role="sink", guards=_PAGES, must=False)
+def _aborts(run: DecodeRun) -> None:
+    source, prompt = run.one(), run.prompt()
+    run.fetch(source, prompt)
+    run.asked(source, prompt)
+    for _ in range(2):
+        run.engine.ask("abort", id=prompt.id)
+    abort = source.expect("Abort", clause="KVP-END-FAILED")
+    source.ask("Ping", "Pong")  # whatever was said before it has come
+    more = [f for f in source.heard if f.name == "Abort" and f.fields["request"] != abort.fields["request"]]
+    run.check("one Abort", not more, f"{len(more)} more", "KVP-SES-RESEND")
+    source.reply(abort, "Drained", proof="PROVEN")
+    run.lost(prompt, "ABORTED")
+    run.hand_over([source])

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance.live.decode import DecodeRun
+from kvproto_conformance.live.memory import holds
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.pull import PullSink, PullSource
 from kvproto_conformance.live.scenario import Prompt, scenario
 from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.source import Asked, Source
-from kvproto_conformance.live.watch import Frame
+from kvproto_conformance.live.watch import SUITE, Frame
 
 Json = dict[str, Any]
 _LENT = "Pages that decode reads are given to another request, or are read where nobody offered them."
@@ -102,6 +103,30 @@ def _unoffered(run: PrefillRun) -> None:
     run.over(prompt)
 
 
+@scenario("LIVE-1066", "a lease is renewed for longer than its ticket lasts", "KVP-PUL-RENEW", guards=_LENT,
+          extensions=("PULL",))  # fmt: skip
+def _bounded(run: PrefillRun) -> None:
+    sink, prompt, made, offer = _offered(run, deadline=60_000)
+    for asked in (120_000, 61_000):
+        found = sink.ask("Renew", "Renewed", **sink.named(made), lease=str(asked), clause="KVP-PUL-RENEW").fields
+        said = f"{found['lease']} ms of {asked}, and of a ticket of 60000"
+        run.check("no longer than its ticket", 0 < int(found["lease"]) <= 60_000, said, "KVP-PUL-RENEW")
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    run.check("nor is its Offer", int(offer.fields["lease"]) <= 60_000, offer.fields["lease"], "KVP-PUL-RENEW")
+
+
+@scenario("LIVE-1067", "an offer that was given back does not come again", "KVP-SES-RESEND", slow=True,
+          guards="A source asks for ever about what is over, and gives up a session that is well.",
+          extensions=("PULL",))  # fmt: skip
+def _silent(run: PrefillRun) -> None:
+    sink, _, made, offer = _offered(run)
+    sink.ask("Abort", "Drained", **sink.named(made), reason="nobody waits")
+    late = sink.silence(2.5)
+    run.check("no Offer again", all(f.raw != offer.raw for f in late), str([f.name for f in late]), "KVP-SES-RESEND")
+    run.hand_over(sink)
+
+
 def _begun(run: DecodeRun) -> tuple[Source, Prompt, Asked]:
     """A fetch that the source has accepted, and has the rows of."""
     source, prompt = run.one(offered=["PULL", "VERIFY"]), run.prompt()
@@ -190,6 +215,74 @@ def _overtakes(run: DecodeRun) -> None:
         source.acknowledged(offer, "KVP-PUL-EARLY")
         source.lent(registered)
         run.arrived(prompt)
+    run.hand_over([source])
+
+
+@scenario("LIVE-1178", "an Offer that was read comes again: Pulled, as before", "KVP-SES-REPLY", role="sink",
+          guards="A reply that was lost keeps prefill's pages, or prefill takes what was read for what was given up.",
+          extensions=("PULL",))  # fmt: skip
+def _again(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    offer = source.done(asked, run.handed(source, prompt), prompt.seed)
+    source.acknowledged(offer)
+    for _ in range(3):
+        source.watch.see(offer.raw, SUITE)
+        source.wire.send(offer.raw)
+        source.acknowledged(offer, "KVP-SES-REPLY")
+    run.arrived(prompt)
+    run.hand_over([source])
+
+
+@scenario("LIVE-1179", "Renewed of a request that is over, and of one whose lease nobody renews", "KVP-SES-ANSWERED",
+          role="sink", guards="An answer that comes late ends whatever is under way.", level="L4",
+          extensions=("PULL",))  # fmt: skip
+def _stray(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    source.misstate("Renewed", request="990", **asked.of, lease="1000")
+    source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
+    run.arrived(prompt)
+    source.misstate("Renewed", request="991", **asked.of, lease="1000")
+    run.hand_over([source])
+
+
+@scenario("LIVE-1166", "a source asks memory back that is read", "KVP-EPO-UNMAP", role="sink",
+          guards="Memory that prefill has given to somebody else is still read by decode, or is never given back.",
+          extensions=("PULL", "EPOCHS"))  # fmt: skip
+def _asked_back(run: DecodeRun) -> None:
+    source = run.one(offered=["PULL", "EPOCHS", "VERIFY"])
+    run.chosen(source)
+    assert isinstance(source, PullSource)
+    for _ in range(6):  # an engine may have read everything before it looks at the next frame
+        assert source.memory is not None
+        prompt, nonce = run.prompt(10), source.memory.nonce
+        run.fetch(source, prompt)
+        asked = run.asked(source, prompt)
+        source.move(asked, prompt.seed)
+        with run.engine.held_up():
+            offer = source.done(asked, run.handed(source, prompt), prompt.seed)
+            back = source.send("Unregister", request=source.next_id(), epoch=str(source.epoch))
+        source.acknowledged(offer)
+        found = source.expect("Unregistered", again=back, clause="KVP-EPO-UNMAP")
+        run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
+        run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
+        run.arrived(prompt)
+        source.move_pool()
+        source.lend()
+    run.hand_over([source])
+
+
+@scenario("LIVE-1180", "a lease ends when its offer was read long ago", "KVP-PUL-READ", role="sink", slow=True,
+          guards="The end of a lease that nobody needs any more costs whatever is under way.",
+          extensions=("PULL",))  # fmt: skip
+def _unneeded(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    offer = source.done(asked, run.handed(source, prompt), prompt.seed, lease="2000")
+    while (found := source.expect("Pulled", "Renew", clause="KVP-PUL-READ")).name == "Renew":  # it was held up
+        source.reply(found, "Renewed", lease=found.fields["lease"])
+    source.send("Released", **{name: offer.fields[name] for name in ("sequence", "attempt")})
+    run.arrived(prompt)
+    late = source.silence(2.2)
+    run.check("nothing said", not late, str([frame.name for frame in late]), "KVP-PUL-READ")
     run.hand_over([source])
 
 

@@ -129,6 +129,25 @@ def _spans(run: PrefillRun) -> None:
     run.over(prompt)
 
 
+@scenario("LIVE-1023", "rows are computed before prefill is over: Progress says up to where", "KVP-INT-AGAIN",
+          guards="Pages of a long prompt are named when prefill is over, as if it had not been handed over in pieces.",
+          extensions=("INTENT", "SPANS"), must=False)  # fmt: skip
+def _useful(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    run.fill(prompt)
+    tokens = len(prompt.tokens)
+    run.engine.ask("computed", id=prompt.id, tokens=tokens)
+    found = _progress(sink, made, "RUNNING", "KVP-INT-AGAIN").get("tokens", "0")
+    run.check("tokens", 0 < int(found) <= tokens, f"{found} of {tokens} that are computed", "KVP-INT-AGAIN")
+    sink.grant(made, 32)
+    run.untouched_beyond(sink, made, prompt, 32)
+    run.finish(prompt)
+    _progress(sink, made, "READY", "KVP-INT-AGAIN")
+    sink.grant(made, since=32)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
 @scenario("LIVE-1022", "a Grant that takes back what was granted", "KVP-SPN-GROW", guards=_UNGRANTED, level="L4",
           extensions=("INTENT", "SPANS"))  # fmt: skip
 def _shrinks(run: PrefillRun) -> None:
@@ -201,6 +220,18 @@ def _order(run: PrefillRun) -> None:
     run.refused(sink, id, "Refused", "OUT_OF_RANGE", "epoch", "KVP-EPO-ORDER")
     id = sink.misstate("Unregister", epoch="7")
     run.refused(sink, id, "Refused", "OUT_OF_RANGE", "epoch", "KVP-EPO-UNKNOWN")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-1035", "Register again and Unregister, without EPOCHS", "KVP-SES-STATE", "KVP-ERR-ALONE", guards=_POOL,
+          level="L4")  # fmt: skip
+def _unchosen(run: PrefillRun) -> None:
+    sink = run.ready()
+    for epoch in ("1", "2"):
+        id = sink.misstate("Register", **(sink.registration() | {"epoch": epoch}))
+        run.refused(sink, id, "Refused", "UNEXPECTED_MESSAGE", clause="KVP-SES-STATE")
+    id = sink.misstate("Unregister", epoch="1")
+    run.refused(sink, id, "Error", "UNEXPECTED_MESSAGE", clause="KVP-SES-STATE")
     run.hand_over(sink)
 
 

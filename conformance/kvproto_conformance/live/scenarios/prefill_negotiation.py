@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvproto_conformance.live import world
+from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import scenario
 
@@ -92,7 +93,10 @@ def _drain(run: PrefillRun) -> None:
     run.engine.ask("drain")
     late = run.sink()
     sent = late.send("Hello", **late.hello())
-    run.refused(late, sent.fields["request"], "Refused", "DRAINING", None, "KVP-SES-DRAINING")
+    found = late.expect("Refused", "Welcome", where=lambda f: f.get("request") == sent.fields["request"])
+    if found.name == "Welcome":
+        raise Missed("a new session is welcome while the engine drains", "KVP-SES-DRAINING")
+    run.check("code", found.fields["code"] == "DRAINING", found.fields["code"], "KVP-SES-DRAINING")
     other = sink.request(run.prompt().key, prompt.tokens)
     id = sink.misstate("Transfer", **sink.transfer(other))
     run.refused(sink, id, "Failed", "DRAINING", None, "KVP-SES-DRAINING", other.sequence)

@@ -137,3 +137,31 @@ for _id, _what, _world, _change, _by, _codes, _path, _clause, _guards in LIES:
     scenario(_id, f"a Transfer with {_what}", _clause, "KVP-ERR-ALONE", guards=_guards, level="L4", world=_world)(
         _lie(_change, _by, _codes, _path, _clause)
     )
+
+
+def _beyond(known: bool) -> Any:
+    def script(run: PrefillRun) -> None:
+        """What ends above the prompt is refused as soon as both are known, not when prefill is over."""
+        sink, prompt = run.ready(), run.prompt()
+        if known:
+            run.take(prompt)
+        good = sink.transfer(sink.request(prompt.key, prompt.tokens))
+        fields, id = good | _windows(good, sink), None
+        if known:
+            id = sink.misstate("Transfer", **fields)
+        else:
+            sink.ask("Transfer", "Accepted", **fields)
+            run.take(prompt)
+        run.refused(sink, id, "Failed", "BAD_GRANT", "grants[0].valid", "KVP-GRANT-PROMPT", fields["sequence"])
+        run.fill(prompt)
+        run.untouched(sink)
+        run.engine.ask("fail", id=prompt.id, reason="over")
+        run.hand_over(sink)
+
+    return script
+
+
+_UNEQUAL = "Decode waits for the end of prefill to learn that the two prompts differ."
+for _id, _what, _known in (("427", "of a prompt that prefill computes", True), ("428", "before its prompt", False)):
+    scenario(f"LIVE-{_id}", f"a Transfer {_what}, with a window that ends above it", "KVP-GRANT-PROMPT",
+             "KVP-TRN-CHECKS", guards=_UNEQUAL, level="L4")(_beyond(_known))  # fmt: skip
