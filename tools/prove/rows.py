@@ -50,7 +50,7 @@ def why(name: str, reasons: Reasons) -> str:
     return next((text for pattern, text in reasons if fnmatch.fnmatchcase(name, pattern)), "")
 
 
-_COLUMNS = ("mutants", "by cases", "by tests", "equivalent", "survived", "noticed", "CPU s")
+_COLUMNS = ("mutants", "by cases", "by live", "by tests", "equivalent", "survived", "noticed", "CPU s")
 
 
 def summary(rows: Sequence[Row]) -> tuple[str, bool]:
@@ -60,9 +60,10 @@ def summary(rows: Sequence[Row]) -> tuple[str, bool]:
         some = [row for row in rows if row.kind == kind]
         count = Counter(row.verdict for row in some)
         tests = sum(row.verdict == "killed" and row.noticed.startswith("tests/") for row in some)
+        live = sum(row.verdict == "killed" and row.noticed.startswith("LIVE-") for row in some)
         killed, left = count["killed"], count["SURVIVED"]
         share, seconds = killed / max(1, killed + left), sum(row.seconds for row in some)
-        numbers = (len(some), killed - tests, tests, count["equivalent"], left)
+        numbers = (len(some), killed - live - tests, live, tests, count["equivalent"], left)
         cells = "".join(f"{number:12,}" for number in numbers)
         lines.append(f"{kind:10}{cells}{share:12.1%}{seconds:12,.0f}")
         good &= not count["KILLED THOUGH EQUIVALENT"] and (share >= LEAST if kind in code.AREAS else not left)
