@@ -10,19 +10,20 @@ from typing import Any
 from engine_cache import EngineCache
 from toy_engine import Toy, options_of, serve, ticket_of
 
-from kvproto import Geometry, Pool, Prompt, Request, Source, Tiers
+from kvproto import Geometry, ItemKind, Pool, Prompt, Request, Source, Tiers
 from kvproto.events import Freed
 from kvproto.planning.geometry import encode_geometry
 
 Ask = dict[str, Any]
-PAGE, PAGES, HOST = 16, 64, 1280
-"""Tokens of a page that is kept, and how many the device and the host hold: more than one message names."""
+PAGES, HOST = 64, 1280
+"""How many pages that are kept the device and the host hold: more than one message names."""
 NAMES = {"weights.target": "toy", "rope.target": "none", "dtype.target": "U8"}
 
 
 def kept_pages(geometry: Geometry) -> Tiers:
     """Pages of requests that are over, which are kept apart from those that are handed over."""
-    return Tiers(Pool.allocate(geometry, PAGES), NAMES, page=PAGE, host=HOST)
+    page = max(group.rows * group.tokens_per_row for group in geometry.groups if group.kind is ItemKind.PAGE)
+    return Tiers(Pool.allocate(geometry, PAGES), NAMES, page=page, host=HOST)
 
 
 class Prefill:
@@ -75,7 +76,8 @@ class Prefill:
     def on_keep(self, ask: Ask) -> None:
         if self.tiers is None:
             raise NotImplementedError("pages that are kept, in another world than gqa")
-        lease = self.tiers.open(self.tiers.chain(ask["tokens"]), -(-len(ask["tokens"]) // PAGE))
+        chain = self.tiers.chain(ask["tokens"])
+        lease = self.tiers.open(chain, -(-len(ask["tokens"]) // self.tiers.device.layout.page))
         if lease is None:
             raise MemoryError(f"no room for {len(ask['tokens'])} tokens")
         self.tiers.step()
