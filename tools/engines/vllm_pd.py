@@ -34,7 +34,7 @@ _SPECULATING = {"num_speculative_tokens": 3}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
 EAGLE = {"speculative_config": {"method": "eagle", "model": "eagle", **_SPECULATING}}
-MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}}
 N_GRAMS = {"speculative_config": {"method": "ngram", "prompt_lookup_max": 4, **_SPECULATING}}
 _COLD = {"extra": {"options": {"cold_draft": True}}}
 WARM = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
