@@ -157,7 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "block_size": 32,
         "speculative_config": {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3},
     },
-    "mla": {"block_size": 16, **_IN_TORCH},
+    "mla": {"block_size": 16, "attention_backend": "CPU_MLA", **_IN_TORCH},  # for machines with AMX too
     "convolutions": {"block_size": 32, "enable_prefix_caching": False, **_IN_TORCH},
 }
 """What a vLLM is started with, by model; one of them speculates, which no engine that hands over to it does."""
