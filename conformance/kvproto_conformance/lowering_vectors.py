@@ -5,7 +5,7 @@ Inputs are built with kvproto's constructors; what is expected comes from the su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -22,6 +22,8 @@ from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, 
 from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "lowering.json"
+Case = tuple[str, str, dict[str, Any], dict[str, Any], str]
+"""Id, clause, source, sink, note."""
 
 
 def columns(
@@ -66,8 +68,8 @@ def side(
     }  # fmt: skip
 
 
-def lowered() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
-    """id, clause, source, sink, note."""
+def lowered() -> Iterator[Case]:
+    """All cases of this file."""
     kv = gqa(0, "target", 0, 2, 4, 4, dtype=DType.U8)
     ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
     exact = "KVP-PLAN-EXACT"
@@ -347,8 +349,13 @@ def odd_small() -> Geometry:
 
 def made() -> str:
     """The text of the file."""
+    return text_of(lowered())
+
+
+def text_of(cases: Iterable[Case]) -> str:
+    """The text of a file of cases, with what the suite's own lowering makes of them."""
     rows = []
-    for id_, clause, here, there, note in lowered():
+    for id_, clause, here, there, note in cases:
         given = {"source": here, "sink": there, "expected": copies(here, there), "sums": sums(here, there)}
         given["stream"] = stream(here, there)
         rows.append({"id": id_, "clause": clause, **given, "note": note})

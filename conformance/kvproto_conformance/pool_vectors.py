@@ -18,10 +18,9 @@ from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank, gqa
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Columns, Grants
-from kvproto_conformance.lowering import copies, stream, sums
-from kvproto_conformance.lowering_vectors import shares, table
+from kvproto_conformance.lowering_vectors import Case, shares, table, text_of
 from kvproto_conformance.row_vectors import changed, dealt, layers_apart, one, one_two, sections
-from kvproto_conformance.suites import MADE, text
+from kvproto_conformance.suites import MADE
 
 __all__ = ["FILE", "made", "side", "whole"]
 
@@ -32,7 +31,6 @@ Strides = tuple[int, int, int]
 """Bytes from item to item, from row to row and from lane to lane."""
 Order = Callable[[int, int, int], Strides]
 """Strides by the rows of an item, the lanes that a rank has, and the bytes of a lane."""
-Case = tuple[str, str, dict[str, Any], dict[str, Any], str]
 
 
 def tokens(rows: int, lanes: int, size: int) -> Strides:
@@ -366,12 +364,7 @@ def _rows() -> Iterator[Case]:
 
 def made() -> str:
     """The text of the file."""
-    rows = []
-    for id_, clause, here, there, note in cases():
-        given = {"source": here, "sink": there, "expected": copies(here, there), "sums": sums(here, there)}
-        given["stream"] = stream(here, there)
-        rows.append({"id": id_, "clause": clause, **given, "note": note})
-    return text("lowering", rows)
+    return text_of(cases())
 
 
 def main() -> int:

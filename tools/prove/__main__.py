@@ -1,8 +1,8 @@
 """`python -m tools.prove`: whether the suite notices what is wrong; the exit status is 0 only if it does.
 
 Facts of the registry are made otherwise one at a time, code is mutated by chance from a seed, and bugs that engines
-have had are planted; each change is made in a forked child, and the first case that fails ends it. A changed session
-plays live scenarios. What nothing of the suite notices, the tests of its room are asked of.
+have had are planted; each change is made in a forked child, and the first case that fails ends it. What no case
+notices of code, live engines play; what nothing of the suite notices, the tests of its room are asked of.
 
 Rows are kept in a folder as they come: an interrupted run goes on where it was. With `--part 1/4`, a quarter of all
 mutants is asked; whoever has the files of all four in one folder gets the whole table without asking any again.

@@ -15,8 +15,8 @@ Json = dict[str, Any]
 _STALE = "A router believes in pages that an engine does not have, or does not know of those that it has."
 _QUIET = 0.3
 """Seconds in which what should not come would have come."""
-_MANY = 24
-"""Prompts of as many pages as a pool holds, so that pages go further away, and some are given up."""
+_MANY, _PAGES = 24, 60
+"""Prompts, and pages of each, which is nearly a pool: pages go further away, and some are given up."""
 
 
 class _Watcher:
@@ -132,7 +132,7 @@ def _many(run: PrefillRun) -> None:
     one = _Watcher(run)
     one.rest()
     for _ in range(_MANY):
-        _keep(run, 60 * int(one.first["page"]))
+        _keep(run, _PAGES * int(one.first["page"]))
     other = _Watcher(run)
     other.rest()
     one.catch_up(other)
@@ -147,7 +147,7 @@ def _between(run: PrefillRun) -> None:
     for _ in range(_MANY):
         if watcher.head["more"]:
             break
-        _keep(run, 60 * int(watcher.first["page"]))
+        _keep(run, _PAGES * int(watcher.first["page"]))
         watcher = _Watcher(run)
     if watcher.head["more"]:
         _keep(run, 45)
