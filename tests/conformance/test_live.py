@@ -128,7 +128,8 @@ def test_an_adapter_may_be_a_script_that_starts_the_engine(id: str, tmp_path: Pa
 def test_the_memory_of_what_an_adapter_has_started_is_looked_at(tmp_path: Path) -> None:
     held = tmp_path / "kvproto-suite-1"
     held.touch()
-    engine = Engine(["/bin/sh", "-c", f'sleep 600 < {held} & echo \'{{"seq": 1, "ok": {{}}}}\'; wait'])
+    child = f'exec < {held}; echo \'{{"seq": 1, "ok": {{}}}}\'; exec sleep 600'  # it answers once it holds it
+    engine = Engine(["/bin/sh", "-c", f"({child}) & wait"])
     try:
         engine.ask("open")
         links = [link.readlink() for pid in engine.pids for link in Path(f"/proc/{pid}/fd").iterdir()]
