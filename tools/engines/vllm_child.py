@@ -38,12 +38,14 @@ def _spoil(blocks: Any, compiled: Any) -> None:
 
 
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
+    import torch
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
     from tools.engines.vllm_corrupting import FETCHED
 
+    torch.cpu._init_amx()  # where the machine has it, a process has to ask for its use
     vllm.__version__ = settings.pop("release", vllm.__version__)
     transfer = settings.pop("kv", None)
     if transfer is not None:

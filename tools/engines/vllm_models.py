@@ -116,12 +116,14 @@ def _states(path: Path, shared: dict[str, Any]) -> None:
 
 
 def _deltas(path: Path, shared: dict[str, Any]) -> None:
-    """Two layers of a gated delta net and two of attention, as Qwen3-Next has them."""
+    """Two layers of a gated delta net and two of attention, as Qwen3-Next has them; of heads of 48 vLLM keeps K and V in
+    an order that strides describe on each machine, and of 32 in tiles where it has AMX.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
         hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
+        head_dim=48, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128,
         layer_types=["linear_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, initializer_range=0.15, **shared,
     )  # fmt: skip

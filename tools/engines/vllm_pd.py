@@ -31,6 +31,7 @@ MLA = {"model": "mla", "block_size": 16, "attention_backend": "CPU_MLA", **_IN_T
 _ALONE = {"enable_prefix_caching": False}
 _DELTAS = {"model": "deltas", "dtype": "bfloat16", "max_num_batched_tokens": cases.PIECE, **_IN_TORCH, **_ALONE}
 """vLLM's kernels of gated delta nets on a CPU know no other type of element."""
+_TILES = {"model": "llama", "dtype": "bfloat16", "block_size": 64, "max_num_batched_tokens": cases.PIECE, **_ALONE}
 _SPECULATING = {"num_speculative_tokens": 3}
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "llama", **_SPECULATING}}
 """A model that is its own draft: whatever it proposes is right, if its pages are."""
@@ -116,6 +117,9 @@ PAIRS = [
         {**_DELTAS, "block_size": 1024},
         [cases.same_pieces, cases.one_bit, cases.one_state_bit, cases.left_idle],
     ),
+    Pair("Llama, bfloat16, block 64, in tiles where the machine has AMX", _TILES, _TILES, [
+        cases.same_pieces, cases.one_bit, cases.left_idle,
+    ]),
     Pair(
         "Layers of short convolutions beside attention, block 32 in chunks of 96 tokens, and block 64",
         {"model": "convolutions", "max_num_batched_tokens": 96, **_IN_TORCH, **_ALONE},
