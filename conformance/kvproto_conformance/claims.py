@@ -39,6 +39,7 @@ EXTENSIONS = {
     "spans": "feature SPANS, of live engines",
     "epochs": "feature EPOCHS, of live engines",
     "catalogue": "feature CATALOGUE, of live engines that send",
+    "sleep": "memory that is taken back for a while, of live engines",
     "curve": "keys, of live engines",
     "large": "copies of a gigabyte, of live engines that send",
 }

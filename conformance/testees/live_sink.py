@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_cache import EngineCache
-from toy_engine import Toy, options_of, serve, ticket_of
+from toy_engine import Toy, is_free, options_of, serve, ticket_of
 
 from kvproto import Fetch, KvprotoError, Prompt, Sink
 from kvproto.events import PagesWanted
@@ -58,14 +58,18 @@ class Decode:
 
     def on_move(self, ask: Ask) -> None:
         self.toy = self.cache(self.world, heads_first=False)
-        self.moved = self.sink.move(self.toy.pool)
+        self.taken = self.sink.move(self.toy.pool)
+
+    def on_sleep(self, ask: Ask) -> None:
+        self.taken = self.sink.sleep("the suite says so")
 
     def on_returned(self, ask: Ask) -> Ask:
-        try:
-            self.moved.wait(ask["seconds"])
-        except TimeoutError:
-            return {"free": False}
-        return {"free": True}
+        return is_free(self.taken, ask["seconds"])
+
+    def on_wake(self, ask: Ask) -> Ask:
+        self.toy = self.cache(ask["world"], heads_first=False)
+        self.sink.wake(self.toy.pool)
+        return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_wait(self, ask: Ask) -> Ask:
         fetch = self.fetches[ask["id"]][0]

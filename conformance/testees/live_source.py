@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_cache import EngineCache
-from toy_engine import Toy, options_of, serve, ticket_of
+from toy_engine import Toy, is_free, options_of, serve, ticket_of
 
 from kvproto import Geometry, ItemKind, Pool, Prompt, Request, Source, Tiers
 from kvproto.events import Freed
@@ -43,22 +43,23 @@ class Prefill:
         self.tiers = kept_pages(self.toy.geometry) if ask["world"] == "gqa" else None
         if self.tiers is not None:
             self.source.tell(self.tiers)
-        self.requests: dict[str, tuple[Request, dict[str, list[int]]]] = {}
+        self.requests: dict[str, tuple[Request, dict[str, list[int]], EngineCache]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_request(self, ask: Ask) -> None:
         request = self.source.request(ticket_of(ask), Prompt(ask["tokens"]))
-        self.requests[ask["id"]] = request, self.toy.take(len(ask["tokens"]))
+        self.requests[ask["id"]] = request, self.toy.take(len(ask["tokens"])), self.toy
 
     def on_fill(self, ask: Ask) -> None:
-        self.toy.write(self.requests[ask["id"]][1], ask)
+        _, table, toy = self.requests[ask["id"]]
+        toy.write(table, ask)
 
     def on_computed(self, ask: Ask) -> None:
-        request, table = self.requests[ask["id"]]
+        request, table, _ = self.requests[ask["id"]]
         request.computed(table, ask["tokens"])
 
     def on_finish(self, ask: Ask) -> None:
-        request, table = self.requests[ask["id"]]
+        request, table, _ = self.requests[ask["id"]]
         handoff = {g: {p: bytes.fromhex(d) for p, d in parts.items()} for g, parts in ask["handoff"].items()}
         request.finish(table, handoff=handoff, finished=ask.get("finished", False))
 
@@ -70,7 +71,8 @@ class Prefill:
             over = self.requests[ask["id"]][0].wait(ask["seconds"])
         except TimeoutError:
             return {"state": "held"}
-        self.toy.give_back(self.requests.pop(ask["id"])[1])
+        _, table, toy = self.requests.pop(ask["id"])
+        toy.give_back(table)
         return {"state": "freed" if isinstance(over, Freed) else type(over).__name__.lower()}
 
     def on_keep(self, ask: Ask) -> None:
@@ -86,6 +88,17 @@ class Prefill:
             self.tiers.step()
             self.tiers.drain()
         self.tiers.step()
+
+    def on_sleep(self, ask: Ask) -> None:
+        self.taken = self.source.sleep("the suite says so")
+
+    def on_returned(self, ask: Ask) -> Ask:
+        return is_free(self.taken, ask["seconds"])
+
+    def on_wake(self, ask: Ask) -> Ask:
+        self.toy = self.cache(ask["world"], heads_first=True)
+        self.source.wake(self.toy.pool)
+        return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
     def on_drain(self, ask: Ask) -> None:
         self.source.drain()

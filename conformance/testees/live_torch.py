@@ -28,7 +28,9 @@ WORLDS: dict[str, list[ModelConfig]] = {
     ],
 }
 """The caches of the worlds, of float32: a lane has as many bytes. Neither engine has rings or states."""
-HANDOFF = {"gqa": {"token": (DType.I32, 4)}, "mla": {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}}
+WORLDS["latent"] = WORLDS["mla"][:1]
+_HIDDEN = {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}
+HANDOFF = {"gqa": {"token": (DType.I32, 4)}, "mla": _HIDDEN, "latent": _HIDDEN}
 
 
 def configs(world: str) -> list[ModelConfig]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from engine_cache import ITEMS, Bytes, EngineCache, Ints, Key
 
-from kvproto import Cache, DType, ItemKind, KvprotoError, Options, Pool, Ticket, allocate, lay_out
+from kvproto import Cache, DType, ItemKind, KvprotoError, Options, Pool, Ticket, Withdrawal, allocate, lay_out
 from kvproto.transport.nixl.direct import WriteMode
 from kvproto.transport.nixl.transport import NixlTransport
 
@@ -27,6 +27,10 @@ WORLDS: dict[str, list[Cache]] = {
     "mla": [
         Cache.mla("target", 3, latent=32, rope=16, page=8, dtype=DType.U8),
         Cache.gqa("draft", 1, kv_heads=4, head_dim=8, page=16, dtype=DType.U8, model=1),
+        Cache.handoff("first", {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}),
+    ],
+    "latent": [
+        Cache.mla("target", 3, latent=32, rope=16, page=8, dtype=DType.U8),
         Cache.handoff("first", {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}),
     ],
     "hybrid": [
@@ -106,6 +110,15 @@ def options_of(ask: dict[str, Any], folder: Path) -> Options:
     transport = ask["transport"].lower()
     chosen: Any = NixlTransport(WriteMode.PACKED, SLOTS, SLOT) if transport == "nixl" else transport
     return Options(transports=[chosen], verify=ask.get("verify", True), pull=transport == "shm", **keys_of(ask, folder))
+
+
+def is_free(taken: Withdrawal, seconds: float) -> dict[str, Any]:
+    """Whether memory that was taken back may be used for something else within so many seconds."""
+    try:
+        taken.wait(seconds)
+    except TimeoutError:
+        return {"free": False}
+    return {"free": True}
 
 
 def serve(adapter: Any) -> None:

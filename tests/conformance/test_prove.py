@@ -19,7 +19,7 @@ from tools.prove import bugs, changing, code, facts, playing
 from tools.prove.__main__ import _part
 from tools.prove.children import DIED, LATE, crowding, in_children
 from tools.prove.judging import SURVIVED
-from tools.prove.rows import Row
+from tools.prove.rows import Reasons, Row, summary
 from tools.prove.state import State
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,26 @@ def test_what_nobody_notices_and_a_reason_that_is_not_true_fail_the_command(tmp_
     assert ended.returncode == 1
     assert "SURVIVED: registry: struct.Limits.max_body.unit" in ended.stdout
     assert "KILLED THOUGH EQUIVALENT: registry: struct.Limits.max_body.presence" in ended.stdout
+
+
+def test_what_no_peer_can_see_is_noticed_by_a_test_and_not_by_the_suite() -> None:
+    """It counts for the whole, and not for what the suite should have noticed."""
+    reasons = Reasons(unseen=[("hidden*", "Only the engine is told.")])
+
+    def table(*rows: tuple[str, str]) -> tuple[list[str], bool]:
+        text, good = summary([reasons.judged(Row("planner", name, noticed)) for name, noticed in rows])
+        return text.splitlines()[1].split(), good
+
+    shown = ("open", "PLAN-1"), ("hidden 1", "tests/plan/test_plan.py::test_a")
+    row, good = table(*shown)
+    assert good
+    assert row[:10] == ["planner", "2", "1", "0", "0", "1", "0", "0", "100.0%", "100.0%"]
+    row, good = table(*shown, ("open too", "tests/plan/test_plan.py::test_b"))
+    assert (row[4], row[9], good) == ("1", "50.0%", True)
+    assert not table(*shown, ("hidden 2", SURVIVED))[1]
+    for who in ("LIVE-301", "PLAN-1"):
+        assert reasons.judged(Row("planner", "hidden 3", who)).verdict == "SEEN THOUGH UNSEEN"
+        assert not table(*shown, ("hidden 3", who))[1]
 
 
 def test_every_bug_is_where_it_says() -> None:
@@ -154,8 +174,8 @@ def test_parts_make_the_whole_and_an_interrupted_run_goes_on(tmp_path: Path) -> 
 
 def test_rows_of_other_sources_count_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text('{"sources": "other"}\n' + json.dumps(attrs.asdict(Row("bug", "a", "b"))))
-    assert State(tmp_path, "these").known("bug", "a", "") is None
-    assert State(tmp_path, "other").known("bug", "a", "") == Row("bug", "a", "b")
+    assert State(tmp_path, "these").known("bug", "a") is None
+    assert State(tmp_path, "other").known("bug", "a") == Row("bug", "a", "b")
 
 
 def test_a_part_that_is_none_is_refused() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from tools.prove.children import LATE, in_children
 from tools.prove.judging import as_it_is, cases
 from tools.prove.parts import AS_IT_IS, LIMIT, PARTS, Asked
-from tools.prove.rows import Row, read_reasons, summary
+from tools.prove.rows import Reasons, Row, summary
 from tools.prove.state import HINTS, State, read_hints, sources
 from tools.prove.warm import warm
 from tools.specgen.registry import ROOT
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--state", type=Path, default=ROOT / "build/prove", metavar="DIR", help="of rows (build/prove)")
     parser.add_argument("--fresh", action="store_true", help="ask again what the folder has")
     equivalent = Path(__file__).with_name("equivalent.toml")
-    parser.add_argument("--reasons", type=Path, default=equivalent, help="why some mutants cannot be noticed")
+    parser.add_argument("--reasons", type=Path, default=equivalent, help="why some mutants are not noticed")
     parser.add_argument("--write-hints", action="store_true", help=f"keep in {HINTS.name} which test noticed what")
     return parser
 
@@ -78,7 +78,7 @@ class _Progress:
 
 def _rows(args: argparse.Namespace, state: State, loaded: frozenset[str]) -> Iterator[tuple[Row, bool]]:
     """Each row, and whether it was known."""
-    reasons = read_reasons(args.reasons)
+    reasons = Reasons.read(args.reasons)
     for part in args.parts or PARTS:
         number = args.code if part == "code" else args.sample
         yield from PARTS[part](Asked(args.only, number, args.seed, args.part, args.jobs, reasons, state, loaded))

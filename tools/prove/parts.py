@@ -19,7 +19,7 @@ from tools.prove.children import in_children
 from tools.prove.judging import SURVIVED, by_both_codecs, by_cases, by_tests, cases, doubts
 from tools.prove.passing import Passing, trace
 from tools.prove.playing import Played, by_scenarios
-from tools.prove.rows import Reasons, Row, why
+from tools.prove.rows import Reasons, Row
 from tools.prove.state import State, read_hints
 from tools.specgen.registry import ROOT
 
@@ -102,8 +102,8 @@ class Asked:
 
     def known(self, kind: str, names: Mapping[str, object]) -> dict[str, Row]:
         """Rows of earlier runs."""
-        found = {name: self.state.known(kind, name, why(name, self.reasons)) for name in names}
-        return {name: row for name, row in found.items() if row is not None}
+        found = {name: self.state.known(kind, name) for name in names}
+        return {name: self.reasons.judged(row) for name, row in found.items() if row is not None}
 
 
 Found = Iterator[tuple[Row, bool]]
@@ -127,9 +127,9 @@ def _batch(asked: Asked, kind: str, left: list[str], stages: Sequence[Stage]) ->
             spent[name] += seconds
             if noticed != SURVIVED:
                 left.remove(name)
-                yield Row(kind, name, noticed, why(name, asked.reasons), round(spent[name], 2)), False
+                yield asked.reasons.judged(Row(kind, name, noticed, seconds=round(spent[name], 2))), False
     for name in left:
-        yield Row(kind, name, SURVIVED, why(name, asked.reasons), round(spent[name], 2)), False
+        yield asked.reasons.judged(Row(kind, name, SURVIVED, seconds=round(spent[name], 2))), False
 
 
 def _hinted(jobs: int, changes: Callable[[str], Changes], left: list[str]) -> dict[str, Judge]:
@@ -195,7 +195,7 @@ def _of_wire(changes: Changes) -> bool:
 def prove_facts(asked: Asked) -> Found:
     """Mutants of the registry: all, or so many by chance."""
     found = asked.drawn(dict(facts.mutants()))
-    excused = {name for name in found if why(name, asked.reasons)}  # of which the cases are asked alone
+    excused = {name for name in found if asked.reasons.why(name)}  # of which the cases are asked alone
 
     def by_the_cases(left: list[str]) -> dict[str, Judge]:
         return {name: partial(_fact, name, found[name], name in excused, asked.loaded) for name in left}

@@ -54,13 +54,13 @@ class Played:
     """Which scenarios pass which of some lines."""
 
     lines: dict[Line, list[str]]
-    """Those of L3 first, and those of an engine one after the other."""
+    """Slow ones last, of the others those of L3 first, and those of an engine one after the other."""
 
     @classmethod
     def trace(cls, wanted: Sequence[Line], jobs: int, limit: float) -> Played:
-        """Play every scenario that needs neither much time nor much memory, as it is."""
-        some = [s for s in list_scenarios() if not s.slow and "LARGE" not in s.extensions and not lacks(s)]
-        some.sort(key=lambda s: (s.level, s.role, s.world, s.transport, "CURVE" in s.extensions))  # few engines
+        """Play every scenario that does not need much memory, as it is."""
+        some = [s for s in list_scenarios() if "LARGE" not in s.extensions and not lacks(s)]
+        some.sort(key=lambda s: (s.slow, s.level, s.role, s.world, s.transport, "CURVE" in s.extensions))  # few engines
         found: dict[Line, list[str]] = {}
         answers = {
             answer.name: answer.text

@@ -59,10 +59,9 @@ class State:
                     row = Row(**said)
                     self._known[row.kind, row.name] = row
 
-    def known(self, kind: str, name: str, why: str) -> Row | None:
-        """The row of a mutant that was asked before; the reason is that of today."""
-        row = self._known.get((kind, name))
-        return None if row is None else attrs.evolve(row, why=why)
+    def known(self, kind: str, name: str) -> Row | None:
+        """The row of a mutant that was asked before."""
+        return self._known.get((kind, name))
 
     def keep(self, row: Row) -> None:
         """Note a row for later runs, at once."""

@@ -191,6 +191,11 @@ class PullSink(Sink):
                    plan=self.planned["plan"])  # fmt: skip
         return found
 
+    def give_up(self, asked: Frame) -> None:
+        """Let go of the engine's memory, and answer its Unregister."""
+        self._release()
+        self.reply(asked, "Unregistered", epoch=asked.fields["epoch"], proof="PROVEN")
+
     def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
         """An Offer, of which nothing is read yet; the same when it is asked for again."""
         if made.sequence in self.offers:
@@ -228,7 +233,10 @@ class PullSink(Sink):
     def close(self) -> None:
         """Goodbye, and let go of the engine's memory."""
         super().close()
-        self.lent = "", [], {}
+        self._release()
+
+    def _release(self) -> None:
+        self.lent = self.lent[0], [], {}
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()

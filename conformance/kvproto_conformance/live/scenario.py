@@ -23,7 +23,7 @@ NAME = "suite"
 """Of the suite where the engine knows it by its key."""
 STARTING = 180.0
 """Seconds that an engine may take to open: a GPU's, or one with NIXL on a machine that is busy, takes long."""
-NO_FEATURES = frozenset({"CURVE", "LARGE"})
+NO_FEATURES = frozenset({"CURVE", "LARGE", "SLEEP"})
 """Extensions that are not features of a session."""
 
 
@@ -148,6 +148,11 @@ class Live:
         """Kill the engine (SIGKILL), and start another at the same address."""
         self.engine.kill()
         self.start()
+
+    def wake(self, world: str) -> None:
+        """Let an engine whose memory was taken back go on with other memory, of the caches of a world."""
+        found = self.engine.ask("wake", STARTING, world=world)
+        self.geometry = read_struct("Geometry", bytes.fromhex(found["geometry"]))
 
     def stop(self) -> None:
         """Stop the engine, and clean up after it."""

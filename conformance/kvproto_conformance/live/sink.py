@@ -94,12 +94,26 @@ class Sink(Peer):
         self.geometry = geometry
         data, digest = world.digest_of(geometry)
         found = self.ask("Describe", "Description", version=self.version, geometry=data, digest=digest)
-        self.theirs = read_struct("Geometry", bytes.fromhex(found.fields["geometry"]))
-        self.their_version, self.digest, self.their_digest = found.fields["version"], digest, found.fields["digest"]
-        if world.digest_as_stated(found.fields["geometry"]) != self.their_digest:
-            raise Missed("a Description whose digest is not that of its geometry", "KVP-DSC-DIGEST")
-        self.planned = plan(self.theirs, geometry, self.watch.features)
+        self.digest = digest
+        self._learn(found)
         return found
+
+    def described_again(self) -> Frame:
+        """Hear Describe of an engine whose caches have changed, plan anew, and answer."""
+        assert self.geometry is not None
+        found = self.expect("Describe", clause="KVP-DSC-AGAIN")
+        self._learn(found)
+        data, digest = world.digest_of(self.geometry)
+        self.reply(found, "Description", version=self.version, geometry=data, digest=digest)
+        return found
+
+    def _learn(self, described: Frame) -> None:
+        fields = described.fields
+        self.theirs = read_struct("Geometry", bytes.fromhex(fields["geometry"]))
+        self.their_version, self.their_digest = fields["version"], fields["digest"]
+        if world.digest_as_stated(fields["geometry"]) != self.their_digest:
+            raise Missed("a Description whose digest is not that of its geometry", "KVP-DSC-DIGEST")
+        self.planned = plan(self.theirs, self.geometry or {}, self.watch.features)
 
     def routes(self) -> list[Json]:
         """Of this rank pair, as Register and Registered state them."""

@@ -322,6 +322,11 @@ class Source(Peer):
             mapped.close()
         self._maps.clear()
 
+    def give_up(self, asked: Frame) -> None:
+        """Release the engine's memory, and answer its Unregister."""
+        self.unmap()
+        self.reply(asked, "Unregistered", epoch=asked.fields["epoch"], proof="PROVEN")
+
     def close(self) -> None:
         """Say Goodbye, and release the engine's memory."""
         super().close()

@@ -17,5 +17,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_transfers,
     pulls,
     restarts,
+    silences,
+    sleeping,
     staging,
 )
