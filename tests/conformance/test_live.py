@@ -25,8 +25,21 @@ def adapter(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "ids"),
     [
-        ("source", ["LIVE-101", "LIVE-1021", "LIVE-1031", "LIVE-104", "LIVE-1063", "LIVE-111", "LIVE-150", "LIVE-520"]),
-        ("sink", ["LIVE-1101", "LIVE-1131", "LIVE-1173", "LIVE-301", "LIVE-319", "LIVE-803"]),
+        (
+            "source",
+            [
+                "LIVE-101",
+                "LIVE-1021",
+                "LIVE-1031",
+                "LIVE-104",
+                "LIVE-1063",
+                "LIVE-111",
+                "LIVE-150",
+                "LIVE-1612",
+                "LIVE-520",
+            ],
+        ),
+        ("sink", ["LIVE-1101", "LIVE-1131", "LIVE-1173", "LIVE-1621", "LIVE-301", "LIVE-319", "LIVE-803"]),
     ],
 )
 def test_the_reference_passes(role: str, ids: list[str]) -> None:
