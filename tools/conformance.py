@@ -40,6 +40,8 @@ LIVE = [
     *(["--extension", "staged"] if importlib.util.find_spec("nixl") else []),
 ]  # fmt: skip
 FRAMEWORKS = {"torch": TESTEES / "live_torch.py", "jax": TESTEES / "live_jax.py"}
+WORLDS = "gqa", "mla", "long"
+"""Of paged caches alone, which the reference engines have."""
 PAGE = """# Who keeps the contract
 
 Reports of the [conformance suite](../conformance/README.md), made by `make conformance ARGS="--live --write"`.
@@ -112,8 +114,8 @@ def frameworks() -> int:
     for name, adapter in FRAMEWORKS.items():
         for role in ("source", "sink") if importlib.util.find_spec(name) else ():
             print(f"\n{name}, {role}", flush=True)
-            asked = ["--role", role, "--level", "L3", "--world", "gqa", "--world", "mla", "--", sys.executable]
-            command = [sys.executable, "-m", "kvproto_conformance.live", *asked, str(adapter)]
+            asked = ["--role", role, "--level", "L3", *(word for world in WORLDS for word in ("--world", world))]
+            command = [sys.executable, "-m", "kvproto_conformance.live", *asked, "--", sys.executable, str(adapter)]
             ran = subprocess.run(command, check=False)
             worst = max(worst, ran.returncode)
     return worst

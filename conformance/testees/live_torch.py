@@ -26,11 +26,13 @@ WORLDS: dict[str, list[ModelConfig]] = {
         ModelConfig(kind="mla", layers=3, heads=2, latent=8, rope_dim=4, **_SIZES),
         ModelConfig(kind="gqa", layers=1, heads=4, kv_heads=4, head_dim=2, **_SIZES),
     ],
+    "long": [ModelConfig(kind="gqa", layers=1, heads=4, kv_heads=4, head_dim=16, **_SIZES)],
 }
 """The caches of the worlds, of float32: a lane has as many bytes. Neither engine has rings or states."""
 WORLDS["latent"] = WORLDS["mla"][:1]
-_HIDDEN = {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}
-HANDOFF = {"gqa": {"token": (DType.I32, 4)}, "mla": _HIDDEN, "latent": _HIDDEN}
+_TOKEN = {"token": (DType.I32, 4)}
+_HIDDEN = {**_TOKEN, "hidden": (DType.U8, 24)}
+HANDOFF = {"gqa": _TOKEN, "mla": _HIDDEN, "latent": _HIDDEN, "long": _TOKEN}
 
 
 def configs(world: str) -> list[ModelConfig]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvproto import KvprotoError, local_row, owned_before, owner
+from kvproto import KvprotoError, local_row, most_before, owned_before, owner
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.lowering import lower
@@ -78,11 +78,11 @@ def deal(question: Json) -> Json:
     group = from_json(Group, question["group"])
     tokens = np.array(question["tokens"], np.int64)
     rows, alone = tokens // group.tokens_per_row, group.cp_size == 1
-    if question["op"] in ("length", "pages"):
+    if question["op"] == "length":
         lengths = np.stack([owned_before(group, rank, rows) for rank in range(group.cp_size)], axis=1)
-        if question["op"] == "length":
-            return {"rows": lengths.astype(str).tolist()}
-        return {"pages": (-(-lengths.max(axis=1) // group.rows)).astype(str).tolist()}
+        return {"rows": lengths.astype(str).tolist()}
+    if question["op"] == "pages":
+        return {"pages": [str(-(-most_before(group, row) // group.rows)) for row in rows.tolist()]}
     ranks, local = owner(group, rows), rows if alone else local_row(group, rows)
     dealt = alone | (tokens >= group.origin)
     if question["op"] == "owner":

@@ -38,6 +38,10 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.window("window", [1], kv_heads=2, head_dim=16, ring_rows=8, dtype=DType.U8),
         Cache.state("state", [2], parts={"ssm": (DType.U8, 4, 32)}, rows=2, scratch_rows=1),
     ],
+    "long": [
+        Cache.gqa("kv", 1, kv_heads=4, head_dim=64, page=16, dtype=DType.U8),
+        Cache.handoff("first", {"token": (DType.I32, 4)}),
+    ],
     "large": [
         Cache.gqa("kv", 64, kv_heads=8, head_dim=512, page=32, dtype=DType.U8),
         Cache.handoff("first", {"token": (DType.I32, 4)}),

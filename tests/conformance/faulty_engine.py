@@ -71,8 +71,8 @@ def has(where: Any, name: str, instead: Any) -> Callable[[Any], None]:
 
 
 def _rotated(adapter: Any, ask: Ask) -> None:
-    request, table = adapter.requests[ask["id"]]
-    adapter.requests[ask["id"]] = request, {name: [*items[1:], items[0]] for name, items in table.items()}
+    request, table, cache = adapter.requests[ask["id"]]
+    adapter.requests[ask["id"]] = request, {name: [*items[1:], items[0]] for name, items in table.items()}, cache
 
 
 def page_off_by_one(finish: Any) -> Any:
@@ -104,7 +104,7 @@ def done_before_prefill(request: Any) -> Any:
     def on_request(ask: Ask) -> None:
         request(ask)
         adapter = request.__self__
-        made, table = adapter.requests[ask["id"]]
+        made, table, _ = adapter.requests[ask["id"]]
         made.finish(table, handoff={"first": {"token": bytes(4)}})
         adapter.on_computed = adapter.on_finish = lambda ask: None
 

@@ -52,7 +52,7 @@ def test_the_reference_passes(role: str, ids: list[str]) -> None:
 @pytest.mark.parametrize(("role", "id"), [("source", "LIVE-103"), ("sink", "LIVE-303")])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_reference_engines_pass_with_their_own_pools_and_attention(framework: str, role: str, id: str) -> None:
-    """By `make conformance ARGS=--live` they run all of L3 in both worlds of paged caches."""
+    """By `make conformance ARGS=--live` they run all of L3 in worlds of paged caches."""
     pytest.importorskip(framework)
     chosen = [s for s in list_scenarios(role) if s.id == id]
     assert [(r.status, r.text) for r in run(adapter(f"live_{framework}.py"), chosen)] == [("pass", "")]

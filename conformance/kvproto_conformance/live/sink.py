@@ -190,10 +190,11 @@ class Sink(Peer):
         """A request with windows from `first` on, and its own items, in random order, in every routed group."""
         made = Request(key, tokens, axes or {})
         groups = {g["id"]: g for g in self.geometry["groups"]} if self.geometry else {}
+        shares = self.side(made).shares
         for route in self.routes():
             group = groups[route["group"]]
             begin, count = world.window(group, len(tokens), made.axes, first)
-            need = world.items_of(group, begin, count) if world.has_memory(group) else 0
+            need = world.items_of(group, begin, count, shares[group["id"]]["cp_rank"]) if world.has_memory(group) else 0
             free = [i for i in reversed(range(self.items)) if (group["id"], i) not in self.used]
             taken = free[:need:1] if need % 2 else [*free[1:need:2], *free[0:need:2]]
             if len(taken) < need:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvproto_conformance.codec import write_struct
+from kvproto_conformance.dcp import Deal
 from kvproto_conformance.sections import whole
 
-__all__ = ["content", "digest_as_stated", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
+__all__ = ["content", "dealt", "digest_as_stated", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
 
 Json = dict[str, Any]
 GAP = 64
@@ -48,6 +49,20 @@ def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
             owns[rank].append(share)
     stated = [{"rank": str(rank), "owns": shares} for rank, shares in enumerate(owns)]
     return {"replica": str(replica), "facts": geometry["facts"], "groups": groups, "ranks": stated}
+
+
+def dealt(geometry: Json, ranks: int, interleave: int, origin: int) -> Json:
+    """A mirror whose ranks deal the tokens of all pages among themselves; each has all lanes, and hand-off data too."""
+    made = mirror(geometry)
+    pages = {g["id"]: g for g in made["groups"] if g["kind"] == "PAGE"}
+    for group in pages.values():
+        group |= {"cp_size": str(ranks), "interleave": str(interleave), "origin": str(origin)}
+    (alone,) = made["ranks"]
+    stated = [
+        {"rank": str(r), "owns": [s | {"cp_rank": str(r * (s["group"] in pages))} for s in alone["owns"]]}
+        for r in range(ranks)
+    ]
+    return made | {"ranks": stated}
 
 
 def _other_rows(group: Json) -> int:
@@ -99,14 +114,17 @@ def window(group: Json, tokens: int, axes: Mapping[str, int], first: int = 0) ->
     return first, length - first
 
 
-def items_of(group: Json, first: int, count: int) -> int:
-    """How many items a window needs if one rank has all tokens (lowering.md)."""
+def items_of(group: Json, first: int, count: int, cp_rank: str = "0") -> int:
+    """How many items of a cp rank a window needs (lowering.md)."""
     if group["kind"] in ("SLOT", "RING"):
         return 1
     step, rows = int(group["tokens_per_row"]), int(group["rows"])
     begin, end = -(-first // step), (first + count) // step
     if group.get("partial"):
         begin, end = first // step, -(-(first + count) // step)
+    deal = Deal.of(group)
+    if deal.ranks > 1:
+        begin, end = (deal.length(int(cp_rank), row * step) for row in (begin, end))
     return 0 if end <= begin or not has_memory(group) else (end - 1) // rows - begin // rows + 1
 
 

@@ -333,13 +333,10 @@ def _older(run: DecodeRun) -> None:
     _no_next(run, source, "Describe", "KVP-SES-OLDER")
 
 
-@scenario("LIVE-844", "two source ranks whose Descriptions contradict each other", "KVP-DSC-RANKS", role="sink",
-          guards="Ranks of one fleet have different page sizes, and every request waits until its deadline.",
-          level="L4")  # fmt: skip
-def _contradicting(run: DecodeRun) -> None:
+def _unlike(run: DecodeRun, change: Callable[[Json], Json]) -> tuple[list[Source], Prompt, Json]:
+    """Of two source ranks the second describes another replica; the Error that says so."""
     (first, second), prompt = run.source(2), run.prompt()
-    pages, *others = second.geometry["groups"]
-    second.geometry = second.geometry | {"groups": [pages | {"rows": str(2 * int(pages["rows"]))}, *others]}
+    second.geometry = second.geometry | change(second.geometry)
     run.connect(first)
     first.welcome()
     first.describe()
@@ -350,6 +347,37 @@ def _contradicting(run: DecodeRun) -> None:
     run.check("code", found["code"] == "DESCRIPTION_MISMATCH", found["code"], "KVP-DSC-RANKS")
     second.expect("Goodbye", clause="KVP-DSC-RANKS")
     second.session = ""
+    return [first, second], prompt, found
+
+
+@scenario("LIVE-844", "two source ranks whose Descriptions contradict each other", "KVP-DSC-RANKS", role="sink",
+          guards="Ranks of one fleet have different page sizes, and every request waits until its deadline.",
+          level="L4")  # fmt: skip
+def _contradicting(run: DecodeRun) -> None:
+    def longer(geometry: Json) -> Json:
+        pages, *others = geometry["groups"]
+        return {"groups": [pages | {"rows": str(2 * int(pages["rows"]))}, *others]}
+
+    sources, prompt, _ = _unlike(run, longer)
     run.lost(prompt, "DESCRIPTION_MISMATCH")
-    heard = [frame.name for each in (first, second) for frame in each.silence(0.1)]
+    heard = [frame.name for each in sources for frame in each.silence(0.1)]
     run.check("nothing is requested", "Transfer" not in heard, str(heard), "KVP-DSC-RANKS")
+
+
+@scenario("LIVE-845", "a source rank that has a draft which the other has not: the Error names it", "KVP-DSC-RANKS",
+          "KVP-ERR-REPORT", role="sink", level="L4", must=False,
+          guards="Ranks were started with other options, and all that is said is that hashes differ.")  # fmt: skip
+def _draft_on_one(run: DecodeRun) -> None:
+    def more(geometry: Json) -> Json:
+        pages = geometry["groups"][0]
+        draft = pages | {"id": "90", "name": "draft", "model": "1"}
+        ranks = []
+        for rank in geometry["ranks"]:
+            (share,) = (share for share in rank["owns"] if share["group"] == pages["id"])
+            ranks.append(rank | {"owns": [*rank["owns"], share | {"group": "90"}]})
+        return {"groups": [*geometry["groups"], draft], "ranks": ranks}
+
+    _, prompt, found = _unlike(run, more)
+    path = found["path"]
+    run.check("path", path.startswith("groups[draft]"), f"{path!r}, not 'groups[draft]'", "KVP-ERR-REPORT")
+    run.lost(prompt, "DESCRIPTION_MISMATCH")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.memory import holds
 from kvproto_conformance.live.prefill import PrefillRun
@@ -127,9 +128,9 @@ def _silent(run: PrefillRun) -> None:
     run.hand_over(sink)
 
 
-def _begun(run: DecodeRun) -> tuple[Source, Prompt, Asked]:
+def _begun(run: DecodeRun, **more: Any) -> tuple[Source, Prompt, Asked]:
     """A fetch that the source has accepted, and has the rows of."""
-    source, prompt = run.one(offered=["PULL", "VERIFY"]), run.prompt()
+    source, prompt = run.one(offered=["PULL", "VERIFY"], **more), run.prompt()
     run.chosen(source)
     run.fetch(source, prompt)
     asked = run.asked(source, prompt)
@@ -323,6 +324,42 @@ OFFERS: list[tuple[str, str, Callable[[Json], Json], str, str, str]] = [
 for _id, _what, _change, _code, _path, _clause in OFFERS:
     scenario(f"LIVE-{_id}", f"an Offer with {_what}", _clause, "KVP-TRN-REFUSE", role="sink", guards=_LIE, level="L4",
              extensions=("PULL",))(_lied(_change, _code, _path, _clause))  # fmt: skip
+
+
+def _uncovered(rows: str, first: int, end: int) -> Any:
+    def script(run: DecodeRun) -> None:
+        """Nothing is read in place of rows that are not offered: the request is lost, and the next is not."""
+        stated = world.mirror(run.live.geometry)
+        (group,) = (group for group in stated["groups"] if group["kind"] == "PAGE")
+        group["rows"] = rows
+        source, prompt, asked = _begun(run, geometry=stated)
+        good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
+        pages, *others = good["grants"]
+        lies = {"first": str(first), "count": str(end - first), "valid": str(end)}
+        lies["items"] = pages["items"][first // int(rows) :][: world.items_of(group, first, end - first)]
+        offer = source.send("Offer", request=source.next_id(), **asked.of, **good | {"grants": [pages | lies, *others]})
+        found = source.expect("Error", "Abort", "Pulled", clause="KVP-PUL-OFFER")
+        if found.name == "Error":
+            id, said = offer.fields["request"], found.fields
+            run.check("refused", (said.get("request"), said["code"]) == (id, "BAD_GRANT"), str(said), "KVP-TRN-REFUSE")
+            found = source.expect("Abort", clause="KVP-END-FAILED")
+        if run.check("not used", found.name == "Abort", "Pulled of rows that were not offered", "KVP-PUL-OFFER"):
+            source.reply(found, "Drained", proof="PROVEN")
+            run.lost(prompt, "BAD_GRANT")
+            run.hand_over([source], run.prompt(17))
+
+    return script
+
+
+_LESS = "Prefill has fewer pages than it was asked for, and decode reads others in their place."
+for _id, _what, _rows, _begin, _end in (
+    ("1181", "begins after what was asked for", "4", 16, 45),
+    ("1182", "ends before what was asked for", "4", 0, 40),
+    ("1183", "begins after what was asked for, in pages of a token", "1", 16, 45),
+    ("1184", "ends before what was asked for, in pages of a token", "1", 0, 40),
+):
+    scenario(f"LIVE-{_id}", f"an Offer of a window that {_what}", "KVP-PUL-OFFER", "KVP-END-FAILED", role="sink",
+             guards=_LESS, level="L4", extensions=("PULL",))(_uncovered(_rows, _begin, _end))  # fmt: skip
 
 
 @scenario("LIVE-1177", "Done in place of an Offer", "KVP-TRN-REFUSE", role="sink", guards=_LIE, level="L4",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvproto_conformance.live.memory import holds
@@ -144,6 +145,26 @@ def _useful(run: PrefillRun) -> None:
     run.finish(prompt)
     _progress(sink, made, "READY", "KVP-INT-AGAIN")
     sink.grant(made, since=32)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-1024", "rows that are computed and granted are written before prefill is over", "KVP-SPN-APPEND",
+          guards="Pieces of a long prompt wait for its end, and then all of them are copied at once.",
+          extensions=("INTENT", "SPANS"), must=False)  # fmt: skip
+def _meanwhile(run: PrefillRun) -> None:
+    sink, made, prompt = _intended(run)
+    run.fill(prompt)
+    run.engine.ask("computed", id=prompt.id, tokens=len(prompt.tokens))
+    for since, tokens in ((0, 16), (16, 40)):
+        sink.grant(made, tokens, since)
+        sink.expected(made, [piece for piece in sink.pieces(made) if piece.row < tokens], prompt.seed)
+        end = time.monotonic() + 5.0
+        while (text := sink.differs()) and time.monotonic() < end:
+            time.sleep(0.005)
+        run.check(f"{tokens} rows", not text, text, "KVP-SPN-APPEND")
+    run.finish(prompt)
+    sink.grant(made, since=40)
     run.arrived(sink, made, prompt)
     run.over(prompt)
 
