@@ -129,7 +129,7 @@ def _one(live: Live, scenario: Scenario) -> Result:
     except Exception as error:  # the suite's own fault must not end the run
         status, text = "suite-error", f"{type(error).__name__}: {error}"
     wrong = next((check for check in made.checks if not check.good), None)
-    if status == "pass" and wrong is not None:
+    if status in ("pass", "suite-error") and wrong is not None:  # what the suite does after that may not fit any more
         status, text, clause = "fail", f"{wrong.name}: {wrong.text}", wrong.clause
     if status != "pass":
         made.drop()

@@ -106,6 +106,8 @@ def _unanswered(run: DecodeRun) -> None:
           extensions=("INTENT", "SPANS"))  # fmt: skip
 def _spans(run: DecodeRun) -> None:
     source, asked, prompt = _intended(run, spans=True)
+    early = source.silence(0.1)
+    run.check("nothing said", not early, str([frame.name for frame in early]), "KVP-INT-ITEMS")
     source.progress(asked, "RUNNING", 20)
     source.granted(asked, spans=True)
     run.deliver(source, asked, prompt)
