@@ -119,6 +119,7 @@ def _loaded(run: PrefillRun) -> None:
 @scenario("LIVE-1621", "a fetch that waits is lost by POOL_MOVED, and the session goes on", "KVP-EPO-MOVED",
           "KVP-EPO-FREE", role="sink", guards=_POOL, extensions=_BOTH)  # fmt: skip
 def _loses(run: DecodeRun) -> None:
+    run.engine.ask("move")  # to memory that nobody of the scenarios before may still write
     source, prompt = run.one(offered=["EPOCHS"]), run.prompt()
     run.chosen(source)
     run.hand_over([source])
