@@ -18,4 +18,6 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     pulls,
     restarts,
     staging,
+    watching,
+    watching_hostile,
 )
