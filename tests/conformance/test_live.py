@@ -26,7 +26,7 @@ def adapter(name: str) -> list[str]:
     ("role", "ids"),
     [
         ("source", ["LIVE-101", "LIVE-1021", "LIVE-1031", "LIVE-104", "LIVE-1063", "LIVE-111", "LIVE-150", "LIVE-520"]),
-        ("sink", ["LIVE-1101", "LIVE-1131", "LIVE-1173", "LIVE-301", "LIVE-319", "LIVE-803"]),
+        ("sink", ["LIVE-1101", "LIVE-1131", "LIVE-1173", "LIVE-1415", "LIVE-1422", "LIVE-301", "LIVE-319", "LIVE-803"]),
     ],
 )
 def test_the_reference_passes(role: str, ids: list[str]) -> None:
@@ -59,8 +59,12 @@ def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["page off by one", "begun before the last writer", "a pool is free when it has moved"]
-)
+    "name",
+    [
+        "page off by one", "begun before the last writer", "a pool is free when it has moved",
+        "the pages of one rank for those of all",
+    ],
+)  # fmt: skip
 def test_a_fault_is_found_by_the_scenario_that_names_it(name: str) -> None:
     """Some of the faults; `python tests/conformance/faulty_engine.py` plants them all."""
     result = found(name)

@@ -171,6 +171,7 @@ def _goodbye(run: DecodeRun) -> None:
     keeper, ids = watched(run, prompt, 0, 1, 2)
     keeper.says(prompt, 48, clause="KVP-CAT-OVER")
     keeper.source.goodbye()
+    keeper.source.over()
     keeper.says(prompt, 0, clause="KVP-CAT-OVER")
     keeper.pages, keeper.number = {ids[0]: "HOST"}, 0
     again(run, keeper)
@@ -257,6 +258,7 @@ def _one_of_two(run: DecodeRun) -> None:
     second.piece(asked, sorted(second.pages))
     first.says(prompt, 32, clause="KVP-TIER-LENGTH")
     second.source.goodbye()
+    second.source.over()
     first.says(prompt, 0, clause="KVP-CAT-OVER")
 
 
