@@ -42,6 +42,7 @@ def _unasked(run: DecodeRun) -> None:
     keeper.source.misstate("Watched", request=other, **lie)
     keeper.still(prompt, 0, clause="KVP-SES-ECHO")
     keeper.piece(asked, [ids[0]])
+    keeper.says(prompt, 16, clause="KVP-SES-ECHO")
     for request in (asked.fields["request"], other):
         keeper.source.misstate("Watched", request=request, **lie)
         keeper.still(prompt, 16, clause="KVP-SES-ANSWERED")
@@ -81,6 +82,7 @@ def _misled(keeper: Keeper, request: str, ids: list[str], more: bool) -> None:
 def _descending(run: DecodeRun) -> None:
     prompt = run.prompt(100)
     keeper, ids = watched(run, prompt, 0)
+    keeper.says(prompt, 16, clause="KVP-ERR-ALONE")
     for some in (sorted(ids[2:4], reverse=True), [ids[2], ids[2]]):
         pages = [{"id": id, "tier": "DEVICE"} for id in some]
         keeper.source.misstate("Kept", number=str(keeper.number + 1), pages=pages)
