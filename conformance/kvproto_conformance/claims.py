@@ -38,7 +38,7 @@ EXTENSIONS = {
     "intent": "feature INTENT, of live engines",
     "spans": "feature SPANS, of live engines",
     "epochs": "feature EPOCHS, of live engines",
-    "catalogue": "feature CATALOGUE, of live engines that send",
+    "catalogue": "feature CATALOGUE, of live engines",
     "sleep": "memory that is taken back for a while, of live engines",
     "curve": "keys, of live engines",
     "large": "copies of a gigabyte, of live engines that send",

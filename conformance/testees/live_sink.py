@@ -10,7 +10,7 @@ from typing import Any
 from engine_cache import EngineCache
 from toy_engine import Toy, is_free, options_of, serve, ticket_of
 
-from kvproto import Fetch, KvprotoError, Prompt, Sink
+from kvproto import Fetch, Finder, KvprotoError, Prompt, Sink
 from kvproto.events import PagesWanted
 from kvproto.planning.geometry import encode_geometry
 
@@ -30,8 +30,9 @@ class Decode:
         self.world = ask["world"]
         self.toy = self.cache(self.world, heads_first=False)
         self.folder = tempfile.TemporaryDirectory(prefix="kvproto-keys-")
-        options = options_of(ask, Path(self.folder.name))
-        self.sink = self.sink_type(ask["name"], self.toy.pool, {}, options)
+        self.options = options_of(ask, Path(self.folder.name))
+        self.sink = self.sink_type(ask["name"], self.toy.pool, {}, self.options)
+        self.finders: dict[str, Finder] = {}
         self.fetches: dict[str, tuple[Fetch, dict[str, list[int]], EngineCache]] = {}
         return {"geometry": encode_geometry(self.toy.geometry).hex()}
 
@@ -39,7 +40,15 @@ class Decode:
         self.sink.connect(ask["engine"], address=ask["address"], key=ask.get("key"))
 
     def on_disconnect(self, ask: Ask) -> None:
-        self.sink.disconnect(ask["engine"])
+        finder = self.finders.pop(ask["engine"], None)
+        self.sink.disconnect(ask["engine"]) if finder is None else finder.close()
+
+    def on_watch(self, ask: Ask) -> None:
+        self.finders[ask["engine"]] = Finder({ask["address"]: ask.get("key")}, options=self.options)
+
+    def on_held(self, ask: Ask) -> Ask:
+        found = self.finders[ask["engine"]].find(ask["tokens"])
+        return {"tokens": found[0].tokens, "device": found[0].device} if found else {"tokens": 0, "device": 0}
 
     def on_fetch(self, ask: Ask) -> None:
         ticket, prompt, toy = ticket_of(ask), Prompt(ask["tokens"]), self.toy
@@ -94,7 +103,8 @@ class Decode:
         toy.give_back(table)
 
     def on_stop(self, ask: Ask) -> None:
-        self.sink.close()
+        for door in (self.sink, *self.finders.values()):
+            door.close()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from kvproto.errors import KvprotoError
 from kvproto.net.allowed import Allowed, AllowList
 from kvproto.node.request import Request
 from kvproto.session import core, endpoint, push
+from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.inline import SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.leases import Lease
@@ -33,6 +34,7 @@ from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
+from kvproto.session.watching import WatchEndpoint
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
 from kvproto.transport.staging.staged import Link, StagedReceiver
@@ -203,6 +205,22 @@ def shorter(grant: m.Grant) -> tuple[m.Grants, ...]:
     return tuple(attrs.evolve(g, valid=g.valid - 1) if g.count else g for g in grant.grants)
 
 
+def held_for_ever(held: Any) -> Any:
+    """The most that it has ever said."""
+    best: Ask = {"tokens": 0, "device": 0}
+
+    def on_held(ask: Ask) -> Ask:
+        return best if (found := held(ask))["tokens"] < best["tokens"] else best.update(found) or found
+
+    return on_held
+
+
+def any_rank(self: WatchEndpoint) -> dict[int, SinkCatalogue] | None:
+    """The pages of one rank for those of all."""
+    found = [s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open]
+    return {0: found[0]} if found and found[0].whole else None
+
+
 NOTHING = bytes(32)
 Fault = tuple[str, Callable[[Any], None], str, str]
 FAULTS: dict[str, Fault] = {
@@ -358,6 +376,12 @@ FAULTS: dict[str, Fault] = {
         )
     },
     "Done is the end of any stream": ("sink", has(StagedReceiver, "finish", lambda self, *ids: True), "LIVE-1266", "fetch lost"),
+    "a Kept counts whatever its number": (
+        "sink", has(SinkCatalogue, "_again", lambda self, now: None), "LIVE-1416", "Watch has not come",
+    ),
+    "what a source had before it ended": ("sink", does("on_held", held_for_ever), "LIVE-1426", "{'tokens': 48"),
+    "the pages of one rank for those of all": ("sink", has(WatchEndpoint, "known", any_rank), "LIVE-1429", "{'tokens': 80"),
+    "a piece counts whatever it says": ("sink", has(core.Session, "give_up", lambda self, error: None), "LIVE-1422", "Goodbye has"),
     "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 

@@ -222,6 +222,7 @@ def test_what_watchers_say_needs_the_feature(name: str) -> None:
 
 
 def test_a_source_that_comes_again_is_watched_again() -> None:
+    """KVP-CAT-OVER"""
     world = Watching()
     world.kept(*ids(2))
     world.dial()
@@ -235,7 +236,7 @@ def test_a_source_that_comes_again_is_watched_again() -> None:
 
 @pytest.mark.parametrize("pages", [(), (KeptPage(id=bytes(32), tier=Tier.DEVICE),)])
 def test_a_list_that_never_ends_ends_the_session(pages: tuple[KeptPage, ...]) -> None:
-    """KVP-CAT-LIST: pieces that say more and do not go on."""
+    """KVP-CAT-PIECE: it says more, and does not go on."""
     world = Watching()
     world.kept(*ids(MAX_TOLD + 1))
 

@@ -315,6 +315,12 @@ class Source(Peer):
         """Send Failed under an id of its own."""
         return self.send("Failed", request=self.next_id(), **asked.of, code=code, path="", mine=mine, yours=yours)
 
+    def restart(self) -> None:
+        """Begin again as another run at the same address, which knows of no session."""
+        assert isinstance(self.wire, Router)
+        self.wire.restart()
+        self.incarnation += 1 << 20
+
     def unmap(self) -> None:
         """Release the engine's memory."""
         self.regions, self.epochs = {}, {}

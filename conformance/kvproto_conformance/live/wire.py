@@ -85,13 +85,26 @@ class Router:
     """The socket to which an engine connects; it serves one peer at a time, the last one that sent something."""
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
+        self._address, self._keys = address, keys
+        self._listen()
+
+    def _listen(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
-        if keys is not None:
-            _identify(self._socket, keys)
+        if self._keys is not None:
+            _identify(self._socket, self._keys)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.bind(address)
+        self._socket.bind(self._address)
         self._peer = b""
+
+    def restart(self) -> None:
+        """Break the connection, and listen at the same address again."""
+        with self._socket.get_monitor_socket(zmq.EVENT_CLOSED) as closed:
+            self._socket.unbind(self._address)
+            closed.poll(1000)
+            self._socket.disable_monitor()
+        self._socket.close(0)
+        self._listen()
 
     def send(self, *parts: bytes) -> None:
         """Send a ZeroMQ message of these parts."""

@@ -23,4 +23,6 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     silences,
     sleeping,
     staging,
+    watching,
+    watching_hostile,
 )
