@@ -13,7 +13,7 @@ from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
 from kvproto_conformance.live.wire import Wire
 
-__all__ = ["Missed", "Peer", "greased"]
+__all__ = ["RESEND", "Missed", "Peer", "greased"]
 
 Json = dict[str, Any]
 PATIENCE = 10.0

@@ -202,7 +202,7 @@ def _killed(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-1428", "a session that is over is opened again, and the list asked for", "KVP-CAT-OVER", role="sink",
-          guards=_GONE, must=False, slow=True, extensions=("CATALOGUE",))  # fmt: skip
+          guards=_GONE, level="L4", must=False, slow=True, extensions=("CATALOGUE",))  # fmt: skip
 def _returns(run: DecodeRun) -> None:
     prompt = run.prompt(100)
     keeper, ids = watched(run, prompt, 0, 1, 2)
