@@ -48,6 +48,14 @@ def test_prefill_is_killed_in_the_middle_and_comes_back(prompts: Path) -> None:
         assert any(word in note for note in notes), notes
 
 
+def test_prompts_that_are_over_before_prefill_is_killed_are_asked_again(prompts: Path) -> None:
+    """Of so short ones the next may be caught under way; whoever is never quick enough is told what to do."""
+    prompts.write_text("Hi")
+    result = demo("--kill", "--prefill-tp", "1", "--prompt-file", prompts, "--json", "--max-new", "1")
+    if "give longer prompts" not in result.said:
+        assert report(result)["verdicts"] == {**ALL_WELL, "kill": True}, result.said
+
+
 def test_prefill_drains_and_is_upgraded(prompts: Path) -> None:
     """KVP-SES-DRAINING: it ends with status 0 and has lost nothing; what it refused is served by its successor."""
     prompts.write_text("\n\n".join([LONG, *TEXT.split("\n\n")]))

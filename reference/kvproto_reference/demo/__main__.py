@@ -71,7 +71,8 @@ def run(options: DemoOptions, console: Console) -> int:
             late = len(prompts) // 2 if kind.later else 0
             down = kind.seconds if options.down is None else options.down
             rest = partial(router.submit, prompts[len(prompts) - late :], options.max_new)
-            trouble = Trouble(kind, engines, router, notes.add, down, rest)
+            again = partial(router.submit, prompts, options.max_new)
+            trouble = Trouble(kind, engines, router, notes.add, down, rest, again)
         with clock.stage("pair"):
             router.submit(prompts[: len(prompts) - late], options.max_new)
             with _stream(router, tokenizer, console, options) as on_news:

@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import attrs
 
+from ..errors import EngineError
 from .engines import Engines
 from .router import Router
 
 VICTIM = "prefill-0"
 _HEARD = 0.3
 """Seconds after which decode has received whatever the stopped engine had sent."""
+
+_TRIES = 10
+"""How often all prompts are asked once more, where all requests were over too soon."""
 
 
 @attrs.frozen
@@ -51,6 +55,8 @@ class Trouble:
     """Seconds from the end of the engine to its next start, or from SIGSTOP to SIGCONT."""
     later: Callable[[], None]
     """Submits the rest of the prompts, if there is a rest."""
+    again: Callable[[], None]
+    """Submits all prompts once more."""
     under_way: int = 0
     """Requests that had begun and not arrived at decode when the engine was disturbed."""
     status: int | None = None
@@ -58,13 +64,16 @@ class Trouble:
     _held_at: float | None = None
     """When the engine was stopped, which keeps requests under way until it is killed."""
     _struck: bool = False
+    _tries: int = 0
     _back_at: float | None = None
     _back: bool = False
 
     def turn(self) -> bool:
         """Take the next step that is due; returns whether all is over and the engine takes requests again."""
         if not self._struck:
-            if self._held_at is not None or any(VICTIM in r.engines and r.sent for r in self.router.requests):
+            if self._held_at is None and all(request.stats is not None for request in self.router.requests):
+                self._missed()
+            elif self._held_at is not None or any(VICTIM in r.engines and r.sent for r in self.router.requests):
                 self._hold() if self.kind.number == signal.SIGKILL else self._strike()
         elif self._back_at is None:
             self.status = self.engines.exit_status(VICTIM)
@@ -86,6 +95,15 @@ class Trouble:
             else:
                 self.engines.signal(VICTIM, signal.SIGCONT)
             self._held_at = None
+
+    def _missed(self) -> None:
+        """All requests are over: ask them once more; raises EngineError if that has not helped before."""
+        self._tries += 1
+        why = f"all requests were over before {VICTIM} could be {self.kind.says}"
+        if self._tries > _TRIES:
+            raise EngineError(f"{why}: give longer prompts")
+        self.note(f"{why}: they are asked once more")
+        self.again()
 
     def _under_way(self) -> int:
         return sum(VICTIM in r.engines and r.under_way for r in self.router.requests)
