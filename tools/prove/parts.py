@@ -259,8 +259,9 @@ def _of_area(asked: Asked, area: str, drawn: Mapping[str, code.Mutant]) -> Found
         return _hinted(asked.jobs, lambda name: {drawn[name].module: drawn[name].text}, left)
 
     def by_the_scenarios(left: list[str]) -> dict[str, Judge]:
-        judge = _by_scenarios([drawn[name] for name in left], asked.jobs * _WAITING)
-        return {name: partial(judge, drawn[name]) for name in left}
+        left = [name for name in left if not asked.reasons.why(name)]  # these would take longer than all others
+        judge = _by_scenarios([drawn[name] for name in left], asked.jobs * _WAITING) if left else None
+        return {name: partial(judge, drawn[name]) for name in left} if judge else {}
 
     def by_the_tests(left: list[str]) -> dict[str, Judge]:
         judge = _by_tests(area, [drawn[name] for name in left], asked.jobs)
