@@ -9,7 +9,7 @@ from typing import Any
 from kvproto_conformance.codec import Refusal, read_struct, write_struct
 from kvproto_conformance.dcp import Deal
 
-__all__ = ["absent", "geometry_digest", "length_of", "lengths", "manifest", "namespace", "page_ids"]
+__all__ = ["absent", "geometry_digest", "length_of", "lengths", "manifest", "namespace", "page_ids", "whole_pages"]
 
 Json = dict[str, Any]
 
@@ -36,6 +36,13 @@ def page_ids(space: bytes, page: int, tokens: list[int]) -> dict[str, list[bytes
         if begin + page <= len(tokens):
             previous = found["OWN"][-1]
     return found
+
+
+def whole_pages(meaning: Json, tokens: list[int]) -> list[str]:
+    """Ids in hex of the whole pages of these tokens, by what a Watched says of ids: `namespace`, `page` and `form`."""
+    page = int(meaning["page"])
+    found = page_ids(bytes.fromhex(meaning["namespace"]), page, tokens)[meaning["form"]]
+    return [id.hex() for id in found[: len(tokens) // page]]
 
 
 def _alone(geometry: Json, rank: int) -> tuple[Json, Json]:

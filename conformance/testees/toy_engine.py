@@ -29,10 +29,6 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.gqa("draft", 1, kv_heads=4, head_dim=8, page=16, dtype=DType.U8, model=1),
         Cache.handoff("first", {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}),
     ],
-    "latent": [
-        Cache.mla("target", 3, latent=32, rope=16, page=8, dtype=DType.U8),
-        Cache.handoff("first", {"token": (DType.I32, 4), "hidden": (DType.U8, 24)}),
-    ],
     "hybrid": [
         Cache.gqa("full", [0], kv_heads=2, head_dim=16, page=8, dtype=DType.U8),
         Cache.window("window", [1], kv_heads=2, head_dim=16, ring_rows=8, dtype=DType.U8),
@@ -47,6 +43,7 @@ WORLDS: dict[str, list[Cache]] = {
         Cache.handoff("first", {"token": (DType.I32, 4)}),
     ],
 }
+WORLDS["latent"] = [cache for cache in WORLDS["mla"] if cache.group.name != "draft"]
 SLOTS, SLOT = 5, 704
 """Staging slots of a sink, and their bytes: a stream takes several, and rows lie over their ends."""
 

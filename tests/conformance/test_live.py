@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import zmq
 
 from kvproto_conformance.live import list_scenarios, run, scenario
 from kvproto_conformance.live.engine import Engine, EngineFault
+from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import SCENARIOS
 from kvproto_conformance.live.wire import Dealer
 from tests.conformance.faulty_engine import FAULTS, found
@@ -112,6 +115,18 @@ def test_an_engine_that_reads_nothing_holds_nobody_up() -> None:
         dealer.close()
         router.close(0)
     assert took < 30
+
+
+def test_what_the_suite_does_after_a_check_that_failed_is_not_its_fault() -> None:
+    """Without one it is."""
+
+    def script(run: PrefillRun, good: bool) -> None:
+        run.check("named", good, "it is not so")
+        raise KeyError("lost")
+
+    chosen = [attrs.evolve(SCENARIOS["LIVE-101"], script=partial(script, good=good)) for good in (False, True)]
+    found = [(result.status, result.text) for result in run(adapter("live_source.py"), chosen)]
+    assert found == [("fail", "named: it is not so"), ("suite-error", "KeyError: 'lost'")]
 
 
 def test_scenarios_say_what_they_are_about() -> None:

@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
 import pytest
 
-from kvproto_conformance.live.scenario import SCENARIOS
+from kvproto_conformance.live.scenario import SCENARIOS, Run
 from tools.prove import bugs, changing, code, facts, playing
 from tools.prove.__main__ import _part
 from tools.prove.children import DIED, LATE, crowding, in_children
@@ -66,6 +68,22 @@ def test_what_no_peer_can_see_is_noticed_by_a_test_and_not_by_the_suite() -> Non
     for who in ("LIVE-301", "PLAN-1"):
         assert reasons.judged(Row("planner", "hidden 3", who)).verdict == "SEEN THOUGH UNSEEN"
         assert not table(*shown, ("hidden 3", who))[1]
+
+
+@pytest.mark.parametrize(("failures", "noticed"), [(1, SURVIVED), (2, "LIVE-101")])
+def test_a_scenario_notices_what_it_fails_by_twice(
+    failures: int, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once may be the load of the machine."""
+    left = iter([False] * failures)
+    script = partial(_checked, left)
+    monkeypatch.setitem(SCENARIOS, "LIVE-101", attrs.evolve(SCENARIOS["LIVE-101"], script=script))
+    assert playing.by_scenarios({}, ["LIVE-101"]) == noticed
+    assert next(left, None) is None
+
+
+def _checked(left: Iterator[bool], run: Run) -> None:
+    run.check("so", next(left, True))
 
 
 def test_every_bug_is_where_it_says() -> None:

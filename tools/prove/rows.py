@@ -69,7 +69,8 @@ class Reasons:
     def read(cls, path: Path) -> Reasons:
         """Of a file such as `equivalent.toml`."""
         table = tomllib.loads(path.read_text())
-        return cls(*([(n, row["why"]) for row in table.get(kind, []) for n in row["names"]] for kind in _KINDS))
+        kinds = (field.name for field in attrs.fields(cls))
+        return cls(*([(name, row["why"]) for row in table.get(kind, []) for name in row["names"]] for kind in kinds))
 
     def why(self, name: str) -> str:
         """Why nobody can notice a mutant; empty where somebody should."""
@@ -78,9 +79,6 @@ class Reasons:
     def judged(self, row: Row) -> Row:
         """A row with the reasons of today."""
         return attrs.evolve(row, why=self.why(row.name), unseen=_reason(row.name, self.unseen))
-
-
-_KINDS = ("equivalent", "unseen")
 
 
 def _reason(name: str, some: Patterns) -> str:
@@ -101,7 +99,8 @@ def summary(rows: Sequence[Row]) -> tuple[str, bool]:
     lines, good = [f"{'':10}" + "".join(f"{column:>12}" for column in _COLUMNS)], True
     for kind in dict.fromkeys(row.kind for row in rows):
         some = [row for row in rows if row.kind == kind]
-        count, left = Counter(row.verdict for row in some), sum(row.verdict == "SURVIVED" for row in some)
+        count = Counter(row.verdict for row in some)
+        left = count["SURVIVED"]
         by = Counter("unseen" if row.unseen else row.by for row in some if row.verdict == "killed")
         suite, seconds = by["cases"] + by["live"], sum(row.seconds for row in some)
         share = by.total() / max(1, by.total() + left)

@@ -36,10 +36,10 @@ class DecodeRun(Run):
         self.peers += made
         return made
 
-    def connect(self, source: Source) -> Source:
-        """Let the engine know where the suite listens."""
+    def connect(self, source: Source, op: str = "connect") -> Source:
+        """Let the engine know where the suite listens, to fetch or to `watch`."""
         key: Json = {"key": self.live.keys.public.decode()} if self.live.key[3] else {}
-        self.engine.ask("connect", engine=source.name, address=source.endpoints[source.rank], **key)
+        self.engine.ask(op, engine=source.name, address=source.endpoints[source.rank], **key)
         return source
 
     def ready(self, ranks: int = 1, **more: Any) -> list[Source]:

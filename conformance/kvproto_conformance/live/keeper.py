@@ -6,17 +6,18 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.peer import PATIENCE, Missed
 from kvproto_conformance.live.scenario import Prompt
 from kvproto_conformance.live.source import Source
 from kvproto_conformance.live.watch import Frame
-from kvproto_conformance.tiers import page_ids
+from kvproto_conformance.tiers import whole_pages
 
-__all__ = ["MOST", "Keeper", "again", "ask", "keepers", "watch", "watched"]
+__all__ = ["MOST", "Keeper", "again", "keepers", "watch", "watched"]
 
 Json = dict[str, Any]
-MOST = 1024
+MOST = LIMITS["max_told"]
 """The pages of one Watched."""
 _SPACE = "5a" * 32
 
@@ -35,9 +36,7 @@ class Keeper:
 
     def ids(self, prompt: Prompt) -> list[str]:
         """Ids of the pages of a prompt, in the order of its tokens."""
-        space, page = bytes.fromhex(self.meaning["namespace"]), int(self.meaning["page"])
-        found = page_ids(space, page, prompt.tokens)[self.meaning["form"]]
-        return [id.hex() for id in found[: len(prompt.tokens) // page]]
+        return whole_pages(self.meaning, prompt.tokens)
 
     def has(self, ids: Iterable[str], tier: Any = "DEVICE") -> None:
         """Pages that are there before anybody asks."""
@@ -119,15 +118,9 @@ def keepers(run: DecodeRun, ranks: int = 1, **meaning: str) -> list[Keeper]:
     return [Keeper(run, source, **meaning) for source in run.source(ranks, offered=["CATALOGUE"])]
 
 
-def ask(run: DecodeRun, seed: Source) -> None:
-    """Have the engine watch a source."""
-    key: Json = {"key": run.live.keys.public.decode()} if run.live.key[3] else {}
-    run.engine.ask("watch", engine=seed.name, address=seed.endpoints[seed.rank], **key)
-
-
 def watch(run: DecodeRun, made: list[Keeper]) -> None:
     """Have the engine watch a source, whose ranks welcome it."""
-    ask(run, made[0].source)
+    run.connect(made[0].source, "watch")
     for keeper in made:
         keeper.source.welcome()
         run.chosen(keeper.source)

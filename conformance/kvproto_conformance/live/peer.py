@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance.codec import write_frame
-from kvproto_conformance.codec.facts import MESSAGES
+from kvproto_conformance.codec.facts import LIMITS, MESSAGES
 from kvproto_conformance.live.lax import lax_frame
 from kvproto_conformance.live.watch import ENGINE, SUITE, Frame, Watch
 from kvproto_conformance.live.wire import Wire
@@ -18,7 +18,7 @@ __all__ = ["RESEND", "Missed", "Peer", "greased"]
 Json = dict[str, Any]
 PATIENCE = 10.0
 """How many seconds an answer may take: several times `resend`."""
-RESEND = 2.0
+RESEND = LIMITS["resend"] / 1000
 
 
 class Missed(Exception):

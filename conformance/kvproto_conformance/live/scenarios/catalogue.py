@@ -9,7 +9,7 @@ from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import Prompt, scenario
 from kvproto_conformance.live.sink import Sink
 from kvproto_conformance.live.watch import Frame
-from kvproto_conformance.tiers import page_ids
+from kvproto_conformance.tiers import whole_pages
 
 Json = dict[str, Any]
 _STALE = "A router believes in pages that an engine does not have, or does not know of those that it has."
@@ -50,9 +50,7 @@ class _Watcher:
 
     def ids(self, prompt: Prompt) -> list[str]:
         """Ids of the pages of a prompt, by what the source says of them."""
-        space, page = bytes.fromhex(self.first["namespace"]), int(self.first["page"])
-        found = page_ids(space, page, prompt.tokens)[self.first["form"]]
-        return [id.hex() for id in found[: len(prompt.tokens) // page]]
+        return whole_pages(self.first, prompt.tokens)
 
     def told(self, frame: Frame) -> None:
         """Check a Kept, and take what it says."""

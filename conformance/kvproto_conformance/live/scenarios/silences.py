@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.peer import Peer
 from kvproto_conformance.live.prefill import PrefillRun
@@ -10,8 +11,8 @@ from kvproto_conformance.live.scenario import Run, scenario
 _DEAD = "Nobody notices that a peer is gone until a request of a user waits for it."
 _SLACK = 2.5
 """Seconds by which a timer of the engine may be late."""
-_SILENCE = 5.0
-"""`ping_silence` of the pages; an engine may use another, which is why nothing here is a must."""
+_SILENCE = LIMITS["ping_silence"] / 1000
+"""Of the pages; an engine may use another, which is why nothing here is a must."""
 
 
 def _pinged(run: Run, peer: Peer) -> None:

@@ -6,7 +6,6 @@ from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.pull import PullSink
 from kvproto_conformance.live.scenario import Run, scenario
-from kvproto_conformance.live.sink import Sink
 from kvproto_conformance.live.source import Source
 
 _POOL = "Memory that an engine lends to training is still read or written by its peers, or no peer is served again."
@@ -70,7 +69,7 @@ def _asked_back(run: PrefillRun) -> None:
     run.check("free", _free(run), "Unregistered with PROVEN, and not free", "KVP-EPO-FREE")
     _wake(run)
     sink.borrow()
-    run.check("epoch", int(sink.lent[0]) > int(epoch), f"{sink.lent[0]} after {epoch}", "KVP-EPO-RISE")
+    _risen(run, "epoch", sink.lent[0], epoch, "KVP-EPO-RISE")
     run.hand_over(sink)
 
 
@@ -85,11 +84,9 @@ def _ended(run: PrefillRun) -> None:
     run.serve_fresh()
 
 
-def _known(run: PrefillRun, sink: Sink, version: str) -> None:
-    """Hear what the engine has now, check that its version has risen, and answer."""
-    sink.described_again()
-    risen = int(sink.their_version) > int(version)
-    run.check("version", risen, f"{sink.their_version} after {version}", "KVP-DSC-VERSION")
+def _risen(run: Run, what: str, later: str, before: str, clause: str) -> None:
+    """Check that a number has risen."""
+    run.check(what, int(later) > int(before), f"{later} after {before}", clause)
 
 
 @scenario("LIVE-1614", "a draft is loaded meanwhile: sessions with EPOCHS are told, and others end", "KVP-DSC-AGAIN",
@@ -100,7 +97,8 @@ def _loaded(run: PrefillRun) -> None:
     version = told.their_version
     run.engine.ask("sleep")
     _wake(run, "mla")
-    _known(run, told, version)
+    told.described_again()
+    _risen(run, "version", told.their_version, version, "KVP-DSC-VERSION")
     told.move()
     run.hand_over(told)
     other.expect("Goodbye", clause="KVP-DSC-AGAIN")
@@ -108,8 +106,7 @@ def _loaded(run: PrefillRun) -> None:
     late = bare.silence(0.2)
     run.check("nothing to tell", not late, str([frame.name for frame in late]), "KVP-DSC-AGAIN")
     bare.describe(bare.geometry or {})
-    risen = int(bare.their_version) > int(version)
-    run.check("version", risen, f"{bare.their_version} after {version}", "KVP-DSC-VERSION")
+    _risen(run, "version", bare.their_version, version, "KVP-DSC-VERSION")
     bare.allocate()
     bare.register()
     run.hand_over(bare)
@@ -138,8 +135,7 @@ def _loses(run: DecodeRun) -> None:
     run.check("free", free, "Unregistered with PROVEN, and not free", "KVP-EPO-FREE")
     run.lost(prompt, "POOL_MOVED")
     _wake(run)
-    epoch, before = source.registered().fields["epoch"], back.fields["epoch"]
-    run.check("epoch", int(epoch) > int(before), f"{epoch} after {before}", "KVP-EPO-RISE")
+    _risen(run, "epoch", source.registered().fields["epoch"], back.fields["epoch"], "KVP-EPO-RISE")
     run.hand_over([source])
 
 
@@ -171,7 +167,6 @@ def _dropped(run: DecodeRun) -> None:
     source.give_up(back)
     _wake(run, "latent")
     source.describe()
-    risen = int(source.their_version) > int(version)
-    run.check("version", risen, f"{source.their_version} after {version}", "KVP-DSC-VERSION")
+    _risen(run, "version", source.their_version, version, "KVP-DSC-VERSION")
     source.registered()
     run.hand_over([source])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproto_conformance.live.decode import DecodeRun
-from kvproto_conformance.live.keeper import Keeper, again, ask, keepers, watch, watched
+from kvproto_conformance.live.keeper import Keeper, again, keepers, watch, watched
 from kvproto_conformance.live.scenario import scenario
 
 _MISSED = "A message that cannot be read leaves a router with a wrong picture for as long as the engine runs."
@@ -118,7 +118,7 @@ def _lacks(run: DecodeRun) -> None:
     source = keeper.source
     keeper.has(keeper.ids(prompt))
     source.offered.clear()
-    ask(run, source)
+    run.connect(source, "watch")
     hello = source.expect("Hello", clause="KVP-NEG-VERSION")
     if "CATALOGUE" in hello.fields["needed"]:
         source.reply(hello, "Refused", code="FEATURE_MISSING", path="needed", mine="(none)", yours="CATALOGUE")
