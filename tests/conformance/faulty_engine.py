@@ -26,12 +26,13 @@ from kvproto.net.allowed import Allowed, AllowList
 from kvproto.node.request import Request
 from kvproto.session import core, endpoint, push
 from kvproto.session.catalogue import SinkCatalogue
-from kvproto.session.inline import SourceInline
+from kvproto.session.inline import SinkInline, SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
 from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
+from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
@@ -376,6 +377,11 @@ FAULTS: dict[str, Fault] = {
         )
     },
     "Done is the end of any stream": ("sink", has(StagedReceiver, "finish", lambda self, *ids: True), "LIVE-1266", "fetch lost"),
+    "a stream goes on after a connection broke": (
+        "source", has(SourceInline, "reconnected", lambda self: None), "LIVE-151", "Failed has not come",
+    ),
+    "bytes count on after a connection broke": ("sink", has(SinkInline, "reconnected", lambda self: None), "LIVE-828", "from 0"),
+    "Credit while the session is resumed": ("sink", has(SinkSession, "resuming", False), "LIVE-828", "no Credit"),
     "a Kept counts whatever its number": (
         "sink", has(SinkCatalogue, "_again", lambda self, now: None), "LIVE-1416", "Watch has not come",
     ),

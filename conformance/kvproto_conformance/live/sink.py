@@ -68,6 +68,8 @@ class Sink(Peer):
         self.sequences = 0
         self.epoch = 1
         """Of the latest Register."""
+        self.window = WINDOW
+        """The bytes of Data that may be on their way."""
         self.credit = 0
         self.counted = 0
         self.used: set[tuple[str, int]] = set()
@@ -171,7 +173,7 @@ class Sink(Peer):
     def open_credit(self) -> None:
         """Let the source send, where the transport needs that."""
         if self.transport == "INLINE":
-            self.credit = self.counted + WINDOW
+            self.credit = self.counted + self.window
             self.send("Credit", kind="INLINE", total=str(self.credit))
 
     def ready(self, ranks: int = 1, **hello: Any) -> Sink:
@@ -277,7 +279,7 @@ class Sink(Peer):
         if self.counted > self.credit:
             raise Missed(f"{self.counted} bytes of Data under a total of {self.credit}", "KVP-INL-BEYOND")
         made.stream += raw
-        self.credit = self.counted + WINDOW
+        self.credit = self.counted + self.window
         self.send("Credit", kind="INLINE", total=str(self.credit))
 
     def pieces(self, made: Request) -> list[moving.Piece]:

@@ -19,6 +19,8 @@ _TOKEN = "The first token is lost, or another's: decode begins with a wrong one.
 _ANOTHER = "An answer about another rank, group or request is taken for this one: decode begins too early."
 _BYTES = "Bytes that were damaged on their way are decoded on, and nothing says so."
 _FLOOD = "A source floods a sink that reads slowly, until its memory is gone."
+_PIECE = 1 << 18
+"""The most bytes that one Data may have."""
 _STREAM = "A packed stream is unpacked one piece off: every row behind it is wrong."
 _ROUTES = "The two sides have computed different routes, and each believes its own."
 _PARSER = "A parser of bytes from the network ends the engine, or costs another peer its session."
@@ -154,9 +156,8 @@ for _id, _what, _piece, _code, _at, _clause in STREAMS:
 def _beyond(run: DecodeRun) -> None:
     source, prompt, asked = _begun(run)
     source.take_credit(1)
-    piece = 1 << 18
-    for offset in range(0, source.total + piece, piece):
-        source.data(asked, offset, bytes(piece), False)
+    for offset in range(0, source.total + _PIECE, _PIECE):
+        source.data(asked, offset, bytes(_PIECE), False)
     code = source.expect("Error", seconds=6.0, clause="KVP-INL-BEYOND").fields["code"]
     run.check("refused", code in ("CREDIT", "OUT_OF_RANGE"), code, "KVP-INL-BEYOND")
     abort = source.expect("Abort", clause="KVP-END-FAILED")
@@ -174,6 +175,34 @@ def _early_done(run: DecodeRun) -> None:
     done = source.done(asked, run.handed(source, prompt), prompt.seed)
     source.expect("Error", "DoneAck", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0)
     run.lost(prompt, "OUT_OF_RANGE", "UNEXPECTED_MESSAGE", "PEER_LOST")
+    run.hand_over([source])
+
+
+@scenario("LIVE-828", "Data that come while the session is resumed: no Credit before Welcome, and then from 0",
+          "KVP-INL-PAUSE", "KVP-INL-RESUMED", role="sink", level="L4", transport="INLINE", extensions=("INLINE",),
+          guards="After a connection broke the two sides count from different bytes: a later request is lost.",
+          must=False, slow=True)  # fmt: skip
+def _resumed(run: DecodeRun) -> None:
+    source, prompt, asked = _begun(run)
+    source.take_credit(1)
+    window = source.total
+    run.engine.ask("abort", id=prompt.id)
+    abort = source.expect("Abort", clause="KVP-END-FAILED")
+    unknown = {"code": "UNKNOWN_SESSION", "path": "session", "mine": "no such session", "yours": source.session}
+    source.send("Error", request=abort.fields["request"], **unknown)
+    hello = source.expect("Hello", clause="KVP-SES-HELLO")
+    run.check("resumes", hello.fields.get("resume") == source.session, str(hello.fields), "KVP-SES-HELLO")
+    for offset in range(0, window // 2, _PIECE):
+        source.data(asked, offset, bytes(_PIECE), False)
+    said = source.silence(0.3, but=("Abort",))
+    early = [frame.fields["total"] for frame in said if frame.name == "Credit"]
+    run.check("no Credit", not early, f"a total of {', '.join(early)}", "KVP-INL-PAUSE")
+    source.reply(hello, "Welcome", **source.welcomed)
+    source.total = source.sent = 0
+    source.reply(source.expect("Abort", clause="KVP-SES-RESEND"), "Drained", proof="PROVEN")
+    run.lost(prompt, "ABORTED")
+    source.take_credit(1)
+    run.check("from 0", source.total <= window, f"{source.total} after {window}", "KVP-INL-RESUMED")
     run.hand_over([source])
 
 

@@ -139,6 +139,31 @@ def _resume(run: PrefillRun) -> None:
     run.over(prompt)
 
 
+@scenario("LIVE-151", "the session is resumed in the middle of a stream: its transfer ends, and bytes count from 0",
+          "KVP-INL-BROKEN", "KVP-INL-RESUMED", transport="INLINE", extensions=("INLINE",),
+          guards="After a connection broke the two sides count from different bytes: streams stall.")  # fmt: skip
+def _broken_stream(run: PrefillRun) -> None:
+    sink, prompt, later = run.sink(), run.prompt(), run.prompt()
+    sink.window = 4096
+    sink.ready()
+    run.serve(prompt)
+    made, waiting = (sink.request(each.key, each.tokens) for each in (prompt, later))
+    sink.ask_for(made)
+    sink.expect("Data", where=sink.of(made), clause="KVP-INL-TURN")
+    sink.ask_for(waiting)
+    old = sink.wire
+    sink.wire = Dealer(run.live.address)
+    _resumed(sink, sink.session)
+    old.close()
+    sink.counted, sink.window = 0, 2048
+    sink.open_credit()
+    run.refused(sink, None, "Failed", "PEER_LOST", None, "KVP-INL-BROKEN", made.sequence)
+    run.serve(later)
+    run.arrived(sink, waiting, later)
+    run.over(later)
+    run.hand_over(sink)
+
+
 @scenario("LIVE-120", "the Hello that resumed a session comes again after the next one did", "KVP-SES-LATE",
           guards="What an old connection still held takes a session back: answers go where nobody is.")  # fmt: skip
 def _late_hello(run: PrefillRun) -> None:
