@@ -22,7 +22,7 @@ from tests.processes import Command
 
 def chaos(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvproto_reference.chaos", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=190, check=False)
 
 
 def test_a_plan_follows_from_its_seed() -> None:
@@ -96,6 +96,7 @@ def test_halves_of_labels_are_excused_where_the_pool_was_lied_about_alone(torn: 
     assert judge.kinds == {"write after proof"} | ({"stray write"} if not (torn and lied) else set())
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_fault_in_the_engines_is_found(broken: str) -> None:
     """Within 8 seeds, or 24 where none of these kills an engine at the moment that shows it."""

@@ -63,15 +63,16 @@ def test_it_is_right(few: Path, tmp_path: Path) -> None:
     assert (status, report["verdict"], report["passed"], report["cases"]) == (0, "conformant", 4, 4)
 
 
-SHORT = ("--patience", "0.8")
-"""Of a testee that says nothing."""
+PATIENCE = 2.0
+"""Seconds for an answer, where a testee does not answer: enough for the questions that it does answer."""
+SHORT = ("--patience", str(PATIENCE))
 EARNS_NOTHING: dict[str, tuple[str, str]] = {
     # what it says in place of an answer, and what the report says of it
     "refuses everything": ('said(q, error="BAD_MAGIC", path="@magic")', '"error": "BAD_MAGIC"'),
     "accepts everything": ('said(q, message="DoneAck", fields={})', '"message": "DoneAck"'),
     "knows nothing": ("said(q, unsupported=True)", '"unsupported": true'),
     "echoes": ("print(line, end='', flush=True)", '"op": "decode"'),
-    "is silent": ("pass", "no answer within 0.8 s"),
+    "is silent": ("pass", f"no answer within {PATIENCE:g} s"),
     "speaks no JSON": ("print('what?', flush=True)", "its answer is not JSON: 'what?'"),
     "speaks deep JSON": ("print('[' * 99999, flush=True)", "its answer is not JSON"),
     "speaks no text": ("os.write(1, b'\\xff\\xfe\\n')", "its answer is not JSON"),
@@ -88,8 +89,8 @@ EARNS_NOTHING: dict[str, tuple[str, str]] = {
     "kills itself": ("os.kill(os.getpid(), 9)", "it was killed by SIGKILL"),
     "closes its output": ("os.close(1); time.sleep(99)", "it closed its output"),
     "floods": ("[os.write(1, b'x' * (1 << 20)) for _ in range(37)]", "a line of more than 36 MiB"),
-    "never reads again": ("time.sleep(99)", "no answer within 0.8 s"),
-    "stops half way": ("os.write(1, b'{'); time.sleep(99)", "no answer within 0.8 s"),
+    "never reads again": ("time.sleep(99)", f"no answer within {PATIENCE:g} s"),
+    "stops half way": ("os.write(1, b'{'); time.sleep(99)", f"no answer within {PATIENCE:g} s"),
 }
 
 
@@ -150,7 +151,7 @@ def test_stderr_is_never_in_the_way(few: Path, tmp_path: Path) -> None:
     ("end", "why"),
     [
         ("sys.exit(3)", "after `stop`, it ended with status 3"),
-        ("time.sleep(99)", "after `stop`: no answer within 0.8 s"),
+        ("time.sleep(99)", f"after `stop`: no answer within {PATIENCE:g} s"),
         ("print('bye')", "it says more than it was asked: 'bye'"),
     ],
 )
@@ -178,7 +179,7 @@ def test_a_refusal_may_have_a_text(few: Path, tmp_path: Path) -> None:
 
 
 HELLOS = {
-    "pass": "no answer to hello: no answer within 3.2 s",
+    "pass": f"no answer to hello: no answer within {4 * PATIENCE:g} s",
     "sys.exit(2)": "no answer to hello: it ended with status 2",
     "print('hi', flush=True)": "no answer to hello: its answer is not JSON: 'hi'; stdout is for answers alone, print notes to stderr",
     "said(q, unsupported=True)": 'hello must be answered with "driver": 1',
@@ -225,8 +226,9 @@ def test_what_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_a_testee_has_started_ends_with_it(tmp_path: Path) -> None:
     """Its child holds the pipes, and would hold up whoever waits for their end."""
     child = tmp_path / "child"
-    start = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(child)!r}, 'w').write(str(p.pid))"
-    with Driver([sys.executable, "-S", "-c", start], patience=0.3) as testee:
+    start = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(child)!r}, 'w').write(str(p.pid)); "
+    start += "print('started', flush=True); p.wait()"
+    with Driver([sys.executable, "-S", "-c", start], patience=30) as testee:
         assert isinstance(testee.greet({"op": "hello"}), Broken)
     try:
         left = os.pidfd_open(int(child.read_text()))

@@ -172,6 +172,8 @@ def test_an_engine_that_does_not_run_is_named(start: Start, folder: Path) -> Non
     start("decode", "--dir", folder)
     wait_ready(folder, "decode-0")
     router = Router(folder, "prefill", Engines())
+    while not router.takes("decode-0"):
+        router._turn(lambda request: None)
     with pytest.raises(EngineError) as caught:
         router.wait_ready(0.5)
     prefill, decode = str(caught.value).removeprefix("not ready in 0.5 s: ").split("; ")

@@ -136,7 +136,7 @@ def test_prefill_is_silent_then_dead_then_back(start: Start, folder: Path, promp
     os.kill(source.pid, signal.SIGSTOP)
     stopped = time.monotonic()
     desk.until(lambda role, word: word["op"] == "peer" and word["event"] == "suspected")
-    assert time.monotonic() - stopped <= 2 * PING_SILENCE + 0.5
+    assert time.monotonic() - stopped <= 2 * PING_SILENCE + 10
     os.kill(source.pid, signal.SIGKILL)
     desk.until(lambda role, word: word["op"] == "peer" and word["event"] == "gone")
     start("prefill", "--dir", folder)
@@ -188,7 +188,7 @@ def test_a_drain_has_an_end(start: Start, folder: Path, desk: Desk) -> None:
     sink = start("decode", "--dir", folder)
     desk.connected()
     desk.ask("short", "Alice")
-    desk.ask("long", LONG)
+    desk.ask("long", 8 * LONG)
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
     os.kill(source.pid, signal.SIGTERM)
     desk.until(lambda role, word: word["op"] == "failed" and (word["id"], word["code"]) == ("long", "PEER_LOST"))

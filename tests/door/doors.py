@@ -83,7 +83,7 @@ def left_over() -> tuple[set[str], set[str], int, int]:
     """Threads, files in /dev/shm, descriptors, and mappings of kvproto's memory in this process."""
     threads = {t.name for t in threading.enumerate() if t.name.startswith("kvproto")}
     maps = Path("/proc/self/maps").read_text().count("memfd:kvproto")
-    others = ("ucx",)  # of processes beside this one
+    others = ("ucx", "tmp", "torch_", "sem.", "psm_")  # of processes beside this one
     return (
         threads,
         {n for n in os.listdir("/dev/shm") if not n.startswith(others)},

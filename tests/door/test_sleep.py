@@ -462,10 +462,10 @@ def test_a_draft_is_loaded_and_unloaded(pair: Two, first: str) -> None:
 
 def later(pair: Two) -> None:
     """Some turns."""
-    pause = threading.Event()
+    pause, seconds = threading.Event(), 0.02 if pair.source.options.thread else 0.002
     for _ in range(40):
         pair.turn()
-        pause.wait(0.002)
+        pause.wait(seconds)
 
 
 def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:

@@ -8,6 +8,7 @@ import resource
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ READY = bytes([4, len(_READY)]) + _READY
 
 def until(condition: Callable[[], Any], *ends: Listener | Dialer) -> Any:
     """Wait for something to come until it is true; what it returned."""
-    for _ in range(2000):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
         if found := condition():
             return found
         select.select([fd for end in ends for fd in end.filenos()], [], [], 0.005)

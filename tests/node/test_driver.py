@@ -241,7 +241,7 @@ def test_a_callback_that_raises_costs_no_other(
 
 def test_callbacks_run_where_the_engine_says(driven: Callable[..., Driven]) -> None:
     calls: list[Callable[[], object]] = []
-    made, ran = driven(callbacks=calls.append), threading.Event()
+    made, ran = driven(thread=False, callbacks=calls.append), threading.Event()
     made.tell(ran.set)
     assert not ran.is_set()
     calls.pop()()

@@ -257,7 +257,7 @@ def test_a_sink_that_comes_late_asks_for_a_lease_and_reads(
     wire = Wire(made)
     sink_items = ask(made, np.random.default_rng())
     offered(made, wire)
-    ahead(monkeypatch, 9, *SINK)  # of ten
+    ahead(monkeypatch, 7.6, *SINK)  # of ten: less than a quarter is left
     made.ends(Received, 1)
     assert len(wire.of(Renew)) == 1
     check(made, sink_items)

@@ -47,7 +47,7 @@ def until_followed(both: Two) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics many times a second, so that rates show at once."""
     monkeypatch.setattr("kvproto.seeing.feed._EVERY", 0.02)
-    monkeypatch.setattr("kvproto.cli.top._EVERY", 0.2)
+    monkeypatch.setattr("kvproto.cli.top._EVERY", 1.0)
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -332,7 +332,7 @@ def test_a_storage_that_hangs_costs_its_pages_alone() -> None:
 def test_nobody_waits_for_a_storage_that_hangs_until_it_is_back() -> None:
     """Neither a request that would wait for all, nor the end; pages that were on their way there are free again."""
     store = Slow(1000)
-    engine = Engine(8, 8, store=store, threads=1, limit=0.05)
+    engine = Engine(8, 8, store=store, threads=1, limit=1.0)
     engine.turn(*B)
     engine.cache.drain()
     engine.free()

@@ -56,7 +56,10 @@ def exposing(conn: Connection, transports: str, mode: WriteMode, made: CopyProgr
 
 def listening(process: int) -> list[int]:
     """The TCP ports that a process listens at."""
-    found = [os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir()]
+    found = []
+    for fd in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            found.append(os.readlink(fd))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in found]
 

@@ -11,7 +11,7 @@ from .engines import Engines
 from .router import Router
 
 VICTIM = "prefill-0"
-_HEARD = 0.3
+_HEARD = 1.0
 """Seconds after which decode has received whatever the stopped engine had sent."""
 
 _TRIES = 10
