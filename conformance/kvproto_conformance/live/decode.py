@@ -109,7 +109,7 @@ class DecodeRun(Run):
         for group, share in shares(self.live.geometry):
             rows = rows_of(group, len(prompt.tokens))
             rows = range(max(rows.start, first), rows.stop) if group["kind"] == "PAGE" else rows
-            for layer in share["layers"]:
+            for layer in share["layers"] if rows else ():
                 for part in whole(group["parts"]):
                     width = int(part["lanes"]) * int(part["lane_bytes"])
                     wanted = moving.label(prompt.seed, int(group["model"]), int(layer), part["name"], rows, 0, width)
@@ -146,5 +146,5 @@ class DecodeRun(Run):
         """Close all peers, and let the engine forget them."""
         super().leave()
         for peer in self.peers:
-            if isinstance(peer, Source) and peer.rank == 0:
+            if isinstance(peer, Source) and peer.rank == min(peer.endpoints):
                 self.engine.ask("disconnect", engine=peer.name)

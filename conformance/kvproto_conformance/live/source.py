@@ -81,7 +81,7 @@ class Source(Peer):
     def welcome(self, **changes: Any) -> Frame:
         """Hear Hello and answer Welcome; returns Hello. A change may be a function of what Hello says."""
         hello = self.expect("Hello", clause="KVP-NEG-VERSION")
-        self.session, self.epochs = str(secrets.randbits(63) | 1), {}
+        self.session, self.epochs = changes.pop("session", str(secrets.randbits(64) | 1)), {}
         chosen = [f for f in hello.fields["offered"] if isinstance(f, str) and f in self.offered]
         fields: Json = {
             "version": {"major": "1", "minor": "0"}, "engine": self.name, "incarnation": str(self.incarnation),

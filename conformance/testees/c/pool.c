@@ -39,6 +39,8 @@ static const Cache CACHES[] = {
     {"mla", "target", "PAGE", 0, 0, 3, 8, 0, {{"latent", "U8", 1, 48}}},
     {"mla", "draft", "PAGE", 1, 0, 1, 16, 0, {{"k", "U8", 4, 8}, {"v", "U8", 4, 8}}},
     {"mla", "first", "HANDOFF", 0, 0, 1, 1, 0, {{"token", "I32", 1, 4}, {"hidden", "U8", 1, 24}}},
+    {"long", "kv", "PAGE", 0, 0, 1, 16, 0, {{"k", "U8", 4, 64}, {"v", "U8", 4, 64}}},
+    {"long", "first", "HANDOFF", 0, 0, 1, 1, 0, {{"token", "I32", 1, 4}}},
     {"hybrid", "full", "PAGE", 0, 0, 1, 8, 0, {{"k", "U8", 2, 16}, {"v", "U8", 2, 16}}},
     {"hybrid", "window", "RING", 0, 1, 1, 8, 0, {{"k", "U8", 2, 16}, {"v", "U8", 2, 16}}},
     {"hybrid", "state", "SLOT", 0, 2, 1, 3, 2, {{"ssm", "U8", 4, 32}}},

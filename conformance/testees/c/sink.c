@@ -22,7 +22,7 @@ static Fetch *fetch_named(const Json *id) {
 static void turn_once(double seconds, bool commands);
 static void open_engine(const Json *question) {
     const Json *verify = member(question, "verify"), *transport = member(question, "transport");
-    if (!open_pool(member(question, "world")->text, !strcmp(transport->text, "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid", "another");
+    if (!open_pool(member(question, "world")->text, !strcmp(transport->text, "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid, long", "another");
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
     uint32_t chance;

@@ -267,14 +267,18 @@ static void unpack(Attempt *attempt, const char *bytes, uint64_t size) { /* the 
         begin += m[LENGTH];
     }
 }
+static bool count_data(Session *session, uint64_t bytes) { /* whatever becomes of it (KVP-INL-COUNT), but for what is beyond the total */
+    if (bytes > session->total - session->counted) return false;
+    session->counted += bytes;
+    grant_credit(session);
+    return true;
+}
 static void take_data(Session *session, Attempt *attempt, const Node *map) {
     Node bytes = field(L_Data, map, "data");
     uint64_t offset = number(L_Data, map, "offset");
-    bool last = number(L_Data, map, "last"), beyond = bytes.count > session->total - session->counted;
-    if (!beyond) session->counted += bytes.count; /* KVP-INL-COUNT */
-    if (!beyond) grant_credit(session);
-    if (attempt->state == ABORTING || attempt->state == PROVEN || attempt->state == UNPROVABLE) return; /* dropped */
-    if (attempt->state == DONE) deny("UNEXPECTED_MESSAGE", "", "nothing after Done", "Data");
+    bool last = number(L_Data, map, "last"), beyond = !count_data(session, bytes.count);
+    if (attempt->state == ABORTING) return; /* dropped */
+    if (attempt->state != ASKED && attempt->state != ACCEPTED) deny("UNEXPECTED_MESSAGE", "", "nothing of a transfer that is over", "Data");
     if (beyond) deny("CREDIT", "data", "no more than the total", "more");
     if (offset != attempt->unpacked || bytes.count > attempt->length - attempt->unpacked) deny("OUT_OF_RANGE", "offset", "the next bytes of the stream", "others");
     if (last != (offset + bytes.count == attempt->length)) deny("FIELD_CONFLICT", "last", "true at the end of the stream, and there alone", last ? "true" : "false");
@@ -290,8 +294,8 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
     if (!attempt) {
         bool past = number(kind, map, "sequence") <= session->sequence && number(kind, map, "attempt") == 1;
         if (past && (kind == L_Done || kind == L_Failed)) acknowledge(session, request.number, number(kind, map, "sequence"), 1); /* of a fetch that is over */
-        if (past && kind == L_Data) session->counted += field(L_Data, map, "data").count;
-        return past;
+        if (past && kind == L_Data) count_data(session, field(L_Data, map, "data").count);
+        return past && kind != L_Data;
     }
     if (kind == L_Accepted) {
         if (answered(session, &request, L_Transfer) && attempt->state == ASKED) attempt->state = ACCEPTED;

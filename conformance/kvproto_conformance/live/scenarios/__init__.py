@@ -3,9 +3,12 @@
 from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in which they run
     catalogue,
     crowds,
+    decode_checks,
+    decode_days,
     decode_extensions,
     decode_hostile,
     decode_sessions,
+    decode_streams,
     handovers,
     large,
     leases,

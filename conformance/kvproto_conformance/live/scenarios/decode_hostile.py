@@ -18,10 +18,6 @@ Change = Callable[[Json, Source], Json]
 _TOKEN = "The first token is lost, or another's: decode begins with a wrong one."
 _ANOTHER = "An answer about another rank, group or request is taken for this one: decode begins too early."
 _BYTES = "Bytes that were damaged on their way are decoded on, and nothing says so."
-_FLOOD = "A source floods a sink that reads slowly, until its memory is gone."
-_PIECE = 1 << 18
-"""The most bytes that one Data may have."""
-_STREAM = "A packed stream is unpacked one piece off: every row behind it is wrong."
 _ROUTES = "The two sides have computed different routes, and each believes its own."
 _PARSER = "A parser of bytes from the network ends the engine, or costs another peer its session."
 
@@ -59,14 +55,14 @@ DONES: list[tuple[str, str, Change, str, str | None, tuple[str, ...], str, str]]
 ]  # fmt: skip
 
 
-def _begun(run: DecodeRun, **more: Any) -> tuple[Source, Prompt, Asked]:
+def begun(run: DecodeRun, **more: Any) -> tuple[Source, Prompt, Asked]:
     """A fetch that the source has accepted."""
     source, prompt = run.one(**more), run.prompt()
     run.fetch(source, prompt)
     return source, prompt, run.asked(source, prompt)
 
 
-def _given_up(run: DecodeRun, source: Source, prompt: Prompt, codes: tuple[str, ...], proven: str = "PROVEN") -> None:
+def given_up(run: DecodeRun, source: Source, prompt: Prompt, codes: tuple[str, ...], proven: str = "PROVEN") -> None:
     """The engine aborts, hears that nothing is written any more, and tells its engine; the next fetch is good."""
     if proven:
         abort = source.expect("Abort", clause="KVP-END-FAILED")
@@ -78,7 +74,7 @@ def _given_up(run: DecodeRun, source: Source, prompt: Prompt, codes: tuple[str, 
 def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], clause: str) -> Any:
     def script(run: DecodeRun) -> None:
         """The lie is refused, or found when bytes are compared; the request is lost, and the next is not."""
-        source, prompt, asked = _begun(run, offered=["VERIFY"])
+        source, prompt, asked = begun(run, offered=["VERIFY"])
         source.move(asked, prompt.seed)
         good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
         changed = {k: v for k, v in (good | change(good, source)).items() if v is not None}
@@ -94,7 +90,7 @@ def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], c
             found = source.expect("DoneAck", "Error", seconds=6.0, clause=clause)
         if found.name == "Error":
             source.watch.transfers[asked.of["sequence"], asked.of["attempt"]] = "done"
-        _given_up(run, source, prompt, codes, "PROVEN" if found.name == "Error" else "")
+        given_up(run, source, prompt, codes, "PROVEN" if found.name == "Error" else "")
 
     return script
 
@@ -107,102 +103,11 @@ for _id, _what, _change, _code, _path, _codes, _clause, _guards in DONES:
 
 @scenario("LIVE-811", "a byte that changes before Done", "KVP-VERIFY-SINK", role="sink", guards=_BYTES, level="L4")
 def _flipped(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run, offered=["VERIFY"])
+    source, prompt, asked = begun(run, offered=["VERIFY"])
     source.move(asked, prompt.seed)
     source.flip(asked)
     source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
     run.lost(prompt, "VERIFY_FAILED")
-    run.hand_over([source])
-
-
-# id, what, (offset, bytes kept, last) of the second piece of a stream in two, code, path, clause
-STREAMS: list[tuple[str, str, Callable[[int, int], tuple[int, int, bool]], str, str, str]] = [
-    ("LIVE-821", "bytes that are not the next", lambda at, end: (at + 1, end - at - 1, True),
-     "OUT_OF_RANGE", "offset", "KVP-INL-NEXT"),
-    ("LIVE-822", "bytes that came before", lambda at, end: (0, end, True), "OUT_OF_RANGE", "offset", "KVP-INL-NEXT"),
-    ("LIVE-823", "`last` before the end", lambda at, end: (at, 16, True), "FIELD_CONFLICT", "last", "KVP-INL-LAST"),
-    ("LIVE-824", "no `last` at the end", lambda at, end: (at, end - at, False), "FIELD_CONFLICT", "last",
-     "KVP-INL-LAST"),
-    ("LIVE-825", "bytes beyond the end", lambda at, end: (at, end - at + 8, True), "OUT_OF_RANGE", "data",
-     "KVP-INL-NEXT"),
-]  # fmt: skip
-
-
-def _stream(piece: Callable[[int, int], tuple[int, int, bool]], code: str, path: str, clause: str) -> Any:
-    def script(run: DecodeRun) -> None:
-        """The piece is refused and its transfer given up; the next one is served."""
-        source, prompt, asked = _begun(run)
-        raw = source.packed(asked, prompt.seed)
-        source.take_credit(len(raw) + 64)
-        half = len(raw) // 2
-        source.data(asked, 0, raw[:half], False)
-        offset, size, last = piece(half, len(raw))
-        source.data(asked, offset, (raw + bytes(16))[offset : offset + size], last)
-        found = source.expect("Error", seconds=6.0, clause=clause)
-        run.check("code", found.fields["code"] == code, str(found.fields), clause)
-        run.check("path", found.fields["path"] in (path, "offset"), found.fields["path"], "KVP-ERR-REPORT")
-        _given_up(run, source, prompt, (code,))
-
-    return script
-
-
-for _id, _what, _piece, _code, _at, _clause in STREAMS:
-    scenario(_id, f"Data with {_what}", _clause, "KVP-INL-COUNT", role="sink", guards=_STREAM, level="L4",
-             transport="INLINE", extensions=("INLINE",))(_stream(_piece, _code, _at, _clause))  # fmt: skip
-
-
-@scenario("LIVE-826", "Data beyond the stream, and beyond the total", "KVP-INL-NEXT", role="sink", guards=_FLOOD,
-          level="L4", transport="INLINE", extensions=("INLINE",))  # fmt: skip
-def _beyond(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run)
-    source.take_credit(1)
-    for offset in range(0, source.total + _PIECE, _PIECE):
-        source.data(asked, offset, bytes(_PIECE), False)
-    code = source.expect("Error", seconds=6.0, clause="KVP-INL-BEYOND").fields["code"]
-    run.check("refused", code in ("CREDIT", "OUT_OF_RANGE"), code, "KVP-INL-BEYOND")
-    abort = source.expect("Abort", clause="KVP-END-FAILED")
-    source.reply(abort, "Drained", proof="PROVEN")
-    run.lost(prompt, "CREDIT", "OUT_OF_RANGE")
-
-
-@scenario("LIVE-827", "Done before the stream is at its end", "KVP-STG-END", role="sink", guards=_STREAM, level="L4",
-          transport="INLINE", extensions=("INLINE",))  # fmt: skip
-def _early_done(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run)
-    raw = source.packed(asked, prompt.seed)
-    source.take_credit(len(raw))
-    source.data(asked, 0, raw[: len(raw) // 2], False)
-    done = source.done(asked, run.handed(source, prompt), prompt.seed)
-    source.expect("Error", "DoneAck", where=lambda f: f.get("request") == done.fields["request"], seconds=6.0)
-    run.lost(prompt, "OUT_OF_RANGE", "UNEXPECTED_MESSAGE", "PEER_LOST")
-    run.hand_over([source])
-
-
-@scenario("LIVE-828", "Data that come while the session is resumed: no Credit before Welcome, and then from 0",
-          "KVP-INL-PAUSE", "KVP-INL-RESUMED", role="sink", level="L4", transport="INLINE", extensions=("INLINE",),
-          guards="After a connection broke the two sides count from different bytes: a later request is lost.",
-          must=False, slow=True)  # fmt: skip
-def _resumed(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run)
-    source.take_credit(1)
-    window = source.total
-    run.engine.ask("abort", id=prompt.id)
-    abort = source.expect("Abort", clause="KVP-END-FAILED")
-    unknown = {"code": "UNKNOWN_SESSION", "path": "session", "mine": "no such session", "yours": source.session}
-    source.send("Error", request=abort.fields["request"], **unknown)
-    hello = source.expect("Hello", clause="KVP-SES-HELLO")
-    run.check("resumes", hello.fields.get("resume") == source.session, str(hello.fields), "KVP-SES-HELLO")
-    for offset in range(0, window // 2, _PIECE):
-        source.data(asked, offset, bytes(_PIECE), False)
-    said = source.silence(0.3, but=("Abort",))
-    early = [frame.fields["total"] for frame in said if frame.name == "Credit"]
-    run.check("no Credit", not early, f"a total of {', '.join(early)}", "KVP-INL-PAUSE")
-    source.reply(hello, "Welcome", **source.welcomed)
-    source.total = source.sent = 0
-    source.reply(source.expect("Abort", clause="KVP-SES-RESEND"), "Drained", proof="PROVEN")
-    run.lost(prompt, "ABORTED")
-    source.take_credit(1)
-    run.check("from 0", source.total <= window, f"{source.total} after {window}", "KVP-INL-RESUMED")
     run.hand_over([source])
 
 
@@ -317,7 +222,7 @@ def _addresses(run: DecodeRun) -> None:
 @scenario("LIVE-840", "an Error NOT_ALLOWED that answers nothing", "KVP-SES-REVOKED", role="sink",
           guards="A key that was revoked goes on.", level="L4")  # fmt: skip
 def _revoked(run: DecodeRun) -> None:
-    source, prompt, _asked = _begun(run)
+    source, prompt, _asked = begun(run)
     source.send("Error", code="NOT_ALLOWED", path="", mine="", yours="")
     run.lost(prompt, "NOT_ALLOWED", "PEER_LOST", free=False)
     source.session = ""
@@ -326,17 +231,17 @@ def _revoked(run: DecodeRun) -> None:
 @scenario("LIVE-841", "a Failed with a code that nobody knows", "KVP-ERR-UNKNOWN", role="sink",
           guards="A later version's error ends an engine of today.", level="L4")  # fmt: skip
 def _unknown_code(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run)
+    source, prompt, asked = begun(run)
     failed = source.send("Failed", request=source.next_id(), **asked.of, code={"unknown": "31000"}, path="", mine="",
                          yours="")  # fmt: skip
     source.acknowledged(failed)
-    _given_up(run, source, prompt, ("INTERNAL",))
+    given_up(run, source, prompt, ("INTERNAL",))
 
 
 @scenario("LIVE-842", "Done of a transfer that nobody asked for", "KVP-SES-STATE", role="sink", guards=_ANOTHER,
           level="L4")  # fmt: skip
 def _unasked(run: DecodeRun) -> None:
-    source, prompt, asked = _begun(run)
+    source, prompt, asked = begun(run)
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
     id = source.misstate("Done", **(good | {"sequence": "99", "attempt": "1"}))
     found = source.expect("Error", where=lambda f: f.get("request") == id, seconds=6.0, clause="KVP-SES-STATE")
@@ -350,7 +255,7 @@ def _unasked(run: DecodeRun) -> None:
 @scenario("LIVE-843", "a source whose run is older than one that was met", "KVP-SES-OLDER", "KVP-END-LATE", role="sink",
           guards="A process that was thought dead takes the place of its successor.", level="L4")  # fmt: skip
 def _older(run: DecodeRun) -> None:
-    source, prompt, _asked = _begun(run)
+    source, prompt, _asked = begun(run)
     source.goodbye()
     run.lost(prompt, "PEER_LOST", free=False)
     abort = source.expect("Abort", clause="KVP-END-LATE")
