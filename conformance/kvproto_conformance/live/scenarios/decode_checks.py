@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto_conformance.codec import write_frame
+from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import lax_frame, raw_frame
@@ -366,3 +367,14 @@ scenario("LIVE-886", "a source over TCP without keys hears nothing", "KVP-NET-IN
          guards="Anybody on the network may be the source.", level="L4", spoils=True)(
     _unsafe(lambda folder: free_address())
 )  # fmt: skip
+
+
+@scenario("LIVE-887", "a frame longer than any that may be sent", "KVP-NET-FRAME", role="sink", level="L4",
+          guards="A source fills the memory of decode with one message.")  # fmt: skip
+def _too_long(run: DecodeRun) -> None:
+    source = run.one()
+    size = LIMITS["max_body"] + 1
+    source.misbehave("too long", raw_frame("Ping", b"\x82\x01\x05\x02\x07" + bytes(size - 5)))
+    heard = [frame.name for frame in source.silence(0.5)]
+    run.check("not read", "Error" not in heard, str(heard), "KVP-NET-FRAME")
+    source.session = ""
