@@ -270,7 +270,9 @@ def _unproven(run: DecodeRun) -> None:
     run.lost(prompt, "ABORTED", free=False)
     before = run.state(prompt, 0.0)
     run.check("not free", before["free"] is False, str(before), "KVP-END-REUSE")
-    for _ in range(2):
+    for released in (False, True):
+        if released:
+            run.engine.ask("release", id=prompt.id)
         more = [run.prompt() for _ in range(2)]
         for each in more:
             run.fetch(source, each)
@@ -280,6 +282,16 @@ def _unproven(run: DecodeRun) -> None:
         for each, found in zip(more, named, strict=True):
             run.deliver(source, found, each)
             run.arrived(each)
+
+
+@scenario("LIVE-358", "a source says Goodbye amid a copy: its items are not free", "KVP-END-REUSE", role="sink",
+          guards=_PAGES)  # fmt: skip
+def _may_write(run: DecodeRun) -> None:
+    source, prompt, _ = _begun(run)
+    source.goodbye()
+    run.lost(prompt, "PEER_LOST", free=False)
+    found = run.state(prompt, 0.0)
+    run.check("not free", found["free"] is False, str(found), "KVP-END-REUSE")
 
 
 @scenario("LIVE-352", "Describe, Register and Abort that are not answered come again", "KVP-SES-RESEND", role="sink",
