@@ -122,6 +122,10 @@ def _counted(run: DecodeRun) -> None:
         left = source.total - source.sent
         run.check("no more than the window", left <= window, f"{left} bytes may come, not {window}", "KVP-INL-COUNT")
 
+    def over() -> None:
+        said = source.expect("Error", clause="KVP-SES-STATE").fields
+        run.check("refused", said["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(said), "KVP-SES-STATE")
+
     for _ in range(min(window // _PIECE + 2, 20)):  # enough that the window is used up by each kind
         prompt = run.prompt()
         run.fetch(source, prompt)
@@ -134,6 +138,12 @@ def _counted(run: DecodeRun) -> None:
         source.reply(abort, "Drained", proof="PROVEN")
         run.lost(prompt, "OUT_OF_RANGE")
         lost(asked)
-        said = source.expect("Error", clause="KVP-SES-STATE").fields
-        run.check("refused", said["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(said), "KVP-SES-STATE")
+        over()
+    prompt = run.prompt()
+    run.fetch(source, prompt)
+    asked = run.asked(source, prompt)
+    run.deliver(source, asked, prompt)
+    lost(asked)
+    over()
+    run.arrived(prompt)
     run.hand_over([source])
