@@ -14,7 +14,7 @@ from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import lax_frame, raw_frame
 from kvproto_conformance.live.scenario import scenario
 from kvproto_conformance.live.scenarios.decode_days import leave
-from kvproto_conformance.live.scenarios.decode_hostile import begun
+from kvproto_conformance.live.scenarios.decode_hostile import begun, not_offered
 from kvproto_conformance.live.source import Source
 from kvproto_conformance.live.wire import free_address
 
@@ -106,7 +106,11 @@ def _version(source: Source) -> None:
 
 
 def _unasked(source: Source) -> None:
-    source.welcome(features=lambda hello: [next(f for f in ("INLINE", "PULL", "STAGED") if f not in hello["offered"])])
+    def of(hello: Json) -> list[str]:
+        ways = (feature for feature in ("INLINE", "PULL", "STAGED") if feature not in hello["offered"])
+        return [next(ways, *not_offered(hello))]
+
+    source.welcome(features=of)
 
 
 def _digest(source: Source) -> None:
@@ -292,10 +296,10 @@ def _short_bodies(run: DecodeRun) -> None:
     source.session = ""
 
 
-def _stream(offset: int, more: Json, code: str, clause: str) -> Any:
+def _stream(offset: int, late: bool, code: str, clause: str) -> Any:
     def script(run: DecodeRun) -> None:
         source, prompt, asked = begun(run)
-        begins = [{"group": source.routes()[0]["group"], "first": "16"}] if more else None
+        begins = [{"group": source.routes()[0]["group"], "first": "16"}] if late else None
         raw = source.packed(asked, prompt.seed)
         source.take_credit(len(raw))
         if offset:
@@ -313,10 +317,12 @@ def _stream(offset: int, more: Json, code: str, clause: str) -> Any:
 
 
 scenario("LIVE-882", "Data whose offset differs above 32 bits", "KVP-INL-NEXT", role="sink", guards=_PART, level="L4",
-         transport="INLINE", extensions=("INLINE",))(_stream(1 << 32, {}, "OUT_OF_RANGE", "KVP-INL-NEXT"))  # fmt: skip
+         transport="INLINE", extensions=("INLINE",))(
+    _stream(1 << 32, False, "OUT_OF_RANGE", "KVP-INL-NEXT")
+)  # fmt: skip
 scenario("LIVE-883", "Data that begins late where no late window was asked for", "KVP-GRANT-BEGINS", role="sink",
          guards="Rows that never came are read as if they had.", level="L4", transport="INLINE",
-         extensions=("INLINE",))(_stream(0, {"begins": True}, "BAD_GRANT", "KVP-GRANT-BEGINS"))  # fmt: skip
+         extensions=("INLINE",))(_stream(0, True, "BAD_GRANT", "KVP-GRANT-BEGINS"))  # fmt: skip
 
 
 @scenario("LIVE-884", "runs of a source that are met in the order 1, 3, 2", "KVP-SES-OLDER", role="sink", level="L4",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
-from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import Prompt, scenario
@@ -31,6 +31,10 @@ def _begun(run: DecodeRun) -> tuple[Source, Prompt, Asked]:
 
 def _items(asked: Asked) -> set[tuple[str, str]]:
     return {(grant["group"], item) for grant in asked.frame.fields["grants"] for item in grant.get("items", [])}
+
+
+def _opening(source: Source) -> tuple[Callable[[], Any], ...]:
+    return source.welcome, source.describe, source.registered
 
 
 def leave(run: DecodeRun, source: Source) -> None:
@@ -140,14 +144,20 @@ scenario("LIVE-339", "after a Goodbye of the source, bytes are counted anew", "K
          guards=_LATER, transport="INLINE", extensions=("INLINE",))(_again)  # fmt: skip
 
 
+def _awaited(run: DecodeRun, steps: int) -> tuple[Source, Prompt]:
+    """A fetch that waits for a session of which these many steps are done."""
+    (source,) = run.source()
+    prompt = run.prompt()
+    run.connect(source)
+    run.fetch(source, prompt)
+    for step in _opening(source)[:steps]:
+        step()
+    return source, prompt
+
+
 def _ends_early(steps: int) -> Any:
     def script(run: DecodeRun) -> None:
-        (source,) = run.source()
-        prompt = run.prompt()
-        run.connect(source)
-        run.fetch(source, prompt)
-        for step in (source.welcome, source.describe, source.registered)[:steps]:
-            step()
+        source, prompt = _awaited(run, steps)
         source.goodbye()
         run.lost(prompt, "PEER_LOST", free=False)
         source.over()
@@ -162,12 +172,7 @@ for _steps, _after in enumerate(("Welcome", "Description", "Registered"), start=
 
 def _refused(steps: int, name: str, code: str) -> Any:
     def script(run: DecodeRun) -> None:
-        (source,) = run.source()
-        prompt = run.prompt()
-        run.connect(source)
-        run.fetch(source, prompt)
-        for step in (source.welcome, source.describe)[:steps]:
-            step()
+        source, prompt = _awaited(run, steps)
         source.reply(source.expect(name), "Refused", code=code, path="", mine="4096", yours="one more")
         run.lost(prompt, code)
         source.silence(0.05)
@@ -284,16 +289,6 @@ def _unproven(run: DecodeRun) -> None:
             run.arrived(each)
 
 
-@scenario("LIVE-358", "a source says Goodbye amid a copy: its items are not free", "KVP-END-REUSE", role="sink",
-          guards=_PAGES)  # fmt: skip
-def _may_write(run: DecodeRun) -> None:
-    source, prompt, _ = _begun(run)
-    source.goodbye()
-    run.lost(prompt, "PEER_LOST", free=False)
-    found = run.state(prompt, 0.0)
-    run.check("not free", found["free"] is False, str(found), "KVP-END-REUSE")
-
-
 @scenario("LIVE-352", "Describe, Register and Abort that are not answered come again", "KVP-SES-RESEND", role="sink",
           guards="One lost frame, and a session is never opened.", slow=True)  # fmt: skip
 def _resent(run: DecodeRun) -> None:
@@ -323,8 +318,8 @@ def _resent(run: DecodeRun) -> None:
 def _answers_twice(run: DecodeRun) -> None:
     (source,) = run.source()
     run.connect(source)
-    for name in ("Welcome", "Description", "Registered"):
-        {"Welcome": source.welcome, "Description": source.describe, "Registered": source.registered}[name]()
+    for step, name in zip(_opening(source), ("Welcome", "Description", "Registered"), strict=True):
+        step()
         source.wire.send(source.last[name].raw)
     run.hand_over([source])
     heard = [frame.name for frame in source.silence(0.1)]
@@ -366,24 +361,6 @@ def _incarnation(run: DecodeRun) -> None:
     source.session = ""
 
 
-@scenario("LIVE-356", "a stream in pieces of the greatest length, and more bytes than one window", "KVP-INL-COUNT",
-          role="sink", guards="Credit is given once: the first hundred requests are well, and then streams stall.",
-          transport="INLINE", extensions=("INLINE",), world="long")  # fmt: skip
-def _windows(run: DecodeRun) -> None:
-    source = run.one()
-    source.take_credit(1)
-    upto = min(2 * source.total, LIMITS["max_credit"] + 1)
-    while source.sent < upto:
-        prompt = run.prompt(300)
-        run.fetch(source, prompt)
-        asked = run.asked(source, prompt)
-        source.stream(asked, prompt.seed, 1 << 18)
-        source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
-        run.arrived(prompt)
-        left = source.total - source.sent
-        run.check("within max_credit", left <= LIMITS["max_credit"], f"{left} bytes may come", "KVP-INL-CREDIT")
-
-
 @scenario("LIVE-357", "ranks that are numbered 3 and 7", "KVP-TRN-ALL", role="sink",
           guards="Endpoints are found by their place in a list: one rank is greeted as another.")  # fmt: skip
 def _sparse(run: DecodeRun) -> None:
@@ -400,3 +377,13 @@ def _sparse(run: DecodeRun) -> None:
     for source in made:
         source.registered()
     run.hand_over(made)
+
+
+@scenario("LIVE-358", "a source says Goodbye amid a copy: its items are not free", "KVP-END-REUSE", role="sink",
+          guards=_PAGES)  # fmt: skip
+def _may_write(run: DecodeRun) -> None:
+    source, prompt, _ = _begun(run)
+    source.goodbye()
+    run.lost(prompt, "PEER_LOST", free=False)
+    found = run.state(prompt, 0.0)
+    run.check("not free", found["free"] is False, str(found), "KVP-END-REUSE")

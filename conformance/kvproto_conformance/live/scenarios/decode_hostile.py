@@ -118,7 +118,7 @@ def _no_next(run: DecodeRun, source: Source, name: str, clause: str) -> None:
     source.session = ""
 
 
-def _not_offered(hello: Json) -> list[str]:
+def not_offered(hello: Json) -> list[str]:
     """A feature that the registry has and this Hello does not offer."""
     return [next(name for name in ENUMS["Feature"].values if name not in hello["offered"])]
 
@@ -126,7 +126,7 @@ def _not_offered(hello: Json) -> list[str]:
 # id, what, changes of Welcome, clause
 WELCOMES: list[tuple[str, str, Json, str]] = [
     ("LIVE-831", "a version that was not offered", {"version": {"major": "1", "minor": "9"}}, "KVP-NEG-CHECK"),
-    ("LIVE-832", "a feature that was not offered", {"features": _not_offered}, "KVP-NEG-CHECK"),
+    ("LIVE-832", "a feature that was not offered", {"features": not_offered}, "KVP-NEG-CHECK"),
     ("LIVE-833", "a feature that nobody knows", {"features": [{"unknown": "28673"}]}, "KVP-NEG-CHECK"),
 ]
 

@@ -1,10 +1,11 @@
-"""Data of a sink's inline streams that are not the next, not wanted, or come while the session is resumed."""
+"""A sink's inline streams: many bytes; Data that are not the next, not wanted, or come while the session is resumed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from kvproto_conformance.codec.facts import LIMITS, MESSAGES
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import scenario
 from kvproto_conformance.live.scenarios.decode_hostile import begun, given_up
@@ -13,7 +14,7 @@ from kvproto_conformance.live.source import Asked
 _FLOOD = "A source floods a sink that reads slowly, until its memory is gone."
 _STREAM = "A packed stream is unpacked one piece off: every row behind it is wrong."
 _STALLS = "Bytes that nobody wants are not counted: credit shrinks by each of them, until streams stall for ever."
-_PIECE = 1 << 18
+_PIECE = MESSAGES["Data"].names["data"].type.high
 """The most bytes that one Data may have."""
 
 # id, what, (offset, bytes kept, last) of the second piece of a stream in two, code, path, clause
@@ -147,3 +148,21 @@ def _counted(run: DecodeRun) -> None:
     over()
     run.arrived(prompt)
     run.hand_over([source])
+
+
+@scenario("LIVE-356", "a stream in pieces of the greatest length, and more bytes than one window", "KVP-INL-COUNT",
+          role="sink", guards="Credit is given once: the first hundred requests are well, and then streams stall.",
+          transport="INLINE", extensions=("INLINE",), world="long")  # fmt: skip
+def _windows(run: DecodeRun) -> None:
+    source = run.one()
+    source.take_credit(1)
+    upto = min(2 * source.total, LIMITS["max_credit"] + 1)
+    while source.sent < upto:
+        prompt = run.prompt(300)
+        run.fetch(source, prompt)
+        asked = run.asked(source, prompt)
+        source.stream(asked, prompt.seed, _PIECE)
+        source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
+        run.arrived(prompt)
+        left = source.total - source.sent
+        run.check("within max_credit", left <= LIMITS["max_credit"], f"{left} bytes may come", "KVP-INL-CREDIT")
