@@ -32,13 +32,15 @@ from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Pool
-from kvproto.door import party_of
 from kvproto.net import Dialer, Listener
-from kvproto.node import Computed, Finished, SinkNode, SourceNode
-from kvproto.node.events import Copied, Received
-from kvproto.node.pages import grants_of
 from kvproto.planning.describe import describe
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Copied, Received
+from kvproto.rank.page_tables import grants_of
 from kvproto.session.events import Planned
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed, Finished
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer

@@ -15,9 +15,9 @@ from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
-from kvproto.session.claims import check_held
 from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
+from kvproto.session.tickets import check_held
 from kvproto.transport.inline.receiver import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json

@@ -1,7 +1,7 @@
 """A session from Hello to Goodbye: what roles and features share.
 
 A session is a table of handlers, one for each message that it may receive. The core adds its own (Goodbye, Error); each
-feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was not chosen has
+feature is a `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not chosen has
 no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated request is
 answered from the state that it left, never from stored replies, so that their memory cannot run out. Addresses and
 connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
@@ -18,27 +18,27 @@ import attrs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.compare import differences, unstated
 from kvproto.session import events, limits
+from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
+from kvproto.session.error_fields import refusal, refused
 from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
 from kvproto.session.negotiation import LIMITS
-from kvproto.session.phases import Described, Party, Stated
-from kvproto.session.plans import Planned
-from kvproto.session.records import Attempt, Request
-from kvproto.session.refusals import refusal, refused
+from kvproto.session.plan_cache import Planned
+from kvproto.session.records import Attempt, PendingMessage
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Hears", "Part", "Session"]
+__all__ = ["Extension", "Hears", "Session"]
 
 Hears = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
-P = TypeVar("P", bound="Part")
+P = TypeVar("P", bound="Extension")
 T = TypeVar("T")
 
 
-class Part:
+class Extension:
     """What a feature adds to a session."""
 
     hears: Hears = ()
@@ -89,10 +89,10 @@ class Session:
         """The peer's latest Description; set when the first is known."""
         self.described_by = 0
         """The request id of the peer's last Describe that was answered."""
-        self._parts: dict[type[Part], Part] = {}
+        self._parts: dict[type[Extension], Extension] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
         self._add_handlers(self)
-        self._pending: dict[int, Request] = {}
+        self._pending: dict[int, PendingMessage] = {}
         self._next_request = 1
 
     @property
@@ -130,15 +130,15 @@ class Session:
         """Whether this side has asked to go on over another connection, where counts begin at 0 again."""
         return False
 
-    def install(self, part: Part) -> None:
+    def install(self, part: Extension) -> None:
         """Add a part; its handlers replace others for the same messages."""
         self._parts[type(part)] = part
         self._add_handlers(part)
 
-    def _add_handlers(self, whom: Part | Session) -> None:
+    def _add_handlers(self, whom: Extension | Session) -> None:
         self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
 
-    def has(self, cls: type[Part]) -> bool:
+    def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
         return cls in self._parts
 
@@ -310,7 +310,7 @@ class Session:
     def compose(
         self, cls: type[Any], now: float, *, patience: float | None = None,
         on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
-    ) -> Request:  # fmt: skip
+    ) -> PendingMessage:  # fmt: skip
         """Encode a request with a new id, for `ask`; Hello is greased.
 
         Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.
@@ -325,15 +325,17 @@ class Session:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
         until = now + (limits.PATIENCE if patience is None else patience)
-        return Request(number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0)))
+        return PendingMessage(
+            number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0))
+        )
 
-    def ask(self, request: Request, now: float) -> int:
+    def ask(self, request: PendingMessage, now: float) -> int:
         """Send a request, and resend it until it is answered or given up (KVP-SES-RESEND); returns its id."""
         self._pending[request.number] = request
         self._again(request, now)
         return request.number
 
-    def _again(self, request: Request, now: float) -> None:
+    def _again(self, request: PendingMessage, now: float) -> None:
         if now >= request.until:
             self.lose(f"no answer to {request.kind.__name__} in {limits.PATIENCE:.0f} s")
             return

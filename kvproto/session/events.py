@@ -8,7 +8,7 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Plan
-from kvproto.session.phases import Described
+from kvproto.session.descriptions import Described
 from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 

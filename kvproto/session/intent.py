@@ -15,9 +15,9 @@ from kvproto.copying.program import RankLayout
 from kvproto.copying.spans import added, bare, extended, granted_to, is_whole, nothing
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
+from kvproto.session.error_fields import refusal
 from kvproto.session.records import SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal
 from kvproto.session.table import TransferState
 from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.wire import messages as m
@@ -28,7 +28,7 @@ __all__ = ["SinkIntent", "SourceIntent", "useful"]
 _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 
-class SourceIntent(Part):
+class SourceIntent(Extension):
     """The source's half; `granted` is called with each attempt for which more may be written."""
 
     def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
@@ -115,7 +115,7 @@ class SourceIntent(Part):
     hears = ((m.Grant, _grant),)
 
 
-class SinkIntent(Part):
+class SinkIntent(Extension):
     """The sink's half."""
 
     def take(self, attempt: SinkAttempt) -> None:

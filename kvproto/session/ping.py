@@ -8,7 +8,7 @@ request that is given up, and frees no page.
 from __future__ import annotations
 
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
 from kvproto.session.events import Suspected
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
@@ -16,7 +16,7 @@ from kvproto.wire import messages as m
 __all__ = ["PingPart"]
 
 
-class PingPart(Part):
+class PingPart(Extension):
     """Both roles' half of Ping, from Welcome to the end of the session (KVP-SES-PING)."""
 
     def __init__(self, session: Session, now: float) -> None:

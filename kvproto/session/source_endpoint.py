@@ -9,22 +9,22 @@ from functools import partial
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
-from kvproto.session.claims import Claims
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.error_fields import refusal
 from kvproto.session.events import SessionRefused, TransferRequested
 from kvproto.session.intent import SourceIntent
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
-from kvproto.session.phases import Party, Stated
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.records import SourceAttempt
-from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.source import SourceSession
 from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState, TransferState
+from kvproto.session.tickets import Claims
 from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m

@@ -18,12 +18,12 @@ from kvproto.copying.program import RankLayout
 from kvproto.copying.spans import bare, granted_to, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import Epoch
+from kvproto.session.error_fields import refusal, refused
 from kvproto.session.events import ProtocolError
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.phases import Epoch
-from kvproto.session.records import Request, SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal, refused
+from kvproto.session.records import PendingMessage, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
@@ -33,7 +33,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 __all__ = ["SinkTransfers", "SourceTransfers", "changed"]
 
 
-class SourceTransfers(Part):
+class SourceTransfers(Extension):
     """The source's half of transfers, apart from their bytes.
 
     `seek` is called with each legal Transfer, to match it with its ticket; `draining` returns whether Transfers of a
@@ -259,7 +259,7 @@ class SourceTransfers(Part):
     hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
-class SinkTransfers(Part):
+class SinkTransfers(Extension):
     """The sink's half of transfers, apart from their bytes."""
 
     def __init__(self, session: Session) -> None:
@@ -287,7 +287,7 @@ class SinkTransfers(Part):
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
-    ) -> tuple[SinkAttempt, Request]:
+    ) -> tuple[SinkAttempt, PendingMessage]:
         """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
 
         Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
@@ -312,7 +312,7 @@ class SinkTransfers(Part):
         )  # fmt: skip
         return attempt, request
 
-    def ask(self, attempt: SinkAttempt, request: Request, now: float) -> None:
+    def ask(self, attempt: SinkAttempt, request: PendingMessage, now: float) -> None:
         """Send a composed Transfer."""
         self._sequence = attempt.sequence
         self._session.attempts[attempt.sequence] = attempt

@@ -14,9 +14,9 @@ from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.core import Session
+from kvproto.session.descriptions import Party
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.negotiation import Terms
-from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.sink import SinkSession
 from kvproto.wire import decode

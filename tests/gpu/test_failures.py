@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.node import Computed
-from kvproto.node.events import Received, TransferLost
+from kvproto.rank.events import Received, TransferLost
 from kvproto.session.events import SessionClosed
+from kvproto.source.prefill import Computed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
 from kvproto.transport.cuda.memory import DeviceMemory, connect

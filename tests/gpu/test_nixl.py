@@ -13,12 +13,13 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.execute import execute
-from kvproto.door import party_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
 from kvproto.session.events import SessionRefused
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent

@@ -16,12 +16,13 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.program import CopyProgram
-from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
 from kvproto.session.events import SessionClosed
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from kvproto.copying.program import CopyProgram, RankLayout
-from kvproto.door import party_of
 from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost
-from kvproto.node.expected import Expected
-from kvproto.node.pool import pack
 from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, TransferLost
+from kvproto.rank.rank_pool import pack
 from kvproto.session.events import SessionRefused
+from kvproto.sink.node import SinkNode
+from kvproto.sink.sink_programs import Expected
+from kvproto.source.node import SourceNode
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Costs, WriteMode
 from kvproto.transport.nixl.transport import NixlTransport

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
-from kvproto.node import Computed, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
-from kvproto.node.progress import Available, Part, SendProgress
+from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
 from kvproto.session.events import SessionClosed
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed
+from kvproto.source.progress import Available, Part, SendProgress
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.launch import Work, launch, sizes
 from kvproto.transport.cuda.table import Table, table

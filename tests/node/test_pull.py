@@ -10,12 +10,13 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto.door import party_of
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
 from kvproto.session.events import SessionClosed
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode

@@ -12,14 +12,14 @@ import msgpack
 import pytest
 
 from kvproto import Ticket
-from kvproto.door import party_of
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost, TransferProven
-from kvproto.node.sink import Replica
 from kvproto.planning.geometry import Geometry
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, TransferLost, TransferProven
 from kvproto.session.events import SessionClosed, SessionRefused
+from kvproto.sink.node import Replica, SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode

@@ -447,7 +447,7 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
 
 def test_session_ids_cannot_be_guessed_from_one_another() -> None:
     """KVP-SES-GUESS."""
-    from kvproto.node.answers import session_id
+    from kvproto.rank.checksums import session_id
 
     drawn = [session_id() for _ in range(64)]
     assert len({b - a for a, b in zip(drawn, drawn[1:], strict=False)}) == 63

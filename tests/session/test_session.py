@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.session import limits
-from kvproto.session.phases import Stated
+from kvproto.session.descriptions import Stated
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
