@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from kvproto.calibration.cost import Cost, Spread, advise_spread, spread
+from kvproto.calibration import Cost, Spread, advise_spread, spread
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window

@@ -15,7 +15,7 @@ from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Proof, RequestState
 
-__all__ = ["Attempt", "Counters", "Request", "SinkAttempt", "SinkTransfer", "SourceAttempt"]
+__all__ = ["Attempt", "Counters", "PendingMessage", "SinkAttempt", "SinkTransfer", "SourceAttempt"]
 
 
 class Counters(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration.cost import ANSWER, SHARE, Cost, Spread, advise_spread, spread
+from kvproto.calibration import ANSWER, SHARE, Cost, Spread, advise_spread, spread
 from kvproto.cli.main import main
 from kvproto.copying.program import Runs
 from kvproto.planning.describe import PRESETS, Parallel, describe

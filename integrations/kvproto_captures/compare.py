@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import attrs
 
-from kvproto.foreign.fleet import Fleet
-from kvproto.foreign.tables import Engine, Message, words
+from kvproto_captures.fleet import Fleet
+from kvproto_captures.tables import Engine, Message, words
 
 __all__ = ["Difference", "compare"]
 

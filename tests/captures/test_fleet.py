@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.foreign.captures import messages
-from kvproto.foreign.compare import compare
-from kvproto.foreign.fleet import Fleet
-from kvproto.foreign.reading import read, resolve
-from kvproto.foreign.tables import engines, words
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import encode_geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
+from kvproto_captures.captures import messages
+from kvproto_captures.compare import compare
+from kvproto_captures.fleet import Fleet
+from kvproto_captures.reading import read, resolve
+from kvproto_captures.tables import engines, words
 
 from .shelf import CAPTURES, lines, one
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvproto.cli.main import main
 from kvproto.errors import KvprotoError
-from kvproto.foreign.captures import messages
-from kvproto.foreign.reading import read
-from kvproto.foreign.unpickle import records
+from kvproto_captures.captures import messages
+from kvproto_captures.reading import read
+from kvproto_captures.unpickle import records
 
 from .shelf import one
 

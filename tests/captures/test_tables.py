@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvproto.errors import KvprotoError
-from kvproto.foreign.reading import Reading, read
-from kvproto.foreign.tables import Engine, Message, engines
+from kvproto_captures.reading import Reading, read
+from kvproto_captures.tables import Engine, Message, engines
 
 from .shelf import ENGINES, Kept, full_name, kept
 

@@ -13,7 +13,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire import from_json, to_json
 
-CAPTURES = Path(__file__).parent.parent / "foreign" / "captures"
+CAPTURES = Path(__file__).with_name("recordings")
 SGLANG = str(CAPTURES / "sglang-live.jsonl")
 VLLM = str(CAPTURES / "vllm-live.jsonl")
 SAID = ["--say", "page=16", "--say", "dtype=bfloat16", "--say", "kv_heads=8"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import attrs
 
-from kvproto.foreign.tables import engines
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import DEPTH, refuse
+from kvproto_captures.tables import engines
 
 __all__ = ["records"]
 

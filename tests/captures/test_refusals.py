@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.foreign.captures import messages
-from kvproto.foreign.fleet import Fleet
-from kvproto.foreign.reading import read, resolve
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import DEPTH
+from kvproto_captures.captures import messages
+from kvproto_captures.fleet import Fleet
+from kvproto_captures.reading import read, resolve
 
 from .shelf import ENGINES, lines, one
 

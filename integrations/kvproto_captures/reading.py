@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 
 from kvproto.errors import WireError
-from kvproto.foreign.captures import Raw
-from kvproto.foreign.tables import Engine, Message, Row, engine, engines
-from kvproto.foreign.values import from_frame, from_msgpack, from_value
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import refuse
+from kvproto_captures.captures import Raw
+from kvproto_captures.tables import Engine, Message, Row, engine, engines
+from kvproto_captures.values import from_frame, from_msgpack, from_value
 
 __all__ = ["Reading", "read", "resolve"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from kvproto.foreign.captures import Raw, messages
-from kvproto.foreign.reading import Reading, read
+from kvproto_captures.captures import Raw, messages
+from kvproto_captures.reading import Reading, read
 
-CAPTURES = Path(__file__).with_name("captures")
+CAPTURES = Path(__file__).with_name("recordings")
 ENGINES = {
     name: sorted(p.stem.partition("-")[2] for p in CAPTURES.glob(f"{name}-[0-9]*.jsonl")) for name in ("sglang", "vllm")
 }

@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 
 from kvproto.errors import WireError
-from kvproto.foreign.tables import engines
-from kvproto.foreign.unpickle import records
-from kvproto.foreign.values import from_msgpack, from_value
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import read_json, refuse
+from kvproto_captures.tables import engines
+from kvproto_captures.unpickle import records
+from kvproto_captures.values import from_msgpack, from_value
 
 __all__ = ["MOST_BYTES", "Raw", "messages"]
 

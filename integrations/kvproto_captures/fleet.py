@@ -12,8 +12,6 @@ from typing import Any
 import attrs
 
 from kvproto.errors import LocalError, WireError, check_whole
-from kvproto.foreign.reading import Reading
-from kvproto.foreign.tables import words
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.engines import ENGINES, Setup, pools
 from kvproto.planning.families import MOST_LAYERS
@@ -21,6 +19,8 @@ from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
 from kvproto.wire.plain import refuse
+from kvproto_captures.reading import Reading
+from kvproto_captures.tables import words
 
 __all__ = ["Fleet", "Unsaid"]
 

@@ -9,21 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvproto.cli import plans
 from kvproto.cli.plans import REFUSED, chosen, compatible, read_config, read_geometry
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.foreign.captures import MOST_BYTES, messages
-from kvproto.foreign.compare import Difference, compare
-from kvproto.foreign.fleet import Fleet
-from kvproto.foreign.reading import Reading, read, resolve
-from kvproto.foreign.tables import engines, words
 from kvproto.planning.compare import differences as warned
 from kvproto.planning.compare import unstated
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan, plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
+from kvproto_captures.captures import MOST_BYTES, messages
+from kvproto_captures.compare import Difference, compare
+from kvproto_captures.fleet import Fleet
+from kvproto_captures.reading import Reading, read, resolve
+from kvproto_captures.tables import engines, words
 
-__all__ = ["add", "check", "run", "wanted"]
+__all__ = ["add"]
 
 UNTOLD = 4
 """The exit status if nothing differs, but too little is stated to plan."""
@@ -37,6 +38,8 @@ def add(commands: Any) -> None:
     made.add_argument("--release", metavar="N.N.N", help="its release, if the messages do not show it")
     made.add_argument("--json", action="store_true", help="print JSON, for programs")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the Description there")
+    made.set_defaults(run=_import)
+    commands.choices["check"].set_defaults(run=_check_any)
     for one, both in (
         (made, ""),
         (commands.choices["check"], " of a capture; prefill.NAME or decode.NAME for one side"),
@@ -62,7 +65,7 @@ def add(commands: Any) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     """Run `kvproto import`; returns the exit status."""
     try:
         if args.release and not args.engine:
@@ -87,16 +90,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def wanted(args: argparse.Namespace) -> bool:
-    """Whether `check` was given a capture, or options for captures."""
-    return any(_is_capture(path) for path in (args.source, args.sink)) or any(_own(args))
+def _check_any(args: argparse.Namespace) -> int:
+    """Run `kvproto check`: its own for two Descriptions without options of captures; returns the exit status."""
+    if any(_is_capture(path) for path in (args.source, args.sink)) or _own(args):
+        return _check(args)
+    return plans.run(args)
 
 
 def _own(args: argparse.Namespace) -> list[str]:
     return [option for option in ("say", "config", "draft", "fact") if getattr(args, option)]
 
 
-def check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> int:
     """Run `kvproto check` for two captures, or a capture and a Description; returns the exit status."""
     fleets: list[Fleet | None] = []
     sides: list[Geometry | None] = []
