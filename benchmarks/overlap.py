@@ -32,12 +32,12 @@ from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Pool
+from kvproto.catalog.models import describe
 from kvproto.door import party_of
 from kvproto.net import Dialer, Listener
 from kvproto.node import Computed, Finished, SinkNode, SourceNode
 from kvproto.node.events import Copied, Received
 from kvproto.node.pages import grants_of
-from kvproto.planning.describe import describe
 from kvproto.session.events import Planned
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import Copy

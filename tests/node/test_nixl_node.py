@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.door import party_of
 from kvproto.errors import RemoteError
@@ -19,7 +20,6 @@ from kvproto.node import SinkNode, SourceNode
 from kvproto.node.events import Received, RequestOver, TransferLost
 from kvproto.node.expected import Expected
 from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
 from kvproto.session.events import SessionRefused
 from kvproto.transport.nixl.backend import HostBackend
