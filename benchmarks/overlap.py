@@ -32,8 +32,8 @@ from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Pool
+from kvproto.catalog.models import describe
 from kvproto.net import Dialer, Listener
-from kvproto.planning.describe import describe
 from kvproto.rank.base import party_of
 from kvproto.rank.events import Copied, Received
 from kvproto.rank.page_tables import grants_of

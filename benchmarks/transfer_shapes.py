@@ -25,10 +25,10 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
 from kvproto.rank.rank_pool import pack

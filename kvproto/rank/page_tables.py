@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.grants import distinct, items_needed, rows_of
-from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
 from kvproto.copying.scaling import Scaling, scaling
+from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group

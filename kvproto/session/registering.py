@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.columns import check_columns
+from kvproto.copying.column_checks import check_columns
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session

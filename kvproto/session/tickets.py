@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import attrs
 
-from kvproto.copying.late import held_from
+from kvproto.copying.window_start import held_from
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.axes import NO_AXES, axis_of, length_of
 from kvproto.planning.geometry import Geometry

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items, placeholder_items
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import bare, granted_to, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
@@ -136,7 +136,7 @@ class SourceTransfers(Extension):
         assert epoch is not None  # it is one of those that are open
         side = RankLayout(described.sink, described.ranks[1], epoch.columns)
         named = tuple(g.group for g in message.grants) == described.groups
-        left_out = named and Feature.INTENT in session.features and bare(side, message.grants)
+        left_out = named and Feature.INTENT in session.features and lacks_items(side, message.grants)
         check_grants(
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
             left_out=left_out,
@@ -144,8 +144,8 @@ class SourceTransfers(Extension):
         attempt.epoch, attempt.granted = epoch, message.grants
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
-            attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
-            attempt.end = None if attempt.whole else granted_to(side, attempt.granted, message.grants)
+            attempt.granted = (placeholder_items if attempt.whole else no_items)(side, message.grants)
+            attempt.end = None if attempt.whole else granted_until(side, attempt.granted, message.grants)
 
     def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer with the state of its request; Done or Failed will follow."""

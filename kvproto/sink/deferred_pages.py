@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import attrs
 import numpy as np
 
+from kvproto.copying.deferred_grants import granted_below
 from kvproto.copying.grants import items_by_now
-from kvproto.copying.late import items_before
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import up_to
+from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError
 from kvproto.planning.kinds import kind_of
 from kvproto.rank.page_tables import PageTables, check_distinct, check_pages, table_of
@@ -59,7 +59,7 @@ class Claim:
     def lengths(self, tokens: int) -> dict[str, int]:
         """How many entries page tables need for tokens below `tokens`, by group name."""
         found = {}
-        for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
+        for grant in granted_below(self.layout, tuple(self.asked.values()), tokens, self.end):
             group = self.layout.group(grant.group)
             if kind_of(group).has_memory:
                 skip, need = self._span(grant)
@@ -79,7 +79,7 @@ class Claim:
         those granted before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for a page named twice.
         """
         groups, found = check_pages(self.layout, pages), {}
-        for grant in up_to(self.layout, tuple(self.asked.values()), tokens, self.end):
+        for grant in granted_below(self.layout, tuple(self.asked.values()), tokens, self.end):
             group, before = self.layout.group(grant.group), self.granted.get(grant.group)
             if before is not None and before.count >= grant.count:
                 grant = attrs.evolve(grant, count=before.count)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from kvproto.copying.late import begun
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import CopyProgram
+from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
@@ -103,7 +103,7 @@ class PoolTerms:
         """The grants, reduced to the rows that a source rank holds."""
         if not begins:
             return grants
-        return {g.group: g for g in begun(self.lent.pool.layout, tuple(grants.values()), begins)}
+        return {g.group: g for g in cut_to_begins(self.lent.pool.layout, tuple(grants.values()), begins)}
 
     def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
         """The checksums of what a source rank has sent, computed over this side's memory; raises BAD_GRANT."""

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.late import begins_of, begun, held_from, items_before
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, Window, windows
+from kvproto.copying.window_start import begins_of, cut_to_begins, held_from, items_before
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.kinds import kind_of
@@ -145,7 +145,7 @@ class Request:
     def begun(self, pair: Pair, grants: Sequence[Grants]) -> Sequence[Grants]:
         """The grants of a sink, reduced to the rows that are still held."""
         begins = self.begins(pair, grants)
-        return begun(pair.sink, grants, {b.group: b.first for b in begins}) if begins else grants
+        return cut_to_begins(pair.sink, grants, {b.group: b.first for b in begins}) if begins else grants
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:
         """The layers whose rows for a sink are all computed, with the device events that those wait for."""

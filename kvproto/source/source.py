@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvproto.copying.grants import items_needed
-from kvproto.copying.late import items_before
+from kvproto.copying.window_start import items_before
 from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
 from kvproto.events import Declined, Event, Expired, Freed, Over, Sent, Undelivered, Unwanted
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.program import RankLayout
+from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.planning.plan import Box, Route
@@ -42,5 +42,5 @@ def test_kvproto_says_the_same(case: dict[str, Any]) -> None:
     ranks = (Rank(rank=0, owns=(owns(group, [0], None, int(case["cp_rank"])),)),)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
     side = RankLayout(geometry, 0, pack(geometry, 0, {0: 99})[0])
-    (window,) = begun(side, (grant,), {each.group: each.first for each in said})
+    (window,) = cut_to_begins(side, (grant,), {each.group: each.first for each in said})
     assert to_json(window) == case["window"]

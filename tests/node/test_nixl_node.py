@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.rank.events import Received, RequestOver, TransferLost

@@ -14,7 +14,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Route
 from kvproto.wire.messages import Begin, Grants, Group
 
-__all__ = ["begins_of", "begun", "held_from", "items_before"]
+__all__ = ["begins_of", "cut_to_begins", "held_from", "items_before"]
 
 
 def items_before(group: Group, cp_rank: int, first: int) -> int:
@@ -57,7 +57,7 @@ def begins_of(held: Mapping[int, int], grants: Iterable[Grants]) -> tuple[Begin,
     )
 
 
-def begun(layout: RankLayout, grants: Sequence[Grants], begins: Mapping[int, int]) -> tuple[Grants, ...]:
+def cut_to_begins(layout: RankLayout, grants: Sequence[Grants], begins: Mapping[int, int]) -> tuple[Grants, ...]:
     """A rank's grants, cut to begin at the token that `begins` has for their group, if any."""
     return tuple(_from(layout, g, begins[g.group]) if g.group in begins else g for g in grants)
 

@@ -18,7 +18,7 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.messages import Columns, UIntArray
 
-__all__ = ["Array", "Memory", "Slab", "memory"]
+__all__ = ["Array", "RankMemory", "Slab", "rank_memory"]
 
 WORDS = {"L": "layer", "P": "part", "B": "block", "N": "token", "H": "head", "C": "byte"}
 
@@ -54,7 +54,7 @@ class Array:
 
 
 @attrs.frozen
-class Memory:
+class RankMemory:
     """What a rank registers: its allocations, the views of them, and columns group by group."""
 
     regions: tuple[tuple[str, int], ...]
@@ -64,7 +64,7 @@ class Memory:
 
 
 @attrs.define
-class _Part:
+class _PlacedPart:
     """One part on axis P: its extents, the strides found so far, and the bytes that they span."""
 
     nth: int
@@ -91,7 +91,7 @@ class _Regions:
         return self.ids.setdefault(name, len(self.ids))
 
 
-def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> Memory:
+def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> RankMemory:
     """The tensors and columns of one rank, with `items[id]` blocks or slots of each group.
 
     Raises LocalError(OUT_OF_RANGE) unless the slabs hold every layer of every group with memory that the rank owns.
@@ -100,7 +100,7 @@ def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
     owned = {o.group: o for o in shares if kind_of(groups[o.group]).has_memory}
     regions, arrays = _Regions(), dict[str, Array]()
-    found: dict[int, dict[tuple[int, int], tuple[int, int, _Part]]] = {id: {} for id in owned}
+    found: dict[int, dict[tuple[int, int], tuple[int, int, _PlacedPart]]] = {id: {} for id in owned}
     for slab in slabs:
         split, _, inner = slab.order.rpartition("|")
         here = [(layer, ids) for layer, ids in slab.layers if all(i in owned and layer in owned[i].layers for i in ids)]
@@ -121,16 +121,16 @@ def memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[
                     held = [p for p in parts if p is part or "P" not in split]
                     arrays[name] = _view(name, inner, held, region, slab.offset)
     columns = tuple(_columns(groups[id], share, items[id], found[id]) for id, share in owned.items())
-    return Memory(tuple(regions.sizes.items()), tuple(arrays.values()), columns)
+    return RankMemory(tuple(regions.sizes.items()), tuple(arrays.values()), columns)
 
 
-def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers: int, items: int) -> list[_Part]:
+def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers: int, items: int) -> list[_PlacedPart]:
     """The parts of a layer with the stride of each axis, computed from the elements of a lane outwards."""
-    parts: list[_Part] = []
+    parts: list[_PlacedPart] = []
     for nth, (group, share) in enumerate(held):
         for index, stated in enumerate(group.parts):
             heads = sum(s.hi - s.lo for s in share.lanes if s.part == index)
-            parts.append(_Part(nth, index, stated.name, {"N": group.rows, "H": heads}, stated.lane_bytes))
+            parts.append(_PlacedPart(nth, index, stated.name, {"N": group.rows, "H": heads}, stated.lane_bytes))
     for i, axis in reversed([*enumerate(inner)]):
         if axis in "LB" and not set(inner[:i]) - {"L", "B"} and not any(p.stride.keys() & {"L", "B"} for p in parts):
             for part in parts:
@@ -148,7 +148,7 @@ def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers:
     return parts
 
 
-def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: int) -> Array:
+def _view(name: str, inner: str, parts: Sequence[_PlacedPart], region: int, offset: int) -> Array:
     """A tensor as an engine sees it: parts side by side in a lane share an axis, and so do parts of unequal shape."""
     axes, shape, strides = [], [], []
     beside = inner.endswith("P")
@@ -169,7 +169,9 @@ def _view(name: str, inner: str, parts: Sequence[_Part], region: int, offset: in
     return Array(name, tuple(WORDS[a] for a in (*axes, "C")), (*shape, last), (*strides, 1), region, offset)
 
 
-def _columns(group: Group, share: Owns, items: int, found: Mapping[tuple[int, int], tuple[int, int, _Part]]) -> Columns:
+def _columns(
+    group: Group, share: Owns, items: int, found: Mapping[tuple[int, int], tuple[int, int, _PlacedPart]]
+) -> Columns:
     """One entry for each owned layer and, within it, each part."""
     entries = [(layer, part) for layer in share.layers.tolist() for part in range(len(group.parts))]
     if missing := [entry for entry in entries if entry not in found]:

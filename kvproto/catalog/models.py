@@ -7,9 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.errors import bad, check_whole
-from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
-from kvproto.planning.families import (
+from kvproto.catalog.config import (
     HYBRID,
     PREDICTING,
     SAYS_LAYERS,
@@ -20,6 +18,8 @@ from kvproto.planning.families import (
     number,
     text,
 )  # fmt: skip
+from kvproto.errors import bad, check_whole
+from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, FactRule

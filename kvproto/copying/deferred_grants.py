@@ -20,35 +20,44 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["added", "bare", "extended", "granted_to", "is_whole", "nothing", "numbered", "up_to"]
+__all__ = [
+    "all_granted",
+    "granted_below",
+    "granted_until",
+    "lacks_items",
+    "newly_granted",
+    "no_items",
+    "placeholder_items",
+    "with_grant",
+]
 
 _NO_ITEMS = np.empty(0, np.uint32)
 
 
-def bare(side: RankLayout, grants: Sequence[Grants]) -> bool:
+def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
     """Whether grants of a rank leave out all the items that they need, and need some (KVP-INT-ITEMS)."""
     lacking = [g.items is None for g in grants if _need(side, g, g)]
     return bool(lacking) and all(lacking)
 
 
-def nothing(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
+def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
     """What is granted of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
         attrs.evolve(g, count=0, items=_NO_ITEMS) if kind_of(side.group(g.group)).has_memory else g for g in asked
     )
 
 
-def numbered(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grants, ...]:
+def placeholder_items(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grants, ...]:
     """The grants with placeholder items, for callers that need only their number."""
     return tuple(attrs.evolve(g, items=np.arange(_need(side, g, g), dtype=np.uint32)) for g in grants)
 
 
-def is_whole(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
+def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
     """Whether everything that was requested is granted."""
     return all(g.count == a.count and size_of(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
 
 
-def extended(
+def with_grant(
     side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants], more: Sequence[Grants], spans: bool
 ) -> tuple[Grants, ...]:  # fmt: skip
     """What is granted of `asked` after a Grant that says `more`; its items are checked elsewhere.
@@ -79,7 +88,7 @@ def extended(
     return tuple(found)
 
 
-def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
+def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
     """What a Grant says once `before` has been granted: the windows of `now`, and the items that are new."""
     return tuple(
         attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
@@ -87,7 +96,7 @@ def added(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]
     )
 
 
-def up_to(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
+def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
     """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
 
     What moves only when prefill is over is granted last: slots, opaque pages, and pages of other axes.
@@ -106,7 +115,7 @@ def up_to(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> t
     return tuple(found)
 
 
-def granted_to(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> int | None:
+def granted_until(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> int | None:
     """The token below which every row that may move before prefill is over has its item; None if all of them do."""
     ends = [
         g.first + g.count

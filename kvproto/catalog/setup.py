@@ -7,14 +7,14 @@ from types import NoneType
 
 import attrs
 
+from kvproto.catalog.config import Config, number, text
+from kvproto.catalog.models import element_type, specs
+from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad, check_type, check_whole
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
-from kvproto.planning.describe import element_type, specs
-from kvproto.planning.families import Config, number, text
 from kvproto.planning.geometry import Geometry, Part
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.layout import Parallel
-from kvproto.planning.pools import Slab
 from kvproto.wire.enums import DType
 
 __all__ = ["Arranged", "KvDtype", "Make", "Setup", "caches", "check_heads", "kind_of_cache", "kv_dtype", "model_dtype"]

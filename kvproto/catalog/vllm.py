@@ -10,13 +10,13 @@ from math import lcm
 
 import attrs
 
+from kvproto.catalog.config import Config
+from kvproto.catalog.setup import Arranged, Make, Setup, kind_of_cache
+from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache
-from kvproto.planning.families import Config
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
-from kvproto.planning.pools import Slab
-from kvproto.planning.setups import Arranged, Make, Setup, kind_of_cache
 
 __all__ = ["BACKENDS", "LAYOUTS", "Backend", "arrange"]
 

@@ -10,15 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
-from kvproto.errors import bad, check_type
-from kvproto.planning import vllm
-from kvproto.planning.cache import Cache
-from kvproto.planning.describe import with_windows
-from kvproto.planning.families import Config, number, text
-from kvproto.planning.geometry import Geometry
-from kvproto.planning.layout import lay_out
-from kvproto.planning.pools import Memory, Slab, memory
-from kvproto.planning.setups import (
+from kvproto.catalog import vllm
+from kvproto.catalog.config import Config, number, text
+from kvproto.catalog.models import with_windows
+from kvproto.catalog.setup import (
     Arranged,
     KvDtype,
     Make,
@@ -29,9 +24,14 @@ from kvproto.planning.setups import (
     kv_dtype,
     model_dtype,
 )
+from kvproto.catalog.tensors import RankMemory, Slab, rank_memory
+from kvproto.errors import bad, check_type
+from kvproto.planning.cache import Cache
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.layout import lay_out
 from kvproto.wire.enums import DType
 
-__all__ = ["ENGINES", "Engine", "Pools", "Setup", "pools"]
+__all__ = ["ENGINES", "EngineProfile", "Pools", "Setup", "pools"]
 
 
 @attrs.frozen
@@ -41,14 +41,14 @@ class Pools:
     geometry: Geometry
     arranged: Arranged
 
-    def memory(self, rank: int = 0, blocks: int = 1024) -> Memory:
+    def memory(self, rank: int = 0, blocks: int = 1024) -> RankMemory:
         """The allocations, tensors and columns of one rank whose pool has `blocks` blocks; raises LocalError."""
         items = {g.id: blocks * self.arranged.pieces.get(g.id, 1) for g in self.geometry.groups}
-        return memory(self.geometry, rank, self.arranged.slabs(self.geometry, rank, blocks), items)
+        return rank_memory(self.geometry, rank, self.arranged.slabs(self.geometry, rank, blocks), items)
 
 
 @attrs.frozen
-class Engine:
+class EngineProfile:
     """What one engine supports, and does unless its `Setup` says otherwise."""
 
     releases: str
@@ -170,8 +170,8 @@ _VLLM_NVFP4 = KvDtype(
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
 _BF16 = KvDtype(DType.BF16)
 _FP4_MX = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E8M0), of=("attention", "mla"), layouts=("NHD",))
-ENGINES: dict[str, Engine] = {
-    "vllm": Engine(
+ENGINES: dict[str, EngineProfile] = {
+    "vllm": EngineProfile(
         "0.32.0, 0.33.0",
         {
             "auto": KvDtype(), "bfloat16": _BF16, "float16": KvDtype(DType.F16), **_FP8, "fp8_e4m3": _FP8["fp8"],
@@ -187,7 +187,7 @@ ENGINES: dict[str, Engine] = {
         },
         model_dtype, vllm.arrange, vllm.LAYOUTS,
     ),
-    "sglang": Engine(
+    "sglang": EngineProfile(
         "0.5.23",
         {
             "auto": KvDtype(), "bf16": _BF16, "bfloat16": _BF16,
@@ -202,7 +202,7 @@ ENGINES: dict[str, Engine] = {
         },
         lambda config: DType.F32, _sglang, ("NHD", "HND"), dp=True,
     ),
-    "trtllm": Engine(
+    "trtllm": EngineProfile(
         "1.0 and later",
         {
             "auto": KvDtype(), "fp8": KvDtype(DType.F8E4M3),
