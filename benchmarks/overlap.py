@@ -33,11 +33,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Pool
 from kvproto.catalog.models import describe
+from kvproto.events import Connected
 from kvproto.net import Dialer, Listener
 from kvproto.rank.base import party_of
 from kvproto.rank.events import Copied, Received
 from kvproto.rank.page_tables import grants_of
-from kvproto.session.events import Planned
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed, Finished
@@ -187,7 +187,7 @@ class Pair:
         )  # fmt: skip
         self.sink = SinkNode(party_of("decode", pools[1]), pools[1], Dialer(), verify=False)
         self.sink.connect(("prefill", 0), address)
-        while not any(isinstance(e, Planned) for e in self.sink.turn()):
+        while not any(isinstance(e, Connected) for e in self.sink.turn()):
             self.source.turn()
         self.number = 0
 

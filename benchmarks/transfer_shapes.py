@@ -215,11 +215,11 @@ def wire_latency() -> dict[str, list[float]]:
 def session_latency(pull: bool) -> dict[str, list[float]]:
     """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
     from kvproto import Pool
+    from kvproto.events import Connected
     from kvproto.net import Dialer, Listener
     from kvproto.rank.base import party_of
     from kvproto.rank.events import Received
     from kvproto.rank.page_tables import grants_of
-    from kvproto.session.events import Planned
     from kvproto.sink.node import SinkNode
     from kvproto.source.node import SourceNode
     from kvproto.source.prefill import Finished
@@ -245,7 +245,7 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     sink = SinkNode(party_of("decode", pools[1]), pools[1], dialer, verify=False, transports=[Marked(1)], pull=pull)
     sink.connect(("prefill", 0), address)
     side = pools[1].layout
-    while not any(isinstance(e, Planned) for e in sink.turn()):
+    while not any(isinstance(e, Connected) for e in sink.turn()):
         source.turn()
     found: list[tuple[float, float]] = []
     for n in range(300):

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.events import Connected, Disconnected, Event, ProtocolError, Recovered, Refused, Suspected
-from kvproto.session import events as session
 from kvproto.session.events import Declined as RequestDeclined
 from kvproto.session.events import Unwanted as RequestUnwanted
 from kvproto.wire.enums import Outcome
@@ -23,7 +21,6 @@ __all__ = [
     "RequestUnwanted",
     "TransferLost",
     "TransferProven",
-    "shared_event",
 ]
 
 
@@ -103,21 +100,3 @@ class PoolReturned:
     """Nothing can use a pool that was taken back any more; `epoch` is that of its first registration."""
 
     epoch: int
-
-
-def shared_event(event: object) -> Event:
-    """Turn an event of a session that concerns a peer, rather than a request, into the engine's."""
-    match event:
-        case session.Planned():
-            return Connected(event.peer, event.plan, event.warnings, event.unstated)
-        case session.SessionClosed():
-            return Disconnected(event.peer, event.reason)
-        case session.SessionRefused():
-            return Refused(event.peer, event.error, event.by_us)
-        case session.Suspected():
-            return Suspected(event.peer)
-        case session.Recovered():
-            return Recovered(event.peer)
-        case session.ProtocolError():
-            return ProtocolError(event.peer, event.error)
-    raise TypeError(f"no event for engines: {event!r}")

@@ -1,10 +1,10 @@
 """A session from Hello to Goodbye: what roles and features share.
 
 A session is a table of handlers, one for each message that it may receive. The core adds its own (Goodbye, Error); each
-feature is a `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not chosen has
-no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated request is
-answered from the state that it left, never from stored replies, so that their memory cannot run out. Addresses and
-connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
+feature is an `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not
+chosen has no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated
+request is answered from the state that it left, never from stored replies, so that their memory cannot run out.
+Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import Connected, Disconnected, ProtocolError, Recovered, Refused
 from kvproto.planning.compare import differences, unstated
-from kvproto.session import events, limits
+from kvproto.session import limits
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import refusal, refused
-from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
+from kvproto.session.events import Event
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.plan_cache import Planned
 from kvproto.session.records import Attempt, PendingMessage
@@ -154,7 +155,7 @@ class Session:
         self.heard = now
         if self.suspect:
             self.suspect = False
-            self.tell(Recovered(self.session, self.name))
+            self.tell(Recovered(self.name))
         handler = self._handlers.get(type(message))
         if handler is None:
             mine = f"{self.role} in state {self.state.value}, with the features of this session"
@@ -204,7 +205,7 @@ class Session:
                 self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
                 unsaid = unstated(source.geometry, sink.geometry)
-                self.tell(events.Planned(self.session, self.name, found.plan, warnings, unsaid))
+                self.tell(Connected(self.name, found.plan, warnings, unsaid))
             then(found if isinstance(found, KvprotoError) else None)
             for part in self._parts.values():
                 part.planned()
@@ -237,13 +238,13 @@ class Session:
     ) -> None:  # fmt: skip
         """Answer with Refused, and report it to the engine; `ends` if the session has no use without the request."""
         self.reply(m.Refused, request, **refusal(error))
-        self.tell(SessionRefused(self.name, error, by_us=True) if ends else events.ProtocolError(self.name, error))
+        self.tell(Refused(self.name, error, by_us=True) if ends else ProtocolError(self.name, error))
 
     def refused(self, message: m.Refused, now: float) -> None:
         """Handle Refused, the answer to a Hello, Describe or Register."""
         if self.answered(message.request, m.Hello, m.Describe, m.Register):
             self.step("Refused")
-            self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
+            self.tell(Refused(self.name, refused(message, self.name), by_us=False))
 
     def reconnected(self) -> None:
         """Go on over another connection."""
@@ -256,7 +257,7 @@ class Session:
 
     def give_up(self, error: KvprotoError) -> None:
         """End the session because of what the peer stated about itself."""
-        self.tell(SessionRefused(self.name, error, by_us=True))
+        self.tell(Refused(self.name, error, by_us=True))
         self.goodbye(str(error))
 
     def goodbye(self, reason: str) -> None:
@@ -269,7 +270,7 @@ class Session:
         """Give up the session; this proves nothing about the peer (KVP-SES-DEAD)."""
         if self.open:
             self._close()
-            self.tell(SessionClosed(self.session, self.name, reason))
+            self.tell(Disconnected(self.name, reason))
 
     def _close(self) -> None:
         self.closed_in, self.state = self.state, SessionState.CLOSED
@@ -288,7 +289,7 @@ class Session:
         """Handle Error, which ends the request that it is about, as no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
         if (message.about, error.code) == (m.Description.TYPE, ErrorCode.DESCRIPTION_MISMATCH):  # Goodbye follows
-            self.tell(SessionRefused(self.name, error, by_us=False))
+            self.tell(Refused(self.name, error, by_us=False))
             return
         request = self._pending.get(number)
         if request is None or message.about not in (None, request.kind.TYPE):  # both directions may use the same ids
@@ -302,7 +303,7 @@ class Session:
         if request.on_error is not None:
             request.on_error(error, now)
         else:  # the session has no use without the request
-            self.tell(SessionRefused(self.name, error, by_us=False))
+            self.tell(Refused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))

@@ -9,10 +9,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvproto.errors import RemoteError
+from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.session.descriptions import Party, Stated
 from kvproto.session.error_fields import refusal
-from kvproto.session.events import Event, ProtocolError
+from kvproto.session.events import Event
 from kvproto.session.plan_cache import Plans
 from kvproto.session.records import Counters
 from kvproto.session.timers import Timers

@@ -18,12 +18,13 @@ import attrs
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.column_checks import check_columns
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
 from kvproto.session.descriptions import Described, Epoch, Owned
 from kvproto.session.error_fields import refused
-from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
+from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.limits import MAX_EPOCHS
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m

@@ -7,6 +7,7 @@ from functools import partial
 
 import attrs
 
+from kvproto import events as told
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
@@ -299,13 +300,13 @@ class SinkEndpoint(Reading):
 
     def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)
-        if isinstance(event, e.SessionRefused):
+        if isinstance(event, told.Refused):
             self.refused = event.error
-        elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
+        elif isinstance(event, told.Disconnected) and session.closed_in != SessionState.READY:
             advice = self.advice(str(session.conn))
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
-        elif isinstance(event, e.Planned):
+        elif isinstance(event, told.Connected):
             self._planned(session, now)
 
     def _planned(self, session: SinkSession, now: float) -> None:

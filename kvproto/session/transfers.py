@@ -17,11 +17,11 @@ from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
 from kvproto.session.descriptions import Epoch
 from kvproto.session.error_fields import refusal, refused
-from kvproto.session.events import ProtocolError
 from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.session.records import PendingMessage, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner

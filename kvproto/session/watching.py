@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+from kvproto import events as told
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import events as e
 from kvproto.session import limits
@@ -100,7 +101,7 @@ class WatchEndpoint(Endpoint):
     def tell(self, session: Any, event: e.Event) -> None:
         """Queue an event, and keep a refusal as the reason why nothing is known."""
         super().tell(session, event)
-        if isinstance(event, e.SessionRefused):
+        if isinstance(event, told.Refused):
             self.refused = event.error
             self._lost.append(str(session.conn))
 

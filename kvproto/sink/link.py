@@ -11,12 +11,13 @@ import attrs
 
 from kvproto.copying.program import windows
 from kvproto.errors import KvprotoError, LocalError, RemoteError, listed
+from kvproto.events import Connected
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
 from kvproto.rank.events import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.rank.rank_pool import RankPool
 from kvproto.session import Party, SinkEndpoint, limits
-from kvproto.session.events import Arrived, Lost, Offered, Planned, Proven, Ready, RegisterAsked, UnmapAsked, Useful
+from kvproto.session.events import Arrived, Lost, Offered, Proven, Ready, RegisterAsked, UnmapAsked, Useful
 from kvproto.session.hindrances import gone
 from kvproto.session.timers import Timer
 from kvproto.sink.deferred_pages import Claimed
@@ -101,7 +102,7 @@ class SourceLink:
         """The other transfers, by the endpoint's number."""
         self._events: list[TransferLost | PagesNeeded] = []
         """Events for the next turn."""
-        self._agreed: Planned | None = None
+        self._agreed: Connected | None = None
         self._pools = Lending(self.endpoint, context.transports, self._arrivals, lent)
         self.endpoint.dial(time.monotonic())
 
@@ -358,7 +359,7 @@ class SourceLink:
                 transfer.terms.lent.quarantine.free(transfer.number)
                 self._forget(transfer)
                 return [TransferProven(transfer.number)]
-            case Planned():
+            case Connected():
                 self._agreed = event
                 self._pools.planned()
             case Ready():

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
+from kvproto.events import Refused
 from kvproto.net import Dialer
 from kvproto.options import QUARANTINE, Spread
 from kvproto.rank.background import Background
@@ -17,7 +18,6 @@ from kvproto.rank.lent import returned
 from kvproto.rank.rank_pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party
-from kvproto.session.events import SessionRefused
 from kvproto.session.records import Counters
 from kvproto.sink.link import LinkContext, SourceLink
 from kvproto.sink.quarantine import Filled, Quarantine
@@ -340,7 +340,7 @@ class SinkNode:
     def _refuse(self, link: SourceLink, address: str, error: KvprotoError, by_us: bool = True) -> None:
         if not link.over:
             link.refuse(error)
-            self._events.append(SessionRefused(address, error, by_us))
+            self._events.append(Refused(address, error, by_us))
 
     def close(self, reason: str) -> None:
         """Say Goodbye to all sources, then release everything."""

@@ -13,7 +13,7 @@ from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, re
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import Handle, TicketHandle, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.rank.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven, shared_event
+from kvproto.rank.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven
 from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
@@ -304,7 +304,8 @@ class Sink(Sleeper):
                 return PagesFree(fetch)
             case PoolReturned():
                 return self._returned(event)
-        return shared_event(event)
+        translated: Event = event  # about a peer
+        return translated
 
     def _forget(self, fetch: Fetch) -> Fetch:
         """Stop tracking a fetch: nothing writes its pages any more, or this sink can no longer find out."""

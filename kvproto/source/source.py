@@ -21,7 +21,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import Handle, TicketHandle, check_request, options_of, party_of, transports_of
-from kvproto.rank.events import Copied, PoolReturned, RequestDeclined, RequestOver, RequestUnwanted, shared_event
+from kvproto.rank.events import Copied, PoolReturned, RequestDeclined, RequestOver, RequestUnwanted
 from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import IntArray, PageTables, Since, check_distinct, since_of, tables_of
 from kvproto.rank.pool import Pool
@@ -321,7 +321,8 @@ class Source(Sleeper):
                     over = Undelivered(request, event.routed, event.lost)
                 request._end(over)
                 return over
-        return shared_event(event)
+        translated: Event = event  # about a peer
+        return translated
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()

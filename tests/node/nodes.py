@@ -24,8 +24,8 @@ import kvproto.sink.reads
 import kvproto.source.node
 from kvproto import Pool, Ticket
 from kvproto.errors import RemoteError
+from kvproto.events import Connected
 from kvproto.rank.page_tables import grants_of
-from kvproto.session.events import Planned
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Finished
@@ -76,7 +76,7 @@ class Nodes:
         for node in nodes or (*self.sources, *self.sinks):
             told = node.turn(ready)
             self.told += told
-            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Planned) for e in told)
+            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Connected) for e in told)
 
     def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
         """Turns of all until it is so; `longest` is how long to sleep where nobody tells that it has become so."""

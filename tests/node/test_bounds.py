@@ -13,13 +13,13 @@ import pytest
 
 from kvproto.copying.lowering import Pair
 from kvproto.errors import KvprotoError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.rank.events import Received, TransferLost
 from kvproto.session import limits
-from kvproto.session.events import SessionRefused
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
@@ -121,7 +121,7 @@ def test_addresses_in_welcome_that_cannot_be(fleet: Fleet, address: str) -> None
     assert isinstance(lost, TransferLost)
     assert isinstance(lost.error, KvprotoError)
     assert (lost.error.code, lost.proven) == (ErrorCode.OUT_OF_RANGE, True)
-    assert fleet.count(SessionRefused)
+    assert fleet.count(Refused)
     assert isinstance(fleet.ended(fleet.ask(Q0, good)), Received)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError, RemoteError
-from kvproto.session.events import Suspected
+from kvproto.events import Suspected
 from kvproto.session.limits import MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND, TICKET_WAIT
 from kvproto.session.records import Counters
 from kvproto.session.table import SessionState
@@ -416,7 +416,7 @@ def test_a_ping_that_cannot_be_read_is_heard_all_the_same() -> None:
         world.pass_time(PING_SILENCE)
     assert len(world.of(Ping)) == len(world.of(Error)) == 6
     assert not world.of(Pong)
-    assert not world.events("d0", "SessionRefused")
+    assert not world.events("d0", "Refused")
     world.serves()
 
 
