@@ -32,7 +32,7 @@ _MODULES = {
     "Sink": "sink",
     "Source": "source",
     "Ticket": "prompt",
-    "Tiers": "tiered",
+    "Tiers": "tiers",
     "Withdrawal": "withdrawal",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
-    from kvproto.tiered import Tiers
+    from kvproto.tiers import Tiers
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType, ItemKind
     from kvproto.withdrawal import Withdrawal
