@@ -1,8 +1,8 @@
 """Pages in a store: objects first, the manifest last, nothing used that was not checked, and the oldest given up.
 
 No failure of the store leaves this module: a page that cannot be written is not kept, and one that cannot be read is a
-miss. `Shelf.counts` says how often. Any number of threads may call at once, so that one reads while another computes
-digests; other processes may use the same store.
+miss. `PageStore.counts` says how often. Any number of threads may call at once, so that one reads while another
+computes digests; other processes may use the same store.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from threading import Lock
 import attrs
 
 from kvproto.errors import LocalError
-from kvproto.tiers.components import Layout
-from kvproto.tiers.identity import Chain
+from kvproto.tiers.buffer_pool import PageBuffers
 from kvproto.tiers.lengths import Found, found
-from kvproto.tiers.manifest import Data, Named, describe, encode, fits, manifest_key, object_key, take
-from kvproto.tiers.rooms import Room
+from kvproto.tiers.manifest import Data, ObjectReferences, describe, encode, fits, manifest_key, object_key, take
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.store import Grouped, Store, manifest_at
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Shelf"]
+__all__ = ["PageStore"]
 
 GRACE = 600.0
 """Seconds before an object without a manifest is swept, as its writer may not be done yet."""
 
 
-Page = tuple[Chain, int, Mapping[int, Data]]
+StoredPage = tuple[Chain, int, Mapping[int, Data]]
 """Of a prompt, by its number, and the bytes of its groups."""
 
 
@@ -47,10 +47,10 @@ class _Known:
     pins: int = 0
 
 
-class Shelf:
+class PageStore:
     """The pages of one rank's layout in a store that may hold others' as well."""
 
-    def __init__(self, store: Store, layout: Layout, low: int = 0, high: int = 0, *, look: bool = True) -> None:
+    def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, look: bool = True) -> None:
         """Above `high` bytes pages are given up until there are `low`; 0: never. With `look` see what is there."""
         if not 0 <= low <= high:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "low", f"within [0, {high}]", str(low))
@@ -68,7 +68,7 @@ class Shelf:
         """List the pages that are there, whoever wrote them, and evict what exceeds the high mark."""
         with self._failing():
             for key in self.store.keys("m"):
-                manifest = Named().add(key, manifest_at(self.store, key))
+                manifest = ObjectReferences().add(key, manifest_at(self.store, key))
                 if manifest is not None and self._plausible(manifest):
                     self._note(manifest)
         self._evict()
@@ -80,7 +80,7 @@ class Shelf:
         """
         return self._write([(chain, i, data)])
 
-    def write_all(self, pages: Sequence[Page]) -> list[bool]:
+    def write_all(self, pages: Sequence[StoredPage]) -> list[bool]:
         """As `write`, several pages for little more than the price of one where the store can do that.
 
         Where that fails, each is tried by itself, so that no page is lost to a fault of another.
@@ -89,7 +89,7 @@ class Shelf:
             return [True] * len(pages)
         return [self._write([page]) for page in pages]
 
-    def _write(self, pages: Sequence[Page]) -> bool:
+    def _write(self, pages: Sequence[StoredPage]) -> bool:
         """All objects, then all manifests (KVP-TIER-LAST)."""
         manifests: list[Manifest] = []
         with self._failing():
@@ -105,7 +105,7 @@ class Shelf:
             return True
         return False
 
-    def _pairs(self, pages: Sequence[Page], manifests: list[Manifest]) -> Iterator[tuple[str, Data]]:
+    def _pairs(self, pages: Sequence[StoredPage], manifests: list[Manifest]) -> Iterator[tuple[str, Data]]:
         """What is stored under which key; the digests of a page are computed when the page before it has been taken."""
         for chain, i, data in pages:
             manifest = describe(self.layout, chain, i, data)
@@ -116,7 +116,7 @@ class Shelf:
             yield manifest_key(manifest.id, manifest.geometry), encode(manifest)
 
     def read(
-        self, chain: Chain, i: int, groups: Collection[int] | None = None, room: Room | None = None
+        self, chain: Chain, i: int, groups: Collection[int] | None = None, room: PageBuffers | None = None
     ) -> dict[int, Data] | None:
         """Page i, bytes by group, of these groups or of all that it has; None if it is not there whole.
 
@@ -139,7 +139,9 @@ class Shelf:
                     self.store.delete(manifest_key(manifest.id, manifest.geometry))
         return None
 
-    def _whole(self, manifest: Manifest, groups: Collection[int] | None, room: Room | None) -> dict[int, Data] | None:
+    def _whole(
+        self, manifest: Manifest, groups: Collection[int] | None, room: PageBuffers | None
+    ) -> dict[int, Data] | None:
         """The bytes of a page by group, None if one of them is not right."""
         data: dict[int, Data] = {}
         for component in manifest.components:
@@ -150,7 +152,7 @@ class Shelf:
                 data[component.group] = got
         return data
 
-    def _get(self, manifest: Manifest, component: Component, room: Room | None) -> Data | None:
+    def _get(self, manifest: Manifest, component: Component, room: PageBuffers | None) -> Data | None:
         """The bytes of an object, as many as there are; fewer or more than its length are not right."""
         key, fill = object_key(manifest, component), getattr(self.store, "get_into", None)  # of a Filling
         if room is None or fill is None:
@@ -196,7 +198,7 @@ class Shelf:
         """Delete objects that no manifest names and that are older than `grace` seconds; return how many."""
         gone = 0
         with self._failing():
-            named = Named()
+            named = ObjectReferences()
             for key in self.store.keys("m"):
                 named.add(key, manifest_at(self.store, key))
             for kind in ("o", "t"):

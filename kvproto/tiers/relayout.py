@@ -21,15 +21,15 @@ from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
-from kvproto.tiers.components import Layout, alone, components
-from kvproto.tiers.copies import as_pool
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.manifest import Named, manifest_key, object_key
+from kvproto.tiers.host_copies import as_pool
+from kvproto.tiers.manifest import ObjectReferences, manifest_key, object_key
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout, alone, components
 from kvproto.tiers.store import Store, manifest_at
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
-__all__ = ["Others", "geometry_key"]
+__all__ = ["RelayoutReader", "geometry_key"]
 
 FRESH = 5.0
 """Seconds for which a look at the records is good."""
@@ -43,7 +43,7 @@ def geometry_key(geometry: bytes, page: int) -> str:
 
 
 @attrs.define
-class _Engine:
+class _WriterEngine:
     """Ranks that can be of one engine: their groups do not contradict each other."""
 
     page: int
@@ -69,17 +69,17 @@ class _Engine:
         return True
 
 
-class Others:
+class RelayoutReader:
     """The pages of all other geometries in a store, for one rank. Any thread may read."""
 
-    def __init__(self, store: Store, geometry: Geometry, rank: int, layout: Layout) -> None:
+    def __init__(self, store: Store, geometry: Geometry, rank: int, layout: PageLayout) -> None:
         """`geometry` is our engine's Description, `layout` what our pages are made of."""
         self.store, self.layout = store, layout
         self.own = alone(geometry, rank, [part.group for part in layout.parts])
-        self._engines: list[_Engine] = []
+        self._engines: list[_WriterEngine] = []
         self._seen = -FRESH
 
-    def tell(self) -> None:
+    def publish_geometry(self) -> None:
         """Keep what we own where our pages are; raises OSError."""
         self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self.own))
 
@@ -91,9 +91,9 @@ class Others:
                 best = max(best, self._of(engine, chain, first), key=len)
         return best
 
-    def _look(self) -> list[_Engine]:
+    def _look(self) -> list[_WriterEngine]:
         if time.monotonic() - self._seen > FRESH:
-            engines: list[_Engine] = []
+            engines: list[_WriterEngine] = []
             for key in sorted(self.store.keys("g")):
                 digest, _, page = key[2:].partition(".")
                 data = self.store.get(key)
@@ -104,11 +104,11 @@ class Others:
                     if one != alone(one, 0, [group.id for group in one.groups]):
                         continue
                     if not any(engine.joins(tokens, one, bytes.fromhex(digest)) for engine in engines):
-                        engines.append(_Engine(tokens, one, [bytes.fromhex(digest)]))
+                        engines.append(_WriterEngine(tokens, one, [bytes.fromhex(digest)]))
             self._engines, self._seen = engines, time.monotonic()
         return self._engines
 
-    def _of(self, engine: _Engine, chain: Chain, first: int) -> Pages:
+    def _of(self, engine: _WriterEngine, chain: Chain, first: int) -> Pages:
         """What one engine has; raises PlanError where its ranks and ours have no plan."""
         mine, theirs = self.layout.page, engine.page
         base = first * mine // lcm(mine, theirs) * lcm(mine, theirs)  # where a page of both begins
@@ -158,7 +158,7 @@ class Others:
             for i in range(first - base // mine, pages)
         ]
 
-    def _manifests(self, engine: _Engine, rank: int, chain: Chain, begin: int) -> list[Manifest]:
+    def _manifests(self, engine: _WriterEngine, rank: int, chain: Chain, begin: int) -> list[Manifest]:
         """Those of a rank's pages from `begin` on, up to the first that is not there or not as it should be."""
         found: list[Manifest] = []
         for i in range(begin, len(chain.own)):
@@ -166,7 +166,7 @@ class Others:
                 if i >= len(chain.ids(form)):
                     continue
                 key = manifest_key(chain.ids(form)[i], engine.digests[rank])
-                manifest = Named().add(key, manifest_at(self.store, key))
+                manifest = ObjectReferences().add(key, manifest_at(self.store, key))
                 if manifest is not None and _right(manifest, form, chain, i):
                     found.append(manifest)
                     break
@@ -179,8 +179,8 @@ class Others:
 class _Cut:
     """Copies from the objects of an engine's pages, as routes say."""
 
-    ours: Others
-    engine: _Engine
+    ours: RelayoutReader
+    engine: _WriterEngine
     routes: Sequence[Route]
     found: Mapping[int, Sequence[Manifest]]
     """Of their ranks, the pages that are there."""
@@ -231,7 +231,7 @@ class _Cut:
         return all(stated.get(there) == ours[here] for here, there in pairs)
 
     def _memory(
-        self, layout: Layout, manifests: Sequence[Manifest], groups: Collection[int]
+        self, layout: PageLayout, manifests: Sequence[Manifest], groups: Collection[int]
     ) -> Mapping[int, memoryview] | None:
         """The objects of a rank's pages, one after the other; None where one is not whole."""
         made = {}

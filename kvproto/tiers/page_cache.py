@@ -1,7 +1,7 @@
 """A rank's pages on the device, on the host and in storage, as an engine uses them.
 
-A request opens a `Lease`: the pages of its prompt that were found, and room for the rest. Copies for all requests wait
-for `Cache.step`, which starts one program from the host and one to it, however many pages and components there are.
+A request opens a `PageLease`: the pages of its prompt that were found, and room for the rest. Copies for all requests
+wait for `PageCache.step`, which starts one program from the host and one to it, for any number of pages and components.
 While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only slots of the host
 that are pinned for them. Nothing here may be called by two threads at once.
 """
@@ -16,29 +16,29 @@ from itertools import takewhile
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.tiers.agreement import LENGTHS, Asked
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.index import Claim, Hit, Index, filling, seal
-from kvproto.tiers.lease import Lease
+from kvproto.tiers.agreement import LENGTHS, Agreement
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.index import Hit, Index, Reservation, filling, seal
+from kvproto.tiers.lease import PageLease
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.others import Others
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.storing import Fetch, Storing
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader
+from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.paging import Paging
 from kvproto.wire.enums import Tier
 
-__all__ = ["Asked", "Cache", "Fetch", "Keep", "Lease", "patience"]
+__all__ = ["Agreement", "PageCache", "PageLease", "StorageRead", "WritePolicy", "patience"]
 
 
-class Keep(Enum):
+class WritePolicy(Enum):
     """When a page of the device is copied to the host, and from there to storage."""
 
-    AT_ONCE = "at once"
+    WRITE_THROUGH = "at once"
     """At the next step after it was published: write-through."""
-    WHEN_USED = "when used"
+    SELECTIVE = "when used"
     """At the next step after a second request has found it: selective write-through."""
-    WHEN_GIVEN_UP = "when given up"
+    WRITE_BACK = "when given up"
     """Just before its slot is given to another request: write-back."""
 
 
@@ -48,7 +48,7 @@ def patience(tokens: int) -> float:
 
 
 @attrs.define(eq=False)
-class _Job:
+class _HostBackup:
     """Pages [0, len(slots)) of a prompt to copy to the host; `hit` pins them on the device, if they need it."""
 
     chain: Chain
@@ -58,20 +58,26 @@ class _Job:
     hit: Hit | None = None
 
 
-class Cache:
+class PageCache:
     """The pages of one rank in its pool, in memory of the host, and on a shelf."""
 
     def __init__(
-        self, copies: Copies, shelf: Shelf | None = None, keep: Keep = Keep.AT_ONCE, threads: int = 4, most: int = 1024,
-        limit: float = 10.0, others: Others | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        copies: HostCopies,
+        page_store: PageStore | None = None,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        threads: int = 4,
+        most: int = 1024,
+        limit: float = 10.0,
+        others: RelayoutReader | None = None,
+    ) -> None:
         """`threads` threads read and write storage, with at most `most` pages under way; further pages are not stored.
 
         Storage hangs if a call takes more than `limit` seconds: until it returns, nobody waits for storage or uses it.
         Pages that are not there are taken from `others`.
         """
-        self.copies, self.shelf, self.keep = copies, shelf, keep
-        self.storing = Storing(shelf, threads, most, limit, others) if shelf else None
+        self.copies, self.page_store, self.policy = copies, page_store, policy
+        self.storing = StorageIO(page_store, threads, most, limit, others) if page_store else None
         self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
         self.device.on_gone = self._gone
         self.counts: Counter[str] = Counter()
@@ -83,8 +89,8 @@ class Cache:
         """Of which prompt the pages of the device are."""
         self._moving: list[tuple[Paging, Callable[[bool], None]]] = []
         """Copies under way, and what is told whether their bytes are there."""
-        self._jobs: list[_Job] = []
-        self._loads: list[Lease] = []
+        self._jobs: list[_HostBackup] = []
+        self._loads: list[PageLease] = []
         self._listeners: list[Callable[[dict[bytes, Tier | None]], object]] = []
 
     @property
@@ -92,12 +98,12 @@ class Cache:
         """Whether anything is waiting for a step, a copy, or storage."""
         return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
 
-    def tell(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
+    def subscribe(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
         """Tell of all pages after which a request can go on, now and with each step that changes some (KVP-CAT-TELL).
 
         The listener gets the nearest tier by id; None means that no tier has the page any more.
         """
-        self._tell()  # the others hear of what has changed since the last step
+        self._notify()  # the others hear of what has changed since the last step
         for index in (self.device, self.host):
             index.news = {}
         self._listeners.append(listener)
@@ -107,7 +113,7 @@ class Cache:
         """The nearest tier in which a request can go on after each of these pages."""
         return {id: Tier.DEVICE if self.device.ends(id) else Tier.HOST if self.host.ends(id) else None for id in ids}
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         ids = {*(self.device.news or ()), *(self.host.news or ())}
         if ids:
             self.device.news, self.host.news = {}, {}
@@ -115,15 +121,15 @@ class Cache:
             for listener in self._listeners:
                 listener(news)
 
-    def ask(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Asked:
+    def agreement(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Agreement:
         """What this rank could go on with of these prompts, each with its room, for all ranks to agree."""
         self.settle()
-        return Asked(self, prompts, lengths)
+        return Agreement(self, prompts, lengths)
 
-    def open(self, chain: Chain, room: int, most: int | None = None) -> Lease | None:
+    def open(self, chain: Chain, room: int, most: int | None = None) -> PageLease | None:
         """The pages of a prompt that are there, and slots for the rest of `room` pages; None while too few are free.
 
-        Pages on the host are in the pool after the next `step` and `Lease.wait`. `most` limits how many of
+        Pages on the host are in the pool after the next `step` and `PageLease.wait`. `most` limits how many of
         the pages that are there are used.
         """
         self.settle()
@@ -139,14 +145,14 @@ class Cache:
         self.counts["device"] += first
         self.counts["host"] += last - first
         self.counts["new"] += max(min(room, len(chain.ids(self.device.layout.form))) - last, 0)
-        if self.keep is Keep.WHEN_USED and first:
+        if self.policy is WritePolicy.SELECTIVE and first:
             self._queue(chain, first)
-        lease = Lease(self, chain, near, far, rest.split(last - first), rest)
+        lease = PageLease(self, chain, near, far, rest.split(last - first), rest)
         if not lease.ready:
             self._loads.append(lease)
         return lease
 
-    def reserve(self, count: int) -> Claim | None:
+    def reserve(self, count: int) -> Reservation | None:
         """Slots of the pool; pages that are evicted for them go to the host before their slots are written."""
         claim = self.device.reserve(count)
         self._back_up(written=False)
@@ -158,7 +164,7 @@ class Cache:
         self._back_up()
         self._load()
         self._reap()
-        self._tell()
+        self._notify()
 
     def settle(self) -> None:
         """Check which copies are over; their pages can be found from now on."""
@@ -166,7 +172,7 @@ class Cache:
         for copy, over in moving:
             self._look(copy, over)
 
-    def fetch(self, chain: Chain, deadline: float = 0.0) -> Fetch:
+    def fetch(self, chain: Chain, deadline: float = 0.0) -> StorageRead:
         """Begin to read the pages of a prompt from storage that the host lacks.
 
         `deadline` is a time of the engine's clock: 0 takes what has arrived, infinity waits for everything.
@@ -174,7 +180,7 @@ class Cache:
         with self.host.find(chain) as hit:
             first = len(hit.pages)
         last = min(len(chain.ids(self.host.layout.form)), first + self._room_for_io())
-        return Fetch(self.storing, chain, range(first, last), deadline, self.arrived)
+        return StorageRead(self.storing, chain, range(first, last), deadline, self.arrived)
 
     def drain(self) -> None:
         """Step until nothing waits and everything is stored, unless storage hangs."""
@@ -204,9 +210,9 @@ class Cache:
         hit = self.device.find(chain)
         hit.cut(length)
         slots = [page.slot for page in hit.pages]
-        self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots], hit))
+        self._jobs.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots], hit))
 
-    def left(self, lease: Lease) -> None:
+    def left(self, lease: PageLease) -> None:
         """A lease no longer waits for its pages."""
         if lease in self._loads:
             self._loads.remove(lease)
@@ -239,17 +245,17 @@ class Cache:
         for i, id in enumerate(chain.ids(self.device.layout.form)[:length]):
             if self.device.slot(id) is not None:
                 self._of.setdefault(id, (chain, i))
-        if self.keep is Keep.AT_ONCE and not copied:
+        if self.policy is WritePolicy.WRITE_THROUGH and not copied:
             self._queue(chain, length)
 
     def _gone(self, pages: Sequence[tuple[bytes, int]]) -> None:
         """Pages of the device are evicted; their bytes stay until the slots are written."""
         for id, _ in pages:
             chain, i = self._of[id]
-            if self.keep is Keep.WHEN_GIVEN_UP and self.host.slot(id) is None:
+            if self.policy is WritePolicy.WRITE_BACK and self.host.slot(id) is None:
                 path = (self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1])
                 slots = [slot for slot in path if slot is not None]
-                self._jobs.append(_Job(chain, slots, [self.device.groups(slot) for slot in slots]))
+                self._jobs.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots]))
         for id, _ in pages:
             del self._of[id]
 
@@ -258,7 +264,7 @@ class Cache:
         jobs = [job for job in self._jobs if written or job.hit is None]
         self._jobs = [job for job in self._jobs if not written and job.hit is not None]
         flying: set[bytes] = set()
-        claims: list[tuple[_Job, Hit, range, Claim]] = []
+        claims: list[tuple[_HostBackup, Hit, range, Reservation]] = []
         for job in jobs:
             ids = job.chain.ids(self.host.layout.form)[: len(job.slots)]
             hit = self.host.hold(job.chain, job.groups)
@@ -306,9 +312,12 @@ class Cache:
             lease.started(copy)
 
     def _begin(
-        self, copy: Callable[[Sequence[int], Sequence[int]], Paging], source: list[int], sink: list[int],
+        self,
+        copy: Callable[[Sequence[int], Sequence[int]], Paging],
+        source: list[int],
+        sink: list[int],
         over: Callable[[bool], None],
-    ) -> Paging | None:  # fmt: skip
+    ) -> Paging | None:
         """Start a copy, unless it is empty; one that fails loses its pages and nothing else."""
         if not source:
             over(True)
@@ -362,6 +371,6 @@ class Cache:
             self.counts["stored"] += self.storing.reap()
 
     @staticmethod
-    def _end(job: _Job) -> None:
+    def _end(job: _HostBackup) -> None:
         if job.hit is not None:
             job.hit.close()

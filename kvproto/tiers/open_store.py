@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvproto.errors import LocalError
-from kvproto.tiers.store import Files, Store
+from kvproto.tiers.store import FileStore, Store
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["open_store"]
@@ -15,10 +15,10 @@ SCHEMES = {"s3": "objects", "gs": "objects", "az": "objects", "lmdb": "lmdb", "n
 """What stores the pages, by the first word of a name; an extra of kvproto, but for packs."""
 
 _MODULES = {
-    "objects": ("objects", "Objects"),
-    "lmdb": ("embedded", "Lmdb"),
-    "nixl": ("nixl_files", "NixlFiles"),
-    "packs": ("packs", "Packs"),
+    "objects": ("object_store", "ObjectStore"),
+    "lmdb": ("lmdb_store", "LmdbStore"),
+    "nixl": ("nixl_files", "NixlFileStore"),
+    "packs": ("pack_store", "PackStore"),
 }
 """Their modules and classes."""
 
@@ -29,11 +29,11 @@ def open_store(place: Path | str | Store, durable: bool = False) -> Store:
     With `durable`, files and LMDB keep through a loss of power what they have said is kept; object stores always do.
     """
     if not isinstance(place, str):
-        return Files(place, durable) if isinstance(place, Path) else place
+        return FileStore(place, durable) if isinstance(place, Path) else place
     scheme, colon, rest = place.partition(":")
     extra = SCHEMES.get(scheme) if colon else None
     if extra is None:
-        return Files(Path(place), durable)
+        return FileStore(Path(place), durable)
     name, kind = _MODULES[extra]
     try:
         made = getattr(import_module(f"kvproto.tiers.{name}"), kind)

@@ -9,28 +9,37 @@ import numpy.typing as npt
 
 from kvproto.rank.pool import Pool
 from kvproto.seeing.counts import Sample, sample
-from kvproto.tiers.cache import Cache, Fetch, Keep, patience
-from kvproto.tiers.components import components
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.identity import Chain, namespace
-from kvproto.tiers.lease import Lease
-from kvproto.tiers.others import Others
-from kvproto.tiers.places import open_store
-from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.open_store import open_store
+from kvproto.tiers.page_cache import PageCache, WritePolicy
+from kvproto.tiers.page_ids import Chain, namespace
+from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Store
 from kvproto.transport.loading import pager
 
-__all__ = ["Chain", "Fetch", "Keep", "Lease", "Tiers", "patience"]
+__all__ = ["Tiers"]
 
 
-class Tiers(Cache):
-    """The pages of one rank: `open` finds those of a request's `chain`, and `Lease.leave` keeps them."""
+class Tiers(PageCache):
+    """The pages of one rank: `open` finds those of a request's `chain`, and `PageLease.leave` keeps them."""
 
     def __init__(
-        self, pool: Pool, names: Mapping[str, str], *, page: int, host: int, storage: Path | str | Store | None = None,
-        most: int = 0, ahead: Collection[str] = (), windows: Mapping[str, int] | None = None, keep: Keep = Keep.AT_ONCE,
-        stream: int = 0, durable: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        pool: Pool,
+        names: Mapping[str, str],
+        *,
+        page: int,
+        host: int,
+        storage: Path | str | Store | None = None,
+        most: int = 0,
+        ahead: Collection[str] = (),
+        windows: Mapping[str, int] | None = None,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        stream: int = 0,
+        durable: bool = False,
+    ) -> None:
         """Keep pages of `page` tokens in the pool, `host` of them in host memory, and others in `storage`.
 
         `names` state what computes the pages (KVP-TIER-NAMESPACE). `storage` is a folder, `packs:FOLDER`,
@@ -44,10 +53,10 @@ class Tiers(Cache):
         reach = {pool.group(name).id: tokens for name, tokens in (windows or {}).items()}
         layout = components(pool.geometry, pool.rank, page, [pool.group(name).id for name in ahead], reach)
         store = None if storage is None else open_store(storage, durable)
-        shelf = None if store is None else Shelf(store, layout, most * 9 // 10, most, look=False)
-        copies = Copies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
-        others = None if store is None else Others(store, pool.geometry, pool.rank, layout)
-        super().__init__(copies, shelf, keep, others=others)
+        page_store = None if store is None else PageStore(store, layout, most * 9 // 10, most, look=False)
+        copies = HostCopies(layout, pool.layout, pool.memories, host, pager(pool.memories, stream))
+        others = None if store is None else RelayoutReader(store, pool.geometry, pool.rank, layout)
+        super().__init__(copies, page_store, policy, others=others)
         self._geometry, self._rank = pool.geometry, pool.rank
         self.space = namespace(names)
 
@@ -61,12 +70,12 @@ class Tiers(Cache):
         """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
         base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
         names = {group.id: group.name for group in self._geometry.groups}
-        pages, shelf = dict(self.counts), dict(self.shelf.counts) if self.shelf else {}
-        counts = pages | {what: shelf.get(what, 0) for what in _OF_STORAGE}
+        pages, page_store = dict(self.counts), dict(self.page_store.counts) if self.page_store else {}
+        counts = pages | {what: page_store.get(what, 0) for what in _OF_STORAGE}
         found = [
             sample(base, "kvproto_tier_pages_total", (what,), counts.get(what.replace("_", " "), 0)) for what in _WHAT
         ]
-        for of, count in (("copy", pages.get("failed", 0)), ("storage", shelf.get("failed", 0))):
+        for of, count in (("copy", pages.get("failed", 0)), ("storage", page_store.get("failed", 0))):
             found.append(sample(base, "kvproto_tier_failures_total", (of,), count))
         for (way, group), bytes_ in dict(self.moved).items():
             found.append(sample(base, "kvproto_tier_bytes_total", (way, names[group]), bytes_))

@@ -23,10 +23,10 @@ from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.pack import Pack, Torn, ending
+from kvproto.tiers.pack_file import PackFile, TornPack, ending
 from kvproto.tiers.store import make_folders, sync_folder, write_whole
 
-__all__ = ["Packs"]
+__all__ = ["PackStore"]
 
 _NAME = re.compile(r"[0-7][0-9a-f]{15}\.[0-9a-f]{8}")
 """A number that rises, by which the latest of two packs with one key is known, and a random one."""
@@ -50,10 +50,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
-_stores: WeakSet[Packs] = WeakSet()
+_stores: WeakSet[PackStore] = WeakSet()
 
 
-class Packs:
+class PackStore:
     """A folder of packs, for any number of processes of one machine.
 
     With `durable`, `put_all` syncs the pack and then the folder before it returns. Without it, the death of a process
@@ -82,7 +82,7 @@ class Packs:
         """Hashes of the keys of each pack; none of one that cannot be read."""
         self._last = 0
         """The greatest number that any pack had."""
-        self._open: OrderedDict[str, Pack] = OrderedDict()
+        self._open: OrderedDict[str, PackFile] = OrderedDict()
         self._seen, self._listed = 0, -math.inf
         """Time of the folder when it was listed, and when that was by our clock."""
 
@@ -140,7 +140,7 @@ class Packs:
     def get(self, key: str) -> bytes | None:
         """See `Store`."""
 
-        def take(pack: Pack, at: int, length: int) -> bytes:
+        def take(pack: PackFile, at: int, length: int) -> bytes:
             room = memoryview(bytearray(length))
             return bytes(room[: pack.read(room, at)])
 
@@ -149,7 +149,7 @@ class Packs:
     def get_into(self, key: str, room: memoryview) -> int | None:
         """See `Filling`."""
 
-        def fill(pack: Pack, at: int, length: int) -> int:
+        def fill(pack: PackFile, at: int, length: int) -> int:
             return length if length > len(room) else pack.read(room[:length], at)
 
         return self._use(key, fill)
@@ -213,7 +213,7 @@ class Packs:
             return os.stat(f"{self._drafts}/{key[2:]}", follow_symlinks=False)
         return None
 
-    def _use(self, key: str, use: Callable[[Pack, int, int], _Made]) -> _Made | None:
+    def _use(self, key: str, use: Callable[[PackFile, int, int], _Made]) -> _Made | None:
         """What `use` makes of the pack, place and length of a key, if it is there before and after."""
         tried: set[str] = set()
         for _ in range(_TRIES):
@@ -238,14 +238,14 @@ class Packs:
         """Packs that had a key when we last looked, the latest of which counts; the lock is held."""
         return {self._where.get(hash(key), ""), *self._older.get(hash(key), ())} - {""}
 
-    def _pack(self, name: str) -> Pack | None:
+    def _pack(self, name: str) -> PackFile | None:
         """A pack that is known; None if it has gone, or is none any more."""
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)
                 return self._open[name]
         try:
-            pack = self._sparing(Pack, f"{self._packs}/{name}")
+            pack = self._sparing(PackFile, f"{self._packs}/{name}")
         except (FileNotFoundError, ValueError):
             return None
         with self._lock:
@@ -303,9 +303,9 @@ class Packs:
         """
         path = f"{self._packs}/{name}"
         try:
-            pack = Pack(path)
+            pack = PackFile(path)
             keys = pack.kept()
-        except Torn:
+        except TornPack:
             with suppress(OSError):  # where what is unfinished is looked for, and deleted in time
                 os.replace(path, f"{self._drafts}/{name}")
             return True

@@ -14,11 +14,11 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = ["Layout", "Part", "alone", "components"]
+__all__ = ["PageComponent", "PageLayout", "alone", "components"]
 
 
 @attrs.frozen
-class Part:
+class PageComponent:
     """One component of every page of a rank: its group, and how it counts."""
 
     group: int
@@ -31,14 +31,14 @@ class Part:
 
 
 @attrs.frozen
-class Layout:
+class PageLayout:
     """What all pages of one rank are made of."""
 
     page: int
     """Tokens."""
     geometry: bytes
     """Digest of what the rank owns."""
-    parts: tuple[Part, ...]
+    parts: tuple[PageComponent, ...]
     """By ascending group."""
 
     @property
@@ -51,7 +51,7 @@ class Layout:
         """Groups of which every page has a component."""
         return frozenset(p.group for p in self.parts if p.rule is LengthRule.PREFIX)
 
-    def part(self, group: int) -> Part:
+    def part(self, group: int) -> PageComponent:
         """That of a group; raises LocalError."""
         for each in self.parts:
             if each.group == group:
@@ -61,7 +61,7 @@ class Layout:
 
 def components(
     geometry: Geometry, rank: int, page: int, ahead: Collection[int] = (), windows: Mapping[int, int] | None = None
-) -> Layout:
+) -> PageLayout:
     """The components of a rank's pages of `page` tokens; `ahead` are groups that look ahead, `windows` tokens by group.
 
     Raises PlanError for a page that cuts rows or turns, or a group whose bytes have no order (KVP-TIER-WHOLE).
@@ -75,15 +75,17 @@ def components(
         if group.id in shares
     )
     record = encode_geometry(alone(geometry, rank, [part.group for part in parts]))
-    return Layout(page, hashlib.sha256(record).digest(), parts)
+    return PageLayout(page, hashlib.sha256(record).digest(), parts)
 
 
-def _part(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> Part:
+def _part(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> PageComponent:
     if group.axis is not None:
         raise PlanError(ErrorCode.AXIS_MISMATCH, f"groups[{group.name}]", "rows of the prompt's tokens", group.axis)
     form = KeyForm.AHEAD if ahead else KeyForm.OWN
     rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if kind_of(group).paged else LengthRule.STATE
-    return Part(group.id, form, rule, _rows(group, share, page) * len(share.layers) * _row_bytes(group, share), reach)
+    return PageComponent(
+        group.id, form, rule, _rows(group, share, page) * len(share.layers) * _row_bytes(group, share), reach
+    )
 
 
 def _row_bytes(group: Group, share: Owns) -> int:

@@ -19,19 +19,19 @@ from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
-from kvproto.tiers.components import Layout
+from kvproto.tiers.page_layout import PageLayout
 from kvproto.transport.base import Regions
 from kvproto.transport.paging import Pager, Paging
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
 
-__all__ = ["Copies", "as_pool"]
+__all__ = ["HostCopies", "as_pool"]
 
 
-class Copies:
+class HostCopies:
     """The pool of one rank, memory of the host for `slots` pages, and what copies between them."""
 
-    def __init__(self, layout: Layout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
+    def __init__(self, layout: PageLayout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
         """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
         self.layout, self.pager, self._regions = layout, pager, regions
         states = {part.group for part in layout.parts if kind_of(pool.group(part.group)).is_state}

@@ -23,7 +23,7 @@ import lmdb
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import GROUP
 
-__all__ = ["Lmdb"]
+__all__ = ["LmdbStore"]
 
 ROOM = 1 << 38
 """Bytes of address space, above which nothing is stored; the file is as long as what it holds needs."""
@@ -53,7 +53,7 @@ class _Environment:
             env.close()
 
 
-class Lmdb:
+class LmdbStore:
     """A folder with one LMDB file; a process has it open once, however many of these there are."""
 
     group = GROUP

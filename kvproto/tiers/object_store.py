@@ -23,9 +23,10 @@ from obstore.store import from_url
 from kvproto.tiers.manifest import Data
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ObjectStore as Bucket
 
-__all__ = ["Objects"]
+__all__ = ["ObjectStore"]
 
 TIMEOUT, CONNECT = timedelta(seconds=10), timedelta(seconds=3)
 RETRIES = 2
@@ -33,10 +34,10 @@ _CLOCK = 60.0
 """Seconds for which a look at the store's clock is good."""
 
 
-class Objects:
+class ObjectStore:
     """A bucket, or what lies below a prefix of one."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: Bucket) -> None:
         """`store` is obstore's; `at` makes one that gives up in time."""
         self._store = store
         self._lock = Lock()
@@ -45,7 +46,7 @@ class Objects:
         """Seconds by which the store's clock is ahead of the monotonic one."""
 
     @classmethod
-    def at(cls, url: str, timeout: timedelta = TIMEOUT, retries: int = RETRIES, **config: Any) -> Objects:
+    def at(cls, url: str, timeout: timedelta = TIMEOUT, retries: int = RETRIES, **config: Any) -> ObjectStore:
         """As `s3://bucket/prefix`, with a limit for each try; raises OSError.
 
         `config` is obstore's; keys, region and endpoint that it lacks are those of the environment.

@@ -9,38 +9,40 @@ from contextlib import suppress
 from math import inf
 from threading import Lock
 
-from kvproto.tiers.identity import Chain
+from kvproto.tiers.buffer_pool import BufferPool, PageBuffers
 from kvproto.tiers.index import Hit
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.others import Others
-from kvproto.tiers.rooms import Room, Rooms
-from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Grouped
 from kvproto.tiers.workers import Workers
 
-__all__ = ["Fetch", "Storing"]
+__all__ = ["StorageIO", "StorageRead"]
 
 _GROUP_BYTES = 64 << 20
 """Bytes that are written in one call at most, so that a slow disk is not taken for one that hangs."""
 
 
-class Storing:
+class StorageIO:
     """A shelf, and the threads that read and write it. Where a call hangs, nothing more is asked of it meanwhile."""
 
-    def __init__(self, shelf: Shelf, threads: int, most: int, limit: float, others: Others | None = None) -> None:
+    def __init__(
+        self, page_store: PageStore, threads: int, most: int, limit: float, others: RelayoutReader | None = None
+    ) -> None:
         """`most` pages may be under way; a call hangs that takes more than `limit` seconds."""
-        self.shelf, self.limit, self.others = shelf, limit, others
+        self.page_store, self.limit, self.others = page_store, limit, others
         self.workers = Workers(threads, limit, most)
         if others:
-            self.workers.submit(others.tell)
-        self._looking = Workers(1, inf, 1) if shelf.high else None
+            self.workers.submit(others.publish_geometry)
+        self._looking = Workers(1, inf, 1) if page_store.high else None
         if self._looking:
-            self._looking.submit(shelf.look)
-        length = sum(part.length for part in shelf.layout.parts)
-        group = shelf.store.group if isinstance(shelf.store, Grouped) else 1
+            self._looking.submit(page_store.look)
+        length = sum(part.length for part in page_store.layout.parts)
+        group = page_store.store.group if isinstance(page_store.store, Grouped) else 1
         self._together = max(min(group, _GROUP_BYTES // max(length, 1)), 1)
         """How many pages a call writes at most."""
-        self.rooms = Rooms(shelf.layout)
+        self.rooms = BufferPool(page_store.layout)
         self._stores: list[tuple[Hit, list[Future[bool]]]] = []
 
     @property
@@ -50,7 +52,7 @@ class Storing:
 
     def store(self, hit: Hit, chain: Chain, pages: Iterable[tuple[int, Mapping[int, Data]]]) -> None:
         """Write pages, which `hit` pins."""
-        write, most = self.shelf.write_all, self._together
+        write, most = self.page_store.write_all, self._together
         self._stores.append((hit, [self.workers.gather(write, (chain, i, data), most) for i, data in pages]))
 
     def reap(self) -> int:
@@ -79,17 +81,17 @@ class Storing:
         self.workers.close(self.limit)
 
 
-class Fetch:
+class StorageRead:
     """Pages of a prompt that come from storage to the host."""
 
     def __init__(
-        self, storing: Storing | None, chain: Chain, pages: range, deadline: float,
+        self, storing: StorageIO | None, chain: Chain, pages: range, deadline: float,
         arrived: Callable[[Chain, int, Sequence[Mapping[int, Data]]], int],
     ) -> None:  # fmt: skip
         self._storing, self._chain, self._first, self.deadline = storing, chain, pages.start, deadline
         self._stop, self._arrived = pages.stop, arrived
         self._left, self._lock, self._end, self._rest_from = len(pages), Lock(), pages.stop, -1
-        self._rooms: list[Room] | None = []
+        self._rooms: list[PageBuffers] | None = []
         """In which there are pages that nobody has taken yet; None once they have been taken."""
         self._rest: list[dict[int, bytes]] = []
         """Of other geometries, from the first page on that is not there in ours."""
@@ -126,7 +128,7 @@ class Fetch:
         """In a thread: page i, unless one before it is missing; the last of all asks others for what is missing."""
         assert self._storing is not None
         room = self._storing.rooms.take() if i < self._stop else None
-        data = None if room is None else self._storing.shelf.read(self._chain, i, room=room)
+        data = None if room is None else self._storing.page_store.read(self._chain, i, room=room)
         with self._lock:
             if data is None:
                 self._stop = min(self._stop, i)
@@ -143,6 +145,6 @@ class Fetch:
                 self._rest, self._rest_from = others.read(self._chain, first), first
         return data
 
-    def _give(self, room: Room) -> None:
+    def _give(self, room: PageBuffers) -> None:
         assert self._storing is not None
         self._storing.rooms.give(room)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgpack
 
-__all__ = ["Pack", "Torn", "ending"]
+__all__ = ["PackFile", "TornPack", "ending"]
 
 _TAIL = struct.Struct("<QId8s")
 """Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
@@ -34,11 +34,11 @@ def ending(listed: Sequence[tuple[str, int]]) -> bytes:
     return b"".join((index, marks, _TAIL.pack(size, len(listed), time.time(), _MAGIC)))
 
 
-class Torn(ValueError):
+class TornPack(ValueError):
     """A pack that was cut short by a loss of power, or changed."""
 
 
-class Pack:
+class PackFile:
     """One that is open, until nobody uses it."""
 
     def __init__(self, path: str) -> None:
@@ -52,14 +52,14 @@ class Pack:
         if len(tail) == _TAIL.size and tail[-len(_MAGIC) :].startswith(_FAMILY) and not tail.endswith(_MAGIC):
             raise ValueError(f"{path} is of another version")
         if len(tail) != _TAIL.size or not tail.endswith(_MAGIC):
-            raise Torn(f"{path} has no tail")
+            raise TornPack(f"{path} has no tail")
         self.end, self.count, self.stamp, _ = _TAIL.unpack(tail)
         """Where the bytes of keys end; how many keys there are; when they were written."""
         self.marks = about.st_size - _TAIL.size - self.count
         """Where the marks begin."""
         length = self.marks - self.end
         if not 0 < length <= min(self.count * _LONGEST_KEY, _LONGEST_INDEX) or not math.isfinite(self.stamp):
-            raise Torn(f"{path} has {self.count} keys in {length} bytes, written at {self.stamp}")
+            raise TornPack(f"{path} has {self.count} keys in {length} bytes, written at {self.stamp}")
         self.entries = _read_index(os.pread(self.file, length, self.end), self.end, self.count)
         """Number, place and length, by key."""
 
@@ -97,11 +97,11 @@ def _read_index(data: bytes, end: int, count: int) -> dict[str, tuple[int, int, 
     try:
         for key, length in msgpack.unpackb(data):
             if type(key) is not str or type(length) is not int or length < 0:
-                raise Torn(f"{length!r} bytes of {key!r}")
+                raise TornPack(f"{length!r} bytes of {key!r}")
             entries[key] = number, at, length
             number, at = number + 1, at + length
     except (TypeError, ValueError) as error:
-        raise Torn(f"no index: {error}") from error
+        raise TornPack(f"no index: {error}") from error
     if (number, at) != (count, end):
-        raise Torn(f"an index of {number} keys and {at} bytes, not {count} and {end}")
+        raise TornPack(f"an index of {number} keys and {at} bytes, not {count} and {end}")
     return entries
