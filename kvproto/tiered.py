@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy.typing as npt
 
+from kvproto.observability.counts import MetricSample, sample
 from kvproto.pool import Pool
-from kvproto.seeing.counts import Sample, sample
 from kvproto.tiers.cache import Cache, Fetch, Keep, patience
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
@@ -57,7 +57,7 @@ class Tiers(Cache):
         made.extend(tokens)
         return made
 
-    def metrics(self, engine: str) -> list[Sample]:
+    def metrics(self, engine: str) -> list[MetricSample]:
         """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
         base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
         names = {group.id: group.name for group in self._geometry.groups}

@@ -8,7 +8,7 @@ from kvproto.net.addresses import (
     private_address,
     read_sources,
 )
-from kvproto.net.allowed import AllowList
+from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair, check_public, make_keys, read_keys
 from kvproto.net.sockets import Dialer, Listener
 

@@ -25,7 +25,7 @@ from kvproto.tiers.manifest import Data
 from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.storing import Fetch, Storing
-from kvproto.transport.paging import Paging
+from kvproto.transport.base import Paging
 from kvproto.wire.enums import Tier
 
 __all__ = ["Asked", "Cache", "Fetch", "Keep", "Lease", "patience"]

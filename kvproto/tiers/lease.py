@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Claim, Hit, seal
-from kvproto.transport.paging import Paging
+from kvproto.transport.base import Paging
 from kvproto.wire.enums import LengthRule
 
 if TYPE_CHECKING:

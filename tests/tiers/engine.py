@@ -17,10 +17,9 @@ from kvproto.tiers.copies import Copies
 from kvproto.tiers.identity import Chain
 from kvproto.tiers.lease import Lease
 from kvproto.tiers.shelf import Shelf
-from kvproto.transport.base import Regions
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
-from kvproto.transport.paging import Paging
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from kvproto.wire.enums import ErrorCode
 
 PAGE = 4

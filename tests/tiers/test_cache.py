@@ -20,7 +20,7 @@ from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies
 from kvproto.tiers.store import Files
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Faulty, Memory
 

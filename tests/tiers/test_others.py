@@ -27,7 +27,7 @@ from kvproto.tiers.others import Others, geometry_key
 from kvproto.tiers.shelf import Shelf
 from kvproto.tiers.store import Files
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 TOKENS = np.arange(200, 200 + 97)

@@ -23,7 +23,7 @@ from kvproto.tiers.lengths import usable
 from kvproto.tiers.others import Others
 from kvproto.tiers.shelf import Shelf
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
