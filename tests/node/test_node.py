@@ -12,13 +12,13 @@ import kvproto.source.node
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, RequestOver, TransferLost
+from kvproto.rank.events import RequestOver
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import PART_BYTES, SourceNode
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import PREFILL, Nodes, finished
+from tests.node.nodes import PREFILL, Nodes, Received, TransferLost, finished
 from tests.pools import allocate, column
 from tests.session.driver import geometry, ticket
 

@@ -16,7 +16,7 @@ from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
 from kvproto.events import Disconnected
-from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
+from kvproto.rank.events import Copied, RequestOver
 from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed
 from kvproto.source.progress import Available, Part, SendProgress
@@ -25,7 +25,7 @@ from kvproto.transport.cuda.kernel import Table, Work, launch, sizes, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_world
-from tests.node.nodes import SOURCE, ahead, finished, put
+from tests.node.nodes import SOURCE, Received, TransferLost, ahead, finished, put
 from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
 from tests.plan import oracle
 from tests.plan.programs import random_pairs

@@ -14,7 +14,7 @@ from kvproto.errors import LocalError
 from kvproto.events import Disconnected
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
+from kvproto.rank.events import Copied, RequestOver
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.transport.base import Connection as Connected
@@ -23,7 +23,20 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Released, Renew, Renewed, Ticket
 from tests.node.any_two import AnyTwo, small_world
-from tests.node.nodes import PREFILL, SINK, SOURCE, Nodes, ahead, begin, finished, put, seen, serve
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    SOURCE,
+    Nodes,
+    Received,
+    TransferLost,
+    ahead,
+    begin,
+    finished,
+    put,
+    seen,
+    serve,
+)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.pools import allocate, column
 from tests.processes import imported
