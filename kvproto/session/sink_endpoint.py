@@ -64,7 +64,7 @@ class SinkCalls(Protocol):
     def wake(self) -> None:
         """Call `settle` and then `to_send` soon: there are frames to send, or a timer has run."""
 
-    def report(self, event: Event) -> None:
+    def report(self, event: Any) -> None:
         """Pass an event about a peer to the engine."""
 
     def planned(self, event: Connected) -> None:
