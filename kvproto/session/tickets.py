@@ -119,6 +119,9 @@ class Tickets:
         self._touched: set[TicketState] = set()
         """States to examine in the next `settle`."""
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     # calls of the engine
 
     def expect(
