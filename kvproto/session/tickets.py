@@ -8,7 +8,7 @@ a frame does not grow with the number of waiting Transfers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -121,6 +121,9 @@ class Tickets:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __iter__(self) -> Iterator[TicketState]:
+        return iter(self._states.values())
 
     # calls of the engine
 

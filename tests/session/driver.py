@@ -151,7 +151,7 @@ class DrivenSource(SourceEndpoint):
     def expect(self, made: Ticket, content: bytes, now: float, tokens: int | None = None, axes: Any = NO_AXES) -> None:
         key = bytes(made.key)
         self.states[key] = self.tickets.expect(made, key, content, now, tokens, axes)
-        self.on_time(now)
+        self._after(now)
 
     def finish(self, key: bytes) -> None:
         if key in self.states:
@@ -162,7 +162,7 @@ class DrivenSource(SourceEndpoint):
 
     def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
         self.tickets.refuse(self.states[key], error, now)
-        self.on_time(now)
+        self._after(now)
 
     def asking(self, key: bytes) -> list[TransferRequested]:
         """The transfers that wait for a request."""
