@@ -14,7 +14,8 @@ from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.prompt import Prompt, Ticket
-from kvproto.rank.base import Door, TicketHandle
+from kvproto.rank.base import EngineRank
+from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
@@ -50,7 +51,7 @@ class Request(TicketHandle[Over]):
     It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
-    def __init__(self, rank: Door, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
+    def __init__(self, rank: EngineRank, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(rank, ticket)
         self._rank, self._calls, self.pool = rank, calls, rank.pool
         self.prompt = prompt
