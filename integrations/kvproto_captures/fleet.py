@@ -11,10 +11,10 @@ from typing import Any
 
 import attrs
 
+from kvproto.catalog.config import MOST_LAYERS
+from kvproto.catalog.engines import ENGINES, Setup, pools
 from kvproto.errors import LocalError, WireError, check_whole
 from kvproto.planning.cache import BITS, Cache
-from kvproto.planning.engines import ENGINES, Setup, pools
-from kvproto.planning.families import MOST_LAYERS
 from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
