@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from kvproto.tiers.components import components
-from kvproto.tiers.identity import Chain
 
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
@@ -19,10 +17,9 @@ from kvproto.tiers.page_cache import PageCache, WritePolicy
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import components
 from kvproto.tiers.page_store import PageStore
-from kvproto.transport.base import Regions
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
-from kvproto.transport.paging import Paging
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from kvproto.wire.enums import ErrorCode
 
 PAGE = 4

@@ -9,8 +9,6 @@ from typing import Any
 from weakref import ref
 
 import pytest
-from kvproto.tiers.cache import patience
-from kvproto.tiers.components import components
 
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
@@ -22,7 +20,7 @@ from kvproto.tiers.page_cache import WritePolicy, patience
 from kvproto.tiers.page_layout import components
 from kvproto.tiers.store import FileStore
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Faulty, Memory
 

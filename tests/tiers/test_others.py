@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvproto.tiers.components import components
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.others import geometry_key
 
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
@@ -30,7 +27,7 @@ from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader, geometry_key
 from kvproto.tiers.store import FileStore
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 TOKENS = np.arange(200, 200 + 97)

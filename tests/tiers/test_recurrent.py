@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvproto.tiers.components import components
-from kvproto.tiers.identity import Chain
 
 from kvproto import Cache as Group
 from kvproto import DType, Parallel, lay_out
@@ -25,7 +23,7 @@ from kvproto.tiers.page_layout import PageLayout, components
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
