@@ -11,9 +11,9 @@ from typing import Any
 from kvproto.errors import RemoteError
 from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.session.descriptions import Party, Stated
+from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.error_fields import refusal
-from kvproto.session.events import Event
+from kvproto.session.events import Event, RegisterAsked, UnmapAsked
 from kvproto.session.plan_cache import Plans
 from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
@@ -57,6 +57,14 @@ class Endpoint:
     def tell(self, session: Any, event: Event) -> None:
         """Queue an event of a session for the engine."""
         self._events.append(event)
+
+    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
+        """Have the peer's memory mapped, and then Registered or Refused sent."""
+        self.tell(session, RegisterAsked(session.session, register, described))
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        """Have an epoch unmapped that the peer wants back and nothing uses, and then Unregistered sent."""
+        self.tell(session, UnmapAsked(session.session, epoch))
 
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""

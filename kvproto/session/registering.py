@@ -24,7 +24,6 @@ from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
 from kvproto.session.descriptions import Described, Epoch, Owned
 from kvproto.session.error_fields import refused
-from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.limits import MAX_EPOCHS
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
@@ -244,7 +243,7 @@ class Holder(Extension):
             return
         self._last = message.epoch
         self._asked = _Asked(message, session.described, overlaps)
-        session.tell(RegisterAsked(session.session, message, session.described))
+        session.host.map_memory(session, message, session.described)
 
     def planned(self) -> None:
         early, self._early = self._early, None
@@ -315,7 +314,7 @@ class Holder(Extension):
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
-                self._session.tell(UnmapAsked(self._session.session, epoch.number))
+                self._session.host.unmap_memory(self._session, epoch.number)
 
     def unmapped(self, number: int) -> None:
         """Answer Unregistered, as the memory of an UnmapAsked is unmapped."""

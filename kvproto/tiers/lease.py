@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvproto.tiers.index import Hit, Reservation, seal
 from kvproto.tiers.page_ids import Chain
-from kvproto.transport.paging import Paging
+from kvproto.transport.base import Paging
 from kvproto.wire.enums import LengthRule
 
 if TYPE_CHECKING:

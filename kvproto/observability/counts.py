@@ -9,12 +9,12 @@ from typing import Any, TypedDict
 
 from kvproto import events as e
 from kvproto.errors import KvprotoError
-from kvproto.seeing.names import BUCKETS, METRICS
+from kvproto.observability.names import BUCKETS, METRICS
 
-__all__ = ["Counts", "Sample", "sample"]
+__all__ = ["Counts", "MetricSample", "sample"]
 
 
-class Sample(TypedDict):
+class MetricSample(TypedDict):
     """One series of one metric, in plain values."""
 
     name: str
@@ -23,7 +23,7 @@ class Sample(TypedDict):
     """A number; for a histogram, the count of each bucket, the count above the last, and the sum."""
 
 
-def sample(base: Mapping[str, str], name: str, labels: tuple[str, ...], value: float | list[float]) -> Sample:
+def sample(base: Mapping[str, str], name: str, labels: tuple[str, ...], value: float | list[float]) -> MetricSample:
     """A sample with the `base` labels of every metric, and `labels` as the values of the metric's other labels."""
     return {"name": name, "labels": {**base, **dict(zip(METRICS[name][1], labels, strict=True))}, "value": value}
 
@@ -41,7 +41,7 @@ class Counts:
         if (count := _COUNT.get(type(event))) is not None:
             count(self, event)
 
-    def samples(self, base: Mapping[str, str]) -> Iterator[Sample]:
+    def samples(self, base: Mapping[str, str]) -> Iterator[MetricSample]:
         """Samples of all counts, with the labels in `base`."""
         for (name, *labels), value in self._totals.items():
             yield sample(base, name, tuple(labels), value)

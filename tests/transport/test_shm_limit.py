@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.transport.shm.room import room
+from kvproto.transport.shm.memory import allocatable_bytes
 
 MEMORY = """\
 MemTotal:       1000 kB
@@ -31,12 +31,12 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_a_machine(machine: tuple[Path, Path]) -> None:
-    assert room(*machine) == FREE
+    assert allocatable_bytes(*machine) == FREE
 
 
 def test_what_the_kernel_counts_as_available_is(machine: tuple[Path, Path]) -> None:
     (machine[0] / "meminfo").write_text(MEMORY.replace("150", "900"))
-    assert room(*machine) == (900 + 7) * 1024
+    assert allocatable_bytes(*machine) == (900 + 7) * 1024
 
 
 @pytest.mark.parametrize("folder", ["pod/engine", "pod", ""])
@@ -44,12 +44,12 @@ def test_a_limit_of_a_group_or_of_one_above_it(machine: tuple[Path, Path], folde
     place = machine[1] / folder
     (place / "memory.max").write_text("30000\n")
     (place / "memory.stat").write_text("anon 9000\nfile 12000\nshmem 1000\n")
-    assert room(*machine) == 20000 + 7 * 1024
+    assert allocatable_bytes(*machine) == 20000 + 7 * 1024
     (place / "memory.stat").write_text("anon 90000\n")
-    assert room(*machine) == 7 * 1024
+    assert allocatable_bytes(*machine) == 7 * 1024
     (place / "memory.max").write_text("max\n")
-    assert room(*machine) == FREE
+    assert allocatable_bytes(*machine) == FREE
 
 
 def test_a_kernel_that_says_nothing(tmp_path: Path) -> None:
-    assert room(tmp_path, tmp_path) is None
+    assert allocatable_bytes(tmp_path, tmp_path) is None

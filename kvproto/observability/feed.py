@@ -25,10 +25,10 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.net import check_address
-from kvproto.seeing.counts import Sample
+from kvproto.observability.counts import MetricSample
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Feed"]
+__all__ = ["FeedServer"]
 
 _FOLLOWERS = 8
 _KEPT = 1 << 20
@@ -54,10 +54,10 @@ class _Follower:
         self.waiting += line
 
 
-class Feed:
+class FeedServer:
     """The feed of one rank, written by a separate thread."""
 
-    def __init__(self, path: str | Path, ask: Callable[[], list[Sample]]) -> None:
+    def __init__(self, path: str | Path, ask: Callable[[], list[MetricSample]]) -> None:
         """Listen at `path`; `ask` returns the metrics. Raises LocalError(OUT_OF_RANGE) for an unusable path."""
         self._path, self._ask, self._pid = str(path), ask, os.getpid()
         self._listener = _listen(self._path)

@@ -21,7 +21,7 @@ from .test_metrics import serve
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics many times a second, so that nothing waits for them."""
-    monkeypatch.setattr("kvproto.seeing.feed._EVERY", 0.05)
+    monkeypatch.setattr("kvproto.observability.feed._EVERY", 0.05)
 
 
 class Following:
@@ -97,7 +97,7 @@ def test_one_too_many(tmp_path: Path) -> None:
 
 
 def test_a_slow_one_loses_lines_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.seeing.feed._KEPT", 1 << 12)
+    monkeypatch.setattr("kvproto.observability.feed._KEPT", 1 << 12)
     with followed(tmp_path) as (both, path), contextlib.closing(following(path)) as good:
         slow = following(path)
         observer = both.sink._observer

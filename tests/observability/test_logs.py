@@ -11,7 +11,7 @@ import pytest
 from kvproto import Cache, Pool, Sink, Source, lay_out, new_ticket
 from kvproto import events as told
 from kvproto.events import Event
-from kvproto.seeing.records import LEVELS, shown
+from kvproto.observability.records import LEVELS, shown
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, address_in, two
 
 from .test_metrics import ask, connected, failed, of, serve, stranger
@@ -50,7 +50,7 @@ def test_what_is_lost_says_why(tmp_path: Path, log: pytest.LogCaptureFixture) ->
 
 
 def test_every_event_has_a_level_and_fields() -> None:
-    from kvproto.seeing.records import _FIELDS  # a new event needs a row in both tables
+    from kvproto.observability.records import _FIELDS  # a new event needs a row in both tables
 
     kinds = {kind for kind in vars(told).values() if isinstance(kind, type) and kind in Event.__args__}
     assert kinds == LEVELS.keys() == _FIELDS.keys()
@@ -122,7 +122,7 @@ def test_a_peer_cannot_fill_the_disk(
 ) -> None:
     """KVP-SEE-TEXT: a few records a second of what peers do, and how many were left out."""
     seconds = [100.0]
-    monkeypatch.setattr("kvproto.seeing.observer.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("kvproto.observability.observer.time.monotonic", lambda: seconds[0])
     with two(tmp_path, STEPPED) as both, stranger(f"ipc://{tmp_path}/prefill") as bad:
         connected(both)
         for number in (300, 301):

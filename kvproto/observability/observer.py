@@ -10,9 +10,9 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.events import Event
-from kvproto.seeing.counts import Counts, Sample
-from kvproto.seeing.feed import Feed
-from kvproto.seeing.records import Record, level_of, of_peers, record_of, shown
+from kvproto.observability.counts import Counts, MetricSample
+from kvproto.observability.feed import FeedServer
+from kvproto.observability.records import Record, level_of, of_peers, record_of, shown
 
 __all__ = ["Observer"]
 
@@ -29,10 +29,10 @@ class Observer:
 
     base: dict[str, str]
     """The labels of every metric, which are also fields of every record."""
-    gauges: Callable[[], Iterable[Sample]]
+    gauges: Callable[[], Iterable[MetricSample]]
     """Returns the values of gauges now; to be called under the node's lock."""
     counts: Counts | None = None
-    feed: Feed | None = None
+    feed: FeedServer | None = None
     _second: int = 0
     _written: int = 0
     _left_out: int = 0
@@ -62,7 +62,7 @@ class Observer:
         """Log that the Source or Sink is draining."""
         self._write(logging.INFO, {**self.base, "event": "draining"})
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MetricSample]:
         """All metrics; to be called under the node's lock."""
         counted = [] if self.counts is None else self.counts.samples(self.base)
         return [*counted, *self.gauges()]
@@ -79,7 +79,7 @@ class Observer:
 
     def _write(self, level: int, record: Record) -> None:
         if _log.isEnabledFor(level):
-            _log.log(level, "%s", _Line(record), extra=record)
+            _log.log(level, "%s", _LogLine(record), extra=record)
         if self.feed is not None and self.feed.followed:
             self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
@@ -93,7 +93,7 @@ class Observer:
 
 
 @attrs.frozen
-class _Line:
+class _LogLine:
     """A record that is formatted as text only if a handler needs it."""
 
     record: Record

@@ -10,8 +10,8 @@ import pytest
 
 from kvproto import Options
 from kvproto.cli.main import main
-from kvproto.seeing.names import BUCKETS
-from kvproto.seeing.records import transfer_name
+from kvproto.observability.names import BUCKETS
+from kvproto.observability.records import transfer_name
 from tests.door.doors import Two, two
 
 from .test_feed import followed
@@ -46,7 +46,7 @@ def until_followed(both: Two) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics many times a second, so that rates show at once."""
-    monkeypatch.setattr("kvproto.seeing.feed._EVERY", 0.02)
+    monkeypatch.setattr("kvproto.observability.feed._EVERY", 0.02)
     monkeypatch.setattr("kvproto.cli.top._EVERY", 1.0)
     monkeypatch.setenv("COLUMNS", "200")
 

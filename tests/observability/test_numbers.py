@@ -2,7 +2,7 @@
 
 import json
 
-from kvproto.seeing.names import METRICS
+from kvproto.observability.names import METRICS
 from tools.specgen.registry import SPEC
 
 

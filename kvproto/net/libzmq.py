@@ -15,7 +15,7 @@ import zmq
 __all__ = ["Inbox"]
 
 
-class _Message(ctypes.Structure):
+class _ZmqMessage(ctypes.Structure):
     """zmq_msg_t of libzmq 4: opaque, 64 bytes, aligned as a pointer."""
 
     _fields_ = (("_opaque", ctypes.c_void_p * 8),)
@@ -136,7 +136,7 @@ def _proven(frame: zmq.Frame) -> bytes:
 
 
 def _read_directly(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:
-    message, pointer = _Message(), socket.underlying
+    message, pointer = _ZmqMessage(), socket.underlying
     at = ctypes.addressof(message)
     _zmq.zmq_msg_init(at)
     try:
