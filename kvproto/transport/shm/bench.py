@@ -7,33 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from kvproto.copying.execute import execute
-from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.shm.memory import SharedMapping, SharedMemory, connect
+from kvproto.copying.program import CopyProgram
+from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce
+from kvproto.transport.shm.memory import SharedMemory, connect
 
 __all__ = ["job"]
-
-_MOST_RUNS = 1 << 16
-
-
-class _Copy(BenchPath):
-    transport, way, source, sink = "shm", "copy", HOST, HOST
-
-    def __init__(self, mapped: SharedMapping, own: SharedMemory) -> None:
-        self._mapped, self._own = mapped, own
-
-    def most_runs(self, run: int) -> int:
-        # the executor gathers before it scatters: what is moved is in memory three times
-        return min(self._own.length * 3 // 4 // run, _MOST_RUNS)
-
-    def runner(self, run: int, runs: int) -> RunOnce:
-        made = program(run, runs, self._own.length)
-
-        def go() -> float:
-            begin = time.perf_counter()
-            execute(made, {0: self._mapped.buffer}, {0: self._own.buffer})
-            return time.perf_counter() - begin
-
-        return go
 
 
 def job(memory: int) -> BenchJob:
@@ -42,9 +20,20 @@ def job(memory: int) -> BenchJob:
     @contextmanager
     def opened() -> Iterator[Sequence[BenchPath]]:
         with (
-            closing(SharedMemory(memory * 3 // 10)) as theirs, closing(SharedMemory(theirs.length)) as own,
+            closing(SharedMemory(memory * 3 // 10)) as theirs,
+            closing(SharedMemory(theirs.length)) as own,
             closing(connect(theirs.region, "regions[0]")) as mapped,
-        ):  # fmt: skip
-            yield [_Copy(mapped, own)]
+        ):
+
+            def prepare(program: CopyProgram) -> RunOnce:
+                def copy() -> float:
+                    begin = time.perf_counter()
+                    execute(program, {0: mapped.buffer}, {0: own.buffer})
+                    return time.perf_counter() - begin
+
+                return copy
+
+            # The executor gathers before it scatters: the bytes of a program are in memory three times.
+            yield [BenchPath("shm", "copy", HOST, HOST, own.length * 3 // 4, 1 << 16, prepare)]
 
     return BenchJob("shm", 1, opened)
