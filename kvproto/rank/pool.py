@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
 from kvproto.planning.kinds import kind_of
-from kvproto.rank.page_tables import PagesInUse
+from kvproto.rank.page_tables import PageRules, PagesInUse
 from kvproto.rank.rank_pool import pack
 from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
@@ -135,6 +136,21 @@ class Pool:
         self._users: list[str] = []
         self._pages = PagesInUse(side)
         self._closed = False
+
+    @cached_property
+    def page_rules(self) -> PageRules:
+        """What the page tables of any request must satisfy."""
+        return PageRules(self.layout)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all caches of this rank, on average."""
+        total = 0
+        for id in self.layout.columns:
+            group, share = self.layout.group(id), self.layout.owns(id)
+            lanes = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
+            total += lanes * share.layers.size // (group.tokens_per_row * group.cp_size)
+        return total
 
     @property
     def geometry(self) -> Geometry:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from kvproto import events as told
 from kvproto.errors import RemoteError
 from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
@@ -56,6 +57,10 @@ class Endpoint:
 
     def tell(self, session: Any, event: Event) -> None:
         """Queue an event of a session for the engine."""
+        self._events.append(event)
+
+    def report(self, event: told.Event) -> None:
+        """Report an event to the engine."""
         self._events.append(event)
 
     def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
@@ -123,5 +128,5 @@ class Endpoint:
             about = head.cls.TYPE if head.cls is not None else None
             answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
             self.send(conn, encode(answer))
-        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
+        self.report(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
         return head

@@ -18,7 +18,7 @@ from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
 from kvproto.rank.withdrawal import Sleeper, Withdrawal
-from kvproto.sink.deferred_pages import Claim
+from kvproto.sink.fetch import Claim
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode, Outcome
 

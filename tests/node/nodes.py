@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-import kvproto.sink.lending
 import kvproto.sink.link
 import kvproto.sink.node
 import kvproto.sink.reads
@@ -35,7 +34,7 @@ from tests.processes import FORKED
 
 PREFILL = "p", 0
 """The source replica of most tests."""
-SINK: tuple[ModuleType, ...] = (kvproto.sink.node, kvproto.sink.link, kvproto.sink.lending, kvproto.sink.reads)
+SINK: tuple[ModuleType, ...] = (kvproto.sink.node, kvproto.sink.link, kvproto.sink.reads)
 SOURCE: tuple[ModuleType, ...] = (kvproto.source.node,)
 """Modules of a role that ask for the time."""
 LONGEST = 20.0

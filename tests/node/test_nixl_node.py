@@ -21,7 +21,7 @@ from kvproto.rank.base import party_of
 from kvproto.rank.events import Received, RequestOver, TransferLost
 from kvproto.rank.rank_pool import pack
 from kvproto.sink.node import SinkNode
-from kvproto.sink.sink_programs import Expected
+from kvproto.sink.registered_pool import SinkPrograms
 from kvproto.source.node import SourceNode
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Costs, WriteMode
@@ -109,7 +109,7 @@ def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
     """And is made once for each of its ranks."""
     sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
     own = RankLayout(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
-    first, other = (Expected(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
+    first, other = (SinkPrograms(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
     assert first.pair(0).source.geometry is sides[1]
     assert first.pair(0) is first.pair(0)
     assert first.pair(1) is not first.pair(0)
