@@ -216,8 +216,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "    kept = [group == 0 or a == firsts[b] for a, b, group in zip(*some)]\n"
         "    boxes = BoxTable(*(getattr(boxes, column.name)[kept] for column in attrs.fields(BoxTable)))\n    models = np"),
     "parts pair by position": (
-        "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
-        "parts = [[box.part], [box.part]]"),
+        "v_over_k", "copying/lowering.py", "parts = [p for p, part in enumerate(group.parts) if part.name == name]", "parts = [box.part]"),
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (
