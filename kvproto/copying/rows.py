@@ -118,8 +118,8 @@ def _pages(group: Group, window: Window, lo: int, hi: int) -> list[int]:
     low, high = lo // group.rows - base, (hi - 1) // group.rows - base
     if lo < hi and (low < 0 or high >= window.items.size):
         raise _short(group, window.items.size, f"items {low} to {high} of the window")
-    found: list[int] = window.items[low : high + 1].tolist()
-    return found
+    items: list[int] = window.items[low : high + 1].tolist()
+    return items
 
 
 def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
@@ -161,11 +161,11 @@ _ZERO = np.zeros(1, np.int64)
 
 def _lengths(at: IntArray, total: int) -> IntArray:
     """The length of each of the segments that begin at these places of an axis of `total` rows."""
-    made = np.empty(at.size, np.int64)
+    lengths = np.empty(at.size, np.int64)
     if at.size:
-        np.subtract(at[1:], at[:-1], out=made[:-1])
-        made[-1] = total - at[-1]
-    return made
+        np.subtract(at[1:], at[:-1], out=lengths[:-1])
+        lengths[-1] = total - at[-1]
+    return lengths
 
 
 def _next(item: IntArray | None, row: IntArray, rows: IntArray) -> npt.NDArray[np.bool_]:
