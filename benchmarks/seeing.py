@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kvproto import Options, new_ticket
-from kvproto.door import Door
 from kvproto.events import Arrived, Event, Freed, Sent
-from kvproto.seeing.counts import Counts
+from kvproto.observability.counts import Counts
+from kvproto.rank.base import Door
 from tests.door.doors import PROMPT, Two, two
 
 RESULT = Path(__file__).parent / "results" / "seeing.json"

@@ -30,9 +30,9 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, Owns, Part, Rank, decode_geometry, encode_geometry, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 

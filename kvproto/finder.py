@@ -11,18 +11,18 @@ from typing import Any, Self
 import attrs
 import numpy.typing as npt
 
-from kvproto.door import options_of
 from kvproto.errors import LocalError
 from kvproto.net import Seed
-from kvproto.node.driver import Driver
-from kvproto.node.watching import WatchNode
 from kvproto.options import Options
 from kvproto.prompt import check_name
+from kvproto.rank.base import options_of
+from kvproto.rank.driver import Driver
+from kvproto.rank.watching import WatchNode
 from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint
 from kvproto.sink import check_seed, dialer_of
-from kvproto.tiers.identity import Chain, namespace
+from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
 __all__ = ["Finder", "Held"]

@@ -15,10 +15,10 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
-from kvproto.session.claims import check_held
 from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
-from kvproto.transport.inline.receiver import InlineReceiver
+from kvproto.session.tickets import check_held
+from kvproto.transport.inline.transport import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature

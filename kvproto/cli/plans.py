@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
+from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
 from kvproto.catalog.engines import ENGINES
 from kvproto.catalog.models import PRESETS, Config, describe, draft_of
 from kvproto.cli import layouts, sizes, slices
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             return _describe(args)
         source, sink = read_geometry(args.source), read_geometry(args.sink)
         file = args.costs if args.command == "plan" else None
-        costs = load(file) if file else reference_costs()
+        costs = load_costs(file) if file else reference_costs()
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1

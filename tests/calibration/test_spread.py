@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration.cost import ANSWER, SHARE, Cost, Spread, advise_spread, spread
+from kvproto.calibration import ANSWER, SHARE, Cost, Spread, advise_spread, spread
 from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.cli.main import main
 from kvproto.copying.program import Runs

@@ -8,10 +8,10 @@ import pytest
 from kvproto.copying.program import RankLayout
 from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.errors import RemoteError
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.planning.plan import Box, Route
-from kvproto.session.claims import check_held
+from kvproto.rank.rank_pool import pack
+from kvproto.session.tickets import check_held
 from kvproto.wire import from_json, to_json
 from kvproto.wire.messages import Grants, Group
 from kvproto_conformance import late_vectors

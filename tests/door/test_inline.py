@@ -13,8 +13,7 @@ from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, 
 from kvproto.errors import LocalError
 from kvproto.session.inline import SinkInline
 from kvproto.transport.base import Exposure, StreamDelivery
-from kvproto.transport.inline.sender import FRAME
-from kvproto.transport.inline.transport import WINDOW, InlineTransport
+from kvproto.transport.inline.transport import FRAME, WINDOW, InlineTransport
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Transport
 
@@ -87,8 +86,8 @@ def test_a_source_that_is_closed_in_mid_stream_lets_go_of_its_pool(tmp_path: Pat
 
 
 def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.node.source.default", lambda memory: InlineTransport())
-    monkeypatch.setattr("kvproto.node.sink.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.source.node.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.sink.node.default", lambda memory: InlineTransport())
     with keyed(tmp_path) as (both, _, _):
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})

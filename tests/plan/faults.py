@@ -15,10 +15,10 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, owned_before, owner
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType
 
 TOKENS = 23

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
 from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, owned_before, owner, owns
 from kvproto.planning.plan import Box, Route
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Begin, Grants
 

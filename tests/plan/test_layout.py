@@ -14,10 +14,10 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError, PlanError
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 F8, F4 = DType.F8E4M3, DType.F4E2M1

@@ -15,7 +15,6 @@ from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
 from kvproto.copying.program import CopyProgram, RankLayout, RowMap, Window
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import (
     Geometry,
     Group,
@@ -30,6 +29,7 @@ from kvproto.planning.geometry import (
 )  # fmt: skip
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import Plan, plan
+from kvproto.rank.rank_pool import pack as columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
