@@ -7,7 +7,7 @@ import json
 import os
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import IntEnum
 from functools import partial
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import finding, following, kept, keygen, plans, probe
-from kvproto.errors import KvprotoError
+from kvproto.cli import describe, finding, kept, plans, probe, top
+from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
@@ -62,14 +62,20 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
+    describe.add(commands)
     plans.add(commands)
     probe.add(commands)
-    keygen.add(commands)
+    keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
+    keys.add_argument(
+        "folder", metavar="DIR", type=Path, help="folder for secret.key and public.key; created if missing"
+    )
     kept.add(commands)
     finding.add(commands)
-    following.add(commands)
+    top.add(commands)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
+    for name, run in _RUNS.items():
+        commands.choices[name].set_defaults(run=run)
     _add_of_packages(commands)
     for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
         said = listed.help or ""
@@ -106,21 +112,34 @@ def _main(argv: list[str] | None) -> int:
     if run := getattr(args, "run", None):
         status: int = run(args)
         return status
-    if args.command in ("describe", "check", "plan"):
-        return plans.run(args)
-    if args.command == "probe":
-        return probe.run(args)
-    if args.command in ("top", "tail"):
-        return following.run(args)
-    if args.command == "keygen":
-        return keygen.run(args)
-    if args.command == "find":
-        return finding.run(args)
-    if args.command == "tiers":
-        return kept.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:
         line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    """Make the keys of one engine and print the public one; returns the exit status."""
+    from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
+
+    try:
+        pair = make_keys(args.folder)
+    except LocalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(pair.public.decode())
+    return 0
+
+
+_RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "describe": describe.run,
+    **dict.fromkeys(("check", "plan"), plans.run),
+    **dict.fromkeys(("top", "tail"), top.run),
+    "probe": probe.run,
+    "keygen": _keygen,
+    "find": finding.run,
+    "tiers": kept.run,
+}
+"""The commands of modules, which packages may replace."""
 
 
 def _code(line: argparse.ArgumentParser, given: str) -> ErrorCode:
