@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import finding, following, kept, keygen, plans, probe
-from kvproto.errors import KvprotoError
+from kvproto.cli import describe, finding, kept, plans, probe, top
+from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
@@ -35,12 +35,12 @@ _KNOWN = {"import": "read a capture of another engine's messages"}
 
 
 _COMMANDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (plans, ("describe", "check", "plan")),
+    (describe, ("describe",)),
+    (plans, ("check", "plan")),
     (probe, ("probe",)),
-    (keygen, ("keygen",)),
     (kept, ("tiers",)),
     (finding, ("find",)),
-    (following, ("top", "tail")),
+    (top, ("top", "tail")),
 )
 """Modules with `add` and `run`, and the commands that they add."""
 
@@ -78,6 +78,10 @@ def parser() -> argparse.ArgumentParser:
         module.add(commands)
         for name in names:
             commands.choices[name].set_defaults(run=module.run)
+    keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
+    folder = "folder for secret.key and public.key; created if missing"
+    keys.add_argument("folder", metavar="DIR", type=Path, help=folder)
+    keys.set_defaults(run=_keygen)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
     codes.set_defaults(run=partial(_errors, parser))
@@ -118,6 +122,19 @@ def _main(argv: list[str] | None) -> int:
 def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for code in [_code(line, text) for text in args.code] or ErrorCode:
         print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
+    return 0
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    """Make the keys of one engine and print the public one; returns the exit status."""
+    from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
+
+    try:
+        pair = make_keys(args.folder)
+    except LocalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(pair.public.decode())
     return 0
 
 
