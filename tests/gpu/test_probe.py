@@ -10,6 +10,7 @@ from kvproto.calibration import LENGTHS, fit, load, load_costs, probe, save
 from kvproto.errors import LocalError
 from kvproto.transport.bench import program
 from kvproto.transport.cuda import bench as cuda
+from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl.bench import job as nixl_job
 from kvproto.wire.enums import ErrorCode
@@ -50,6 +51,8 @@ def test_every_pair_is_measured_or_named_as_apart(tmp_path: Path) -> None:
 def test_a_path_copies_what_its_program_says(devices: tuple[int, int], way: str, run: int) -> None:
     if devices not in cuda.pairs()[0] and devices != (0, 0):
         pytest.skip("no peers")
+    for here, there in (devices, devices[::-1]):
+        enable_peer(here, there)
     source, sink = (DeviceMemory(MEMORY // 4, device) for device in devices)
     with closing(source), closing(sink):
         path = cuda.kernel(way, source, sink)
