@@ -204,7 +204,7 @@ def probe(
     providers = [find(name) for name in transports if find(name).missing() is None]
     # Those that start fastest come first.
     benches = [p.bench(memory, len(gpus)) for p in sorted(providers, key=lambda p: len(p.requires))]
-    jobs = [job for some, _ in benches for job in some]
+    jobs = [job for timed, _ in benches for job in timed]
     absent += [path for _, missing in benches for path in missing]
     total, done, measured = sum(job.paths for job in jobs), 0, list[Measured]()
     copying, end = _QUICK_SECONDS if quick else _SECONDS
@@ -332,11 +332,12 @@ def load_costs(path: Path) -> tuple[Cost, ...]:
         wanted = "one of " + ", ".join(map(" ".join, _ways()))
         named = ", ".join(m.name for m in measured) or "none"
         raise LocalError(ErrorCode.OUT_OF_RANGE, f"{path}: measured", wanted, named, "probe again")
+    gpus = any(m.gpus for m in known)
     costs: dict[str, Cost] = {}
-    for m in sorted(known, key=lambda m: m.constants.link):
-        if m.gpus == any(other.gpus for other in known):
-            way = _ways()[m.transport, m.way]
-            costs.setdefault(way.name, Cost(way.name, way.kind, m.constants))
+    for m in known:
+        way = _ways()[m.transport, m.way]
+        if m.gpus == gpus and (way.name not in costs or m.constants.link < costs[way.name].constants.link):
+            costs[way.name] = Cost(way.name, way.kind, m.constants)
     return tuple(costs.values())
 
 

@@ -117,16 +117,16 @@ def _check(args: argparse.Namespace) -> int:
         print(f"error: --{_options(args)[0]} is of captures, and both files are Descriptions", file=sys.stderr)
         return 1
     differences = compare(source.fleet, sink.fleet) if source.fleet and sink.fleet else []
-    made, refused = None, None
+    agreed, refused = None, None
     if source.geometry is not None and sink.geometry is not None:
         try:
-            made = plan(source.geometry, sink.geometry, chosen(args))
+            agreed = plan(source.geometry, sink.geometry, chosen(args))
         except KvprotoError as error:
             refused = error
-    (_tell_json if args.json else _tell)((source, sink), differences, made, refused)
+    (_tell_json if args.json else _tell)((source, sink), differences, agreed, refused)
     if differences or refused:
         return REFUSED
-    return 0 if made is not None else UNTOLD
+    return 0 if agreed is not None else UNTOLD
 
 
 def _side(args: argparse.Namespace, path: Path, said: Mapping[str, dict[str, str]], side: str) -> _Side:
@@ -149,18 +149,18 @@ def _side(args: argparse.Namespace, path: Path, said: Mapping[str, dict[str, str
 
 
 def _tell_json(
-    sides: tuple[_Side, _Side], differences: Sequence[Difference], made: Plan | None, refused: KvprotoError | None
+    sides: tuple[_Side, _Side], differences: Sequence[Difference], agreed: Plan | None, refused: KvprotoError | None
 ) -> None:
     source, sink = sides
     differ = bool(differences or refused)
     verdict: dict[str, Any] = {
-        "compatible": None if made is None and not differ else not differ,
+        "compatible": None if agreed is None and not differ else not differ,
         "source": source.name,
         "sink": sink.name,
         "differences": [attrs.asdict(difference) for difference in differences],
         "unsaid": {"source": list(source.unsaid), "sink": list(sink.unsaid)},
-        "plan": made.digest.hex() if made else None,
-        "unstated": unstated(source.geometry, sink.geometry) if made and source.geometry and sink.geometry else [],
+        "plan": agreed.digest.hex() if agreed else None,
+        "unstated": unstated(source.geometry, sink.geometry) if agreed and source.geometry and sink.geometry else [],
     }
     if refused:
         names = {"code": refused.code.name, "path": refused.path}
@@ -169,7 +169,7 @@ def _tell_json(
 
 
 def _tell(
-    sides: tuple[_Side, _Side], differences: Sequence[Difference], made: Plan | None, refused: KvprotoError | None
+    sides: tuple[_Side, _Side], differences: Sequence[Difference], agreed: Plan | None, refused: KvprotoError | None
 ) -> None:
     source, sink = sides
     if source.fleet and sink.fleet:
@@ -183,10 +183,10 @@ def _tell(
             print(f"unsaid by {name}: {', '.join(side.unsaid)} (--say NAME=VALUE)")
     if refused:
         print(f"by kvproto, refused: {refused.between('prefill', 'decode')}")
-    elif made is not None and source.geometry and sink.geometry:
+    elif agreed is not None and source.geometry and sink.geometry:
         print("by kvproto, ", end="")
         between = source.geometry, sink.geometry
-        compatible(made, warnings_of(*between), unstated(*between), False, " (--fact NAME=VALUE)")
+        compatible(agreed, warnings_of(*between), unstated(*between), False, " (--fact NAME=VALUE)")
 
 
 def _failed(error: Exception) -> int:

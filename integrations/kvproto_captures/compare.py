@@ -22,7 +22,7 @@ class Difference:
 
 
 def compare(source: Fleet, sink: Fleet) -> list[Difference]:
-    """What keeps two fleets from understanding each other: messages first, then words that must be equal."""
+    """The differences that keep two fleets apart: in messages first, then in words that must be equal."""
     return [*_messages(source, sink), *_words(source, sink)]
 
 

@@ -108,8 +108,8 @@ def _receive(conn: Connection) -> Any:
     return conn.recv()
 
 
-def _late(found: str, advice: str = "") -> LocalError:
-    return LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", found, advice)
+def _late(state: str, advice: str = "") -> LocalError:
+    return LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", state, advice)
 
 
 def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
