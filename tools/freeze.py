@@ -57,7 +57,7 @@ def freeze(folder: Path) -> None:
     paths += [VECTORS / f"{name}.json" for name in _FILES]
     held = {path.relative_to(VECTORS).as_posix(): json.loads(path.read_text()) for path in paths}
     packed = json.dumps(held, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
-    (folder / "vectors.json.xz").write_bytes(lzma.compress(packed, preset=9))
+    (folder / "vectors.json.xz").write_bytes(lzma.compress(packed))
 
 
 def _alone(text: str) -> str:

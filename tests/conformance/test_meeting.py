@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from kvproto_conformance import meeting
@@ -61,40 +62,37 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]
     return built
 
 
-@pytest.fixture(scope="module", params=["minor", "major"])
-def later(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> Built:
-    return versions(request.param)
+LATER = (("minor", "python"), ("minor", "node"), ("minor", "c"), ("minor", "rust"), ("major", "python"))
+IN_PYTHON = pytest.mark.parametrize("later", [LATER[0], LATER[-1]], indirect=True, ids="-".join, scope="module")
 
 
-@pytest.fixture(scope="module")
-def new(later: Built) -> Iterator[Testee]:
-    """The later version's own kvproto."""
-    with started(
-        ["env", f"PYTHONPATH={later[1]}", sys.executable, str(folder_of(later) / "python_kvproto.py")]
-    ) as testee:
-        yield testee
+@attrs.frozen
+class Later:
+    """A later version, its vectors, and an implementation of it, generated in one of four languages."""
+
+    version: Version
+    vectors: Path
+    testee: Testee
 
 
-@pytest.fixture(scope="module", params=["node", "c", "rust"])
-def generated(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> Iterator[Testee]:
-    """An implementation of the next minor, generated in another language."""
-    testees, program = folder_of(versions("minor")), versions("minor")[1] / f"codec-{request.param}"
+@pytest.fixture(scope="module", params=LATER, ids="-".join)
+def later(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> Iterator[Later]:
+    name, language = request.param
+    version, folder = versions(name)
+    testees, program = folder / "conformance/testees", folder / f"codec-{language}"
     command = {
+        "python": ["env", f"PYTHONPATH={folder}", sys.executable, str(testees / "python_kvproto.py")],
         "node": ["node", str(testees / "node/codec.mjs")],
         "c": ["gcc", "-std=c11", "-O0", "-o", str(program), str(testees / "c/codec.c")],
         "rust": ["rustc", "-o", str(program), str(testees / "rust/codec.rs")],
-    }[request.param]
+    }[language]
     if shutil.which(command[0]) is None:
         pytest.skip(f"no {command[0]}")
-    if request.param != "node":
+    if str(program) in command:
         subprocess.run(command, check=True, timeout=100)
         command = [str(program)]
     with started(command) as testee:
-        yield testee
-
-
-def folder_of(version: Built) -> Path:
-    return version[1] / "conformance/testees"
+        yield Later(version, folder / "spec/v1/vectors", testee)
 
 
 def sentences(vectors: Path = VECTORS) -> list[Sample]:
@@ -118,48 +116,34 @@ def wrong(met: Iterable[Wrong | None]) -> list[str]:
     return [str(one) for one in met if one is not None]
 
 
-def test_today_reads_what_a_later_version_writes(today: Testee, later: Built, new: Testee) -> None:
+@IN_PYTHON
+def test_today_reads_what_a_later_version_writes(today: Testee, later: Later) -> None:
     """KVP-VER-SINCE: additions are skipped, kept or never said; of a later major what is frozen is read."""
-    version, folder = later
-    met = list(meet(sentences(folder / "spec/v1/vectors"), new, today, (version, TODAY)))
+    met = list(meet(sentences(later.vectors), later.testee, today, (later.version, TODAY)))
     assert len(met) > 120
     assert wrong(met) == []
 
 
-def test_a_later_version_reads_what_today_writes(today: Testee, later: Built, new: Testee) -> None:
-    assert wrong(meet(TODAYS, today, new, (TODAY, later[0]))) == []
+def test_a_later_version_reads_what_today_writes(today: Testee, later: Later) -> None:
+    assert wrong(meet(TODAYS, today, later.testee, (TODAY, later.version))) == []
 
 
-def test_a_later_version_in_another_language_reads_what_today_writes(
-    today: Testee, versions: Callable[[str], Built], generated: Testee
-) -> None:
-    assert wrong(meet(TODAYS, today, generated, (TODAY, versions("minor")[0]))) == []
+@pytest.mark.parametrize("later", LATER[:-1], indirect=True, ids="-".join, scope="module")
+def test_a_later_version_reads_all_that_it_writes(later: Later) -> None:
+    cases = [case for case in load(later.vectors) if case.suite == "codec"]
+    assert [result.wrong[0] for result in run(cases, later.testee) if result.wrong] == []
 
 
-def test_a_later_version_reads_all_that_it_writes(later: Built, new: Testee) -> None:
-    assert failures(later, new) == []
-
-
-def test_a_later_version_in_another_language_reads_all_that_it_writes(
-    versions: Callable[[str], Built], generated: Testee
-) -> None:
-    assert failures(versions("minor"), generated) == []
-
-
-def failures(version: Built, testee: Testee) -> list[Wrong]:
-    cases = [case for case in load(version[1] / "spec/v1/vectors") if case.suite == "codec"]
-    return [result.wrong[0] for result in run(cases, testee) if result.wrong]
-
-
-def test_today_and_later_negotiate(today: Testee, later: Built, new: Testee) -> None:
+@IN_PYTHON
+def test_today_and_later_negotiate(today: Testee, later: Later) -> None:
     """KVP-NEG-VERSION, KVP-NEG-IGNORE: the lower minor and no feature that one does not know, or no common version."""
-    terms = later[0].terms
+    terms = later.version.terms
     both = {**terms, "versions": [*terms["versions"], *TODAY.terms["versions"]]}
-    for testee in (today, new):
+    for testee in (today, later.testee):
         for theirs in (terms, both):
             assert wrong(negotiate(testee, TODAY.terms, theirs)) == []
     chosen = today.ask({"op": "negotiate", "sink": TODAY.terms, "source": terms})
-    minor = later[0].facts["protocol"]["minor"] > 0
+    minor = later.version.facts["protocol"]["minor"] > 0
     features = sorted(TODAY.terms["offered"], key=int)
     assert chosen == (
         {"version": "1.0", "features": features} if minor else {"error": "NO_VERSION", "path": "versions"}
@@ -197,14 +181,14 @@ def test_an_addition_that_is_not_skipped_is_found(today: Testee) -> None:
 @pytest.mark.parametrize(("role", "ids"), [("source", ["LIVE-104", "LIVE-105"]), ("sink", ["LIVE-304", "LIVE-305"])])
 def test_a_later_engine_serves_one_of_today(role: str, ids: list[str], versions: Callable[[str], Built]) -> None:
     """KVP-VER-SINCE, KVP-FRAME-W-MAJOR: it says all that may be ignored, and nothing else that today's would not know."""
-    engine = ["env", f"PYTHONPATH={versions('minor')[1]}", sys.executable, LATER, role]
+    engine = ["env", f"PYTHONPATH={versions('minor')[1]}", sys.executable, LATER_ENGINE, role]
     chosen = [scenario for scenario in list_scenarios(role) if scenario.id in ids]
     results = list(run_live(engine, chosen))
     assert [(result.id, result.status, result.text) for result in results] == [(id_, "pass", "") for id_ in ids]
     assert any("cd8002" in frame for result in results for frame in sent(result))
 
 
-LATER = str(Path(__file__).with_name("later_engine.py"))
+LATER_ENGINE = str(Path(__file__).with_name("later_engine.py"))
 
 
 def sent(result: Result) -> list[str]:
