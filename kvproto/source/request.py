@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 20
 class RequestCalls(Protocol):
     """The calls that a request makes on the rank that serves it."""
 
-    def expect(self, request: Request) -> None:
+    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int]) -> None:
         """Accept a request."""
 
     def computed(self, request: Request, computed: Computed) -> None:
@@ -74,7 +74,8 @@ class Request(TicketHandle[Over]):
 
     def accept(self) -> None:
         """Have the rank answer sinks that ask for it."""
-        self._post(lambda: self._calls.expect(self))
+        digest, tokens, axes = self.prompt.digest, len(self.prompt), self.prompt.axes
+        self._post(lambda: self._calls.expect(self, digest, tokens, axes))
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
