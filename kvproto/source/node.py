@@ -333,6 +333,7 @@ class SourceNode:
             finished = send.prefill.finished
             if finished is not None and send.attempt.whole:
                 send.last = LastPart(now, sum([step.bytes for step in steps]), finished.handoffs(send.peer.pair))
+                send.stream = copying.stream
             elif copying.stream is not None:
                 send.stream, send.seen = copying.stream, 0
                 self._feed(send)
