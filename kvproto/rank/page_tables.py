@@ -70,10 +70,12 @@ class PagesInUse:
         name = self._layout.group(id).name
         at = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
         raise LocalError(
-            ErrorCode.ITEM_ALIAS, f'pages["{name}"][{at}]', "pages that no other fetch writes",
+            ErrorCode.ITEM_ALIAS,
+            f'pages["{name}"][{at}]',
+            "pages that no other fetch writes",
             f"page {page} is being written by another fetch",
             "reuse its pages once it is done and, if it was lost, pages_free",
-        )  # fmt: skip
+        )
 
 
 def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
@@ -295,9 +297,13 @@ def _ring_begins(group: Group, tokens: int) -> int:
 
 
 def grants_of(
-    layout: RankLayout, pages: PageTables | None, cached: int | Mapping[str, int], tokens: int,
-    axes: Mapping[str, int] = NO_AXES, late: bool | Collection[str] = False,
-) -> dict[int, Grants]:  # fmt: skip
+    layout: RankLayout,
+    pages: PageTables | None,
+    cached: int | Mapping[str, int],
+    tokens: int,
+    axes: Mapping[str, int] = NO_AXES,
+    late: bool | Collection[str] = False,
+) -> dict[int, Grants]:
     """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them; of
     groups on other axes their positions, as far as `axes` says. Without `pages` the items are left out.
 
@@ -345,9 +351,7 @@ def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
     return {groups[name] for name in given}
 
 
-def _held(
-    layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]
-) -> dict[int, int]:  # fmt: skip
+def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
     """The first token of a fetch, by group id."""
     found, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
@@ -361,9 +365,12 @@ def _held(
             held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
             if not 0 <= held <= end:
                 raise LocalError(
-                    ErrorCode.BAD_GRANT, f'cached["{group.name}"]', f"0 to {end}, the {axis_of(group)} of this fetch",
-                    str(held), f"pass the number of {axis_of(group)} that the pages already hold",
-                )  # fmt: skip
+                    ErrorCode.BAD_GRANT,
+                    f'cached["{group.name}"]',
+                    f"0 to {end}, the {axis_of(group)} of this fetch",
+                    str(held),
+                    f"pass the number of {axis_of(group)} that the pages already hold",
+                )
             found[group.id] = held
     return found
 
@@ -382,9 +389,13 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
         check_distinct(group, named, skip)
         items = named.astype(np.uint32)
     return Grants(
-        group=group.id, first=first, count=tokens - first, valid=tokens, items=items,
+        group=group.id,
+        first=first,
+        count=tokens - first,
+        valid=tokens,
+        items=items,
         state_after=tokens if kind_of(group).is_state else None,
-    )  # fmt: skip
+    )
 
 
 def check_distinct(group: Group, items: IntArray, skip: int) -> None:
@@ -393,10 +404,12 @@ def check_distinct(group: Group, items: IntArray, skip: int) -> None:
         order = np.argsort(items, kind="stable")
         again = order[1:][items[order][1:] == items[order][:-1]].min()
         raise LocalError(
-            ErrorCode.ITEM_ALIAS, f'pages["{group.name}"]', "each page once",
+            ErrorCode.ITEM_ALIAS,
+            f'pages["{group.name}"]',
+            "each page once",
             f"page {items[again]} twice, at [{skip + np.flatnonzero(items == items[again])[0]}] and [{skip + again}]",
             "no two entries share a page; exclude pages that are gone with `since`, or `cached` at a sink",
-        )  # fmt: skip
+        )
 
 
 def _table(pages: Any, path: str) -> IntArray:

@@ -178,7 +178,7 @@ class Session:
 
     def describe(
         self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have the plan of both Descriptions made, and then call `then` with None, or the error if they do not fit.
 
         `then` is not called after the session has ended. A plan that is done after that of a later Description of the
@@ -231,9 +231,7 @@ class Session:
             fields |= {"sequence": to.sequence, "attempt": to.attempt}
         self.notice(cls(session=self.session, request=to.request, **fields))
 
-    def refuse(
-        self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True
-    ) -> None:  # fmt: skip
+    def refuse(self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True) -> None:
         """Answer with Refused, and report it to the engine; `ends` if the session has no use without the request."""
         self.reply(m.Refused, request, **refusal(error))
         self.tell(Refused(self.name, error, by_us=True) if ends else ProtocolError(self.name, error))
@@ -307,9 +305,14 @@ class Session:
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
-        self, cls: type[Any], now: float, *, patience: float | None = None,
-        on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
-    ) -> PendingMessage:  # fmt: skip
+        self,
+        cls: type[Any],
+        now: float,
+        *,
+        patience: float | None = None,
+        on_error: Callable[[RemoteError, float], None] | None = None,
+        **fields: Any,
+    ) -> PendingMessage:
         """Encode a request with a new id, for `ask`; Hello is greased.
 
         Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.

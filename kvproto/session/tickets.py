@@ -128,9 +128,14 @@ class Tickets:
     # calls of the engine
 
     def expect(
-        self, ticket: m.Ticket, request: Any, content: bytes, now: float, tokens: int | None = None,
+        self,
+        ticket: m.Ticket,
+        request: Any,
+        content: bytes,
+        now: float,
+        tokens: int | None = None,
         axes: Mapping[str, int] = NO_AXES,
-    ) -> TicketState:  # fmt: skip
+    ) -> TicketState:
         """Accept the engine's request for a ticket; its first use by a Transfer binds it to one sink.
 
         `tokens` and `axes` are the lengths of its prompt and of its other axes. If `tokens` is given, a Transfer for

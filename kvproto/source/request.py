@@ -79,9 +79,15 @@ class Request(TicketHandle[Over]):
         self._post(lambda: self._calls.expect(self, digest, tokens, axes))
 
     def computed(
-        self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,
-        after: int | None = None, since: Since | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pages: PageTables,
+        tokens: int,
+        *,
+        layers: tuple[int, int] | None = None,
+        model: int = 0,
+        after: int | None = None,
+        since: Since | None = None,
+    ) -> None:
         """Report that tokens [0, `tokens`) of layers [lo, hi) of a model (None: of all its layers) are in the pages.
 
         `pages` is the page table by group name: page ids, [pages], from the page of token 0 on, or the id of a slot.
@@ -117,9 +123,15 @@ class Request(TicketHandle[Over]):
         self._post(lambda: self._calls.computed(self, computed), wait=False)
 
     def finish(
-        self, pages: PageTables, *, tokens: int | None = None, handoff: Mapping[str, Mapping[str, bytes]] | None = None,
-        finished: bool = False, after: int | None = None, since: Since | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pages: PageTables,
+        *,
+        tokens: int | None = None,
+        handoff: Mapping[str, Mapping[str, bytes]] | None = None,
+        finished: bool = False,
+        after: int | None = None,
+        since: Since | None = None,
+    ) -> None:
         """Report that prefill is over: tokens [0, `tokens`) (None: all) and all other axes are in the pages.
 
         `pages`, `after` and `since` are as for `computed`. `handoff` holds the bytes of the hand-off groups that this

@@ -31,9 +31,12 @@ class SinkMemory:
     """The mappings of sinks' memory, by session and epoch."""
 
     def __init__(
-        self, endpoint: SourceEndpoint, pool: RankPool, transports: Sequence[Transport],
+        self,
+        endpoint: SourceEndpoint,
+        pool: RankPool,
+        transports: Sequence[Transport],
         defer: Callable[[Callable[[], Pair], Callable[[Pair | KvprotoError], None]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`defer` runs work outside turns: lowering a pair takes long if its rows lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
