@@ -33,8 +33,8 @@ def explain(buffer: Buffer, struct: str | None = None, secrets: bool = False) ->
     lines = list(_envelope(data)) if struct is None else []
     trace: list[tuple[int, str, Any]] = []
     try:
-        made: Any = decode(data) if struct is None else decode_struct(CLASSES[struct], data)
-        verdict = f"{type(made).__name__}: good"
+        value: Any = decode(data) if struct is None else decode_struct(CLASSES[struct], data)
+        verdict = f"{type(value).__name__}: good"
     except WireError as error:
         verdict = f"refused: {error.between('expected', 'found', ' ')}"
     with contextlib.suppress(WireError):

@@ -39,7 +39,7 @@ class Head:
 
 def read_head(frame: Buffer) -> Head:
     """What can be read of a malformed frame; never raises."""
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     cls = None
     trace: list[tuple[int, str, Any]] = []
     try:
@@ -54,5 +54,5 @@ def read_head(frame: Buffer) -> Head:
                 break
             name = note
         elif kind == "value" and name in _IDS:
-            found[name] = note
-    return Head(cls, **found)
+            ids[name] = note
+    return Head(cls, **ids)

@@ -160,12 +160,12 @@ class Reader:
         size = head - 0xA0 if 0xA0 <= head <= 0xBF else self._length(head, _STR, "a string", tables.MAX_STRING)
         data = self._take(size)
         try:
-            made = str(data, "utf-8")
+            decoded = str(data, "utf-8")
         except UnicodeDecodeError:
             raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "other bytes") from None
         if not low <= size <= high:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
-        return made
+        return decoded
 
     def numbers(self, kinds: str, widest: int, low: int = 0, high: int = tables.MAX_ARRAY) -> np.ndarray[Any, Any]:
         """A number array of low to high elements, as a view; `kinds` are those of "u" and "i" that may occur."""

@@ -67,7 +67,9 @@ def check_rules(value: Any, path: str) -> None:
 
 def _struct_writer(name: str) -> Write:
     cls = CLASSES[name]
-    rows = [(number, field, _FIELD_WRITERS[name, field], needed) for number, field, _, needed, *_ in tables.FIELDS[name]]
+    rows = [
+        (number, field, _FIELD_WRITERS[name, field], needed) for number, field, _, needed, *_ in tables.FIELDS[name]
+    ]
 
     def write(value: Any) -> dict[int, Any]:
         if type(value) is not cls:

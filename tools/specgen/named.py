@@ -30,14 +30,14 @@ _OF_GENERATOR = "tests/wire/test_make.py"
 
 def named() -> dict[str, set[str]]:
     """By clause id: the tests, files of the conformance suite, and vectors that name it."""
-    found: dict[str, set[str]] = defaultdict(set)
+    names: dict[str, set[str]] = defaultdict(set)
     paths = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("conformance/**/*.py"), *SPEC.glob("vectors/**/*.json")]
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith("tests/gpu/") and name != _OF_GENERATOR:
             for id_ in _ID.findall(path.read_text()):
-                found[id_].add(name)
-    return found
+                names[id_].add(name)
+    return names
 
 
 def exemptions(facts: Facts) -> dict[str, dict[str, str]]:

@@ -35,16 +35,16 @@ def counts() -> dict[str, tuple[int, int]]:
     """By clause: how many of its cases are accepted, and how many are refused."""
     cases = load()
     accepting = {(case.suite, case.about) for case in cases if not _refuses(case)}
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    tally: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for case in cases:
         if not _refuses(case):
-            found[case.clause][0] += 1
+            tally[case.clause][0] += 1
             ops = {ask.question["op"] for ask in case.asks}
             for id_ in (*(_BY_WRITING if "encode" in ops else ()), *(_BY_READING if "decode" in ops else ())):
-                found[id_][0] += 1
+                tally[id_][0] += 1
         elif (case.suite, case.about) in accepting or not case.about:
-            found[case.clause][1] += 1
-    return {id_: (accepted, refused) for id_, (accepted, refused) in found.items()}
+            tally[case.clause][1] += 1
+    return {id_: (accepted, refused) for id_, (accepted, refused) in tally.items()}
 
 
 def _refuses(case: Case) -> bool:

@@ -18,7 +18,7 @@ _LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "arr
 
 def testees(facts: Facts) -> dict[Path, str]:
     """Testees with their facts renewed."""
-    return {path: _renewed(path.read_text(), made(facts)) for path, made in _MADE.items()}
+    return {path: _renewed(path.read_text(), make(facts)) for path, make in _MADE.items()}
 
 
 def _renewed(text: str, facts: str) -> str:
@@ -29,8 +29,8 @@ def _renewed(text: str, facts: str) -> str:
 
 
 def _enums(facts: Facts) -> dict[str, tuple[bool, dict[str, int]]]:
-    found = {name: (bool(enum["open"]), enum["values"]) for name, enum in facts["enum"].items()}
-    return found | {"ErrorCode": (True, {name: error["code"] for name, error in facts["error"].items()})}
+    declared = {name: (bool(enum["open"]), enum["values"]) for name, enum in facts["enum"].items()}
+    return declared | {"ErrorCode": (True, {name: error["code"] for name, error in facts["error"].items()})}
 
 
 def _range(facts: Facts, field: dict[str, Any]) -> tuple[int, int]:
