@@ -41,7 +41,7 @@ _DOUBTS = (_Doubt, Fault, AttributeError, KeyError, TypeError, ValueError)
 def read_canonical(name: str, body: bytes) -> Any:
     """The message or struct of a body of at most LARGEST bytes; None leaves the verdict to the strict reader."""
     try:
-        fields = unpackb(body, strict_map_key=False, ext_hook=_ext, timestamp=1, max_map_len=_LONGEST)
+        fields = unpackb(body, strict_map_key=False, ext_hook=_ext, max_map_len=_LONGEST)
         value = _READERS[name](fields)
         if packb(fields) != body:
             return None

@@ -11,7 +11,8 @@ import numpy as np
 from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, decode, decode_struct, message_class
-from kvproto.wire.strict import CLASSES, read_whole
+from kvproto.wire.fields import CLASSES
+from kvproto.wire.strict import read_whole
 
 __all__ = ["explain"]
 

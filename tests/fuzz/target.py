@@ -10,7 +10,8 @@ from typing import Any
 
 from kvproto.errors import WireError
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, explain, from_json, to_json
-from kvproto.wire.strict import CLASSES, read_whole
+from kvproto.wire.fields import CLASSES
+from kvproto.wire.strict import read_whole
 
 __all__ = ["NAMES", "one_input"]
 
@@ -62,12 +63,12 @@ def _frame(frame: bytes) -> None:
 
 def _stream(stream: bytes) -> None:
     """Cut in two places, and not at all."""
-    found = []
+    outcomes = []
     for cut in (len(stream) // 3, 0):
         decoder = Decoder()
         items: list[Any] = []
         with contextlib.suppress(WireError):
             items += list(decoder.feed(stream[:cut]))
             items += list(decoder.feed(stream[cut:]))
-        found.append([(i.code, i.path) if isinstance(i, WireError) else i for i in items])
-    assert found[0] == found[1]
+        outcomes.append([(i.code, i.path) if isinstance(i, WireError) else i for i in items])
+    assert outcomes[0] == outcomes[1]
