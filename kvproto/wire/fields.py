@@ -55,8 +55,8 @@ def count_values(value: Any) -> int:
 
 
 def ends(values: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """The least and the largest element of a number array that is not empty."""
+    """The least and the largest element of a number array that is not empty; 0 may stand for the least unsigned one."""
     if values.size <= _FEW:
         numbers = values.tolist()
         return min(numbers), max(numbers)
-    return int(values.min()), int(values.max())
+    return (0 if values.dtype.kind == "u" else int(values.min())), int(values.max())

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import msgpack
 import numpy as np
 import pytest
@@ -19,20 +18,10 @@ from kvproto.wire.canonical import LARGEST, read_canonical
 from kvproto.wire.fields import CLASSES
 from kvproto.wire.strict import read_whole
 from kvproto.wire.writer import pack
+from tests.fuzz.target import exact
 from tests.wire.frames import DONE_ACK, GOLDEN, frame, grant, objects, transfer
 
 FILES = sorted((Path(__file__).parents[2] / "spec/v1/vectors/codec").glob("*.json"))
-
-
-def exact(value: Any) -> Any:
-    """The value with the class of each part: True is not 1, and a member of an enum no integer."""
-    if isinstance(value, tuple):
-        return [exact(element) for element in value]
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.flags.writeable, value.tolist()
-    if attrs.has(type(value)):
-        return type(value), [exact(getattr(value, field.name)) for field in attrs.fields(type(value))]
-    return type(value), value
 
 
 def verdict(read: Any, *args: Any) -> Any:
