@@ -9,7 +9,7 @@ import numpy as np
 
 from kvproto.wire import messages, tables
 
-__all__ = ["CLASSES", "DTYPES", "count_values", "ends", "handler"]
+__all__ = ["CLASSES", "DTYPES", "count_values", "ends", "handler", "integers"]
 
 Handler = TypeVar("Handler")
 CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
@@ -39,12 +39,20 @@ def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -
         kind, _, name = type_.partition(":")
         return makers[kind](name)
     if type_ in _BITS:
-        return makers["uint"](least, (1 << _BITS[type_]) - 1 if high is None else high)
+        return makers["uint"](*integers(field))
     if type_ == "bytes":
         return makers["bytes"](*((least, high or tables.MAX_BYTES) if length is None else (length, length)))
     if type_ == "str":
         return makers["text"](least, tables.MAX_STRING if high is None else high)
     return makers["boolean"]()
+
+
+def integers(field: tables.Field) -> tuple[int, int]:
+    """The least and the largest integer of a field; (1, 0), between which there is none, if it is of another type."""
+    _, _, type_, _, low, high, _ = field
+    if type_ not in _BITS:
+        return 1, 0
+    return low or 0, (1 << _BITS[type_]) - 1 if high is None else high
 
 
 def count_values(value: Any) -> int:

@@ -11,7 +11,7 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import CLASSES, DTYPES, count_values, ends, handler
+from kvproto.wire.fields import CLASSES, DTYPES, count_values, ends, handler, integers
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 
@@ -67,17 +67,19 @@ def check_rules(value: Any, path: str) -> None:
 
 def _struct_writer(name: str) -> Write:
     cls = CLASSES[name]
-    rows = [
-        (number, field, _FIELD_WRITERS[name, field], needed) for number, field, _, needed, *_ in tables.FIELDS[name]
-    ]
+    rows = [(*row[:2], row[3], *integers(row), _FIELD_WRITERS[name, row[1]]) for row in tables.FIELDS[name]]
+    ruled = name in tables.RULES
 
     def write(value: Any) -> dict[int, Any]:
         if type(value) is not cls:
             raise _wrong(name, value)
         fields = {}
-        for number, field, write_field, required in rows:
+        for number, field, required, low, high, write_field in rows:
             item = getattr(value, field)
-            if item is not None:
+            # most fields are integers, which are checked sooner than a function is called
+            if item.__class__ is int and low <= item <= high:
+                fields[number] = item
+            elif item is not None:
                 try:
                     fields[number] = write_field(item)
                 except Fault as fault:
@@ -85,7 +87,8 @@ def _struct_writer(name: str) -> Write:
                     raise
             elif required:
                 raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", field)
-        check(name, value)
+        if ruled:
+            check(name, value)
         return fields
 
     return write
