@@ -4,8 +4,8 @@ It accepts a body or leaves it to the strict reader; it reports no error. A cano
 is canonical exactly if its objects, packed again, are the same bytes. Three things survive packing, and the tables
 see to them: the order of field ids, the class of a value (True is equal to 1), and the width of number arrays.
 
-Objects take more memory than the bytes that they come from. So nothing above LARGEST bytes comes here, and no map
-with more entries than a message or struct has fields is made, whatever its keys hash to.
+Objects take more memory than the bytes that they come from. So bodies above LARGEST bytes do not come here, and
+msgpack refuses maps that are longer than any message or struct, before it hashes a key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Doubt(Exception):
 
 
 _DOUBTS = (_Doubt, Fault, AttributeError, KeyError, TypeError, ValueError)
-"""What the objects of an arbitrary body raise here; msgpack's own errors are among the ValueErrors."""
+"""The errors that objects of an arbitrary body raise here; those of msgpack are ValueErrors."""
 
 
 def read_canonical(name: str, body: bytes) -> Any:
@@ -54,7 +54,7 @@ def read_canonical(name: str, body: bytes) -> Any:
 
 
 def _ext(code: int, data: bytes) -> Any:
-    return tuple.__new__(ExtType, (code, data))  # its own constructor checks what came from C
+    return tuple.__new__(ExtType, (code, data))  # ExtType() itself would check again what C has read
 
 
 def _struct_reader(name: str) -> Read:

@@ -80,7 +80,7 @@ def decode(frame: Buffer) -> messages.Message:
 
 
 def message_class(view: Buffer) -> type[Any]:
-    """The class that an envelope announces; raises WireError if it is refused whatever follows it."""
+    """The class that an envelope announces; raises WireError if the envelope alone is a reason to refuse the frame."""
     start = bytes(view[:4])
     if not tables.MAGIC.startswith(start):
         raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())

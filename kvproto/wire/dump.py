@@ -121,7 +121,7 @@ def _body(name: str, data: bytes, base: int, trace: list[tuple[int, str, Any]], 
 
 
 def _secretive(name: str) -> bool:
-    """Whether a message or struct holds a secret field, however deep."""
+    """Tell if a message or struct holds a secret field, at any depth."""
     inner = (row[2].rpartition("struct:")[2].rstrip(">") for row in tables.FIELDS[name] if "struct:" in row[2])
     return name in tables.SECRET or any(map(_secretive, inner))
 

@@ -1,4 +1,4 @@
-"""What the readers and the writer make of the registry's tables: the class of a map, and the handler of a field."""
+"""The registry's tables as the readers and the writer use them: the class of a map, and the handler of a field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEW = 64
 
 
 def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -> Handler:
-    """What the maker of the field's type returns for its bounds.
+    """Make the handler of a field: call the maker of its type with the bounds of the field.
 
     `makers` holds, by name: uint(low, high), boolean(), enum(name), text and bytes(low, high) in bytes, struct(name),
     numbers(bytes of the widest element, low, high) and list(handler of an element, low, high, type of an element).

@@ -231,7 +231,7 @@ class Reader:
 
 
 def _narrower(values: np.ndarray[Any, Any], kind: str, width: int) -> bool:
-    """Whether half the width holds all of the elements."""
+    """Tell if half the width holds all elements."""
     half = 1 << 4 * width - (kind == "i")
     least, most = ends(values)
     return most < half and (kind == "u" or least >= -half)

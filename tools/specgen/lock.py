@@ -100,7 +100,7 @@ def _held(name: str) -> tuple[str, dict[str, str]]:
 
 
 def differences(facts: Facts) -> list[str]:
-    """What differs from the locks, by name, with one line for each difference."""
+    """Differences from the locks, by name, one line each."""
     lines = []
     for name, rows in _LOCKS.items():
         reason, held = _held(name)

@@ -236,7 +236,7 @@ _LIMITS = {
     "net": "Times and numbers of connections. ",
     "plan": "Limits of planning. ",
 }
-"""What the module of each scope holds."""
+"""The subject of the module of each scope."""
 
 
 def limits_module(facts: Facts, scope: str) -> str:

@@ -22,7 +22,7 @@ def testees(facts: Facts) -> dict[Path, str]:
 
 
 def _renewed(text: str, facts: str) -> str:
-    """The text with the lines between those that begin and end the block replaced."""
+    """The text with the lines of the block replaced, and its first and last line kept."""
     lines = text.splitlines(keepends=True)
     begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in (_BEGIN, _END))
     return "".join([*lines[: begin + 1], facts, *lines[end:]])

@@ -524,7 +524,7 @@ class Body:
             yield self.good(f"{id_}-is-{name}", "KVP-BODY-ENUM", value, "every value has its number")
 
     def _ruled(self, owner: str, name: str) -> bool:
-        """Whether a rule of this map or of one around it restricts the field; its ends are then cases of that rule."""
+        """Tell if a rule of this map or of one around it restricts the field; its ends are then cases of that rule."""
         own = any(name in r["args"] for r in self._body(owner).get("rule", ()))
         bodies = self.facts["struct"] | self.facts["message"]
         return own or any(
