@@ -18,9 +18,12 @@ from kvproto.wire.rules import check
 __all__ = ["check_field", "check_rules", "pack", "validate"]
 
 Write = Callable[[Any], Any]
+# tuples, as a union of types would be made again at each check
 _INTEGERS = (int, np.integer)
 _BOOLEANS = (bool, np.bool_)
+_BYTES = (bytes, bytearray, memoryview)
 _SEQUENCES = (tuple, list)
+_ARRAYS = (np.ndarray, tuple, list)
 
 
 def pack(value: Any, grease: int | None = None) -> bytes:
@@ -125,7 +128,7 @@ def _enum(name: str) -> Write:
 
 def _bytes(low: int, high: int) -> Write:
     def write(value: Any) -> bytes:
-        if not isinstance(value, bytes | bytearray | memoryview):
+        if not isinstance(value, _BYTES):
             raise _wrong("bytes", value)
         data = bytes(value)
         if len(data) > tables.MAX_BYTES:
@@ -185,7 +188,7 @@ def _list(item: Write, low: int, high: int, _: str) -> Write:
 
 def _numbers(widest: int, low: int, high: int) -> Write:
     def write(value: Any) -> ExtType:
-        if not isinstance(value, np.ndarray | tuple | list):
+        if not isinstance(value, _ARRAYS):
             raise _wrong("a number array", value)
         if len(value) > tables.MAX_ARRAY:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, len(value))
