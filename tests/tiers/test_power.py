@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.file_store import FileStore
+from kvproto.tiers.fsck import check_store, prune
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore, Store
+from kvproto.tiers.store import Store
 from tests.tiers.power import Disk
 from tests.tiers.schedules import LAYOUT, page, prompt
 
@@ -50,8 +51,8 @@ def test_power_is_lost_at_any_time(
             assert not (durable and i in must and got is None), f"page {i} was stored, and is lost"
         assert page_store.write(CHAIN, 0, page(CHAIN, 0, 9))
         assert page_store.read(CHAIN, 0) == page(CHAIN, 0, 9)
-        prune(page_store.store, survey(page_store.store, verify=True), -10.0, verify=True)
-        left = survey(page_store.store, verify=True)
+        prune(page_store.store, check_store(page_store.store, verify=True), -10.0, verify=True)
+        left = check_store(page_store.store, verify=True)
         assert (left.damaged, left.orphans, left.unfinished) == ([], {}, {})
 
     with disk.watched(lose):

@@ -16,17 +16,16 @@ import msgpack
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.file_store import FileStore, NixlFileStore
+from kvproto.tiers.fsck import check_store, prune
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.nixl_files import NixlFileStore
 from kvproto.tiers.object_store import ObjectStore
-from kvproto.tiers.open_store import open_store
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore, Filling, Store
+from kvproto.tiers.store import IntoStore, Store, open_store
 from kvproto.wire.enums import ErrorCode
-from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.schedules import LAYOUT, page, prompt, sweep
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
 
 PROMPT = prompt(1, 2, 3, 4, 5)
@@ -57,7 +56,7 @@ def test_bytes_are_kept_under_keys(store: Store) -> None:
 
 def test_bytes_are_read_into_memory_that_is_there(store: Store) -> None:
     """All that there are, and no more than there is room for."""
-    if not isinstance(store, Filling):
+    if not isinstance(store, IntoStore):
         pytest.skip("it makes the memory itself")
     assert store.get_into(NAMES[0], memoryview(bytearray(4))) is None
     store.put(NAMES[0], b"abcd")
@@ -89,10 +88,10 @@ def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     fields = msgpack.unpackb(store.get(newer) or b"", strict_map_key=False)
     store.put(newer, msgpack.packb({**fields, 0x3FFF: 1}))
     store.put(damaged, b"\x81")
-    found = survey(store, verify=True)
+    found = check_store(store, verify=True)
     assert (found.newer, [each.key for each in found.damaged], len(found.orphans)) == ([newer], [damaged], 3)
     assert prune(store, found, -10.0, verify=True) == (1, 3)
-    assert page_store.sweep(-10.0) == 0
+    assert sweep(page_store.store, -10.0) == 0
     assert len([*store.keys("m")]) == 1
     assert len([*store.keys("o")]) == 3
     assert page_store.read(PROMPT, 0) is None
@@ -105,7 +104,7 @@ import os
 import sys
 from pathlib import Path
 from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.open_store import open_store
+from kvproto.tiers.store import open_store
 from kvproto.tiers.page_store import PageStore
 from tests.tiers.schedules import LAYOUT, page, prompt
 pages, chain = PageStore(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
@@ -167,7 +166,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
         )
         with pytest.raises(OSError, match=r"."):
             far.get(NAMES[0])
-        page_store = PageStore(far, LAYOUT, look=False)
+        page_store = PageStore(far, LAYOUT, scan=False)
         assert page_store.read(PROMPT, 0) is None
         assert not page_store.write(PROMPT, 0, page(PROMPT, 0))
         assert page_store.counts["failed"] == 2
@@ -199,7 +198,7 @@ def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monk
         assert made.durable
     else:
         assert isinstance(made, LmdbStore)
-        assert made._held.env.flags()["metasync"]
+        assert made._environment.env.flags()["metasync"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
