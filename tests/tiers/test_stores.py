@@ -1,5 +1,6 @@
 """What every back end promises, and what is special to LMDB and to object stores."""
 
+import itertools
 import random
 import socket
 import sys
@@ -7,9 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGKILL
-from subprocess import PIPE, Popen
 from time import monotonic
 
 import msgpack
@@ -99,32 +101,30 @@ def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
-WRITER = """
-import os
-import sys
-from pathlib import Path
-from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.store import open_store
-from kvproto.tiers.page_store import PageStore
-from tests.tiers.schedules import LAYOUT, page, prompt
-pages, chain = PageStore(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
-for turn in range(100000):
-    pages.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
-    os.write(1, b".")
-"""
+def write_pages(place: str, progress: Connection) -> None:
+    """Write pages until this process is killed."""
+    page_store = PageStore(open_store(place), LAYOUT)
+    for turn in itertools.count():
+        page_store.write_all([(PROMPT, i, page(PROMPT, i, 1)) for i in range(1 + turn % 2)])
+        progress.send_bytes(b".")
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "packs"])
 def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
     rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
+    processes = get_context("forkserver")  # a fork of this process would share what LMDB has open
+    processes.set_forkserver_preload([__name__])
     for _ in range(6):
-        with Popen([sys.executable, "-c", WRITER, f"{scheme}:{tmp_path}"], stdout=PIPE, bufsize=0) as writer:
-            assert writer.stdout
-            for _ in range(rng.randrange(1, 60)):
-                assert writer.stdout.read(1)
-            writer.kill()
-        assert writer.returncode == -SIGKILL
+        progress, end = processes.Pipe(duplex=False)
+        writer = processes.Process(target=write_pages, args=(f"{scheme}:{tmp_path}", end))
+        writer.start()
+        end.close()
+        for _ in range(rng.randrange(1, 60)):
+            assert progress.recv_bytes()
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -SIGKILL
         for i in range(2):
             got = page_store.read(PROMPT, i)
             assert got in (None, page(PROMPT, i), page(PROMPT, i, 1))
