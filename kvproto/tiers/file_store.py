@@ -23,7 +23,7 @@ import numpy as np
 
 from kvproto.errors import LocalError
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.store import BATCH
+from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 from kvproto.tiers.workers import Workers
 from kvproto.wire.enums import ErrorCode
 
@@ -37,7 +37,7 @@ _SOON, _LATE = 20e-6, 1e-3
 """Seconds between looks at a transfer of NIXL: the pause doubles up to the latter."""
 
 
-class FileStore:
+class FileStore(BatchStore, IntoStore):
     """A folder with a file for each key, written under another name and then renamed, so no process sees half of one.
 
     With `durable`, files and folders are synced before `put` returns, so that their bytes survive a loss of power.
@@ -58,12 +58,7 @@ class FileStore:
         """Threads that sync, by process: a forked process does not have those of its parent."""
         make_folders(root, ("m", "o", "g", "t"), durable)
 
-    def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        self.put_all([(key, data)])
-
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
-        """See `BatchStore`."""
         rest = iter(pairs)
         while self._put_some(islice(rest, _OPEN)):
             continue
@@ -123,7 +118,6 @@ class FileStore:
         return workers or self._sync_workers.setdefault(os.getpid(), Workers(SYNCS, inf, 0))
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         try:
             with open(self._path(key), "rb", buffering=0) as file:
                 return self._read(file)
@@ -131,7 +125,6 @@ class FileStore:
             return None
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """See `IntoStore`."""
         try:
             with open(self._path(key), "rb", buffering=0) as file:
                 return self._read_into(file.fileno(), room)
@@ -152,7 +145,6 @@ class FileStore:
         return at
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         with suppress(FileNotFoundError):
             os.unlink(self._path(key))
 

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.store import BATCH
+from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 
 __all__ = ["LmdbStore"]
 
@@ -53,7 +53,7 @@ class _Environment:
             env.close()
 
 
-class LmdbStore:
+class LmdbStore(BatchStore, IntoStore):
     """A folder with one LMDB file, which a process opens once for any number of these stores."""
 
     batch = BATCH
@@ -71,10 +71,6 @@ class LmdbStore:
                 environment = _open[name] = _Environment(root, room, durable)
             self._environment = environment
 
-    def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        self.put_all([(key, data)])
-
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `BatchStore`; keeps all of them or none."""
         stamp, listed = _STAMP.pack(time.time()), [*pairs]  # other writers are blocked only after all pairs are made
@@ -83,11 +79,9 @@ class LmdbStore:
                 transaction.put(key.encode(), b"".join((data, stamp)))
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         return self._read(key, lambda stored: bytes(stored[: -_STAMP.size]))
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """See `IntoStore`."""
 
         def fill(stored: memoryview) -> int:
             size = len(stored) - _STAMP.size
@@ -98,7 +92,6 @@ class LmdbStore:
         return self._read(key, fill)
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         with _os_errors(), self._environment.env.begin(write=True) as transaction:
             transaction.delete(key.encode())
 
@@ -120,12 +113,10 @@ class LmdbStore:
             after = names[-1]
 
     def age(self, key: str) -> float:
-        """See `Store`."""
         written = self._read(key, lambda stored: float(_STAMP.unpack(stored[-_STAMP.size :])[0]))
         return 0.0 if written is None else time.time() - written
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
         return self._read(key, lambda stored: len(stored) - _STAMP.size)
 
     def _read(self, key: str, take: Callable[[memoryview], _Result]) -> _Result | None:

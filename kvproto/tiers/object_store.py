@@ -21,6 +21,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.store import Store
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -34,7 +35,7 @@ _CLOCK = 60.0
 """Seconds after which the store's clock is read again."""
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """A bucket, or the objects below a prefix of one."""
 
     def __init__(self, store: Bucket) -> None:
@@ -57,12 +58,10 @@ class ObjectStore:
             return cls(from_url(url, client_options=client, retry_config=retry, **config))
 
     def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
         with _os_errors():
             obstore.put(self._store, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         with _os_errors():
             try:
                 return bytes(obstore.get(self._store, key).bytes())
@@ -70,7 +69,6 @@ class ObjectStore:
                 return None
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
         with _os_errors():
             try:
                 obstore.delete(self._store, key)
@@ -78,7 +76,6 @@ class ObjectStore:
                 return
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`."""
         with _os_errors():
             for listed in obstore.list(self._store, kind):
                 yield from (entry["path"] for entry in listed)
@@ -93,7 +90,6 @@ class ObjectStore:
             return time.monotonic() + self._clock() - written
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
         with _os_errors():
             try:
                 return obstore.head(self._store, key)["size"]

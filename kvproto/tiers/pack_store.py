@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -29,6 +29,7 @@ import msgpack
 
 from kvproto.tiers.file_store import make_folders, sync_folder, write_whole
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.store import BatchStore, IntoStore
 
 __all__ = ["PackFile", "PackStore"]
 
@@ -162,7 +163,7 @@ def _ending(sizes: Sequence[tuple[str, int]]) -> bytes:
     return b"".join((index, marks, _TAIL.pack(end, len(sizes), time.time(), _MAGIC)))
 
 
-class PackStore:
+class PackStore(BatchStore, IntoStore):
     """A folder of packs, for any number of processes of one machine.
 
     With `durable`, `put_all` syncs the pack and then the folder before it returns. Without it, the death of a process
@@ -182,7 +183,7 @@ class PackStore:
 
     def forget(self) -> None:
         """Start empty: after a fork, other threads' locks and caches are gone."""
-        self._lock = Lock()
+        self._lock = RLock()
         self._latest: dict[int, str] = {}
         """Name of the latest pack with a key, by the key's hash: the keys of a million pages are a gigabyte."""
         self._older: dict[int, set[str]] = {}
@@ -194,10 +195,6 @@ class PackStore:
         self._open: OrderedDict[str, PackFile] = OrderedDict()
         self._modified, self._listed = 0, -math.inf
         """Modification time of the folder when it was listed, and when that was by our clock."""
-
-    def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        self.put_all([(key, data)])
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """See `BatchStore`; keeps all of them or none."""
@@ -247,11 +244,9 @@ class PackStore:
         return former
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
         return self._with_entry(key, lambda pack, entry: pack.read(entry))
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """See `IntoStore`."""
         return self._with_entry(key, lambda pack, entry: pack.read_into(entry, room))
 
     def delete(self, key: str) -> None:
@@ -295,20 +290,18 @@ class PackStore:
             visited |= new
 
     def age(self, key: str) -> float:
-        """See `Store`."""
         if key.startswith("t/"):
-            status = self._draft_status(key)
-            return 0.0 if status is None else time.time() - status.st_mtime
+            draft = self._draft(key)
+            return 0.0 if draft is None else time.time() - draft.st_mtime
         return self._with_entry(key, lambda pack, entry: time.time() - pack.stamp) or 0.0
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
         if key.startswith("t/"):
-            status = self._draft_status(key)
-            return None if status is None else status.st_size
+            draft = self._draft(key)
+            return None if draft is None else draft.st_size
         return self._with_entry(key, lambda pack, entry: entry.length)
 
-    def _draft_status(self, key: str) -> os.stat_result | None:
+    def _draft(self, key: str) -> os.stat_result | None:
         with suppress(FileNotFoundError):
             return os.stat(f"{self._drafts}/{key[2:]}", follow_symlinks=False)
         return None
@@ -374,13 +367,7 @@ class PackStore:
         modified = os.stat(self._packs).st_mtime_ns
         if not always and modified == self._modified and time.monotonic() < self._listed + _RELIST:
             return False
-        try:
-            came = self._list_folder()
-        except OSError as error:
-            if error.errno not in _SHORT:
-                raise
-            self._open.clear()
-            came = self._list_folder()
+        came = self._retrying(self._list_folder)
         self._listed = time.monotonic()
         self._modified = modified if abs(time.time_ns() - modified) > _TICK else 0
         return came

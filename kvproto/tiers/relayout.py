@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import lcm
 
@@ -241,18 +241,17 @@ class _Cut:
         """The objects of a rank's pages by group, one after the other; None if one is missing or damaged."""
         memory = {}
         for group, length in lengths.items():
-            objects = [*self._objects(manifests, group, length)]
-            if any(data is None for data in objects):
-                return None
-            memory[group] = memoryview(bytearray(b"".join(data for data in objects if data is not None)))
+            objects = bytearray()
+            for manifest in manifests:
+                component = next((c for c in manifest.components if c.group == group), None)
+                data = None if component is None else self._reader.store.get(object_key(manifest, component))
+                if component is None or not data or len(data) != length:
+                    return None
+                if hashlib.sha256(data).digest() != component.digest:
+                    return None
+                objects += data
+            memory[group] = memoryview(objects)
         return memory
-
-    def _objects(self, manifests: Sequence[Manifest], group: int, length: int) -> Iterator[bytes | None]:
-        for manifest in manifests:
-            component = next((c for c in manifest.components if c.group == group), None)
-            data = None if component is None else self._reader.store.get(object_key(manifest, component))
-            whole = component and data and len(data) == length and hashlib.sha256(data).digest() == component.digest
-            yield data if whole else None
 
 
 def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:

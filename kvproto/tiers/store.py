@@ -52,6 +52,10 @@ class BatchStore(Store, Protocol):
     batch: int
     """How many pages are best written together; 1: each by itself."""
 
+    def put(self, key: str, data: Data) -> None:
+        """Keep these bytes, in place of others under the same key; raises OSError."""
+        self.put_all([(key, data)])
+
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         """Keep each pair in turn, as `put` does; raises OSError, when any number of them may have been kept.
 

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -26,13 +25,13 @@ LEAVE = 1.0
 
 
 class _Call(NamedTuple):
-    """A call of `work()`, or one item of a call of `work([item, ..])`."""
+    """One item of a call of `work([item, ..])`."""
 
     future: Future[Any]
-    work: Callable[..., Any]
+    work: Callable[[list[Any]], Sequence[Any]]
     item: Any
-    most: int = 0
-    """The most items in one call; 0: `work` takes none."""
+    most: int
+    """The most items in one call."""
 
 
 class _Queue:
@@ -69,7 +68,7 @@ class _Queue:
     def _run(self, calls: Sequence[_Call]) -> None:
         first, results, error = calls[0], list[Any](), None
         try:
-            results = first.work([call.item for call in calls]) if first.most else [first.work()]
+            results = [*first.work([call.item for call in calls])]
         except BaseException as raised:
             error = raised
         with self.changed:
@@ -121,13 +120,11 @@ class Workers:
 
     def submit(self, work: Callable[_Params, _Result], *args: _Params.args, **named: _Params.kwargs) -> Future[_Result]:
         """Have a thread run a call; the future is cancelled if the workers are closed."""
-        return self._submit(_Call(Future(), partial(work, *args, **named), None))
+        return self.gather(lambda _: [work(*args, **named)], None, 1)
 
     def gather(self, work: Callable[[list[_Item]], Sequence[_Result]], item: _Item, most: int) -> Future[_Result]:
         """Have a thread process an item, in one call with up to `most` waiting items of the same work."""
-        return self._submit(_Call(Future(), work, item, most))
-
-    def _submit(self, call: _Call) -> Future[Any]:
+        call = _Call(Future(), work, item, most)
         with self._queue.changed:
             if not self._queue.over:
                 self._queue.waiting.append(call)
