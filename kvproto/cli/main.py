@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import finding, following, foreign, kept, keygen, plans, probe
+from kvproto.cli import find, following, foreign, keygen, plans, probe, tiers
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     foreign.add(commands)
     probe.add(commands)
     keygen.add(commands)
-    kept.add(commands)
-    finding.add(commands)
+    tiers.add(commands)
+    find.add(commands)
     following.add(commands)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
@@ -87,9 +87,9 @@ def _main(argv: list[str] | None) -> int:
     if args.command == "keygen":
         return keygen.run(args)
     if args.command == "find":
-        return finding.run(args)
+        return find.run(args)
     if args.command == "tiers":
-        return kept.run(args)
+        return tiers.run(args)
     if args.struct is not None and args.struct not in tables.FIELDS:
         line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     return _decode(args.frame, args.struct, args.json, args.bytes)

@@ -284,16 +284,14 @@ class Index:
         return self.slots.free - before
 
     def _remove(self, slot: int) -> int:
-        removed = list(self._subtree(slot))
-        self.on_evict([(id, each) for each in removed if (id := self._ids[each]) is not None])
+        removed = [(id, below) for below in self._subtree(slot) if (id := self._ids[below]) is not None]
+        self.on_evict(removed)
         self._unlink(slot)
-        for each in removed:
-            id = self._ids[each]
-            assert id is not None
+        for id, below in removed:
             del self._by_id[id]
             if self.changes is not None:
                 self.changes[id] = None
-            self._clear(each)
+            self._clear(below)
         return len(removed)
 
     def _replace(self, old: int, new: int, bits: int) -> None:

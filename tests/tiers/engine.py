@@ -42,10 +42,19 @@ class Engine:
     """A target and its draft on one rank, in pools of any order of axes, dealt or not."""
 
     def __init__(
-        self, pages: int, slots: int, page_store: bool | PageStore = False, policy: WritePolicy = WritePolicy.WRITE_THROUGH, heads_first: bool = False,
-        dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0, pager: Callable[[], Failing] = Failing,
+        self,
+        pages: int,
+        slots: int,
+        page_store: bool | PageStore = False,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        heads_first: bool = False,
+        dcp: int = 1,
+        store: object = None,
+        draft: bool = True,
+        reach: int = 0,
+        pager: Callable[[], Failing] = Failing,
         **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`reach`: tokens that the draft attends to, PAGE; 0: all. `more` is for the cache."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]

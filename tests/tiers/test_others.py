@@ -35,7 +35,7 @@ TOKENS = np.arange(200, 200 + 97)
 
 def engine(
     tp: int = 1, dcp: int = 1, pp: int = 1, interleave: int = 1, mla: bool = False, cp: int = 1, heads: int = 4
-) -> Geometry:  # fmt: skip
+) -> Geometry:
     target = (
         Group.mla("target", 4, latent=6, rope=2, page=4)
         if mla

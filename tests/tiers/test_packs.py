@@ -301,9 +301,7 @@ def test_a_deleted_page_does_not_come_back(tmp_path: Path) -> None:
     assert packs(tmp_path) == []
 
 
-def test_changes_of_a_folder_whose_time_stands_still_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_changes_of_a_folder_whose_time_stands_still_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system may count in seconds: a miss lists again after a while."""
     ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     os.utime(tmp_path / "p", (1, 1))

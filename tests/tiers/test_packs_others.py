@@ -44,7 +44,7 @@ def test_objects_that_are_written_again_while_they_are_swept_stay(tmp_path: Path
 @pytest.mark.parametrize("knows", [False, True], ids=["unseen", "seen"])
 def test_a_page_that_is_mended_while_its_damage_is_found_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
-) -> None:  # fmt: skip
+) -> None:
     """KVP-TIER-REWRITE: the reader has seen the old pack, and the new one has its name when the old one is deleted."""
     assert PageStore(PackStore(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     (one,) = packs(tmp_path)

@@ -31,7 +31,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_power_is_lost_at_any_time(
     tmp_path: Path, disk: Disk, kind: type[FileStore] | type[PackStore], durable: bool
-) -> None:  # fmt: skip
+) -> None:
     """What comes is right, with `durable` all that was stored comes, and the folder can be used and cleaned."""
     rng, root, after = random.Random(1), tmp_path / "disk" / "new" / "folder", tmp_path / "after"
     stored: dict[int, set[int]] = {}

@@ -21,7 +21,7 @@ from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_pages_are_pruned_while_two_processes_write_and_evict(
     tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+) -> None:
     """What comes is right throughout; nothing that the writers still need is deleted, and at the end all is whole."""
     chain = prompt(*range(9))
     pids = []

@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileSt
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
     tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+) -> None:
     page_store = PageStore(kind(tmp_path), LAYOUT)
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "t").rmdir()
@@ -221,7 +221,7 @@ def test_manifests_are_written_last_and_deleted_first() -> None:
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_pages_that_were_not_used_for_longest_are_evicted(
     tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+) -> None:
     others = [prompt(n, n, n) for n in range(10, 14)]
     page_store = PageStore(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     for other in others[:3]:
