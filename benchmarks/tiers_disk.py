@@ -190,9 +190,6 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
             for each in names[turn % len(names) :] + names[: turn % len(names)]:
                 dropped(folders[each])
                 took["read"][each].append(timed(made[each].read))
-        page_store = made["files"].page_store
-        warm = [timed(lambda: page_store.find(chain)) for _ in range(20)]
-        cold = timed(lambda: PageStore(FileStore(folders["files"]), LAYOUT).find(chain))
     size, median = pages * len(BLOCK) / 1e6, statistics.median
     return {
         "pages": pages, "mb": round(size), "rounds": rounds,
@@ -205,7 +202,6 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
             }
             for way, all_ in took.items()
         },
-        "warm_lookup_ms": round(1e3 * median(warm), 2), "open_and_lookup_ms": round(1e3 * cold),
         "samples_mb_s": {
             way: {each: [round(size / one) for one in some] for each, some in all_.items()} for way, all_ in took.items()
         },

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvproto.errors import U32, LocalError, check_whole
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import Lengths, PageLayout, component_lengths, longest
+from kvproto.tiers.page_layout import PageLayout, usable_lengths
 from kvproto.wire.enums import ErrorCode, LengthRule
 
 __all__ = ["MOVES", "Hit", "Index", "Reservation", "SlotRef", "SlotState", "Slots"]
@@ -204,11 +204,12 @@ class Index:
             if slot is None:
                 break
             slots.append(slot)
-        if not self._partial:
-            return Hit(self, (len(slots), []), slots)
-        held, page = [self._held[slot] for slot in slots], self.layout.page
-        lengths = len(slots), [component_lengths(c, page, [bits & bit for bits in held]) for c, bit in self._partial]
-        return Hit(self, lengths, slots[: longest(lengths)])
+        lengths = (2 << len(slots)) - 1
+        if self._partial:
+            held = [self._held[slot] for slot in slots]
+            for component, bit in self._partial:
+                lengths &= usable_lengths(component, self.layout.page, [bits & bit for bits in held])
+        return Hit(self, lengths, slots[: lengths.bit_length() - 1])
 
     def find_with(self, chain: Chain, groups: Sequence[Collection[int]]) -> Hit:
         """Pin and return the leading pages that have at least these components; a request may not continue there."""
@@ -218,7 +219,7 @@ class Index:
             if slot is None or self._bits(wanted) & ~self._held[slot]:
                 break
             slots.append(slot)
-        return Hit(self, (len(slots), []), slots)
+        return Hit(self, (2 << len(slots)) - 1, slots)
 
     def reserve_pages(self, chain: Chain, first: int, count: int) -> Reservation | None:
         """Reserve slots for pages [first, first + count) of a prompt, all or none; evicts other pages for them."""
@@ -386,8 +387,9 @@ class _SlotHolder:
 class Hit(_SlotHolder):
     """A prefix of a prompt, pinned until it is closed."""
 
-    def __init__(self, index: Index, lengths: Lengths, slots: Sequence[int]) -> None:
+    def __init__(self, index: Index, lengths: int, slots: Sequence[int]) -> None:
         self._index, self.lengths = index, lengths
+        """A bitmap: bit n is set if a request can continue after n pages (KVP-TIER-LENGTH)."""
         generation = index.slots.generation
         self.pages = [SlotRef(slot, generation(slot)) for slot in slots]
         """The pages that this rank can use."""

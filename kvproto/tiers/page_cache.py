@@ -29,7 +29,6 @@ from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.index import Hit, Index, Reservation
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import bitmap
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.storage_io import StorageIO, StorageRead
@@ -523,7 +522,7 @@ class Agreement:
             on_device, on_host = cache.device.find(chain, room), cache.host.find(chain, room)
             self._hits.append((on_device, on_host))
             flags = self.vector[at : at + len(chain.own)]
-            bits = bitmap(on_device.lengths) | bitmap(on_host.lengths)
+            bits = on_device.lengths | on_host.lengths
             flags[:] = [bits >> n & 1 for n in range(1, len(flags) + 1)]
             at += len(chain.own)
 

@@ -1,15 +1,9 @@
-"""The components of a page, one for each group of a rank, and the lengths at which a request can continue.
-
-A set of lengths is a bitmap: an int whose bit n is set if a request can continue after n pages. Length 0 is in every
-set.
-"""
+"""The components of a page, one for each group that a rank owns."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
-from operator import and_
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -20,21 +14,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = [
-    "Lengths",
-    "PageComponent",
-    "PageLayout",
-    "bitmap",
-    "common_lengths",
-    "component_lengths",
-    "held_lengths",
-    "longest",
-    "page_layout",
-    "single_rank",
-]
-
-Lengths = tuple[int, list[int]]
-"""The leading pages with all PREFIX components, and a set of lengths for each other component, by ascending group."""
+__all__ = ["PageComponent", "PageLayout", "page_layout", "single_rank", "usable_lengths"]
 
 
 @attrs.frozen
@@ -144,40 +124,14 @@ def single_rank(geometry: Geometry, rank: int, groups: Collection[int]) -> Geome
     return attrs.evolve(geometry, replica=0, facts=(), groups=kept, ranks=ranks)
 
 
-def held_lengths(layout: PageLayout, has: Mapping[int, Sequence[bool]]) -> Lengths:
-    """The lengths at which one rank can continue; `has` says by group which pages are there, as many for each."""
-    leading = (
-        next((i for i, there in enumerate(has[c.group]) if not there), len(has[c.group]))
-        for c in layout.components
-        if c.rule is LengthRule.PREFIX
-    )
-    prefix = min(leading, default=min(map(len, has.values())))
-    rest = (c for c in layout.components if c.rule is not LengthRule.PREFIX)
-    return prefix, [component_lengths(c, layout.page, has[c.group][:prefix]) for c in rest]
+def usable_lengths(component: PageComponent, page: int, has: Sequence[bool | int]) -> int:
+    """The lengths for which all pages that a WINDOW or STATE component needs are there, as a bitmap.
 
-
-def component_lengths(component: PageComponent, page: int, has: Sequence[bool | int]) -> int:
-    """The set of lengths for which all pages that a WINDOW or STATE component needs are there."""
+    Bit n is set if a request can continue after n pages; bit 0 is always set. `has` states which pages have it.
+    """
     bits, run = 1, 0
     for n in range(1, len(has) + 1):
         run = run + 1 if has[n - 1] else 0
         first = n - 1 if component.reach is None else max(n * page - component.reach, 0) // page
         bits |= (run >= n - first) << n
     return bits
-
-
-def common_lengths(ranks: Iterable[Lengths]) -> Lengths:
-    """MIN of the prefixes and AND of the sets; any number of ranks may be joined at a time, in any order."""
-    prefixes, sets = zip(*ranks, strict=True)
-    return min(prefixes), [reduce(and_, same) for same in zip(*sets, strict=True)]
-
-
-def bitmap(lengths: Lengths) -> int:
-    """The set of lengths that are at most the prefix and in all sets."""
-    prefix, sets = lengths
-    return reduce(and_, sets, (2 << prefix) - 1) | 1
-
-
-def longest(lengths: Lengths) -> int:
-    """The greatest length that is at most the prefix and in all sets (KVP-TIER-LENGTH)."""
-    return bitmap(lengths).bit_length() - 1

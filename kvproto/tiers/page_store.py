@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
-
-import attrs
 
 from kvproto.errors import LocalError
 from kvproto.tiers.manifest import (
@@ -26,7 +24,7 @@ from kvproto.tiers.manifest import (
     parse_manifest,
 )
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import Lengths, PageLayout, held_lengths
+from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
 from kvproto.wire.enums import ErrorCode
@@ -66,16 +64,6 @@ class BufferPool:
                 self._spare.append(buffers)
 
 
-@attrs.frozen
-class _Known:
-    """A manifest that this process has seen."""
-
-    manifest: Manifest
-    groups: frozenset[int]
-    size: int
-    """Bytes of its objects."""
-
-
 class PageStore:
     """The pages of one rank's layout, in a back end that may hold pages of others as well."""
 
@@ -88,7 +76,7 @@ class PageStore:
         """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""
         self.bytes = 0
         """Bytes of the pages that this process knows, whichever process wrote them."""
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, Manifest] = OrderedDict()
         """Manifests by id and geometry of the page, least recently used first."""
         self._lock = Lock()
         if scan:
@@ -145,22 +133,19 @@ class PageStore:
         for manifest in manifests:
             yield manifest_key(manifest.id, manifest.geometry), encode_struct(manifest)
 
-    def read(
-        self, chain: Chain, i: int, groups: Collection[int] | None = None, buffers: PageBuffers | None = None
-    ) -> dict[int, Data] | None:
-        """The bytes of page i by group, of `groups` or of all that it has; None if it is not there whole.
+    def read(self, chain: Chain, i: int, buffers: PageBuffers | None = None) -> dict[int, Data] | None:
+        """The bytes of page i by group, of all groups that it has; None if it is not there whole.
 
         The bytes are in `buffers`, if they are given and the back end can read into them. A page that is damaged at two
         reads, because another process may have mended it after the first, is deleted (KVP-TIER-CHECK).
         """
         with self._counting_failures():
             for last in (False, True):
-                known = self._lookup(chain, i)
-                if known is None or (groups is not None and not known.groups.issuperset(groups)):
+                manifest = self._manifest(chain, i)
+                if manifest is None:
                     self._count("missed")
                     return None
-                manifest = known.manifest
-                if (data := self._checked(manifest, groups, buffers)) is not None:
+                if (data := self._checked(manifest, buffers)) is not None:
                     self._count("read")
                     return data
                 if last:
@@ -169,19 +154,16 @@ class PageStore:
                     self.store.delete(manifest_key(manifest.id, manifest.geometry))
         return None
 
-    def _checked(
-        self, manifest: Manifest, groups: Collection[int] | None, buffers: PageBuffers | None
-    ) -> dict[int, Data] | None:
+    def _checked(self, manifest: Manifest, buffers: PageBuffers | None) -> dict[int, Data] | None:
         """The bytes of a page by group, None if any of them are wrong."""
         data: dict[int, Data] = {}
         for component in manifest.components:
-            if groups is None or component.group in groups:
-                stored = self._get(manifest, component, buffers)
-                if stored is None or len(stored) != component.length:
-                    return None
-                if hashlib.sha256(stored).digest() != component.digest:
-                    return None
-                data[component.group] = stored
+            stored = self._get(manifest, component, buffers)
+            if stored is None or len(stored) != component.length:
+                return None
+            if hashlib.sha256(stored).digest() != component.digest:
+                return None
+            data[component.group] = stored
         return data
 
     def _get(self, manifest: Manifest, component: Component, buffers: PageBuffers | None) -> Data | None:
@@ -192,55 +174,36 @@ class PageStore:
         length = get_into(key, buffers[component.group])
         return None if length != component.length else buffers[component.group]
 
-    def find(self, chain: Chain) -> Lengths:
-        """The lengths that manifests promise for a prompt; only `read` shows whether the bytes are there."""
-        held, names = [], []
-        for i, id in enumerate(chain.ids(self.layout.form)):
-            names.append(id + self.layout.geometry)
-            known = self._known.get(names[-1])
-            if known is None:
-                with self._counting_failures():
-                    known = self._lookup(chain, i)
-            if known is None:
-                break
-            held.append(known.groups)
-        with self._lock:
-            for name in reversed(names):
-                if name in self._known:
-                    self._known.move_to_end(name)
-        return held_lengths(self.layout, {g: [g in groups for groups in held] for g in self.layout.lengths})
-
-    def _lookup(self, chain: Chain, i: int) -> _Known | None:
+    def _manifest(self, chain: Chain, i: int) -> Manifest | None:
         """Read the manifest of page i from the back end, where another process may have changed it."""
         id = chain.ids(self.layout.form)[i]
         data = get_manifest(self.store, manifest_key(id, self.layout.geometry))
         manifest = None if data is None else parse_manifest(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)
-            return None
-        return self._note(manifest)
+        else:
+            self._note(manifest)
+        return manifest
 
     def _plausible(self, manifest: Manifest) -> bool:
         """Whether its lengths can be true: no reader checks them, and false ones would evict whole pages."""
         if manifest.geometry == self.layout.geometry:
             return matches(manifest, self.layout)
-        return not self.high or sum(c.length for c in manifest.components) <= self.high
+        return not self.high or _size(manifest) <= self.high
 
-    def _note(self, manifest: Manifest) -> _Known:
-        """Remember a manifest, in place of an earlier one of the page."""
-        groups, size = frozenset(c.group for c in manifest.components), sum(c.length for c in manifest.components)
-        name, known = manifest.id + manifest.geometry, _Known(manifest, groups, size)
+    def _note(self, manifest: Manifest) -> None:
+        """Remember a manifest as the most recently used, in place of an earlier one of the page."""
+        name = manifest.id + manifest.geometry
         with self._lock:
-            former = self._known.get(name)
-            self.bytes += size - (former.size if former else 0)
-            self._known[name] = known
-            self._known.move_to_end(name)
-        return known
+            if former := self._known.pop(name, None):
+                self.bytes -= _size(former)
+            self._known[name] = manifest
+            self.bytes += _size(manifest)
 
     def _forget(self, name: bytes) -> None:
         with self._lock:
-            if known := self._known.pop(name, None):
-                self.bytes -= known.size
+            if manifest := self._known.pop(name, None):
+                self.bytes -= _size(manifest)
 
     def _evict(self) -> None:
         """Above the high mark, evict the least recently used pages down to the low mark."""
@@ -249,9 +212,8 @@ class PageStore:
             if not self.high or self.bytes <= self.high:
                 return
             while self._known and self.bytes > self.low:
-                _, known = self._known.popitem(last=False)
-                self.bytes -= known.size
-                evicted.append(known.manifest)
+                evicted.append(self._known.popitem(last=False)[1])
+                self.bytes -= _size(evicted[-1])
         for manifest in evicted:
             self._count("evicted")
             with self._counting_failures():
@@ -269,3 +231,8 @@ class PageStore:
             yield
         except OSError:
             self._count("failed")
+
+
+def _size(manifest: Manifest) -> int:
+    """The bytes of a page's objects."""
+    return sum(component.length for component in manifest.components)

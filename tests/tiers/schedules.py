@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from kvproto.tiers.fsck import GRACE, check_store, prune
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import PageComponent, PageLayout, longest
+from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.tiers.page_store import PageBuffers, PageStore
 from kvproto.tiers.store import BatchStore, IntoStore, Store
 from kvproto.wire.enums import KeyForm, LengthRule
@@ -229,18 +229,22 @@ def _all(store: Store) -> list[str]:
     return [key for kind in ("m", "o", "t") for key in store.keys(kind)]
 
 
+def stored(page_store: PageStore, chain: Chain) -> int:
+    """How many leading pages of a prompt come whole."""
+    count = len(chain.ids(page_store.layout.form))
+    return next((i for i in range(count) if page_store.read(chain, i) is None), count)
+
+
 def _read(page_store: PageStore, chain: Chain, met: Counter[str], room: PageBuffers | None = None) -> int:
     """Pages of a prompt that come whole, in `room` if there is one; each is one writer's, all of it."""
-    length = longest(page_store.find(chain))
-    for i in range(length):
-        got = page_store.read(chain, i, buffers=room)
+    for i in range(len(chain.ahead)):
+        got = page_store.read(chain, i, room)
         if got is None:
-            met["hits that got shorter"] += 1
             return i
         rights = [page(chain, i, writer) for writer in range(2)]
         assert any(got.items() <= right.items() for right in rights), "a wrong byte"
         met["pages read"] += 1
-    return length
+    return len(chain.ahead)
 
 
 def main() -> int:

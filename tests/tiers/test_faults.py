@@ -22,13 +22,13 @@ from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import Data, make_manifest, manifest_key, object_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import longest, page_layout
+from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Store
 from kvproto.wire import encode_struct
 from tests.tiers import test_cache, test_groups, test_storage
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, sweep
+from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 from tests.tiers.test_storage import PROMPT, in_child, length
 
@@ -191,7 +191,7 @@ def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
 
 
 def length_of(page_store: PageStore, chain: Chain) -> int:
-    return longest(page_store.find(chain))
+    return stored(page_store, chain)
 
 
 def manifest_first(page_store: PageStore, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:
@@ -220,13 +220,11 @@ def test_a_manifest_that_is_written_first_is_noticed(tmp_path: Path, monkeypatch
 def test_digests_that_are_not_checked_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedules find the wrong bytes."""
 
-    def unchecked(
-        page_store: PageStore, chain: Chain, i: int, groups: object = None, buffers: object = None
-    ) -> dict[int, bytes] | None:
+    def unchecked(page_store: PageStore, chain: Chain, i: int, buffers: object = None) -> dict[int, bytes] | None:
         with page_store._counting_failures():
-            if known := page_store._lookup(chain, i):
-                held = known.manifest.components
-                return {c.group: page_store.store.get(object_key(known.manifest, c)) or b"" for c in held}
+            if manifest := page_store._manifest(chain, i):
+                held = manifest.components
+                return {c.group: page_store.store.get(object_key(manifest, c)) or b"" for c in held}
         return None
 
     monkeypatch.setattr(PageStore, "read", unchecked)

@@ -16,9 +16,8 @@ import pytest
 import kvproto.tiers.pack_store
 from kvproto.tiers.fsck import check_store
 from kvproto.tiers.pack_store import PackFile, PackStore
-from kvproto.tiers.page_layout import longest
 from kvproto.tiers.page_store import PageStore
-from tests.tiers.schedules import LAYOUT, page, prompt, sweep
+from tests.tiers.schedules import LAYOUT, page, prompt, stored, sweep
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
 
 LONG = prompt(*range(9))
@@ -45,7 +44,7 @@ def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path,
 
         status = in_child(write)
         after = PageStore(PackStore(root), LAYOUT)
-        kept.append(longest(after.find(LONG)))
+        kept.append(stored(after, LONG))
         whole = [page(LONG, i, 1) for i in range(3)]
         assert [after.read(LONG, i) for i in range(3)] == (whole if kept[-1] == 3 else [page(LONG, 0), None, None])
         assert after.write_all([(LONG, i, page(LONG, i)) for i in range(3)]) == [True] * 3

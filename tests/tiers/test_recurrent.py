@@ -18,12 +18,12 @@ from kvproto.planning.plan import Route
 from kvproto.tiers import host_copies
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import PageLayout, longest, page_layout
+from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.pager import HostPager
-from tests.tiers.schedules import Memory
+from tests.tiers.schedules import Memory, stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -221,4 +221,4 @@ def test_states_are_found_by_ranks_of_other_sizes(writers: int, readers: int, th
         page_store = PageStore(store, layout)
         for i, data in enumerate(came):
             page_store.write(chain.with_page(ours), i, data)
-        assert longest(page_store.find(chain.with_page(ours))) == 64 // ours
+        assert stored(page_store, chain.with_page(ours)) == 64 // ours

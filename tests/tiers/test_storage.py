@@ -18,10 +18,9 @@ from kvproto.tiers.file_store import FileStore, NixlFileStore
 from kvproto.tiers.fsck import check_store
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.page_layout import longest
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import LONGEST
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, sweep
+from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 
 PROMPT = prompt(1, 2, 3, 4, 5)
@@ -45,7 +44,7 @@ class Recording(Memory):
 
 
 def length(page_store: PageStore) -> int:
-    return longest(page_store.find(PROMPT))
+    return stored(page_store, PROMPT)
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -228,7 +227,7 @@ def test_pages_that_were_not_used_for_longest_are_evicted(
         page_store.write(other, 0, page(other, 0))
     assert page_store.read(others[1], 0)
     page_store.write(others[3], 0, page(others[3], 0))
-    assert [longest(page_store.find(other)) for other in others] == [0, 1, 0, 1]
+    assert [stored(page_store, other) for other in others] == [0, 1, 0, 1]
     assert page_store.bytes == 2 * PAGE_BYTES
     assert page_store.counts["evicted"] == 2
     assert PageStore(kind(tmp_path), LAYOUT).bytes == page_store.bytes
@@ -239,9 +238,6 @@ def test_some_components_of_a_page() -> None:
     data = page(PROMPT, 0)
     page_store.write(PROMPT, 0, {0: data[0], 1: data[1]})
     assert page_store.read(PROMPT, 0) == {0: data[0], 1: data[1]}
-    assert page_store.read(PROMPT, 0, [1]) == {1: data[1]}
-    assert page_store.read(PROMPT, 0, [2]) is None
-    assert page_store.find(PROMPT) == (1, [1])
 
 
 def test_pages_of_another_geometry_are_beside_ours() -> None:
@@ -303,7 +299,7 @@ def test_threads_share_a_page_store(tmp_path: Path, kind: type[FileStore] | type
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(turn, range(200)))
     assert page_store.counts["written"] == 200
-    assert page_store.bytes == PAGE_BYTES * sum(longest(page_store.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
+    assert page_store.bytes == PAGE_BYTES * sum(stored(page_store, chain) for chain in prompts) <= 3 * PAGE_BYTES
 
 
 def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) -> None:
