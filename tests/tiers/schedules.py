@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvproto.tiers.fsck import GRACE, check_store, prune
 from kvproto.tiers.manifest import Data
@@ -21,6 +21,8 @@ from kvproto.tiers.page_store import PageBuffers, PageStore
 from kvproto.tiers.store import BatchStore, IntoStore, Store
 from kvproto.wire.enums import KeyForm, LengthRule
 
+Kind = Callable[..., Store]
+"""A class of back ends."""
 LAYOUT = PageLayout(
     2, bytes(32),
     (

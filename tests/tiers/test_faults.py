@@ -28,7 +28,7 @@ from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Store
 from kvproto.wire import encode_struct
 from tests.tiers import test_cache, test_groups, test_storage
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, stored, sweep
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 from tests.tiers.test_storage import PROMPT, in_child, length
 
@@ -82,9 +82,7 @@ def test_pages_go_while_their_objects_are_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_a_folder_that_can_only_be_read_serves_what_it_has(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:
+def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind: Kind) -> None:
     """The kernel refuses each write; whoever is root becomes nobody first."""
     assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     paths = [tmp_path, *tmp_path.rglob("*")]
@@ -113,10 +111,7 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
 @pytest.mark.parametrize("kind", [FileStore, LmdbStore, PackStore])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    jump: float,
-    kind: type[FileStore] | type[LmdbStore] | type[PackStore],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: Kind
 ) -> None:
     """What is swept is what no manifest names, too soon or too late, and the page of that writer is a miss at worst."""
     store = kind(tmp_path)

@@ -13,7 +13,7 @@ from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import Store
 from tests.tiers.power import Disk
-from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.schedules import LAYOUT, Kind, page, prompt
 
 PAGES = 4
 CHAIN = prompt(*range(9))
@@ -29,9 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.mark.parametrize("durable", [True, False], ids=["durable", "not durable"])
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_power_is_lost_at_any_time(
-    tmp_path: Path, disk: Disk, kind: type[FileStore] | type[PackStore], durable: bool
-) -> None:
+def test_power_is_lost_at_any_time(tmp_path: Path, disk: Disk, kind: Kind, durable: bool) -> None:
     """What comes is right, with `durable` all that was stored comes, and the folder can be used and cleaned."""
     rng, root, after = random.Random(1), tmp_path / "disk" / "new" / "folder", tmp_path / "after"
     stored: dict[int, set[int]] = {}

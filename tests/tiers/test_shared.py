@@ -14,14 +14,12 @@ from kvproto.tiers.manifest import make_manifest, manifest_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.wire import encode_struct
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_pages_are_pruned_while_two_processes_write_and_evict(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:
+def test_pages_are_pruned_while_two_processes_write_and_evict(tmp_path: Path, kind: Kind) -> None:
     """What comes is right throughout; nothing that the writers still need is deleted, and at the end all is whole."""
     chain = prompt(*range(9))
     pids = []

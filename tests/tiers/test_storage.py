@@ -20,7 +20,7 @@ from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import LONGEST
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule, stored, sweep
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 
 PROMPT = prompt(1, 2, 3, 4, 5)
@@ -154,7 +154,7 @@ def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, NixlFileStore, PackStore])
-def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: Kind) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
     assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
 
@@ -172,9 +172,7 @@ def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileSt
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:
+def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(tmp_path: Path, kind: Kind) -> None:
     page_store = PageStore(kind(tmp_path), LAYOUT)
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "t").rmdir()
@@ -184,7 +182,7 @@ def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: Kind) -> None:
     """Each page that comes is all one writer's, while both write and give up the same pages."""
     pids = []
     for writer in range(2):
@@ -218,9 +216,7 @@ def test_manifests_are_written_last_and_deleted_first() -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_pages_that_were_not_used_for_longest_are_evicted(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:
+def test_pages_that_were_not_used_for_longest_are_evicted(tmp_path: Path, kind: Kind) -> None:
     others = [prompt(n, n, n) for n in range(10, 14)]
     page_store = PageStore(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     for other in others[:3]:
@@ -283,7 +279,7 @@ def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_threads_share_a_page_store(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_threads_share_a_page_store(tmp_path: Path, kind: Kind) -> None:
     """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
     page_store, prompts = (
         PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES),
