@@ -118,18 +118,14 @@ class FileStore(BatchStore, IntoStore):
         return workers or self._sync_workers.setdefault(os.getpid(), Workers(SYNCS, inf, 0))
 
     def get(self, key: str) -> bytes | None:
-        try:
-            with open(self._path(key), "rb", buffering=0) as file:
-                return self._read(file)
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), open(self._path(key), "rb", buffering=0) as file:
+            return self._read(file)
+        return None
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        try:
-            with open(self._path(key), "rb", buffering=0) as file:
-                return self._read_into(file.fileno(), room)
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), open(self._path(key), "rb", buffering=0) as file:
+            return self._read_into(file.fileno(), room)
+        return None
 
     def _read(self, file: FileIO) -> bytes:
         return file.readall()

@@ -82,7 +82,6 @@ class LmdbStore(BatchStore, IntoStore):
         return self._read(key, lambda stored: bytes(stored[: -_STAMP.size]))
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-
         def fill(stored: memoryview) -> int:
             size = len(stored) - _STAMP.size
             if size <= len(room):
@@ -127,6 +126,7 @@ class LmdbStore(BatchStore, IntoStore):
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
+    """Raise errors of LMDB as OSError."""
     try:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from secrets import token_hex
 from threading import Lock
@@ -62,18 +62,13 @@ class ObjectStore(Store):
             obstore.put(self._store, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes | None:
-        with _os_errors():
-            try:
-                return bytes(obstore.get(self._store, key).bytes())
-            except FileNotFoundError:
-                return None
+        with _os_errors(), suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, key).bytes())
+        return None
 
     def delete(self, key: str) -> None:
-        with _os_errors():
-            try:
-                obstore.delete(self._store, key)
-            except FileNotFoundError:
-                return
+        with _os_errors(), suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
 
     def keys(self, kind: str) -> Iterator[str]:
         with _os_errors():
@@ -82,19 +77,15 @@ class ObjectStore(Store):
 
     def age(self, key: str) -> float:
         """See `Store`; an object that is written now and then tells the time of the store's clock."""
-        with _os_errors():
-            try:
-                written = obstore.head(self._store, key)["last_modified"].timestamp()
-            except FileNotFoundError:
-                return 0.0
+        with _os_errors(), suppress(FileNotFoundError):
+            written = obstore.head(self._store, key)["last_modified"].timestamp()
             return time.monotonic() + self._clock() - written
+        return 0.0
 
     def size(self, key: str) -> int | None:
-        with _os_errors():
-            try:
-                return obstore.head(self._store, key)["size"]
-            except FileNotFoundError:
-                return None
+        with _os_errors(), suppress(FileNotFoundError):
+            return obstore.head(self._store, key)["size"]
+        return None
 
     def _clock(self) -> float:
         with self._lock:
@@ -111,6 +102,7 @@ class ObjectStore(Store):
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
+    """Raise errors of obstore as OSError."""
     try:
         yield
     except BaseError as error:
