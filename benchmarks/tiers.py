@@ -60,7 +60,7 @@ def measure(rules: tuple[LengthRule, ...], pages: int) -> dict[str, object]:
     published = []
 
     def write(prompt: Chain) -> None:
-        claim = index.claim(prompt, 0, PREFIX)
+        claim = index.reserve_pages(prompt, 0, PREFIX)
         assert claim is not None
         for i in range(PREFIX):
             claim.fill(i)

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.tiers.buffer_pool import BufferPool
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
-from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import GROUP, FileStore, Store
+from kvproto.tiers.page_store import BufferPool, PageStore
+from kvproto.tiers.store import BATCH, Store
 from kvproto.tiers.workers import Workers
 from kvproto.wire.enums import KeyForm, LengthRule
 
@@ -70,7 +70,7 @@ class OneFile:
         with self.path.open("xb", buffering=0) as file:
             for i in range(self.pages):
                 file.write(BLOCK)
-                if (i + 1) % GROUP == 0:
+                if (i + 1) % BATCH == 0:
                     os.fdatasync(file.fileno())
             os.fsync(file.fileno())
         _sync(self.path.parent)
@@ -86,8 +86,8 @@ class Direct(OneFile):
 
     def write(self) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        for at in range(0, self.pages, GROUP):
-            _each(lambda i: os.pwrite(file, ALIGNED[0], i * len(BLOCK)), range(at, at + GROUP), DEPTH)
+        for at in range(0, self.pages, BATCH):
+            _each(lambda i: os.pwrite(file, ALIGNED[0], i * len(BLOCK)), range(at, at + BATCH), DEPTH)
             os.fdatasync(file)
         os.close(file)
         _sync(self.path.parent)
@@ -108,7 +108,7 @@ class PlainFiles:
         self.paths = [root / f"{i}" for i in range(pages)]
 
     def write(self) -> None:
-        _each(_write_synced, [self.paths[at : at + GROUP] for at in range(0, len(self.paths), GROUP)])
+        _each(_write_synced, [self.paths[at : at + BATCH] for at in range(0, len(self.paths), BATCH)])
 
     def read(self) -> None:
         _each(Path.read_bytes, self.paths)
@@ -123,7 +123,7 @@ class Stored:
     def write(self) -> None:
         workers = Workers(THREADS, 1e9, len(self.chain.ahead))
         pages = [
-            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.group)
+            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.batch)
             for i in range(len(self.chain.ahead))
         ]
         assert all(page.result() for page in pages)
@@ -131,7 +131,7 @@ class Stored:
 
     def read(self) -> None:
         rooms = [ROOMS.take() for _ in self.chain.ahead]
-        assert all(_each(lambda i: self.page_store.read(self.chain, i, room=rooms[i]), range(len(rooms))))
+        assert all(_each(lambda i: self.page_store.read(self.chain, i, buffers=rooms[i]), range(len(rooms))))
         for room in rooms:
             ROOMS.give(room)
 
@@ -190,9 +190,6 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
             for each in names[turn % len(names) :] + names[: turn % len(names)]:
                 dropped(folders[each])
                 took["read"][each].append(timed(made[each].read))
-        page_store = made["files"].page_store
-        warm = [timed(lambda: page_store.find(chain)) for _ in range(20)]
-        cold = timed(lambda: PageStore(FileStore(folders["files"]), LAYOUT).find(chain))
     size, median = pages * len(BLOCK) / 1e6, statistics.median
     return {
         "pages": pages, "mb": round(size), "rounds": rounds,
@@ -205,7 +202,6 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
             }
             for way, all_ in took.items()
         },
-        "warm_lookup_ms": round(1e3 * median(warm), 2), "open_and_lookup_ms": round(1e3 * cold),
         "samples_mb_s": {
             way: {each: [round(size / one) for one in some] for each, some in all_.items()} for way, all_ in took.items()
         },

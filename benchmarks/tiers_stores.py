@@ -22,9 +22,9 @@ import numpy as np
 import rocksdict
 from moto.server import ThreadedMotoServer
 
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
-from kvproto.tiers.store import FileStore
 
 from .tiers_disk import dropped, timed
 
