@@ -14,11 +14,11 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
+from kvproto.planning.cache import BITS
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
-from kvproto.planning.sizes import BITS
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 __all__ = [
