@@ -106,7 +106,7 @@ def _main(argv: list[str] | None) -> int:
     line = parser()
     args = line.parse_args(argv)
     if args.command == "errors":
-        for code in [_code(line, given) for given in args.code] or ErrorCode:
+        for code in [_code(line, text) for text in args.code] or ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
     if run := getattr(args, "run", None):
@@ -142,16 +142,16 @@ _RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
 """The commands of modules, which packages may replace."""
 
 
-def _code(line: argparse.ArgumentParser, given: str) -> ErrorCode:
+def _code(line: argparse.ArgumentParser, text: str) -> ErrorCode:
     """The error code of this name or number; ends the program if there is none."""
-    if given.upper() in ErrorCode.__members__:
-        return ErrorCode[given.upper()]
+    if text.upper() in ErrorCode.__members__:
+        return ErrorCode[text.upper()]
     try:
-        return ErrorCode(int(given, 0))
+        return ErrorCode(int(text, 0))
     except ValueError:
-        near = get_close_matches(given.upper(), ErrorCode.__members__)
+        near = get_close_matches(text.upper(), ErrorCode.__members__)
         line.error(
-            f"no error code {_short(given)}; {f'is it {chr(32).join(near)}?' if near else 'see `kvproto errors`'}"
+            f"no error code {_short(text)}; {f'is it {chr(32).join(near)}?' if near else 'see `kvproto errors`'}"
         )
 
 

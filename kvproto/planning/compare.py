@@ -49,13 +49,13 @@ def unstated(source: Geometry, sink: Geometry) -> tuple[str, ...]:
     """The registered facts that should be compared but that neither side states."""
     models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
     small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
-    found = []
+    names = []
     for name in COMPARED:
         base, dot, _ = name.partition(".")
         of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
-        found += [f"{base}.{model}" for model in of] if dot else [name]
+        names += [f"{base}.{model}" for model in of] if dot else [name]
     stated = {fact.name for side in (source, sink) for fact in side.facts}
-    return _shared(tuple(name for name in found if name not in stated))
+    return _shared(tuple(name for name in names if name not in stated))
 
 
 def check_facts(source: Geometry, sink: Geometry) -> None:
@@ -94,9 +94,9 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
             yield from _differing(at, mine, yours)
             continue
         key = _KEYS.get(name)
-        some, others = ({getattr(e, key) if key else i: e for i, e in enumerate(es)} for es in (mine, yours))
-        for each in [*some, *(each for each in others if each not in some)]:
-            yield from _differing(f"{at}[{each}]", some.get(each), others.get(each))
+        ours, theirs = ({getattr(e, key) if key else i: e for i, e in enumerate(es)} for es in (mine, yours))
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            yield from _differing(f"{at}[{name}]", ours.get(name), theirs.get(name))
 
 
 def _brief(value: Any) -> str:
