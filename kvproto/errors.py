@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, where, what each side has, and what to do."""
+"""Errors with a code, a place, the values of both sides, and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What identifies a request to both engines: the digest of its prompt, and the ticket that comes with it."""
+"""The identity of a request at both engines: the digest of its prompt, and the ticket that comes with it."""
 
 from __future__ import annotations
 

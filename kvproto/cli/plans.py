@@ -219,7 +219,7 @@ def _as_json(
 def _picture(
     source: Geometry, sink: Geometry, agreed: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
 ) -> Iterator[str]:
-    """A matrix of ranks with a letter for each group, and what the request moves."""
+    """A matrix of ranks with a letter for each group, and the bytes that the request moves."""
     letters = _letters(sink)
     shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
     yield f"{shown}; prefill ranks across, decode ranks down"

@@ -88,7 +88,7 @@ _NO_NUMBERS = ("name", "layers", "parts", "blocks", "part", "split", "axis", "of
 def _checked(
     make: Callable[Concatenate[type[Cache], P], T],
 ) -> Callable[Concatenate[type[Cache], P], T]:
-    """Raise LocalError, naming the argument, for numbers that are too small and for what is not an element type."""
+    """Raise LocalError, naming the argument, for a number that is too small or a dtype that is no `DType`."""
 
     @wraps(make)
     def checked(cls: type[Cache], /, *args: P.args, **named: P.kwargs) -> T:
@@ -137,7 +137,7 @@ class Cache:
         virtual: int | None = None,
         copies: bool = True,
     ) -> Cache:
-        """The same cache with sizes of `Parallel` that differ from the engine's; those that are not named do not.
+        """The same cache with sizes of `Parallel` that differ from the engine's; the others stay as they are.
 
         A draft of TP 2 in an engine of TP 8 is `over(tp=2)`: ranks 0 to 3 hold its first half and ranks 4 to 7 the
         other. With `copies=False` only ranks 0 and 1 hold it. Naming `stages` divides a draft over pipeline stages
@@ -341,7 +341,7 @@ class Cache:
     def paged(cls, name: str, layers: LayerIds, *, parts: Mapping[str, Sizes], page: int, model: int = 0) -> Cache:
         """Any other paged parts: name to element type, lanes, and bytes of a lane.
 
-        A tuple of bytes states a lane's sections, each of which lies in a separate buffer.
+        A tuple of bytes states the sections of a lane, each in a buffer of its own.
         """
         return cls._of(name, layers, parts_of(parts), kind=ItemKind.PAGE, model=model, rows=page)
 

@@ -1,4 +1,4 @@
-"""Whether two Descriptions fit at all: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
+"""Comparison of two Descriptions: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
 
 In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
-"""Names in the registry of facts that both sides should state; those that end in "target" are also a draft's."""
+"""Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""
 _ABSENT = "(absent)"
 _LONGEST = 80
 _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "owns": "group"}
@@ -100,7 +100,7 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _brief(value: Any) -> str:
-    """A value for display; of a struct, that it is there."""
+    """A value as text for people; of a struct, only that it is stated."""
     if value is None or attrs.has(type(value)):
         return _ABSENT if value is None else "(stated)"
     text = str(value.tolist() if isinstance(value, np.ndarray) else value)
@@ -182,10 +182,10 @@ def unscaled(group: Group, part: str, layer: int) -> PlanError:
 
 
 def scaled_by(part: str) -> str | None:
-    """The registered name of what a part of this name scales; None if it is not a scale."""
+    """The registered name of the part that a part of this name scales; None if it is not a scale."""
     return SCALES.get(name_of(part))
 
 
 def name_of(part: str) -> str:
-    """The registered name of which `part` is an alias, or else `part` itself."""
+    """The registered name behind an alias, or else `part` itself."""
     return ALIASES.get(part, part)

@@ -1,4 +1,4 @@
-"""Which cp rank owns which rows: closed forms over a deal that repeats (spec/v1/dcp.md).
+"""Deals of rows over cp ranks, in closed forms: who owns a row, and where it lies (spec/v1/dcp.md).
 
 A deal hands out runs of `interleave` tokens, in turn or in the group's `order`. Rows here are global rows of the group,
 each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
@@ -57,7 +57,7 @@ def _turn(group: Group) -> _Turn:
 
 
 def _in_turn(group: Group) -> bool:
-    """Whether cp ranks take one run each in turn; a single rank does, whatever its order says."""
+    """Whether cp ranks take one run each in turn; a single rank always does."""
     return group.order is None or group.cp_size == 1
 
 

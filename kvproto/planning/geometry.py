@@ -1,4 +1,4 @@
-"""What each rank owns, as the Description states it: constructors and invariants.
+"""Descriptions of ownership: constructors and invariants.
 
 The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
 `kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
@@ -102,7 +102,7 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def lane_bytes(part: Part) -> int:
-    """Bytes of a lane of the whole part, of which this may be a section (clause KVP-GEO-SECTIONS)."""
+    """Bytes of a lane of the whole part; `part` may be a section of it (clause KVP-GEO-SECTIONS)."""
     return part.lane_bytes if part.whole is None else part.whole
 
 
@@ -115,7 +115,7 @@ def column_names(group: Group) -> list[str]:
 
 
 def validate(geometry: Geometry) -> None:
-    """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
+    """Raise WireError or PlanError(BAD_GEOMETRY) if a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
     _check(geometry)
 

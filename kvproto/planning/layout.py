@@ -177,7 +177,7 @@ class _PlacedCache:
     spec: Cache
     group: Group
     sizes: Parallel
-    """The engine's, with those that differ for this cache."""
+    """The sizes of this cache: the engine's, or its own."""
     layers: tuple[tuple[int, ...], ...]
     """Layers of the cache on each pipeline stage."""
     ranks: int
@@ -210,7 +210,7 @@ class _PlacedCache:
         return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
 
     def share(self, stage: int, nth: int) -> Owns | None:
-        """What the nth rank of a stage owns; None if the stage has no layers, or the rank does not hold the cache."""
+        """The share of the nth rank of a stage; None if the stage has no layers, or the rank does not hold the cache."""
         held = self.sizes.cp * self.sizes.tp
         nth = nth * held // self.ranks if self.spec.copies else nth
         if not self.layers[stage] or nth >= held:
@@ -230,7 +230,7 @@ class _PlacedCache:
 
 
 def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:
-    """The sizes of one cache: the engine's, except for those that it names. Raises LocalError."""
+    """The sizes of one cache: its own, and otherwise the engine's. Raises LocalError."""
     if not spec.own:
         return engine
     base = engine if _dealt(spec) else attrs.evolve(engine, dcp=1, deal="cyclic")

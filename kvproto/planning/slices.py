@@ -33,7 +33,7 @@ class Range:
 
     layers: Intervals
     columns: tuple[PartLanes, ...]
-    """One; for a part in sections, those that hold some of the bytes."""
+    """One; several if sections of a part hold the bytes."""
     cp_rank: int = 0
     """Which share of the tokens it is."""
     cp_size: int = 1
@@ -48,7 +48,7 @@ class Range:
 
 @attrs.frozen
 class Slice:
-    """What one sink rank gets of one part from one source rank, with the same lanes in all of its layers."""
+    """A range of one part that a sink rank gets from a source rank, with the same lanes in all of its layers."""
 
     sink: int
     source: int
