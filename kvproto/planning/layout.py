@@ -210,7 +210,7 @@ class _PlacedCache:
         return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
 
     def share(self, stage: int, nth: int) -> Owns | None:
-        """The share of the nth rank of a stage; None if the stage has no layers, or the rank does not hold the cache."""
+        """The share of the nth rank of a stage; None if it has no layers, or the rank does not hold the cache."""
         held = self.sizes.cp * self.sizes.tp
         nth = nth * held // self.ranks if self.spec.copies else nth
         if not self.layers[stage] or nth >= held:
