@@ -17,7 +17,7 @@ from kvproto.net import AllowList, Dialer, Listener, read_keys
 from kvproto.rank.checksums import session_id
 from kvproto.rank.page_tables import grants_of
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Arrived, Lost, RegisterAsked, TransferRequested
+from kvproto.session.events import Arrived, Lost, RegisterAsked
 from kvproto.wire.enums import Outcome, Transport
 from kvproto.wire.messages import Grants
 

@@ -7,7 +7,7 @@ import json
 import os
 import string
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import IntEnum
 from functools import partial
@@ -32,6 +32,17 @@ They may also add options to another command, and replace its `run`.
 """
 _KNOWN = {"import": "read a capture of another engine's messages"}
 """Commands of packages that come with kvproto."""
+
+
+_COMMANDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (describe, ("describe",)),
+    (plans, ("check", "plan")),
+    (probe, ("probe",)),
+    (kept, ("tiers",)),
+    (finding, ("find",)),
+    (top, ("top", "tail")),
+)
+"""Modules with `add` and `run`, and the commands that they add."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,24 +73,22 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
-    describe.add(commands)
-    plans.add(commands)
-    probe.add(commands)
+    show.set_defaults(run=partial(_decode, parser))
+    for module, names in _COMMANDS:
+        module.add(commands)
+        for name in names:
+            commands.choices[name].set_defaults(run=module.run)
     keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
-    keys.add_argument(
-        "folder", metavar="DIR", type=Path, help="folder for secret.key and public.key; created if missing"
-    )
-    kept.add(commands)
-    finding.add(commands)
-    top.add(commands)
+    folder = "folder for secret.key and public.key; created if missing"
+    keys.add_argument("folder", metavar="DIR", type=Path, help=folder)
+    keys.set_defaults(run=_keygen)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
-    for name, run in _RUNS.items():
-        commands.choices[name].set_defaults(run=run)
+    codes.set_defaults(run=partial(_errors, parser))
     _add_of_packages(commands)
     for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
-        said = listed.help or ""
-        commands.choices[listed.dest].description = f"{said[:1].upper()}{said[1:]}."
+        text = listed.help or ""
+        commands.choices[listed.dest].description = f"{text[:1].upper()}{text[1:]}."
     return parser
 
 
@@ -90,31 +99,30 @@ def _add_of_packages(commands: Any) -> None:
         try:
             if name not in entries:
                 raise ImportError("no installed package has it")
-            entries[name].load()(commands)
+            add = entries[name].load()
         except (ImportError, AttributeError) as error:
             absent = commands.add_parser(name, help=_KNOWN.get(name, "(broken)"), prefix_chars="\0", add_help=False)
             absent.add_argument("rest", nargs="*")
             absent.set_defaults(run=partial(_absent, f"{name!r} of the entry points {GROUP}: {error}"))
+        else:
+            add(commands)
 
 
-def _absent(what: str, args: argparse.Namespace) -> int:
-    print(f"error: {what} (install kvproto again; in a checkout: pip install -e .)", file=sys.stderr)
+def _absent(reason: str, args: argparse.Namespace) -> int:
+    print(f"error: {reason} (install its package again; of kvproto: pip install -e . in a checkout)", file=sys.stderr)
     return 1
 
 
 def _main(argv: list[str] | None) -> int:
-    line = parser()
-    args = line.parse_args(argv)
-    if args.command == "errors":
-        for code in [_code(line, text) for text in args.code] or ErrorCode:
-            print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
-        return 0
-    if run := getattr(args, "run", None):
-        status: int = run(args)
-        return status
-    if args.struct is not None and args.struct not in tables.FIELDS:
-        line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
-    return _decode(args.frame, args.struct, args.json, args.bytes)
+    args = parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    for code in [_code(line, text) for text in args.code] or ErrorCode:
+        print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
+    return 0
 
 
 def _keygen(args: argparse.Namespace) -> int:
@@ -130,18 +138,6 @@ def _keygen(args: argparse.Namespace) -> int:
     return 0
 
 
-_RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "describe": describe.run,
-    **dict.fromkeys(("check", "plan"), plans.run),
-    **dict.fromkeys(("top", "tail"), top.run),
-    "probe": probe.run,
-    "keygen": _keygen,
-    "find": finding.run,
-    "tiers": kept.run,
-}
-"""The commands of modules, which packages may replace."""
-
-
 def _code(line: argparse.ArgumentParser, text: str) -> ErrorCode:
     """The error code of this name or number; ends the program if there is none."""
     if text.upper() in ErrorCode.__members__:
@@ -150,15 +146,17 @@ def _code(line: argparse.ArgumentParser, text: str) -> ErrorCode:
         return ErrorCode(int(text, 0))
     except ValueError:
         near = get_close_matches(text.upper(), ErrorCode.__members__)
-        line.error(
-            f"no error code {_short(text)}; {f'is it {chr(32).join(near)}?' if near else 'see `kvproto errors`'}"
-        )
+        advice = f"is it {' '.join(near)}?" if near else "see `kvproto errors`"
+        line.error(f"no error code {_short(text)}; {advice}")
 
 
-def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> int:
+def _decode(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    source, struct = args.frame, args.struct
+    if struct is not None and struct not in tables.FIELDS:
+        line.error(f"no struct {struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     try:
         data = _read(source)
-        if as_bytes:
+        if args.bytes:
             text = explain(data, struct)
             print(text)
             return 1 if text.splitlines()[-1].startswith("refused") else 0
@@ -173,13 +171,13 @@ def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> i
     except OSError as error:
         print(f"error: {_short(source)}: {error.strerror}", file=sys.stderr)
         return 1
-    if as_json:
+    if args.json:
         kind = "message" if struct is None else "struct"
         print(json.dumps({kind: type(message).__name__, "fields": to_json(message, redact=True)}))
         return 0
     print(f"{type(message).__name__} (0x{message.TYPE:04x})" if struct is None else struct)
-    for line in _lines(message, "  "):
-        print(line)
+    for text in _lines(message, "  "):
+        print(text)
     return 0
 
 

@@ -67,6 +67,8 @@ class Session:
         self.session = 0
         self.state = self.closed_in = SessionState.IDLE
         """`closed_in` is the state in which the session ended."""
+        self.open = True
+        """Whether the session has not ended."""
         self.features: tuple[int, ...] = ()
         self.minor = tables.MINOR
         """The minor version of the session, from Welcome on."""
@@ -110,11 +112,6 @@ class Session:
     def planned(self) -> bool:
         """Whether both Descriptions and their plan are known."""
         return self._described is not None
-
-    @property
-    def open(self) -> bool:
-        """Whether the session has not ended."""
-        return self.state != SessionState.CLOSED
 
     @property
     def known(self) -> bool:
@@ -165,6 +162,7 @@ class Session:
     def step(self, event: str) -> None:
         """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
         self.state = next_session(self.state, event, self.features)
+        self.open = self.state != SessionState.CLOSED
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
@@ -273,7 +271,7 @@ class Session:
             self.tell(Disconnected(self.name, reason))
 
     def _close(self) -> None:
-        self.closed_in, self.state = self.state, SessionState.CLOSED
+        self.closed_in, self.state, self.open = self.state, SessionState.CLOSED, False
         for number in list(self._pending):
             self.answered(number)
         for part in self._parts.values():

@@ -86,9 +86,9 @@ class SourceSession(Session):
     def accept_register(
         self,
         transport: Transport,
-        mapping: Any = None,
         writer: StreamWriter | None = None,
         process: m.Process | None = None,
+        mapping: Any = None,
     ) -> None:
         """Report that the sink's memory is mapped with this transport; `mapping` is the rank's own record of it.
 

@@ -8,7 +8,7 @@ a frame does not grow with the number of waiting Transfers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -118,6 +118,12 @@ class Tickets:
         """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
         self._touched: set[TicketState] = set()
         """States to examine in the next `settle`."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[TicketState]:
+        return iter(self._states.values())
 
     # calls of the engine
 

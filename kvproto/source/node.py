@@ -9,6 +9,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
 from kvproto.net import Listener
 from kvproto.options import Options
+from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.rank.events import PoolReturned
@@ -85,13 +86,10 @@ class SourceNode:
 
     # calls of the engine
 
-    def expect(self, request: Request) -> None:
-        """Accept a request."""
+    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int] = NO_AXES) -> None:
+        """Accept a request, by the digest of its prompt and the lengths of the prompt and of its other axes."""
         self.requests[request] = self._changed[request] = None
-        prompt = request.prompt
-        request.state = self.tickets.expect(
-            request.ticket, request, prompt.digest, time.monotonic(), len(prompt), prompt.axes
-        )
+        request.state = self.tickets.expect(request.ticket, request, content, time.monotonic(), tokens, axes)
 
     def computed(self, request: Request, computed: Computed) -> None:
         """Copy computed rows to the sinks that ask for them, in parts, each row once; items stay until the end.

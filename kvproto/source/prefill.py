@@ -118,7 +118,7 @@ class Prefill:
         BAD_GRANT or STATE_POSITION.
         """
         finished, sources = self.finished, {}
-        begun = self.begun(pair, grants)
+        begun = self.begun(pair, grants) if self.since else grants
         if finished is not None:
             check_ends(pair, grants, finished.tokens, self.axes)
             sinks, items = windows(begun), finished.items
@@ -162,7 +162,7 @@ class Prefill:
 
     def begun(self, pair: Pair, grants: Sequence[Grants]) -> Sequence[Grants]:
         """The grants of a sink, reduced to the rows that are still held."""
-        begins = self.begins(pair, grants) if self.since else ()
+        begins = self.begins(pair, grants)
         return cut_to_begins(pair.sink, grants, {b.group: b.first for b in begins}) if begins else grants
 
     def complete(self, pair: Pair, grants: Sequence[Grants]) -> dict[Layer, tuple[int, ...]]:

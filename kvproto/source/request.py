@@ -14,7 +14,8 @@ from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.prompt import Prompt, Ticket
-from kvproto.rank.base import Door, TicketHandle
+from kvproto.rank.base import EngineRank
+from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
@@ -31,7 +32,7 @@ _AT_ONCE = 1 << 20
 class RequestCalls(Protocol):
     """The calls that a request makes on the rank that serves it."""
 
-    def expect(self, request: Request) -> None:
+    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int]) -> None:
         """Accept a request."""
 
     def computed(self, request: Request, computed: Computed) -> None:
@@ -50,7 +51,7 @@ class Request(TicketHandle[Over]):
     It ends with Freed, with Undelivered if a sink rank may not have the request, or with Expired after its deadline.
     """
 
-    def __init__(self, rank: Door, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
+    def __init__(self, rank: EngineRank, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(rank, ticket)
         self._rank, self._calls, self.pool = rank, calls, rank.pool
         self.prompt = prompt
@@ -74,7 +75,8 @@ class Request(TicketHandle[Over]):
 
     def accept(self) -> None:
         """Have the rank answer sinks that ask for it."""
-        self._post(lambda: self._calls.expect(self))
+        digest, tokens, axes = self.prompt.digest, len(self.prompt), self.prompt.axes
+        self._post(lambda: self._calls.expect(self, digest, tokens, axes))
 
     def computed(
         self, pages: PageTables, tokens: int, *, layers: tuple[int, int] | None = None, model: int = 0,

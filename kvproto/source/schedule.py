@@ -13,6 +13,7 @@ from kvproto.errors import KvprotoError, RemoteError
 from kvproto.rank.checksums import Checksums
 from kvproto.rank.registration import PeerMapping
 from kvproto.session.records import SourceAttempt
+from kvproto.session.table import TransferState
 from kvproto.source.prefill import Prefill, asked_tokens, check_ends
 from kvproto.source.progress import Available, CopyStep, SendProgress
 from kvproto.transport.base import Layer, Stream
@@ -85,7 +86,8 @@ class Send:
 
     def unwanted(self) -> KvprotoError | None:
         """The reason why its bytes are not wanted any more; None if they are."""
-        if not self.attempt.wanted:
+        attempt = self.attempt
+        if attempt.state != TransferState.ACCEPTED or not attempt.session.open:
             return _OVER
         return None if self.request.over is None else _LATE
 

@@ -90,7 +90,7 @@ class SinkMemory:
         self._watch()
         capabilities = peer.transport.capabilities
         process = self._endpoint.process if capabilities.death_is_proof else None
-        session.accept_register(capabilities.code, peer, peer.connection.link, process)
+        session.accept_register(capabilities.code, peer.connection.link, process, peer)
 
     def _watch(self) -> None:
         """Look from time to time whether the processes of sinks have ended, if any can be seen from here."""
@@ -119,7 +119,7 @@ class SinkMemory:
         asked = RegisterAsked(session.session, register, described)
         made = PeerMapping(asked, transport, pair, reads=True)
         regions = self._regions(made)  # raises before anything is answered
-        session.accept_register(transport.capabilities.code, made)
+        session.accept_register(transport.capabilities.code, mapping=made)
         self._mapped[made.key] = made
         if not self.asleep and self._unread(session):
             self._register(session, regions)

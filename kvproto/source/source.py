@@ -13,11 +13,11 @@ from kvproto.events import Event, Over
 from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
-from kvproto.rank.base import Handle, check_request, options_of, party_of, transports_of
+from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
 from kvproto.rank.events import PoolReturned
+from kvproto.rank.handles import Handle
 from kvproto.rank.lent import Lent
 from kvproto.rank.pool import Pool
-from kvproto.rank.withdrawal import Sleeper
 from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.source.node import SourceNode
 from kvproto.source.request import Request
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Source"]
 
 
-class Source(Sleeper):
+class Source(EngineRank):
     """One rank of an engine that computes prompts."""
 
     def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
@@ -60,6 +60,7 @@ class Source(Sleeper):
         try:
             self._node = SourceNode(party, pool, listener, endpoints, chosen, transports_of(chosen, pool))
             super().__init__(name, pool, self._node, chosen)
+            self._start()
         except BaseException:
             listener.close()
             raise
