@@ -133,7 +133,8 @@ def parts_module(facts: Facts) -> str:
         "",
         "ALIASES = {",
     ]
-    out += [f"    {json.dumps(alias)}: {json.dumps(name)}," for name, row in parts.items() for alias in row["aliases"]]
+    aliases = [(json.dumps(row["aliases"]), json.dumps(name)) for name, row in parts.items() if row["aliases"]]
+    out += [f"    **dict.fromkeys({names}, {name})," for names, name in aliases]
     out += ["}", '"""Registered names by alias."""', "", "SHARE_OF = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
     out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
