@@ -23,67 +23,10 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
 __all__ = [
-    "SUMMED",
-    "Allocation",
-    "Capabilities",
-    "Connection",
-    "Copying",
-    "Exposure",
-    "Layer",
-    "Link",
-    "Mapped",
-    "Memory",
-    "Move",
-    "Pager",
-    "Paging",
-    "Piece",
-    "Provider",
-    "Receiver",
-    "Regions",
-    "Stream",
-    "StreamDelivery",
-    "Transport",
-    "connect_each",
-    "no_handle",
-]
-
-
-class Paging(Protocol):
-    """A copy that has been started."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it writes."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
-
-    def hold(self, layer: int | None = None) -> None:
-        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
-
-    def wait(self) -> None:
-        """Return when it is done; raises what `done` raises."""
-
-
-class Pager(Protocol):
-    """Runs copy programs between one pool and memory that it allocates.
-
-    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
-    write under way.
-    """
-
-    def allocate(self, length: int) -> Memory:
-        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
-
-    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
-        """Start a copy to the host."""
-
-    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
-        """Start a copy to the pool, its layers in ascending order."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and release the memory that was allocated."""
+    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
+    "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
+    "connect_each", "no_handle",
+]  # fmt: skip
 
 
 class Memory(Protocol):
@@ -184,6 +127,47 @@ class Copying(Protocol):
 
     def stop(self) -> Proof | None:
         """Start nothing more; None while writes are under way, then whether any can still arrive."""
+
+
+# copies between a pool and memory of the host within one process, by which pages are kept (`kvproto.tiers`)
+
+
+class Paging(Protocol):
+    """A copy that has been started."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
+
+    def hold(self, layer: int | None = None) -> None:
+        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises what `done` raises."""
+
+
+class Pager(Protocol):
+    """Runs copy programs between one pool and memory that it allocates.
+
+    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
+    write under way.
+    """
+
+    def allocate(self, length: int) -> Memory:
+        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
+
+    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
+        """Start a copy to the host."""
+
+    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
+        """Start a copy to the pool, its layers in ascending order."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and release the memory that was allocated."""
 
 
 # transports
@@ -347,15 +331,15 @@ def connect_each(
     regions: Sequence[Region], used: Collection[int], connect: Callable[[Region, str], Mapped]
 ) -> Connection:
     """Map every region in `used` by `connect(region, path)`, or none if it raises."""
-    made = Connection()
+    connection = Connection()
     try:
         for i, region in enumerate(regions):
             if region.id in used:
-                made.mapped[region.id] = connect(region, f"regions[{i}]")
+                connection.mapped[region.id] = connect(region, f"regions[{i}]")
     except KvprotoError:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection
 
 
 @attrs.frozen
@@ -404,9 +388,9 @@ class Provider(ABC):
         """The GPU that all regions are on, None for the host; raises LocalError(NO_TRANSPORT)."""
         devices = {m.device for m in memory.values()}
         if len(devices) != 1:
-            found = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
+            places = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
             wanted, advice = "regions of one GPU, or of the host", "give each rank pools of one GPU"
-            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, found, advice)
+            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, places, advice)
         return devices.pop()
 
     @abstractmethod

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import numpy as np
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, RemoteError, bad
 from kvproto.transport.staging.packed import Layer, Packer, PendingCopy
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
@@ -65,9 +65,14 @@ class ChunkPiece:
     def notice(self, session: int, sequence: int, attempt: int) -> Chunk:
         """The notice to send."""
         return Chunk(
-            session=session, sequence=sequence, attempt=attempt, slot=self.slot, offset=self.offset, bytes=self.bytes,
+            session=session,
+            sequence=sequence,
+            attempt=attempt,
+            slot=self.slot,
+            offset=self.offset,
+            bytes=self.bytes,
             last=self.last,
-        )  # fmt: skip
+        )
 
 
 # the source
@@ -84,8 +89,8 @@ class StagedLink:
     def __init__(self, own: Staging, target: Target) -> None:
         self.own, self.target = own, target
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
-        _enough(own.slots, own.slot_bytes)
-        _enough(target.slots, target.slot_bytes)
+        _check_slots(own.slots, own.slot_bytes)
+        _check_slots(target.slots, target.slot_bytes)
         self.free = deque(range(own.slots))
         """Own slots that are not in use."""
         self.granted: deque[int] = deque()
@@ -100,16 +105,13 @@ class StagedLink:
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
         slots = [] if credit.slots is None else credit.slots[: len(self._away) + 1].tolist()
-        came = set[int]()
+        granted = set[int]()
         for i, slot in enumerate(slots):
-            if slot not in self._away or slot in came:
-                wanted, advice = (
-                    f"slots below {self.target.slots} that are not granted",
-                    "return a slot after its Chunk",
-                )
-                raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", wanted, str(slot), advice)
-            came.add(slot)
-        self._away -= came
+            if slot not in self._away or slot in granted:
+                mine = f"slots below {self.target.slots} that are not granted"
+                raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", mine, str(slot), "return a slot after its Chunk")
+            granted.add(slot)
+        self._away -= granted
         self.granted.extend(slot for slot in slots if slot not in self._used)
 
     def take(self) -> int:
@@ -199,7 +201,7 @@ class StagedSender:
                 yours = f"{self._at} of {packer.length} bytes written when the connection broke"
                 raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
             self._post()
-            found = self._take()
+            written = self._take()
             left, allowed = self.left, self._allowed - self._at
             # only the last slot may go out before it is full
             if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
@@ -210,7 +212,7 @@ class StagedSender:
                 link.free.popleft()
                 self._at += size
                 self._post()
-            return found
+            return written
         except KvprotoError:
             self._stopped = True
             raise
@@ -227,16 +229,16 @@ class StagedSender:
             self._writing += 1
 
     def _take(self) -> list[ChunkPiece]:
-        found = []
+        written = []
         while self._parts and (first := self._parts[0]).writing is not None and first.writing.ready():
             self._parts.popleft()
             self._writing -= 1
             self._link.free.append(first.own)
             self._link.leave(first.piece.slot, named=True)
-            found.append(first.piece)
+            written.append(first.piece)
         if not self.left and not self._parts:
             self._link.active.discard(self)
-        return found
+        return written
 
     def abort(self) -> Proof | None:
         """Begin nothing more; call again until the result is not None.
@@ -287,7 +289,7 @@ class StagedReceiver:
     kind: ClassVar[CreditKind] = CreditKind.STAGING
 
     def __init__(self, own: Staging) -> None:
-        _enough(own.slots, own.slot_bytes)
+        _check_slots(own.slots, own.slot_bytes)
         self._own = own
         self._free = set(range(own.slots))
         self._granted: set[int] = set()
@@ -375,8 +377,8 @@ class StagedReceiver:
         """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.at < stream.packer.length:
-            wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send every Chunk before Done")
+            mine, yours = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send every Chunk before Done")
         return self.complete(sequence, attempt)
 
     def close(self, sequence: int, attempt: int) -> bool:
@@ -392,8 +394,7 @@ class StagedReceiver:
         return True
 
 
-def _enough(slots: int, slot_bytes: int) -> None:
+def _check_slots(slots: int, slot_bytes: int) -> None:
     if slots < LEAST_SLOTS or slot_bytes < 1:
-        advice = "register more staging memory, or smaller slots"
-        found = f"{slots} of {slot_bytes} bytes"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "slots", f"at least {LEAST_SLOTS} slots, not empty", found, advice)
+        mine, advice = f"at least {LEAST_SLOTS} slots, not empty", "register more staging memory, or smaller slots"
+        raise bad("slots", mine, f"{slots} of {slot_bytes} bytes", advice)
