@@ -196,7 +196,7 @@ def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: in
             kernels[16].run_expand(ctypes.c_void_p(at), table.n_maps, 2)
             for word, offset, count in table.launches:
                 kernels[word].run_checksum(ctypes.c_void_p(at + offset), count, blocks)
-            found = table.found(program.maps, image[size - 8 * len(table.groups) : size])
+            found = table.sums(program.maps, image[size - 8 * len(table.groups) : size])
             assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 

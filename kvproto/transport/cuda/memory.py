@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,29 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda import direct, virtual
-from kvproto.transport.cuda.descriptors import withdraw
-from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
+from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
+from kvproto.transport.cuda.driver import (
+    FAULTS,
+    call,
+    current,
+    driver,
+    enable_peer,
+    ordinal_of,
+    pointer_attribute,
+    uuid,
+)
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["DeviceMemory", "MappedDeviceMemory", "connect"]
+__all__ = ["DeviceMemory", "MappedDeviceMemory", "allocation_at", "connect", "has_fabric"]
 
 _LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
 """Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
+_MOST_PIECES = 64
+"""Allocations that one region may span."""
+_DESCRIPTOR_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FABRIC_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _NONCE = secrets.token_bytes(16)
 """Names this process, so that it recognizes its own handles."""
 _Attribute = driver.CUpointer_attribute
@@ -47,7 +60,7 @@ def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
 
     It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
     """
-    known, value = direct.attribute(attribute.value, address)
+    known, value = pointer_attribute(attribute.value, address)
     if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
         call((driver.CUresult(known),), "pointer attribute")
     return value if known == 0 else 0
@@ -57,8 +70,8 @@ def facts(address: int) -> dict[str, int]:
     """The attributes of the allocation at an address; zeros if there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
-    found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return found | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
+    known = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
+    return known | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 def allocation_at(address: int) -> int | None:
@@ -85,9 +98,9 @@ class DeviceMemory:
     @classmethod
     def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
         """An engine's own pool; raises LocalError if [address, address + length) is not in one device allocation."""
-        made = cls.__new__(cls)
-        made._set(address, length, id, owned=False)
-        return made
+        memory = cls.__new__(cls)
+        memory._set(address, length, id, owned=False)
+        return memory
 
     def _set(self, address: int, length: int, id: int, owned: bool) -> None:
         known = facts(address)
@@ -127,54 +140,55 @@ class DeviceMemory:
         """Its entry in Register; raises NO_TRANSPORT, with advice, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
-        made = []
+        handles = []
         allowed = self._known["handles"]
         if self._known["legacy"]:
             ipc = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
-            made.append(_handle(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
+            handles.append(_handle(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
         elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
-                self._shared = virtual.share(pieces)
+                self._shared = _share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-            made.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
-        if allowed & virtual.FABRIC.value and virtual.fabric(self.device):
+            handles.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
+        if allowed & _FABRIC_TYPE.value and has_fabric(self.device):
             pieces = self._pieces()
             size = sum(p.size for p in pieces)
-            made.append(_handle(_FABRIC, self.address - pieces[0].base, size, virtual.share_fabric(pieces)))
-        if not made:
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
-                "virtual memory or a memory pool without",
-                "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off",
-            )  # fmt: skip
+            handles.append(_handle(_FABRIC, self.address - pieces[0].base, size, _share_fabric(pieces)))
+        if not handles:
+            mine, yours = "memory of cuMemAlloc, or with POSIX descriptors", "virtual memory or a memory pool without"
+            advice = "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, yours, advice)
         return Region(
-            id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
-            boot=boot_id(), handles=tuple(made), namespace=pid_namespace(),
-        )  # fmt: skip
+            id=self.id,
+            base=self.address,
+            length=self.length,
+            kind=MemoryKind.CUDA,
+            device=uuid(self.device),
+            boot=boot_id(),
+            handles=tuple(handles),
+            namespace=pid_namespace(),
+        )
 
-    def _pieces(self) -> list[virtual.VirtualAllocation]:
+    def _pieces(self) -> list[VirtualAllocation]:
         """The allocations that the region spans, in order."""
-        found: list[virtual.VirtualAllocation] = []
+        pieces: list[VirtualAllocation] = []
         at = self.address
         while at < self.address + self.length:
             base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
             size = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
             if not base or not size:
-                wanted, advice = "mapped device memory", "allocate first"
-                raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", wanted, "none", advice)
-            found.append(virtual.VirtualAllocation(base, size))
+                mine = "mapped device memory"
+                raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, "none", "allocate first")
+            pieces.append(VirtualAllocation(base, size))
             at = base + size
-        if len(found) > virtual.MOST_PIECES:
-            advice = "allocate the pool at once, with kvproto.transport.memory"
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT,
-                "regions.handles",
-                f"at most {virtual.MOST_PIECES} allocations",
-                str(len(found)),
-                advice,
+        if len(pieces) > _MOST_PIECES:
+            mine, advice = (
+                f"at most {_MOST_PIECES} allocations",
+                "allocate the pool at once, with kvproto.transport.memory",
             )
-        return found
+            raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, str(len(pieces)), advice)
+        return pieces
 
     def zero(self) -> None:
         """Fill with zeros, and wait."""
@@ -255,15 +269,15 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
         raise _failed(path, "a handle", "other bytes") from error
     # a handle for this host first; other hosts and namespaces are reached by FABRIC alone
     near = here and region.namespace == pid_namespace()
-    found = next((each for each in read if near or each[0] == _FABRIC), read[0] if here and read else None)
-    if found is None:
+    usable = next((handle for handle in read if near or handle[0] == _FABRIC), read[0] if here and read else None)
+    if usable is None:
         raise _no(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
-    kind, pid, began, nonce, *_ = found
-    if kind == _FABRIC and not virtual.fabric(device):
+    kind, pid, began, nonce, *_ = usable
+    if kind == _FABRIC and not has_fabric(device):
         advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
         raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
-        return _mapped(region, path, device, found)
+        return _mapped(region, path, device, usable)
     current(device)
     owner = ordinal_of(region.device or "")
     if owner is None:
@@ -277,17 +291,17 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
             raise _failed(path, "memory of this process", "freed memory")
         return MappedDeviceMemory(region.base, region.length, device, pid)
     if kind == _FABRIC:
-        return _mapped(region, path, device, found)
+        return _mapped(region, path, device, usable)
     if not near:
         advice = "run both engines in one PID namespace, or use transport NIXL"
         raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a live process", f"process {pid} has ended")
-    return _mapped(region, path, device, found)
+    return _mapped(region, path, device, usable)
 
 
-def _mapped(region: Region, path: str, device: int, found: _Read) -> MappedDeviceMemory:
-    kind, pid, _, _, offset, size, body = found
+def _mapped(region: Region, path: str, device: int, handle: _Read) -> MappedDeviceMemory:
+    kind, pid, _, _, offset, size, body = handle
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
     key = (device, msgpack.packb(body))
@@ -321,13 +335,13 @@ def _close(device: int, base: int) -> None:
 
 def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
     path, pieces = body
-    made = virtual.VirtualMap(device, [(partial(virtual.by_descriptor, path, token), size) for token, size in pieces])
-    return _Opened(made.base, made.size, made.close)
+    mapping = _VirtualMap(device, [(partial(_by_descriptor, path, token), size) for token, size in pieces])
+    return _Opened(mapping.base, mapping.size, mapping.close)
 
 
 def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _Opened:
-    made = virtual.VirtualMap(device, [(partial(virtual.by_fabric, data), size) for data, size in body])
-    return _Opened(made.base, made.size, made.close)
+    mapping = _VirtualMap(device, [(partial(_by_fabric, data), size) for data, size in body])
+    return _Opened(mapping.base, mapping.size, mapping.close)
 
 
 _OPEN: dict[int, Callable[[int, Any], _Opened]] = {_LEGACY: _open, _VIRTUAL: _map, _FABRIC: _map_fabric}
@@ -340,7 +354,7 @@ def _read(data: bytes) -> _Read:
         good = type(body) is bytes and len(body) == 64
     elif good:
         (path, pieces), name = (body, 16) if kind == _VIRTUAL else (("", body), 64)
-        good = kind in _OPEN and type(path) is str and 0 < len(pieces) <= virtual.MOST_PIECES
+        good = kind in _OPEN and type(path) is str and 0 < len(pieces) <= _MOST_PIECES
         for token, length in pieces:
             good &= type(token) is bytes and len(token) == name and type(length) is int and 0 < length < 1 << 48
     if not good:
@@ -354,3 +368,101 @@ def _no(path: str, mine: str, yours: str, advice: str) -> RemoteError:
 
 def _failed(path: str, mine: str, yours: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, "register again")
+
+
+# virtual memory (cuMemCreate, as JAX and expandable segments use it), which peers map for themselves: shared between
+# processes of a host by descriptor, and between hosts of one NVLink domain by FABRIC handle, whose bytes are all that a
+# peer needs
+
+
+@attrs.frozen
+class VirtualAllocation:
+    """One allocation, as it is mapped at its owner."""
+
+    base: int
+    size: int
+
+
+def has_fabric(device: int) -> bool:
+    """Whether a GPU supports FABRIC handles, by its attribute."""
+    known = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+    return bool(call(driver.cuDeviceGetAttribute(known, device), "FABRIC"))
+
+
+def _export(piece: VirtualAllocation, type_: driver.CUmemAllocationHandleType) -> Any:
+    handle = call(driver.cuMemRetainAllocationHandle(piece.base), "allocation")
+    try:
+        return call(driver.cuMemExportToShareableHandle(handle, type_, 0), "handle to share")
+    finally:
+        call(driver.cuMemRelease(handle), "release")
+
+
+def _share(pieces: Sequence[VirtualAllocation]) -> tuple[str, list[tuple[bytes, int]]]:
+    """Offer allocations to peers: where to fetch them, and for each the bytes that name it and its length."""
+    path, offered = "", []
+    for piece in pieces:
+        path, token = offer(int(_export(piece, _DESCRIPTOR_TYPE)))
+        offered.append((token, piece.size))
+    return path, offered
+
+
+def _share_fabric(pieces: Sequence[VirtualAllocation]) -> list[tuple[bytes, int]]:
+    """Export allocations to the NVLink domain: for each its handle, 64 bytes, and its length."""
+    return [(bytes(_export(piece, _FABRIC_TYPE).data), piece.size) for piece in pieces]
+
+
+def _by_descriptor(path: str, token: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a descriptor that is fetched from its owner."""
+    descriptor = fetch(path, token)
+    try:
+        return call(driver.cuMemImportFromShareableHandle(descriptor, _DESCRIPTOR_TYPE), "import")
+    finally:
+        os.close(descriptor)
+
+
+def _by_fabric(data: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a FABRIC handle."""
+    handle = driver.CUmemFabricHandle()
+    handle.data = data
+    return call(driver.cuMemImportFromShareableHandle(int(handle.getPtr()), _FABRIC_TYPE), "import")
+
+
+class _VirtualMap:
+    """A peer's allocations, one after the other, as kernels of one device see them.
+
+    `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
+    """
+
+    def __init__(self, device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> None:
+        current(device)
+        self._device, self._mapped = device, 0
+        self.size = sum(size for _, size in pieces)
+        self.base = int(call(driver.cuMemAddressReserve(self.size, 0, 0, 0), "address range"))
+        self._parts: list[tuple[int, int]] = []
+        try:
+            for get, size in pieces:
+                handle = get()
+                at = self.base + self._mapped
+                try:
+                    call(driver.cuMemMap(at, size, 0, handle, 0), "mapping")
+                finally:
+                    call(driver.cuMemRelease(handle), "release")
+                self._parts.append((at, size))
+                self._mapped += size
+            access = driver.CUmemAccessDesc()
+            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = device
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call(driver.cuMemSetAccess(self.base, self.size, [access], 1), "access")
+        except BaseException:
+            with suppress(LocalError):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap; no kernel may be running that uses it."""
+        current(self._device)
+        for at, size in self._parts:
+            call(driver.cuMemUnmap(at, size), "unmap")
+        self._parts = []
+        call(driver.cuMemAddressFree(self.base, self.size), "address range")

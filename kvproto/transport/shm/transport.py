@@ -34,8 +34,12 @@ class ShmCopy(base.Copying):
 
     def __init__(self, parts: Iterable[_Part]) -> None:
         self._parts = deque(parts)
-        self.bytes = sum(program.bytes for program, _, _ in self._parts)
+        self._bytes = sum(program.bytes for program, _, _ in self._parts)
         _ = self.done
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
 
     @property
     def done(self) -> bool:
