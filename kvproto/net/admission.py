@@ -1,6 +1,6 @@
-"""Which clients may connect to a Listener, and how many.
+"""Which clients may connect to a Listener, how many, and who takes most of its time.
 
-The allow-list decides handshakes, and connections are counted and limited.
+The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
 """
 
 from __future__ import annotations
@@ -23,42 +23,7 @@ from kvproto.net.allow_list import AllowList
 from kvproto.net.libzmq import Inbox
 from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
 
-__all__ = ["ClientLoad", "Connections", "Handshakes", "event_of", "events_of"]
-
-
-_log = logging.getLogger("kvproto")
-_SPAN = 1.0
-"""Seconds over which time is added up."""
-_QUIET = 10.0
-"""Seconds between two records."""
-_MOST_SHARE = 0.4
-"""The share of the time, 0 to 1, that a client may take without a record."""
-
-
-class ClientLoad:
-    """The time and frames that each client of a Listener takes, by its key."""
-
-    def __init__(self, allow: AllowList) -> None:
-        self._allow = allow
-        self._since = self._quiet_until = 0.0
-        self._seconds, self._frames = defaultdict[bytes, float](float), Counter[bytes]()
-
-    def add(self, key: bytes, began: float, now: float) -> None:
-        """Add a frame of a client that was handled from `began` to `now`, in seconds of `time.monotonic`."""
-        if now - self._since > _SPAN:
-            self._tell(now - self._since, now)
-            self._since = began
-            self._seconds.clear()
-            self._frames.clear()
-        self._seconds[key] += now - began
-        self._frames[key] += 1
-
-    def _tell(self, span: float, now: float) -> None:
-        for key, seconds in self._seconds.items():
-            if seconds > _MOST_SHARE * span and now >= self._quiet_until:
-                self._quiet_until = now + _QUIET
-                words = "client %s keeps this source busy: %d frames took %.0f%% of %.1f s"
-                _log.warning(words, self._allow.name(key), self._frames[key], 100 * seconds / span, span)
+__all__ = ["ClientLoad", "Connections", "Handshakes", "Socket", "event_of", "events_of"]
 
 
 _log = logging.getLogger("kvproto")
@@ -231,14 +196,48 @@ class Connections:
             _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
 
 
+_SPAN = 1.0
+"""Seconds over which time is added up."""
+_QUIET = 10.0
+"""Seconds between two records."""
+_MOST_SHARE = 0.4
+"""The share of the time, 0 to 1, that a client may take without a record."""
+
+
+class ClientLoad:
+    """The time and frames that each client of a Listener takes, by its key."""
+
+    def __init__(self, allow: AllowList) -> None:
+        self._allow = allow
+        self._since = self._quiet_until = 0.0
+        self._seconds, self._frames = defaultdict[bytes, float](float), Counter[bytes]()
+
+    def add(self, key: bytes, began: float, now: float) -> None:
+        """Add a frame of a client that was handled from `began` to `now`, in seconds of `time.monotonic`."""
+        if now - self._since > _SPAN:
+            self._tell(now - self._since, now)
+            self._since = began
+            self._seconds.clear()
+            self._frames.clear()
+        self._seconds[key] += now - began
+        self._frames[key] += 1
+
+    def _tell(self, span: float, now: float) -> None:
+        for key, seconds in self._seconds.items():
+            if seconds > _MOST_SHARE * span and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET
+                words = "client %s keeps this source busy: %d frames took %.0f%% of %.1f s"
+                _log.warning(words, self._allow.name(key), self._frames[key], 100 * seconds / span, span)
+
+
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """A descriptor of ZeroMQ as a socket that does not close it."""
-    made = socket.socket(fileno=fd)
+    borrowed = socket.socket(fileno=fd)
     try:
-        yield made
+        yield borrowed
     finally:
-        made.detach()
+        borrowed.detach()
 
 
 _ATTACH_FILTER, _DETACH_FILTER, _RETURN = 26, 27, 6

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import zmq
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, bad
 from kvproto.net import limits
 from kvproto.net.addresses import HostNames, check_address, encrypted
 from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, event_of, events_of
@@ -64,34 +64,34 @@ class Listener:
         check_address(address, keys is not None, insecure)
         self._allow = allow if keys is not None and encrypted(address) else None
         if keys is not None and encrypted(address) and allow is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "allow", "an allow-list with the keys", "none", "list the clients")
+            raise bad("allow", "an allow-list with the keys", "none", "list the clients")
         self._context: zmq.Context[Socket] = zmq.Context()
         opened: list[Socket] = []
         self._end = weakref.finalize(self, _close, self._context, opened)
         try:
-            made = _open(self._context, zmq.ROUTER, address, opened)
-            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            router = _open(self._context, zmq.ROUTER, address, opened)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._handshakes, self._cut_at = None, math.inf
             if keys is not None and self._allow is not None:
                 self._handshakes = Handshakes(self._context, self._allow)
                 opened.insert(0, self._handshakes.socket)
-                made.setsockopt(zmq.CURVE_SERVER, 1)
-                made.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-                made.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
+                router.setsockopt(zmq.CURVE_SERVER, 1)
+                router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                router.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
             # ZeroMQ itself would take over an ipc path that another process listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
-            self._connections = Connections(self._context, made, self._allow)
+            self._connections = Connections(self._context, router, self._allow)
             opened.append(self._connections.inbox.socket)
-            made.bind(address)
-            self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
+            router.bind(address)
+            self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self.close()
             wanted, advice = "an address that is free on this machine", "choose another address, or stop its owner"
             if e.errno == errno.ENODEV:
                 wanted, advice = "an address of this machine", "name one of its interfaces, or its IP address"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", wanted, f"{address}: {e}", advice) from e
-        self._inbox = Inbox(made)
+            raise bad("address", wanted, f"{address}: {e}", advice) from e
+        self._inbox = Inbox(router)
         self._inboxes = [self._inbox, self._connections.inbox]
         self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []
         self._load = ClientLoad(self._allow) if self._allow is not None else None
@@ -219,8 +219,7 @@ class Dialer:
         lines = lines[first:] + lines[:first]
         while lines:
             more = []
-            for each in lines:
-                key, line = each
+            for key, line in lines:
                 frames = line.inbox.take()
                 if frames is None:
                     continue
@@ -229,7 +228,7 @@ class Dialer:
                     yield key, frames[0]
                 if left == 0:
                     return
-                more.append(each)
+                more.append((key, line))
             lines = more
 
     def holds(self, link: Hashable) -> bool:
@@ -238,7 +237,7 @@ class Dialer:
 
     def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
         """Connections whose handshake cannot succeed, and why; NOT_ALLOWED was reported by the source."""
-        found = []
+        refused = []
         for key, line in list(self._greeting.items()):
             while line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
@@ -252,8 +251,8 @@ class Dialer:
                     if line.breaks >= _BREAKS:
                         self._unwatch(key, line)
                         ours = self._keys.public.decode() if self._keys else None
-                        found.append((key, _refusal(event, str(key[-1]), ours)))
-        return found
+                        refused.append((key, _refusal(event, str(key[-1]), ours)))
+        return refused
 
     def returned(self, ready: Collection[int]) -> list[tuple[Any, ...]]:
         """Connections that broke and came back; `ready` holds the descriptors of `filenos` that were readable.
@@ -261,13 +260,13 @@ class Dialer:
         Call this after `refusals`.
         """
         look, self._left = {*ready, *self._left}, []
-        found = set[tuple[Any, ...]]()
+        back = set[tuple[Any, ...]]()
         for fd in self._greeted.keys() & look:
             key = self._greeted[fd]
             while (events := self._lines[key].events) is not None and (frames := events.take()) is not None:
                 if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    found.add(key)
-        return list(found)
+                    back.add(key)
+        return list(back)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         """Send a frame, connecting at first use to a server with this public key; False if its queue is full.
@@ -287,17 +286,17 @@ class Dialer:
         opened: list[Socket] = []
         events = None
         try:
-            made = _open(self._context, zmq.DEALER, address, opened)
+            dealer = _open(self._context, zmq.DEALER, address, opened)
             if encrypted(address):
                 if self._keys is not None and server is not None:
-                    made.setsockopt(zmq.CURVE_SERVERKEY, server)
-                    made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-                    made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+                    dealer.setsockopt(zmq.CURVE_SERVERKEY, server)
+                    dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                    dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
                 self.names.look_up(address)
-                events = events_of(self._context, made, _HANDSHAKES)
+                events = events_of(self._context, dealer, _HANDSHAKES)
                 opened.append(events.socket)
-            made.connect(address)
-            line = _Dealer(Inbox(made), events)
+            dealer.connect(address)
+            line = _Dealer(Inbox(dealer), events)
         except zmq.ZMQError as e:
             _shut(opened)
             if e.errno == errno.EMFILE:
@@ -305,7 +304,7 @@ class Dialer:
                 raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", str(e), advice) from e
             mine, yours = "a host name that can be resolved here, or an IP address", f"{address}: {e}"
             advice = "correct the address, or make sure that this host can resolve the name"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice) from e
+            raise bad("address", mine, yours, advice) from e
         self._opened += opened
         return line
 
@@ -349,8 +348,8 @@ _HANDSHAKES = (
 def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         advice = "the operator of the source adds our public key to its allow-list"
-        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without this key", ours or "no key", advice)
-        return ReportedError.of(address, found)
+        mine = "an allow-list without this key"
+        return ReportedError.of(address, RemoteError(ErrorCode.NOT_ALLOWED, "keys", mine, ours or "no key", advice))
     mine, yours = f"the source's key at {address}", "another key, or none"
     advice = "compare it with the source's public.key; a source that has none needs keys too"
     if ours is None:
@@ -360,13 +359,13 @@ def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
 
 
 def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[Socket]) -> Socket:
-    made = context.socket(kind)
-    opened.append(made)
+    socket_ = context.socket(kind)
+    opened.append(socket_)
     for option, value in _OPTIONS.items():
-        made.setsockopt(option, value)
+        socket_.setsockopt(option, value)
     if "[" in address:
-        made.setsockopt(zmq.IPV6, 1)
-    return made
+        socket_.setsockopt(zmq.IPV6, 1)
+    return socket_
 
 
 def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
@@ -377,11 +376,11 @@ def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
 
 def _shut(sockets: Iterable[Socket]) -> None:
     """Stop events before closing sockets: ZeroMQ's thread hangs if the socket that receives its events is closed."""
-    for each in sockets:
+    for opened in sockets:
         with contextlib.suppress(zmq.ZMQError):  # an error of one must not keep the others open
-            each.disable_monitor()
-    for each in sockets:
-        each.close()
+            opened.disable_monitor()
+    for opened in sockets:
+        opened.close()
 
 
 def _alive(address: str) -> bool:

@@ -178,20 +178,20 @@ def _listen(path: str) -> socket.socket:
     except LocalError as error:
         mine = error.mine.replace("ipc:// and ", "")
         raise LocalError(error.code, "Options.feed", mine, error.yours, error.advice) from error
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         if os.path.lexists(path):
             _clear(path)
-        made.bind(path)
+        listener.bind(path)
         os.chmod(path, 0o600)
-        made.listen(_FOLLOWERS)
+        listener.listen(_FOLLOWERS)
     except OSError as error:
-        made.close()
+        listener.close()
         raise _bad("a path at which to listen", f"{path}: {error.strerror}") from error
     except LocalError:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def _clear(path: str) -> None:
