@@ -180,20 +180,17 @@ class Connections:
         if self._fd is None:
             return
         with _borrowed(self._fd) as listening:
-            self._filter(listening, all_new)
-
-    def _filter(self, listening: socket.socket, all_new: bool) -> None:
-        try:
             if listening.family == socket.AF_UNIX:
                 return
-            if all_new:
-                nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))
-                program = struct.pack("@HP", 1, ctypes.addressof(nothing))
-                listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
-            else:
-                listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-        except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
-            _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
+            nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))
+            program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+            try:
+                if all_new:
+                    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+                else:
+                    listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
+                _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
 
 
 _SPAN = 1.0

@@ -267,12 +267,7 @@ class Copier:
     """
 
     def __init__(
-        self,
-        device: int = 0,
-        blocks: int | None = None,
-        slots: int = 8,
-        timed: bool = False,
-        long: int = kernel.LONG,
+        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = kernel.LONG
     ) -> None:
         if blocks is not None and blocks < 1:
             raise bad("blocks", "at least 1", blocks)
