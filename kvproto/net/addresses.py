@@ -1,4 +1,4 @@
-"""Which addresses may be used, which need CURVE encryption, and which host names have no address here.
+"""Checks of addresses: their form, their need of CURVE encryption, and whether their host names can be resolved.
 
 Clauses KVP-NET-CURVE, KVP-NET-INSECURE.
 """
@@ -163,7 +163,7 @@ class HostNames:
         self._asking.discard(host)
 
     def advice(self, address: str) -> str:
-        """What to do about an address that does not answer."""
+        """The advice about an address that does not answer."""
         if why := self._unknown.get(_host_of(address)):
             return f"its host name cannot be resolved here: {why}; correct the address, or the name service"
         return "check that it runs at this address"

@@ -1,4 +1,4 @@
-"""Which clients may connect to a Listener, how many, and who takes most of its time.
+"""Admission of clients to a Listener: handshakes, numbers of connections, and the time that each client takes.
 
 The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
 """

@@ -1,6 +1,6 @@
 """The one interface of a transport: it exposes memory, maps peers' memory, and runs copy programs between the two.
 
-What transports differ in is data (`Capabilities`), so that no other layer asks which transport it has. A transport is
+Transports differ in data (`Capabilities`), so that no other layer asks which transport it has. A transport is
 found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
 """
 
@@ -86,7 +86,7 @@ class Move:
     grows: bool = False
     """For packed copies: whether no row is there yet, and `Copying.stream` is told as layers become ready."""
     background: bool = False
-    """Whether more of the same request is still being computed: nobody waits for this copy, so it yields to compute."""
+    """Whether more of the request is still being computed, so that this copy is not urgent and yields to compute."""
 
 
 class Piece(Protocol):
@@ -178,7 +178,7 @@ SUMMED = 4 << 20
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a transport can do, for callers that do not know which one it is."""
+    """The abilities of a transport, for callers that do not know which one it is."""
 
     code: TransportCode
     """Its name on the wire, in handles and in Registered."""
@@ -204,14 +204,14 @@ class Link(Protocol):
     """At the source: what the packed streams to one peer share."""
 
     kind: ClassVar[CreditKind]
-    """What the peer's credit counts."""
+    """The unit of the peer's credit."""
 
 
 class Receiver(Protocol):
     """At the sink: the packed streams of one peer, as its session reads them."""
 
     kind: ClassVar[CreditKind]
-    """What their credit counts."""
+    """The unit of their credit."""
 
     @property
     def busy(self) -> bool:
@@ -240,7 +240,7 @@ class StreamDelivery:
 
 @attrs.frozen
 class Exposure:
-    """What one peer is told so that it can reach memory of this process."""
+    """Handles and regions by which one peer reaches memory of this process."""
 
     handles: Mapping[int, tuple[Handle, ...]]
     """For every region that was passed, by its id."""
@@ -303,11 +303,11 @@ class Transport(Protocol):
         """As `kvproto.copying.execute.checksums`, over memory of this process; the program's copies are over."""
 
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
-        """Start taking checksums where a device can do so alone; the result waits for them, or takes them now."""
+        """Start taking checksums if a device can do so alone; the result waits for them, or takes them now."""
         return partial(self.checksums, program, memory, sink)
 
     def forget(self, memory: Regions) -> None:
-        """Drop what is kept for these regions, which are no longer exposed and which no copy uses."""
+        """Drop all state of these regions, which are no longer exposed and which no copy uses."""
         return
 
     def unreachable(self) -> None:
@@ -358,7 +358,10 @@ def _installed(name: str) -> bool:
 
 
 class Provider(ABC):
-    """What an entry point of `kvproto.transports` names; importing it needs none of the transport's libraries."""
+    """A transport that may not be installed: the object that an entry point of `kvproto.transports` names.
+
+    Importing it needs none of the transport's libraries.
+    """
 
     name: str
     requires: tuple[str, ...] = ()
@@ -395,7 +398,7 @@ class Provider(ABC):
 
     @abstractmethod
     def preference(self, memory: Memory) -> int:
-        """How well the transport suits this memory, 0 being not at all; by default the highest is used."""
+        """The rank of the transport for this memory, 0 if it does not suit; by default the highest is used."""
 
     @abstractmethod
     def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:

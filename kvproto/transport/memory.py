@@ -51,7 +51,7 @@ class Placed(Protocol):
 
     @property
     def path(self) -> str:
-        """What the caller calls the tensor."""
+        """The caller's name of the tensor."""
 
     @property
     def length(self) -> int:

@@ -94,7 +94,7 @@ class DeviceCopy(Copying):
 
     @property
     def done(self) -> bool:
-        """As `Copying.done`; raises DeviceFault, whatever caused it."""
+        """As `Copying.done`; raises DeviceFault once the device has failed, even if another copy was the cause."""
         return is_done(self.event.handle)
 
     def ready(self) -> bool:
@@ -112,7 +112,7 @@ class DeviceCopy(Copying):
 
 @attrs.define(eq=False)
 class Series:
-    """Copies of one upload, of which the first ones have been started."""
+    """Copies of one upload, which are started one after the other."""
 
     copier: Copier
     jobs: Sequence[CopyJob]
@@ -235,7 +235,7 @@ class _Kernels:
 
 
 def _works(jobs: Sequence[CopyJob]) -> list[Work]:
-    """What the jobs copy; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
+    """The jobs as works; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
     if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
         raise bad("maps", "as many as the table's program has", "another number")
     works = [Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
@@ -245,7 +245,7 @@ def _works(jobs: Sequence[CopyJob]) -> list[Work]:
 
 @attrs.frozen
 class _Whole:
-    """Launches that belong together; if an error interrupts them, waits until those that were made are over."""
+    """Launches that belong together; if an error interrupts them, waits for the launches so far."""
 
     streams: Sequence[Stream]
 
@@ -278,7 +278,7 @@ class Copier:
         """The stream on which rows of a part are expanded while those of the part before move."""
         self.streams = self._ahead, self.stream
         self._aside: Stream = gpu.create_stream(options=StreamOptions(priority=-1))
-        """Where checksums are taken, ahead of copies that wait for the device."""
+        """The stream of checksums, ahead of copies that wait for the device."""
         self._context = int(call(driver.cuCtxGetCurrent(), "context"))
         self.blocks = blocks or gpu.properties.multiprocessor_count
         self._timing = core.EventOptions(timing_enabled=True) if timed else None
@@ -317,7 +317,7 @@ class Copier:
     # copies of whole programs
 
     def submit(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> DeviceCopy:
-        """Copy in stream order, after what is under way here and after the producers' events `after`, by handle.
+        """Copy in stream order, after earlier copies and after the producers' events `after`, by handle.
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
         if memory is short. After an error nothing is being written, and before the first launch nothing was.
@@ -400,7 +400,7 @@ class Copier:
         self._kernels.run(stream, 16, "expand", (tall, n_maps), image)
 
     def follow(self, events: Sequence[int]) -> None:
-        """Make what is submitted from now on wait for these events of producers, given by handle."""
+        """Make later copies wait for these events of producers, given by handle."""
         if events:
             enter(self._context)
         for event in events:
@@ -478,7 +478,7 @@ class Copier:
         return sums
 
     def settle(self) -> None:
-        """Wait for checksums that are being taken: after this none reads memory, even if nobody collects it."""
+        """Wait for checksums that are being taken, collected or not: after this none reads memory."""
         with contextlib.suppress(DeviceFault):  # a lost context reads nothing
             enter(self._context)
             if not is_idle(int(self._aside.handle)):

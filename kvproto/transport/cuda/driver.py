@@ -185,7 +185,7 @@ def download(host: int, address: int, size: int, stream: int) -> None:
 
 
 def wait_event(stream: int, event: int) -> None:
-    """Let what is submitted to the stream from now on wait for the event."""
+    """Make later work of the stream wait for the event."""
     _run("cuStreamWaitEvent", stream, event, 0)
 
 
@@ -215,7 +215,7 @@ class Mark:
         self.record(stream)
 
     def record(self, stream: int) -> None:
-        """Move it to where the stream stands now."""
+        """Record it again, behind all work that the stream has now."""
         _run("cuEventRecord", self.handle, stream)
 
     def __del__(self) -> None:

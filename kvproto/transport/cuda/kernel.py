@@ -1,4 +1,4 @@
-"""What the kernels read (kernel.cu): tables of operations, launches of copies and of checksums, and their formats.
+"""Data that the kernels read (kernel.cu): tables of operations, launches of copies and checksums, and their formats.
 
 A table of a rank pair's operations is uploaded once, at registration. A launch of many works is uploaded as an image of
 maps, classes and runs; a small one fits into the kernel's parameters. Nothing here touches a device, so all of it is
@@ -154,9 +154,9 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = No
 
 
 class PerProgramCache(Generic[T]):
-    """Keeps what is made once for the operations of a rank pair for as long as their array lives.
+    """Values that are made once for the operations of a rank pair, kept for as long as their array lives.
 
-    What is kept must not refer to the array, which would then live for ever.
+    A value must not refer to the array, which would then live for ever.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class PerProgramCache(Generic[T]):
         return len(self._made)
 
     def get(self, ops: npt.NDArray[np.void], rest: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for this array and `rest`; raises what `make` raises, and keeps nothing then."""
+        """The value that `make` returned for this array and `rest`; raises as `make` does, and keeps nothing then."""
         key: tuple[int, Hashable] = id(ops), rest
         if key not in self._made:
             self._made[key] = make()
@@ -232,7 +232,7 @@ class UploadedLaunch:
 
 @attrs.frozen
 class Work:
-    """A prepared table, where it lies on the device, and one request's maps."""
+    """A prepared table, its address on the device, and one request's maps."""
 
     table: Table
     address: int

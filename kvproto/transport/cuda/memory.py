@@ -1,6 +1,6 @@
 """Device memory that peers of one host may map: allocated here, or adopted from an engine.
 
-How an allocation can be shared is read from the driver's pointer attributes, never tried: a failed attempt can leave a
+The driver's pointer attributes tell how an allocation can be shared; it is never tried, as a failed attempt can leave a
 sticky error in the process.
 """
 
@@ -61,7 +61,7 @@ def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
     It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
     """
     known, value = pointer_attribute(attribute.value, address)
-    if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
+    if known in FAULTS:  # unlike freed memory, which the driver does not know
         call((driver.CUresult(known),), "pointer attribute")
     return value if known == 0 else 0
 
@@ -202,7 +202,7 @@ class DeviceMemory:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
-        """Stop offering its descriptors, which keep its memory alive; what is mapped stays mapped."""
+        """Stop offering its descriptors, which keep its memory alive; mappings of peers stay."""
         if self._shared is not None:
             for token, _ in self._shared[1]:
                 withdraw(token)
@@ -398,7 +398,7 @@ def _export(piece: VirtualAllocation, type_: driver.CUmemAllocationHandleType) -
 
 
 def _share(pieces: Sequence[VirtualAllocation]) -> tuple[str, list[tuple[bytes, int]]]:
-    """Offer allocations to peers: where to fetch them, and for each the bytes that name it and its length."""
+    """Offer allocations to peers: the place to fetch them from, and for each the bytes that name it and its length."""
     path, offered = "", []
     for piece in pieces:
         path, token = offer(int(_export(piece, _DESCRIPTOR_TYPE)))

@@ -37,7 +37,7 @@ _LAUNCHES = 16
 
 @attrs.frozen
 class _LayerCopies(Paging):
-    """Copies of ascending intervals of layers, the first of which has been started.
+    """Copies of ascending intervals of layers; the first has been started.
 
     Starting one takes the host 0.2 ms if the copy engine copies each run. So an engine that waits layer by layer goes
     on as soon as the first is on its way, and starts others while its GPU computes the layers before them.
@@ -56,7 +56,7 @@ class _LayerCopies(Paging):
         if self.rest is None:
             return self.first.finish().done
         if len(self.rest.copies) < len(self.rest.jobs):
-            if (self.rest.copies or self.first.copies)[-1].done:  # nobody waits layer by layer, or not yet
+            if (self.rest.copies or self.first.copies)[-1].done:  # no layer is waited for, or not yet
                 self.rest.finish()
             return False
         return self.rest.finish().done
@@ -84,7 +84,7 @@ class _Direction:
     def start(
         self, program: CopyProgram, sides: Sequence[Mapping[int, int]], cuts: Sequence[tuple[int, int]], after: int
     ) -> tuple[Series, Series | None]:
-        """A copy of each interval of layers, in order: the first is under way, those that follow it are prepared.
+        """A copy of each interval of layers, in order: the first is under way, the others are prepared.
 
         Waits for an earlier copy if too many are under way.
         """

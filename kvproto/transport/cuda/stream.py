@@ -48,7 +48,7 @@ class PartLaunch:
 
 @attrs.frozen
 class ChunkCopies:
-    """What copies a chunk of a stream: launches, and copies of bytes of records that are cut."""
+    """The copies of a chunk of a stream: launches, and copies of bytes of records that are cut."""
 
     parts: tuple[PartLaunch, ...]
     pieces: tuple[tuple[int, int, int], ...]
@@ -56,7 +56,7 @@ class ChunkCopies:
 
 
 class StreamSide:
-    """What all streams of a rank pair share on one side; `addresses` and `lengths` of its regions are by region id.
+    """One side of a rank pair, shared by its streams; `addresses` and `lengths` of its regions are by region id.
 
     Raises OUT_OF_REGION if the operations leave the regions.
     """
@@ -115,7 +115,7 @@ class StreamTable:
         self._misaligned = [
             int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
-        """For each shape: where its operations begin within a word, if all begin at the same byte."""
+        """For each shape: the byte of a word at which its operations begin, if it is the same for all."""
         self.n_maps, self.most_rows = len(maps), max(self._sizes, default=0)
         """Maps to expand, and rows of the longest one."""
         self._ops_begin = kernel.up(len(maps) * kernel.MAP.itemsize)

@@ -46,14 +46,14 @@ class DataPiece:
 
 
 class InlineLink:
-    """What the streams of one session share: the bytes that may still be sent."""
+    """The credit of one session, in bytes that may still be sent, which its streams share."""
 
     kind: ClassVar[CreditKind] = CreditKind.INLINE
 
     def __init__(self) -> None:
         self.room = 0
         self.active: set[InlineStream] = set()
-        """Streams of which bytes are still to be packed."""
+        """Streams with bytes that are still to be packed."""
 
     def allow(self, bytes: int) -> None:
         """Let this many more bytes be packed."""

@@ -5,7 +5,7 @@ One thread at a time has the turn to call NIXL, so nothing depends on NIXL's own
 (shared memory) blocks only that thread, and NIXL releases the GIL meanwhile. The callers of an `eager` agent do the
 work themselves, because a write between GPUs ends sooner than a thread wakes.
 
-What can be proved: NIXL says DONE when the bytes are at the peer, so nothing of a write that is ready can arrive later.
+Proof: NIXL says DONE when the bytes are at the peer, so nothing of a write that is ready can arrive later.
 A write that is released before it is ready may still arrive (over TCP it does), so it is UNPROVABLE. To abort with
 proof, post nothing more and wait for what was posted. A write that the peer's death ended is UNPROVABLE too.
 
@@ -409,7 +409,7 @@ class Agent:
     """
 
     _transfers: Transfers
-    """Made by the thread; to be used by whoever has the turn, until `_ended`."""
+    """Made by the thread, and used by the thread that has the turn, until `_ended`."""
 
     def __init__(self, eager: bool = False) -> None:
         self._eager = eager
@@ -539,16 +539,16 @@ class Agent:
             registered.forget_slots()
         self._open.clear()
 
-    # whoever has the turn
+    # the thread that has the turn
 
     def _move_all(self) -> bool:
-        """Do what was queued, and poll what is under way; returns whether anything happened."""
+        """Run queued jobs, and poll writes under way; returns whether anything happened."""
         worked = self._work()
         ended = [self._transfers.look(write) for write in list(self._transfers.posted)]
         return worked or any(ended)
 
     def _work(self) -> bool:
-        """Do what was queued; returns whether anything was."""
+        """Run queued jobs; returns whether there were any."""
         queued = bool(self._jobs)
         while self._jobs:
             self._jobs.popleft()()
@@ -563,7 +563,7 @@ class Agent:
     # any thread
 
     def advance(self, write: Write | None = None) -> None:
-        """In an eager agent, do what was queued and poll one write, as its thread polls all of them.
+        """In an eager agent, run queued jobs and poll one write, as its thread polls all of them.
 
         It waits for its turn; the thread that has the turn needs the GIL, which waiting releases.
         """

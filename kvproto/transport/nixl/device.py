@@ -42,7 +42,7 @@ class DeviceBackend(MemoryBackend):
         return self.of(staging)
 
     def free(self, memory: ByteRange) -> None:
-        """Release staging memory, once what is being packed or unpacked is done."""
+        """Release staging memory, once its packing or unpacking is done."""
         self._allocated.pop(memory.address).close()
 
     def of(self, memory: Memory) -> ByteRange:
@@ -72,7 +72,7 @@ class DeviceBackend(MemoryBackend):
         return stream
 
     def _side(self, program: CopyProgram, side: Side, memory: Regions) -> StreamSide:
-        """What a rank pair's requests share, made once."""
+        """The table that a rank pair's requests share, made once."""
         own = self._checked(memory)
         places = tuple((i, m.address, m.length) for i, m in sorted(own.items()))
 

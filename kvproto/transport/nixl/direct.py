@@ -77,7 +77,7 @@ class DirectWrite:
 
 
 class WriteMode(Enum):
-    """How the bytes of a program reach the sink."""
+    """The way in which the bytes of a program reach the sink."""
 
     DIRECT = "direct"
     """One descriptor for each run, into the peer's pages."""

@@ -113,7 +113,7 @@ class StreamColumns:
 
 
 class Order:
-    """Where each column lies in the stream of one request; raises OUT_OF_REGION if its maps leave the pools."""
+    """The places of the columns in the stream of one request; raises OUT_OF_REGION if its maps leave the pools."""
 
     def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
         self.columns, self.maps = columns, maps

@@ -55,7 +55,7 @@ class Target(Staging, Protocol):
 
 @attrs.frozen
 class ChunkPiece:
-    """What a Chunk says of one slot, without session, sequence and attempt."""
+    """The content of one slot, as a Chunk states it, without session, sequence and attempt."""
 
     slot: int
     offset: int
@@ -79,7 +79,7 @@ class ChunkPiece:
 
 
 class StagedLink:
-    """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
+    """A source's slots, and the slots that the sink of one session has granted, for all transfers of the session.
 
     Raises OUT_OF_RANGE if either side has fewer than three slots.
     """
@@ -96,7 +96,7 @@ class StagedLink:
         self.granted: deque[int] = deque()
         """The sink's slots that may be written."""
         self._away = set(range(target.slots))
-        """The sink's slots that it may grant: all of them at first, later those that a Chunk has named."""
+        """The sink's slots that it may grant: at first all, later every slot that a Chunk has named."""
         self._used: set[int] = set()
         """The sink's slots that a stream is packing for or writing."""
         self.active: set[StagedSender] = set()
@@ -157,7 +157,7 @@ class StagedSender:
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_PieceWrite] = deque()
         self._writing = 0
-        """How many of `_parts`, counted from the first, are being written."""
+        """The number of `_parts`, counted from the first, that are being written."""
         self._stopped = False
         self._lost = False
         self.broken = False
@@ -190,10 +190,10 @@ class StagedSender:
         return len(self._parts)
 
     def step(self) -> list[ChunkPiece]:
-        """Poll what is under way, and begin one more piece if slots allow; returns pieces now at the sink, in order.
+        """Poll pieces under way, and begin one more if slots allow; returns pieces now at the sink, in order.
 
         Pieces are polled up to the first that is not ready. Raises what a write or the packer raises; the transfer has
-        then failed, and `abort` says what is known.
+        then failed, and `abort` tells what can be proved.
         """
         try:
             link, packer = self._link, self._packer
@@ -348,7 +348,7 @@ class StagedReceiver:
             self._free.add(chunk.slot)
 
     def step(self) -> None:
-        """Poll what is being unpacked: in order for each stream, up to the first that is not ready."""
+        """Poll chunks that are being unpacked: in order for each stream, up to the first that is not ready."""
         for stream in self._streams.values():
             while stream.unpacking:
                 slot, unpacking = stream.unpacking[0]
