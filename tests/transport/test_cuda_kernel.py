@@ -88,7 +88,7 @@ def run(
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at, long, each=after is not None)
+    made = launch(works, memory[start : start + most], image_at, rows_at, long, separate=after is not None)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:

@@ -253,7 +253,9 @@ def test_what_is_under_way_while_keys_are_loaded_anew_is_not_posted_again(monkey
         own = agent.register(bytearray(4096), 1024)
         peer = agent.connect(other.register(bytearray(4096), 1024).region(0), "regions[0]")
         post = agent._transfers.nixl.post
-        monkeypatch.setattr(agent._transfers.nixl, "post", lambda handle: post(handle) and False)  # as over slower links
+        monkeypatch.setattr(
+            agent._transfers.nixl, "post", lambda handle: post(handle) and False
+        )  # as over slower links
         write = peer.write(own.slot(0, 1024), peer.slot(0, 1024))
         assert write.proof is None
         agent.connect(other.register(bytearray(8)).region(1), "regions[1]")

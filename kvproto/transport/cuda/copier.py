@@ -355,7 +355,7 @@ class Copier:
         enter(self._context)
         works = _works(jobs)
         (buffers,) = self._take([kernel.sizes(works)])
-        launch = self._write(works, buffers, each=True)
+        launch = self._write(works, buffers, separate=True)
         with _Whole(self.streams):
             self._prelude(launch, buffers, after)
         return Series(self, jobs, launch, buffers)
@@ -372,8 +372,8 @@ class Copier:
             series.held, series.buffers.event = False, series.copies[-1].event
             self._buffers.append(series.buffers)
 
-    def _write(self, works: Sequence[Work], buffers: LaunchBuffers, each: bool = False) -> UploadedLaunch:
-        return kernel.launch(works, buffers.view, buffers.image.address, buffers.rows.address, self._long, each)
+    def _write(self, works: Sequence[Work], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
+        return kernel.launch(works, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
 
     def _prelude(self, launch: UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""

@@ -304,17 +304,17 @@ def _cuts(work: Work) -> int:
 
 def launch(
     works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG,
-    each: bool = False,
+    separate: bool = False,
 ) -> UploadedLaunch:  # fmt: skip
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
     `image` has room for `sizes`, and the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
-    With `each` the kernels of each work have their own end. Works that share their maps share their rows.
+    If `separate`, the kernels of each work have their own end. Works that share their maps share their rows.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     chunks_of: dict[tuple[int, int], int] = {}
-    engine: list[list[Long]] = [[] for _ in (works if each else works[:1])]
+    engine: list[list[Long]] = [[] for _ in (works if separate else works[:1])]
     totals = [0] * len(engine)
     begins: list[int] = []
     row, n_runs, most_rows = rows_at, 0, 0
@@ -326,7 +326,7 @@ def launch(
                 maps.append((n_runs, row, len(m.rows), m.size))
                 begins.append(row)
                 n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
-        group = k if each else 0
+        group = k if separate else 0
         for shape, lo, hi in _wanted(work):
             m, width = work.maps[shape.map], shape.words * shape.units
             totals[group] += m.size * shape.word * width * (hi - lo)
