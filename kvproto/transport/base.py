@@ -259,12 +259,17 @@ class Connection:
     """Set if bytes are packed, because the peer's pages cannot be written directly."""
     ended: Callable[[], bool] | None = None
     """Says whether the peer's process has ended; None if that cannot be seen from here."""
+    release: Callable[[], None] | None = None
+    """Releases the rest, once, after all regions are unmapped."""
 
     def close(self) -> None:
         """Unmap all of them; no copy that uses them may be under way."""
         for mapped in self.mapped.values():
             mapped.close()
         self.mapped.clear()
+        release, self.release, self.ended = self.release, None, None
+        if release is not None:
+            release()
 
 
 class Transport(Protocol):

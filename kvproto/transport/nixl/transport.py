@@ -43,8 +43,9 @@ class StagedRegion:
 
     path: str
     link: StagedLink | None = None
-    close: Callable[[], None] = lambda: None
-    """Frees our own slots; no write of them may be under way."""
+
+    def close(self) -> None:
+        """There is nothing to unmap."""
 
 
 class NixlTransport(base.Transport):
@@ -133,7 +134,7 @@ class NixlTransport(base.Transport):
         ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
         connection = base.connect_each(regions, ours.union(used), self._reach)
         try:
-            connection.link = self._stage(connection.mapped, Feature.STAGED in features)
+            self._stage(connection, Feature.STAGED in features)
         except KvprotoError:
             connection.close()
             raise
@@ -144,18 +145,19 @@ class NixlTransport(base.Transport):
             return StagedRegion(path)
         return self.agent.connect(region, path)
 
-    def _stage(self, mapped: Mapping[int, base.Mapped], allowed: bool) -> StagedLink | None:
-        """The link to the pages that are behind staging slots, if any."""
-        behind = [m for m in mapped.values() if isinstance(m, StagedRegion)]
-        peer = next((m for m in mapped.values() if isinstance(m, Peer) and m.slots), None)
+    def _stage(self, connection: base.Connection, allowed: bool) -> None:
+        """Link the pages that are behind staging slots, if any; check that a GPU is reached fast."""
+        mapped = connection.mapped.values()
+        behind = [m for m in mapped if isinstance(m, StagedRegion)]
+        peer = next((m for m in mapped if isinstance(m, Peer) and m.slots), None)
         if not behind:
-            for page in (m for m in mapped.values() if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
+            for page in (m for m in mapped if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
                 if peer is None and self._floor:
                     wanted = "staging memory to probe, beside memory of a GPU"
                     raise RemoteError(ErrorCode.NO_TRANSPORT, f"{page.path}.handles", wanted, "none")
             if peer is not None:
                 self._require_fast(self._to_probe, peer)
-            return None
+            return
         if peer is None or not allowed:
             wanted = "a handle, or STAGED and staging memory"
             raise RemoteError(ErrorCode.NO_TRANSPORT, f"{behind[0].path}.handles", wanted, "an empty handle")
@@ -169,8 +171,7 @@ class NixlTransport(base.Transport):
             raise
         for pages in behind:
             pages.link = link
-        behind[0].close = lambda: self._free(own)
-        return link
+        connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
         """Make what the streams of a rank pair share."""

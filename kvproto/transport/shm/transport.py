@@ -55,20 +55,6 @@ class ShmCopy(base.Copying):
         return Proof.PROVEN
 
 
-class _Watched(base.Connection):
-    """A peer's regions, and a watch of the process that owns them."""
-
-    def __init__(self, mapped: dict[int, base.Mapped], watch: Watch | None) -> None:
-        super().__init__(mapped, ended=None if watch is None else lambda: watch.ended)
-        self._watch = watch
-
-    def close(self) -> None:
-        super().close()
-        if self._watch is not None:
-            self.ended = None
-            self._watch.close()
-
-
 class ShmTransport(base.Transport):
     """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
@@ -91,11 +77,14 @@ class ShmTransport(base.Transport):
         pid = owning_process(region for region in regions if region.id in used) if writes else None
         watch = Watch.of_pid(pid) if pid is not None else None
         try:
-            return _Watched(base.connect_each(regions, used, connect).mapped, watch)
+            connection = base.connect_each(regions, used, connect)
         except KvprotoError:
             if watch is not None:
                 watch.close()
             raise
+        if watch is not None:
+            connection.ended, connection.release = lambda: watch.ended, watch.close
+        return connection
 
     def start(self, moves: Sequence[base.Move]) -> ShmCopy:
         """Start the moves, and poll them once."""
