@@ -46,7 +46,7 @@ _SOON, _LATE = 20e-6, 500e-6
 """Seconds between polls of writes under way: the pause doubles while none completes, up to the latter."""
 _SELDOM = 2e-3
 """The same for an eager agent's thread, which serves callers that do not poll."""
-_MOST_KEPT = 1 << 14
+_MOST_CACHED = 1 << 14
 """Transfers in a cache."""
 
 
@@ -182,7 +182,7 @@ class Write:
         self._error: KvprotoError | None = None
         self._over = False
         """Set last, so that a thread that sees it set sees the others too."""
-        self.bell: threading.Event | None = None
+        self.completed: threading.Event | None = None
         """Wakes threads that wait, if any do."""
         self.handles: list[int] = []
         self.cancelled = False
@@ -201,9 +201,9 @@ class Write:
         """As `ready`, after at most `timeout` seconds."""
         until = time.monotonic() + timeout
         while not self.ready() and (left := until - time.monotonic()) > 0:
-            bell = self._agent.bell_of(self)  # before `_over` is read: whoever ends the write rings after setting it
+            completed = self._agent.completion_of(self)  # before `_over` is read, which is set before the event
             if not self._over:
-                bell.wait(self._agent.patience(left))
+                completed.wait(self._agent.wait_slice(left))
         return self.ready()
 
     @property
@@ -222,8 +222,8 @@ class Write:
             return
         self._proof, self._error = proof, error.kept() if error is not None else None
         self._over = True
-        if self.bell is not None:
-            self.bell.set()
+        if self.completed is not None:
+            self.completed.set()
 
 
 # what NIXL does
@@ -232,14 +232,14 @@ class Write:
 class Transfers:
     """The transfers that NIXL has for one agent: under way, cached to be posted again, or stuck; and its peers.
 
-    It calls `tell` when a write is over. Nothing here locks, because callers have the agent's turn.
+    It calls `signal` when a write is over. Nothing here locks, because callers have the agent's turn.
     """
 
-    def __init__(self, nixl: Nixl, tell: Callable[[], None]) -> None:
-        self.nixl, self._tell = nixl, tell
+    def __init__(self, nixl: Nixl, signal: Callable[[], None]) -> None:
+        self.nixl, self._signal = nixl, signal
         self.posted: dict[Write, None] = {}
         """Writes that are under way."""
-        self.kept: dict[SlotPair, int] = {}
+        self.cached: dict[SlotPair, int] = {}
         """Handles of transfers from slot to slot that are not under way, the least recently used first.
 
         Making one costs more than posting it.
@@ -254,7 +254,7 @@ class Transfers:
         connection, peers = self.peers.get(contents.name, (contents.connection, []))
         if connection != contents.connection:
             raise _unreachable(path, "another agent has its name", "make a new agent after a restart")
-        self._let_go(lambda slots: slots.peer.name == contents.name)  # NIXL may replace the keys of this agent
+        self._evict(lambda slots: slots.peer.name == contents.name)  # NIXL may replace the keys of this agent
         for write in self.posted:  # these use the old keys, and must not be cached
             if write.slots and write.slots.peer.name == contents.name:
                 write.slots = None
@@ -278,8 +278,8 @@ class Transfers:
             for peer in write.peers:
                 if peer.lost:
                     raise peer.lost.again()
-            if write.slots and (kept := self.kept.pop(write.slots, None)) is not None:
-                write.handles.append(kept)
+            if write.slots and (cached := self.cached.pop(write.slots, None)) is not None:
+                write.handles.append(cached)
             else:
                 for local, kind, remote, peer in postings():
                     # appended at once, so that it is released if the next one is refused
@@ -295,7 +295,7 @@ class Transfers:
         else:
             self.posted[write] = None
 
-    def look(self, write: Write) -> bool:
+    def poll(self, write: Write) -> bool:
         """Poll a posted write; returns whether it ended."""
         try:
             for handle in write.handles:
@@ -310,14 +310,14 @@ class Transfers:
     def _over(self, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
         """End a write that is complete or has failed."""
         self.posted.pop(write, None)
-        if error is None and write.slots and write.slots.usable and write.slots not in self.kept:
-            if len(self.kept) == _MOST_KEPT:
-                self._release(self.kept.pop(next(iter(self.kept))))
-            self.kept[write.slots] = write.handles.pop()
+        if error is None and write.slots and write.slots.usable and write.slots not in self.cached:
+            if len(self.cached) == _MOST_CACHED:
+                self._release(self.cached.pop(next(iter(self.cached))))
+            self.cached[write.slots] = write.handles.pop()
         self._release(*write.handles)
         write.handles.clear()
         write.end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
-        self._tell()
+        self._signal()
 
     def _release(self, *handles: int) -> None:
         for handle in handles:
@@ -326,14 +326,14 @@ class Transfers:
             except Exception:  # it is under way and cannot be cancelled, so NIXL keeps it
                 self._stuck.append(handle)
 
-    def _let_go(self, which: Callable[[SlotPair], bool]) -> None:
+    def _evict(self, which: Callable[[SlotPair], bool]) -> None:
         """Release the cached transfers of these pairs."""
-        self._release(*[self.kept.pop(slots) for slots in list(self.kept) if which(slots)])
+        self._release(*[self.cached.pop(slots) for slots in list(self.cached) if which(slots)])
 
     def deregister(self, memory: ByteRange, registration: Any) -> None:
         """Forbid all further writes of this memory."""
         begin, end = memory.address, memory.address + memory.length  # NIXL may have used it for overlapping memory
-        self._let_go(lambda slots: slots.at < end and begin < slots.at + slots.length)
+        self._evict(lambda slots: slots.at < end and begin < slots.at + slots.length)
         self.nixl.deregister(registration)
 
     def _lost(self, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
@@ -347,12 +347,12 @@ class Transfers:
         for name in names:
             for peer in self.peers.get(name, (b"", []))[1]:
                 peer.lost = error
-        self._let_go(lambda slots: slots.peer.name in names)
+        self._evict(lambda slots: slots.peer.name in names)
         return error
 
     def abandon(self, write: Write) -> None:
         """Give a write up, unless it turns out to be complete."""
-        if write in self.posted and not self.look(write):
+        if write in self.posted and not self.poll(write):
             self._over(write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
 
     def disconnect(self, peer: Peer) -> None:
@@ -362,7 +362,7 @@ class Transfers:
             return
         for write in [write for write in self.posted if peer in write.peers]:
             self.abandon(write)
-        self._let_go(lambda slots: slots.peer is peer)
+        self._evict(lambda slots: slots.peer is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
         if not peers:
@@ -376,7 +376,7 @@ class Transfers:
             write.handles.clear()
             write.end(_closed(), Proof.UNPROVABLE)
         self.posted.clear()
-        self._let_go(lambda _: True)
+        self._evict(lambda _: True)
         for name in self.peers:
             self.nixl.forget(name)
         for handle in self._stuck:
@@ -415,26 +415,27 @@ class Agent:
         self._eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[], None]] = deque()
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
         """Not a SimpleQueue, which may wait for ever in spite of a short timeout, as Python counts it down below 0."""
-        self._rests = False
-        """Whether the thread waits for nothing but the bell."""
-        self._lively = False
+        self._sleeps = False
+        """Whether the thread waits for nothing but `_wakeup`."""
+        self._posted_lately = False
         """For an eager agent: whether something was posted since the thread last polled; waking it would cost more."""
-        self._turn, self._ended = threading.Lock(), False
+        self._nixl_lock, self._ended = threading.Lock(), False
+        """Held by the thread whose turn it is to call NIXL; whether NIXL has been stopped."""
         self._open: set[Registered] = set()
         """Registered memory, which must live as long as peers may write it, even if nothing else refers to it."""
-        self._closed, self._door = False, threading.Lock()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._told, self._telling = False, threading.Lock()
-        """Whether `_wake` is readable."""
+        self._closed, self._queue_lock = False, threading.Lock()
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signalled, self._signal_lock = False, threading.Lock()
+        """Whether `_eventfd` is readable."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="kvproto-nixl", daemon=True)
         self._thread.start()
         try:
             started.result()
         except BaseException:
-            os.close(self._wake)
+            os.close(self._eventfd)
             raise
 
     def __enter__(self) -> Agent:
@@ -482,40 +483,40 @@ class Agent:
         return not self._open and not self._transfers.peers
 
     @property
-    def kept(self) -> Collection[SlotPair]:
+    def cached(self) -> Collection[SlotPair]:
         """The pairs of slots whose transfer is cached, the least recently used first."""
-        return self._transfers.kept
+        return self._transfers.cached
 
     def fileno(self) -> int:
         """Readable when a write has ended since the last `wait`; for poll, select, or a ZeroMQ poller."""
-        return self._wake
+        return self._eventfd
 
     def wait(self, timeout: float) -> bool:
         """Wait until a write has ended, but at most `timeout` seconds; returns whether one has."""
         poller = select.poll()  # `select` knows 1024 descriptors
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self._eventfd, select.POLLIN)
         poller.poll(timeout * 1000)
-        with self._telling:
-            told, self._told = self._told, False
-            if told:
-                os.eventfd_read(self._wake)
-        return told
+        with self._signal_lock:
+            signalled, self._signalled = self._signalled, False
+            if signalled:
+                os.eventfd_read(self._eventfd)
+        return signalled
 
     def close(self) -> None:
         """End all writes as UNPROVABLE, forget all peers, stop the thread."""
-        with self._door:
+        with self._queue_lock:
             if self._closed:
                 return
             self._closed = True
-        self._bell.set()
+        self._wakeup.set()
         self._thread.join()
-        os.close(self._wake)
+        os.close(self._eventfd)
 
     # the thread
 
     def _run(self, started: Future[None]) -> None:
         try:
-            transfers = self._transfers = Transfers(Nixl(self.name), self._tell)
+            transfers = self._transfers = Transfers(Nixl(self.name), self._signal)
         except Exception as e:
             started.set_exception(e if isinstance(e, KvprotoError) else _failed("cannot start UCX", e))
             return
@@ -523,16 +524,16 @@ class Agent:
         soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
         pause = soon
         while not self._closed:
-            self._rests = True  # before `posted` is read: whoever posts rings after posting
-            lively, self._lively = self._lively, False
-            timeout = pause if transfers.posted or lively else None
-            self._rests = timeout is None
-            self._bell.wait(timeout)
-            self._bell.clear()  # before jobs are read: whoever adds one rings after adding
-            with self._turn:
-                pause = soon if self._move_all() else min(pause * 2, late)
-        with self._turn:
-            self._move_all()
+            self._sleeps = True  # before `posted` is read: a thread that posts wakes this one after posting
+            posted, self._posted_lately = self._posted_lately, False
+            timeout = pause if transfers.posted or posted else None
+            self._sleeps = timeout is None
+            self._wakeup.wait(timeout)
+            self._wakeup.clear()  # before jobs are read: a thread that adds one wakes this one after adding
+            with self._nixl_lock:
+                pause = soon if self._advance_all() else min(pause * 2, late)
+        with self._nixl_lock:
+            self._advance_all()
             self._ended = True
             transfers.finish()
         for registered in self._open:
@@ -541,24 +542,24 @@ class Agent:
 
     # the thread that has the turn
 
-    def _move_all(self) -> bool:
+    def _advance_all(self) -> bool:
         """Run queued jobs, and poll writes under way; returns whether anything happened."""
-        worked = self._work()
-        ended = [self._transfers.look(write) for write in list(self._transfers.posted)]
+        worked = self._run_jobs()
+        ended = [self._transfers.poll(write) for write in list(self._transfers.posted)]
         return worked or any(ended)
 
-    def _work(self) -> bool:
+    def _run_jobs(self) -> bool:
         """Run queued jobs; returns whether there were any."""
         queued = bool(self._jobs)
         while self._jobs:
             self._jobs.popleft()()
         return queued
 
-    def _tell(self) -> None:
-        with self._telling:
-            if not self._told:
-                self._told = True
-                os.eventfd_write(self._wake, 1)
+    def _signal(self) -> None:
+        with self._signal_lock:
+            if not self._signalled:
+                self._signalled = True
+                os.eventfd_write(self._eventfd, 1)
 
     # any thread
 
@@ -569,31 +570,31 @@ class Agent:
         """
         if not self._eager:
             return
-        with self._turn:
+        with self._nixl_lock:
             if self._ended:
                 return
-            self._work()
+            self._run_jobs()
             if write in self._transfers.posted:
-                self._transfers.look(write)
+                self._transfers.poll(write)
 
-    def bell_of(self, write: Write) -> threading.Event:
+    def completion_of(self, write: Write) -> threading.Event:
         """The event that is set when the write is over."""
-        with self._door:
-            write.bell = write.bell or threading.Event()
-            return write.bell
+        with self._queue_lock:
+            write.completed = write.completed or threading.Event()
+            return write.completed
 
-    def patience(self, seconds: float) -> float:
+    def wait_slice(self, seconds: float) -> float:
         """The seconds for which a caller that waits leaves the work to the agent's thread."""
         return min(seconds, _SOON) if self._eager else seconds
 
     def _enqueue(self, job: Callable[[], None]) -> None:
-        with self._door:
+        with self._queue_lock:
             if self._closed:
                 raise _closed()
             self._jobs.append(job)
         self.advance()
-        if not self._eager or (self._transfers.posted and self._rests):
-            self._bell.set()
+        if not self._eager or (self._transfers.posted and self._sleeps):
+            self._wakeup.set()
 
     def _call(self, work: Callable[[], T]) -> T:
         """Do work with NIXL in turn; raises what it raises, and TRANSPORT_FAILED for errors of NIXL."""
@@ -618,7 +619,7 @@ class Agent:
         """Post a write in its turn."""
 
         def job() -> None:
-            self._lively = self._eager
+            self._posted_lately = self._eager
             self._transfers.begin(write, postings)
 
         self._enqueue(job)
