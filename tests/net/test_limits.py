@@ -220,7 +220,7 @@ def test_the_log_counts_connections_of_strangers(
             until(lambda: [*listener.receive()] or listener._connections.count == 1, listener)
         until(lambda: [*listener.receive()] or listener._connections.count == 0, listener)
     assert [record.getMessage() for record in caplog.records] == ["connections that ended before they sent a frame: 1"]
-    assert listener._connections._unheard == 2, "for the next line"
+    assert listener._connections._silent_ends == 2, "for the next line"
 
 
 def test_connections_that_say_nothing(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:
@@ -289,7 +289,7 @@ def test_a_dialer_hears_its_peers_in_turn(tmp_path: Path) -> None:
     for _ in range(limits.TURN_FRAMES + 100):
         assert listeners[0].send(conns[0], b"many")
     assert listeners[1].send(conns[1], b"alone")
-    until(lambda: all(line.inbox.readable for line in dialer._lines.values()), dialer)
+    until(lambda: all(line.inbox.readable for line in dialer._dealers.values()), dialer)
     turn = [frame for _, frame in dialer.receive()]
     assert b"alone" in turn[:2]
     assert len(turn) <= limits.TURN_FRAMES
