@@ -185,13 +185,13 @@ class Dialer:
         self._insecure, self._keys = insecure, keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._dealers: dict[tuple[Any, ...], _Dealer] = {}
-        self._handshaking: dict[tuple[Any, ...], _Dealer] = {}
-        """Dealers whose first handshake has not succeeded yet."""
-        self._connected: dict[int, tuple[Any, ...]] = {}
-        """Keys of the other dealers that have handshakes, by the descriptor of their events."""
-        self._unread: list[int] = []
-        """Descriptors of `_connected` whose events were not read to the end."""
+        self._lines: dict[tuple[Any, ...], _Dealer] = {}
+        self._greeting: dict[tuple[Any, ...], _Dealer] = {}
+        """Lines whose first handshake has not succeeded yet."""
+        self._greeted: dict[int, tuple[Any, ...]] = {}
+        """Keys of the other lines that have handshakes, by the descriptor of their events."""
+        self._left: list[int] = []
+        """Descriptors of `_greeted` whose events were not read to the end."""
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
@@ -201,8 +201,8 @@ class Dialer:
     @property
     def pending(self) -> bool:
         """See `Inbox.pending`, for any connection."""
-        watched = any(dealer.events is not None and dealer.events.pending for dealer in self._handshaking.values())
-        return watched or any(dealer.inbox.pending for dealer in self._dealers.values())
+        watched = any(line.events is not None and line.events.pending for line in self._greeting.values())
+        return watched or any(line.inbox.pending for line in self._lines.values())
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
@@ -213,14 +213,15 @@ class Dialer:
 
         Clause KVP-NET-TURN. Messages of several parts are ignored (KVP-NET-ONE).
         """
-        dealers, left = list(self._dealers.items()), limits.TURN_FRAMES
+        lines, left = list(self._lines.items()), limits.TURN_FRAMES
         self._turns += 1
-        first = self._turns % len(dealers) if dealers else 0
-        dealers = dealers[first:] + dealers[:first]
-        while dealers:
+        first = self._turns % len(lines) if lines else 0
+        lines = lines[first:] + lines[:first]
+        while lines:
             more = []
-            for key, dealer in dealers:
-                frames = dealer.inbox.take()
+            for each in lines:
+                key, line = each
+                frames = line.inbox.take()
                 if frames is None:
                     continue
                 left -= 1
@@ -228,75 +229,75 @@ class Dialer:
                     yield key, frames[0]
                 if left == 0:
                     return
-                more.append((key, dealer))
-            dealers = more
+                more.append(each)
+            lines = more
 
     def holds(self, link: Hashable) -> bool:
         """Whether frames wait on connections whose keys begin with `link`."""
-        return any(dealer.inbox.readable for key, dealer in self._dealers.items() if key[0] == link)
+        return any(line.inbox.readable for key, line in self._lines.items() if key[0] == link)
 
     def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
         """Connections whose handshake cannot succeed, and why; NOT_ALLOWED was reported by the source."""
-        refused = []
-        for key, dealer in list(self._handshaking.items()):
-            while dealer.events is not None and (frames := dealer.events.take()) is not None:
+        found = []
+        for key, line in list(self._greeting.items()):
+            while line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    del self._handshaking[key]
-                    self._connected[dealer.events.fd] = key
-                    self._unread.append(dealer.events.fd)
+                    del self._greeting[key]
+                    self._greeted[line.events.fd] = key
+                    self._left.append(line.events.fd)
                     break
                 if event and value != errno.EAGAIN:  # EAGAIN means that the server is silent or stopped
-                    dealer.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
-                    if dealer.breaks >= _BREAKS:
-                        self._unwatch(key, dealer)
+                    line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
+                    if line.breaks >= _BREAKS:
+                        self._unwatch(key, line)
                         ours = self._keys.public.decode() if self._keys else None
-                        refused.append((key, _refusal(event, str(key[-1]), ours)))
-        return refused
+                        found.append((key, _refusal(event, str(key[-1]), ours)))
+        return found
 
     def returned(self, ready: Collection[int]) -> list[tuple[Any, ...]]:
         """Connections that broke and came back; `ready` holds the descriptors of `filenos` that were readable.
 
         Call this after `refusals`.
         """
-        look, self._unread = {*ready, *self._unread}, []
-        back = set[tuple[Any, ...]]()
-        for fd in self._connected.keys() & look:
-            key = self._connected[fd]
-            while (events := self._dealers[key].events) is not None and (frames := events.take()) is not None:
+        look, self._left = {*ready, *self._left}, []
+        found = set[tuple[Any, ...]]()
+        for fd in self._greeted.keys() & look:
+            key = self._greeted[fd]
+            while (events := self._lines[key].events) is not None and (frames := events.take()) is not None:
                 if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    back.add(key)
-        return list(back)
+                    found.add(key)
+        return list(found)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         """Send a frame, connecting at first use to a server with this public key; False if its queue is full.
 
         Raises LocalError for an address that cannot be used: OUT_OF_RANGE, or INTERNAL without a free descriptor.
         """
-        dealer = self._dealers.get(key)
-        if dealer is None:
-            dealer = self._dealers[key] = self._connect(str(key[-1]), server)
-            if dealer.events is not None:
-                self._handshaking[key] = dealer
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = self._connect(str(key[-1]), server)
+            if line.events is not None:
+                self._greeting[key] = line
             self._count()
-        return dealer.inbox.send([frame])
+        return line.inbox.send([frame])
 
     def _connect(self, address: str, server: bytes | None) -> _Dealer:
         check_address(address, self._keys is not None and server is not None, self._insecure)
         opened: list[Socket] = []
         events = None
         try:
-            socket_ = _open(self._context, zmq.DEALER, address, opened)
+            made = _open(self._context, zmq.DEALER, address, opened)
             if encrypted(address):
                 if self._keys is not None and server is not None:
-                    socket_.setsockopt(zmq.CURVE_SERVERKEY, server)
-                    socket_.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-                    socket_.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+                    made.setsockopt(zmq.CURVE_SERVERKEY, server)
+                    made.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                    made.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
                 self.names.look_up(address)
-                events = events_of(self._context, socket_, _HANDSHAKES)
+                events = events_of(self._context, made, _HANDSHAKES)
                 opened.append(events.socket)
-            socket_.connect(address)
-            dealer = _Dealer(Inbox(socket_), events)
+            made.connect(address)
+            line = _Dealer(Inbox(made), events)
         except zmq.ZMQError as e:
             _shut(opened)
             if e.errno == errno.EMFILE:
@@ -304,17 +305,17 @@ class Dialer:
                 raise LocalError(ErrorCode.INTERNAL, "address", "a descriptor for a connection", str(e), advice) from e
             mine, yours = "a host name that can be resolved here, or an IP address", f"{address}: {e}"
             advice = "correct the address, or make sure that this host can resolve the name"
-            raise bad("address", mine, yours, advice) from e
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice) from e
         self._opened += opened
-        return dealer
+        return line
 
-    def _unwatch(self, key: tuple[Any, ...], dealer: _Dealer) -> None:
-        if dealer.events is not None:
-            self._handshaking.pop(key, None)
-            self._connected.pop(dealer.events.fd, None)
-            dealer.inbox.socket.disable_monitor()
-            self._shut(dealer.events)
-            dealer.events = None
+    def _unwatch(self, key: tuple[Any, ...], line: _Dealer) -> None:
+        if line.events is not None:
+            self._greeting.pop(key, None)
+            self._greeted.pop(line.events.fd, None)
+            line.inbox.socket.disable_monitor()
+            self._shut(line.events)
+            line.events = None
             self._count()
 
     def _shut(self, inbox: Inbox) -> None:
@@ -322,14 +323,14 @@ class Dialer:
         inbox.socket.close()
 
     def _count(self) -> None:
-        self._fds = [inbox.fd for dealer in self._dealers.values() for inbox in dealer.inboxes]
+        self._fds = [inbox.fd for line in self._lines.values() for inbox in line.inboxes]
 
     def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
         """Close the connections whose keys are not wanted."""
-        for key in [k for k in self._dealers if not wanted(k)]:
-            dealer = self._dealers.pop(key)
-            self._unwatch(key, dealer)
-            self._shut(dealer.inbox)
+        for key in [k for k in self._lines if not wanted(k)]:
+            line = self._lines.pop(key)
+            self._unwatch(key, line)
+            self._shut(line.inbox)
         self._count()
 
     def close(self) -> None:

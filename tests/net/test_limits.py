@@ -289,7 +289,7 @@ def test_a_dialer_hears_its_peers_in_turn(tmp_path: Path) -> None:
     for _ in range(limits.TURN_FRAMES + 100):
         assert listeners[0].send(conns[0], b"many")
     assert listeners[1].send(conns[1], b"alone")
-    until(lambda: all(line.inbox.readable for line in dialer._dealers.values()), dialer)
+    until(lambda: all(line.inbox.readable for line in dialer._lines.values()), dialer)
     turn = [frame for _, frame in dialer.receive()]
     assert b"alone" in turn[:2]
     assert len(turn) <= limits.TURN_FRAMES

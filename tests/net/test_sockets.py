@@ -236,7 +236,7 @@ def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
         found = _all(listener, len(frames))
         assert [frame for _, frame in found] == frames
         assert list(listener.receive()) == []
-        several = dialer._dealers[0, address].inbox.socket
+        several = dialer._lines[0, address].inbox.socket
         several.send_multipart([b"a", b"b", b"c", b"d", b"e"])
         assert dialer.send((0, address), b"alone")
         assert [frame for _, frame in _all(listener, 1)] == [b"alone"]
@@ -259,7 +259,7 @@ def test_a_message_of_very_many_frames_is_read_in_turns(
     key = (0, listener.address)
     assert dialer.send(key, b"first")
     _all(listener, 1)
-    dialer._dealers[key].inbox.socket.send_multipart([b"x"] * 40_000)
+    dialer._lines[key].inbox.socket.send_multipart([b"x"] * 40_000)
     dialer.send(key, b"next")
     found: list[bytes] = []
     left = 0
