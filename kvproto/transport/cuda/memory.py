@@ -55,7 +55,7 @@ _FACTS = {
 }
 
 
-def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
+def _attribute_at(attribute: driver.CUpointer_attribute, address: int) -> int:
     """An attribute of an address; 0 if the driver knows none.
 
     It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
@@ -71,7 +71,7 @@ def facts(address: int) -> dict[str, int]:
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
     known = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return known | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
+    return known | {"device": _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 def allocation_at(address: int) -> int | None:
@@ -93,16 +93,17 @@ class DeviceMemory:
         current(device)
         advice = "make the pools smaller"
         address = int(call(driver.cuMemAlloc(length), f"{length} bytes on device {device}", advice))
-        self._set(address, length, id, owned=True)
+        self._describe(address, length, id, owned=True)
 
     @classmethod
     def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
         """An engine's own pool; raises LocalError if [address, address + length) is not in one device allocation."""
         memory = cls.__new__(cls)
-        memory._set(address, length, id, owned=False)
+        memory._describe(address, length, id, owned=False)
         return memory
 
-    def _set(self, address: int, length: int, id: int, owned: bool) -> None:
+    def _describe(self, address: int, length: int, id: int, owned: bool) -> None:
+        """Learn of the allocation at an address; raises LocalError for memory that is not one device allocation."""
         known = facts(address)
         if known["type"] != driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value or known["managed"]:
             kind = "managed memory" if known["managed"] else "no device memory"
@@ -144,17 +145,17 @@ class DeviceMemory:
         allowed = self._known["handles"]
         if self._known["legacy"]:
             ipc = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
-            handles.append(_handle(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
+            handles.append(_encode(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
         elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
                 self._shared = _share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-            handles.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
+            handles.append(_encode(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
         if allowed & _FABRIC_TYPE.value and has_fabric(self.device):
             pieces = self._pieces()
             size = sum(p.size for p in pieces)
-            handles.append(_handle(_FABRIC, self.address - pieces[0].base, size, _share_fabric(pieces)))
+            handles.append(_encode(_FABRIC, self.address - pieces[0].base, size, _share_fabric(pieces)))
         if not handles:
             mine, yours = "memory of cuMemAlloc, or with POSIX descriptors", "virtual memory or a memory pool without"
             advice = "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off"
@@ -175,8 +176,8 @@ class DeviceMemory:
         pieces: list[VirtualAllocation] = []
         at = self.address
         while at < self.address + self.length:
-            base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
-            size = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
+            base = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
+            size = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
             if not base or not size:
                 mine = "mapped device memory"
                 raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, "none", "allocate first")
@@ -198,7 +199,7 @@ class DeviceMemory:
 
     def check(self) -> None:
         """Raise POOL_MOVED if the allocation was freed or replaced."""
-        if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
+        if _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
@@ -217,23 +218,23 @@ class DeviceMemory:
             call(driver.cuMemFree(self.address), "free")
 
 
-def _handle(kind: int, offset: int, size: int, body: Any) -> Handle:
+def _encode(kind: int, offset: int, size: int, body: Any) -> Handle:
     pid = os.getpid()
     data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
     return Handle(transport=Transport.CUDA, data=data)
 
 
 @attrs.define
-class _Opened:
+class _OpenAllocation:
     base: int
     size: int
     close: Callable[[], None]
     users: int = 0
 
 
-_opened: dict[tuple[int, bytes], _Opened] = {}
+_open_allocations: dict[tuple[int, bytes], _OpenAllocation] = {}
 """Allocations by device and handle: a context opens one only once, however many regions lie in it."""
-_Read = tuple[int, int, int, bytes, int, int, Any]
+_HandleFields = tuple[int, int, int, bytes, int, int, Any]
 """The fields of a handle: kind, process, its start, nonce, offset, size, and what opens the allocation."""
 
 
@@ -253,10 +254,10 @@ class MappedDeviceMemory:
         key, self._key = self._key, None
         if key is None:
             return
-        opened = _opened[key]
+        opened = _open_allocations[key]
         opened.users -= 1
         if not opened.users:
-            del _opened[key]
+            del _open_allocations[key]
             opened.close()
 
 
@@ -264,27 +265,27 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
     """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
     here = region.boot == boot_id()
     try:
-        read = [_read(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
+        read = [_decode(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise _failed(path, "a handle", "other bytes") from error
     # a handle for this host first; other hosts and namespaces are reached by FABRIC alone
     near = here and region.namespace == pid_namespace()
     usable = next((handle for handle in read if near or handle[0] == _FABRIC), read[0] if here and read else None)
     if usable is None:
-        raise _no(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
+        raise _unreachable(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
     kind, pid, began, nonce, *_ = usable
     if kind == _FABRIC and not has_fabric(device):
         advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
-        raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
+        raise _unreachable(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
         return _mapped(region, path, device, usable)
     current(device)
     owner = ordinal_of(region.device or "")
     if owner is None:
         advice = "let CUDA_VISIBLE_DEVICES name the GPUs of both sides"
-        raise _no(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
+        raise _unreachable(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
     if not Device(device).can_access_peer(owner) and device != owner:
-        raise _no(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
+        raise _unreachable(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
     if nonce == _NONCE and (kind == _LEGACY or device == owner):
         known = facts(region.base)
         if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
@@ -294,22 +295,22 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
         return _mapped(region, path, device, usable)
     if not near:
         advice = "run both engines in one PID namespace, or use transport NIXL"
-        raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
+        raise _unreachable(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a live process", f"process {pid} has ended")
     return _mapped(region, path, device, usable)
 
 
-def _mapped(region: Region, path: str, device: int, handle: _Read) -> MappedDeviceMemory:
+def _mapped(region: Region, path: str, device: int, handle: _HandleFields) -> MappedDeviceMemory:
     kind, pid, _, _, offset, size, body = handle
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
     key = (device, msgpack.packb(body))
     try:
-        opened = _opened.get(key) or _OPEN[kind](device, body)
+        opened = _open_allocations.get(key) or _OPEN[kind](device, body)
     except (KvprotoError, OSError) as error:
         raise _failed(path, "a handle that opens", getattr(error, "yours", str(error))) from error
-    _opened[key] = opened
+    _open_allocations[key] = opened
     opened.users += 1
     mapped = MappedDeviceMemory(opened.base + offset, region.length, device, pid, key)
     if offset + region.length > opened.size:
@@ -318,14 +319,14 @@ def _mapped(region: Region, path: str, device: int, handle: _Read) -> MappedDevi
     return mapped
 
 
-def _open(device: int, ipc: bytes) -> _Opened:
+def _open_legacy(device: int, ipc: bytes) -> _OpenAllocation:
     current(device)
     handle = driver.CUipcMemHandle()
     handle.reserved = ipc
     lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     address = int(call(driver.cuIpcOpenMemHandle(handle, lazy.value), "mapping"))
     base, size = call(driver.cuMemGetAddressRange(address), "range")
-    return _Opened(int(base), int(size), lambda: _close(device, int(base)))
+    return _OpenAllocation(int(base), int(size), lambda: _close(device, int(base)))
 
 
 def _close(device: int, base: int) -> None:
@@ -333,21 +334,25 @@ def _close(device: int, base: int) -> None:
     call(driver.cuIpcCloseMemHandle(base), "unmap")
 
 
-def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
+def _map_virtual(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _OpenAllocation:
     path, pieces = body
     mapping = _VirtualMap(device, [(partial(_by_descriptor, path, token), size) for token, size in pieces])
-    return _Opened(mapping.base, mapping.size, mapping.close)
+    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
 
 
-def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _Opened:
+def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _OpenAllocation:
     mapping = _VirtualMap(device, [(partial(_by_fabric, data), size) for data, size in body])
-    return _Opened(mapping.base, mapping.size, mapping.close)
+    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
 
 
-_OPEN: dict[int, Callable[[int, Any], _Opened]] = {_LEGACY: _open, _VIRTUAL: _map, _FABRIC: _map_fabric}
+_OPEN: dict[int, Callable[[int, Any], _OpenAllocation]] = {
+    _LEGACY: _open_legacy,
+    _VIRTUAL: _map_virtual,
+    _FABRIC: _map_fabric,
+}
 
 
-def _read(data: bytes) -> _Read:
+def _decode(data: bytes) -> _HandleFields:
     kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
     good = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size)) and type(nonce) is bytes
     if good and kind == _LEGACY:
@@ -362,7 +367,7 @@ def _read(data: bytes) -> _Read:
     return kind, pid, began, nonce, offset, size, body
 
 
-def _no(path: str, mine: str, yours: str, advice: str) -> RemoteError:
+def _unreachable(path: str, mine: str, yours: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.NO_TRANSPORT, path, mine, yours, advice)
 
 
