@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvproto import Options, new_ticket
-from kvproto.door import Door
 from kvproto.events import Arrived, Event, Freed, Sent
+from kvproto.rank.base import Door
 from kvproto.seeing.counts import Counts
 from tests.door.doors import PROMPT, Two, two
 

@@ -29,9 +29,9 @@ import numpy as np
 
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack as columns_without_gaps
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Costs, Direct, choose
 from kvproto.transport.nixl.regions import Registered

@@ -22,8 +22,8 @@ from cuda.core import Device
 from facts import facts
 from transfer_shapes import half
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.lowering import Pair
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer

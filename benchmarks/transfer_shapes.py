@@ -25,13 +25,13 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, Job
 from kvproto.transport.cuda.driver import call, current, enable_peer
@@ -215,12 +215,14 @@ def wire_latency() -> dict[str, list[float]]:
 def session_latency(pull: bool) -> dict[str, list[float]]:
     """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
     from kvproto import Pool
-    from kvproto.door import party_of
+    from kvproto.events import Connected
     from kvproto.net import Dialer, Listener
-    from kvproto.node import Finished, SinkNode, SourceNode
-    from kvproto.node.events import Received
-    from kvproto.node.pages import grants_of
-    from kvproto.session.events import Planned
+    from kvproto.rank.base import party_of
+    from kvproto.rank.events import Received
+    from kvproto.rank.page_tables import grants_of
+    from kvproto.sink.node import SinkNode
+    from kvproto.source.node import SourceNode
+    from kvproto.source.prefill import Finished
     from kvproto.transport.cuda.transport import CudaTransport
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
@@ -243,7 +245,7 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     sink = SinkNode(party_of("decode", pools[1]), pools[1], dialer, verify=False, transports=[Marked(1)], pull=pull)
     sink.connect(("prefill", 0), address)
     side = pools[1].layout
-    while not any(isinstance(e, Planned) for e in sink.turn()):
+    while not any(isinstance(e, Connected) for e in sink.turn()):
         source.turn()
     found: list[tuple[float, float]] = []
     for n in range(300):

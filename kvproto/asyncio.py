@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from kvproto.door import Door, Handle
 from kvproto.errors import LocalError, check_type
+from kvproto.rank.base import Door, Handle
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["drive", "wait"]

@@ -11,13 +11,13 @@ from typing import Any, Self
 import attrs
 import numpy.typing as npt
 
-from kvproto.door import options_of
 from kvproto.errors import LocalError
 from kvproto.net import Seed
-from kvproto.node.driver import Driver
-from kvproto.node.watching import WatchNode
 from kvproto.options import Options
 from kvproto.prompt import check_name
+from kvproto.rank.base import options_of
+from kvproto.rank.driver import Driver
+from kvproto.rank.watching import WatchNode
 from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint

@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-from kvproto.door import Door
+from kvproto.rank.base import Door
 from kvproto.seeing.counts import Sample
 from kvproto.seeing.names import BASE, BUCKETS, METRICS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy.typing as npt
 
-from kvproto.pool import Pool
+from kvproto.rank.pool import Pool
 from kvproto.seeing.counts import Sample, sample
 from kvproto.tiers.cache import Cache, Fetch, Keep, patience
 from kvproto.tiers.components import components

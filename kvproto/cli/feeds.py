@@ -15,7 +15,7 @@ import attrs
 from kvproto.seeing.names import BASE, BUCKETS
 from kvproto.wire.plain import read_json
 
-__all__ = ["Feed", "Line", "plain", "said", "taken"]
+__all__ = ["FeedReader", "Line", "plain", "said", "taken"]
 
 Line = dict[str, Any]
 _LONGEST = 1 << 20
@@ -23,7 +23,7 @@ _LONGEST = 1 << 20
 
 
 @attrs.define(eq=False)
-class Feed:
+class FeedReader:
     """A feed that is followed, or read from a file."""
 
     path: str
@@ -33,7 +33,7 @@ class Feed:
     ended: bool = False
 
     @classmethod
-    def open(cls, path: str, selector: selectors.BaseSelector) -> Feed:
+    def open(cls, path: str, selector: selectors.BaseSelector) -> FeedReader:
         """Open a socket, which is registered with the selector, or a file; raises OSError."""
         path = path.removeprefix("ipc://")
         if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -86,7 +86,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e15
 
 
-def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float | None) -> Iterator[tuple[Feed, Line]]:
+def taken(
+    feeds: Sequence[FeedReader], selector: selectors.BaseSelector, until: float | None
+) -> Iterator[tuple[FeedReader, Line]]:
     """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
     for feed in feeds:
         while not (feed.live or feed.ended):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvproto.cli.feeds import Feed, said, taken
+from kvproto.cli.feeds import FeedReader, said, taken
 from kvproto.cli.top import top
 from kvproto.errors import KvprotoError
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show all names
     try:
         with selectors.DefaultSelector() as selector:
-            feeds = [Feed.open(path, selector) for path in args.feed]
+            feeds = [FeedReader.open(path, selector) for path in args.feed]
             if args.command == "tail":
                 return _tail(feeds, selector, args.json)
             return top(feeds, selector, args.once)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-def _tail(feeds: Sequence[Feed], selector: selectors.BaseSelector, whole: bool) -> int:
+def _tail(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, whole: bool) -> int:
     for _, line in taken(feeds, selector, None):
         if whole:
             print(json.dumps(line), flush=True)

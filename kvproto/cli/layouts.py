@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvproto.catalog.config import Config
+from kvproto.catalog.engines import ENGINES, Pools, Setup, pools
+from kvproto.catalog.tensors import Array, RankMemory
+from kvproto.catalog.vllm import BACKENDS
 from kvproto.errors import bad
-from kvproto.planning.engines import ENGINES, Pools, Setup, pools
-from kvproto.planning.families import Config
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Parallel
-from kvproto.planning.pools import Array, Memory
-from kvproto.planning.vllm import BACKENDS
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
 
@@ -90,7 +90,7 @@ def described(
     yield from lines(made.geometry, args.rank, found)
 
 
-def as_json(made: Pools, rank: int, found: Memory) -> dict[str, Any]:
+def as_json(made: Pools, rank: int, found: RankMemory) -> dict[str, Any]:
     """Allocations, tensors and the columns of Register as JSON data; sizes, offsets and strides are in bytes."""
     tensors = [
         {"name": a.name, "allocation": found.regions[a.region][0], "offset": a.offset, "axes": list(a.axes),
@@ -105,7 +105,7 @@ def as_json(made: Pools, rank: int, found: Memory) -> dict[str, Any]:
     }
 
 
-def lines(geometry: Geometry, rank: int, found: Memory) -> Iterator[str]:
+def lines(geometry: Geometry, rank: int, found: RankMemory) -> Iterator[str]:
     """Tables of groups and tensors: lengths of axes, outermost first, with the bytes from one element to the next."""
     owned = {o.group: o.layers.tolist() for r in geometry.ranks if r.rank == rank for o in r.owns}
     yield ""

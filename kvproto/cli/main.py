@@ -10,18 +10,28 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import IntEnum
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import finding, following, foreign, kept, keygen, plans, probe
+from kvproto.cli import finding, following, kept, keygen, plans, probe
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
-__all__ = ["main", "parser"]
+__all__ = ["GROUP", "main", "parser"]
+
+GROUP = "kvproto.commands"
+"""The entry points of other packages' commands: functions that add a parser, whose default `run` takes its arguments.
+
+They may also add options to another command, and replace its `run`.
+"""
+_KNOWN = {"import": "read a capture of another engine's messages"}
+"""Commands of packages that come with kvproto."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
     plans.add(commands)
-    foreign.add(commands)
     probe.add(commands)
     keygen.add(commands)
     kept.add(commands)
@@ -61,10 +70,30 @@ def parser() -> argparse.ArgumentParser:
     following.add(commands)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
+    _add_of_packages(commands)
     for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
         said = listed.help or ""
         commands.choices[listed.dest].description = f"{said[:1].upper()}{said[1:]}."
     return parser
+
+
+def _add_of_packages(commands: Any) -> None:
+    """Add the commands of other packages; one that cannot be loaded says so when it is called."""
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    for name in sorted({*entries, *_KNOWN}):
+        try:
+            if name not in entries:
+                raise ImportError("no installed package has it")
+            entries[name].load()(commands)
+        except (ImportError, AttributeError) as error:
+            absent = commands.add_parser(name, help=_KNOWN.get(name, "(broken)"), prefix_chars="\0", add_help=False)
+            absent.add_argument("rest", nargs="*")
+            absent.set_defaults(run=partial(_absent, f"{name!r} of the entry points {GROUP}: {error}"))
+
+
+def _absent(what: str, args: argparse.Namespace) -> int:
+    print(f"error: {what} (install kvproto again; in a checkout: pip install -e .)", file=sys.stderr)
+    return 1
 
 
 def _main(argv: list[str] | None) -> int:
@@ -74,10 +103,9 @@ def _main(argv: list[str] | None) -> int:
         for code in [_code(line, given) for given in args.code] or ErrorCode:
             print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
         return 0
-    if args.command == "import":
-        return foreign.run(args)
-    if args.command == "check" and foreign.wanted(args):
-        return foreign.check(args)
+    if run := getattr(args, "run", None):
+        status: int = run(args)
+        return status
     if args.command in ("describe", "check", "plan"):
         return plans.run(args)
     if args.command == "probe":

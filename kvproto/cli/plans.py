@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
+from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
+from kvproto.catalog.engines import ENGINES
+from kvproto.catalog.models import PRESETS, Config, describe, draft_of
 from kvproto.cli import layouts, sizes, slices
 from kvproto.cli.page import page
 from kvproto.cli.programs import as_data, programs, shown, spreads
@@ -17,8 +19,6 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.planning.cache import BLOCK_SCALED
 from kvproto.planning.compare import unstated
-from kvproto.planning.describe import PRESETS, Config, describe, draft_of
-from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.planning.slices import slices as slices_of
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             return _describe(args)
         source, sink = read_geometry(args.source), read_geometry(args.sink)
         file = args.costs if args.command == "plan" else None
-        costs = load(file) if file else reference_costs()
+        costs = load_costs(file) if file else reference_costs()
     except KvprotoError as error:
         print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
         return 1

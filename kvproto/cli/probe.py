@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.probe import LEAST_MEMORY, probe
-from kvproto.calibration.results import Probe, save
+from kvproto.calibration import LEAST_MEMORY, Probe, probe, save
 from kvproto.errors import KvprotoError
 from kvproto.transport import names
 

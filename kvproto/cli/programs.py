@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from kvproto.calibration.cost import Cost, Spread, advise_spread, spread
+from kvproto.calibration import Cost, Spread, advise_spread, spread
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import Feature
 
 __all__ = ["Moved", "Request", "as_data", "programs", "shown", "spreads"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.planning.slices import Column, Range, Slice
+from kvproto.planning.slices import PartLanes, Range, Slice
 
 __all__ = ["HEAD", "as_json", "row", "table"]
 
@@ -40,7 +40,7 @@ def _text(range_: Range) -> str:
     return f"layers {_numbers(range_.layers)}; {lanes}{_tokens(range_)}"
 
 
-def _lanes(column: Column) -> str:
+def _lanes(column: PartLanes) -> str:
     size = column.lane_bytes
     if any(x % size for interval in column.lanes for x in interval):
         return f"bytes {_numbers(column.lanes)}"

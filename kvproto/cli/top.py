@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.cli.feeds import Feed, Line, plain, said, taken
+from kvproto.cli.feeds import FeedReader, Line, plain, said, taken
 from kvproto.seeing.names import BASE, BUCKETS
 
 __all__ = ["top"]
@@ -24,7 +24,7 @@ _Series = dict[tuple[str, ...], Any]
 
 
 @attrs.define(eq=False)
-class _State:
+class _RankState:
     """What `top` knows of one rank."""
 
     who: tuple[str, ...] = ("?", "?", "?", "?")
@@ -80,7 +80,7 @@ _NARROW = 120
 _WIDE = ("peers", "per s", "p50", "refused", "resends")
 
 
-def _row(state: _State) -> list[str]:
+def _row(state: _RankState) -> list[str]:
     engine, replica, rank, role = state.who
     outcome, phase = _GOOD.get(role, ("", ""))
     note = " (ended)" if state.ended else " (drains)" if state.total("kvproto_draining") else ""
@@ -97,7 +97,7 @@ def _row(state: _State) -> list[str]:
     ]  # fmt: skip
 
 
-def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> int:
+def top(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, once: bool) -> int:
     """Draw until all feeds end, or only `once`; returns the exit status."""
     if importlib.util.find_spec("rich") is None:
         raise ValueError("top draws with rich: pip install 'kvproto[cli]'")
@@ -106,7 +106,7 @@ def top(feeds: Sequence[Feed], selector: selectors.BaseSelector, once: bool) -> 
     from rich.table import Table
     from rich.text import Text
 
-    states, latest = {id(feed): _State(feed=Path(feed.path).name) for feed in feeds}, list[str]()
+    states, latest = {id(feed): _RankState(feed=Path(feed.path).name) for feed in feeds}, list[str]()
 
     def drawn() -> Group:
         table = Table(box=None, header_style="bold", pad_edge=False)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvproto.copying.scaling import Scaling, scaling
 from kvproto.errors import RemoteError
-from kvproto.planning.deals import IntArray
+from kvproto.planning.arrays import IntArray
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
@@ -209,7 +209,7 @@ def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
 
 
 @attrs.frozen(eq=False)
-class _Owner:
+class _ItemSpans:
     """Columns of one group whose items share no bytes with each other, as merged spans [begin, end) of item 0."""
 
     path: str
@@ -229,7 +229,7 @@ class _Owner:
         return _merged((self.begin[:, None] + first).ravel(), (self.end[:, None] + first).ravel())
 
 
-def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> Iterator[_Owner]:
+def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> Iterator[_ItemSpans]:
     """A group's columns of one stride if they are apart, else each column by itself."""
     cluster = cluster[np.argsort(cluster["group"], kind="stable")]
     starts = [0, *(np.flatnonzero(np.diff(cluster["group"])) + 1).tolist(), len(cluster)]
@@ -241,10 +241,10 @@ def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> It
         for some in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:
             name = f"group {group}" if together else f"column {some['column'][0]} of group {group}"
             merged = _merged(some["offset"], some["offset"] + some["item_bytes"])
-            yield _Owner(f"grants[{index}].items", name, items, int(some["item_stride"][0]), *merged)
+            yield _ItemSpans(f"grants[{index}].items", name, items, int(some["item_stride"][0]), *merged)
 
 
-def _compare(owners: list[_Owner]) -> None:
+def _compare(owners: list[_ItemSpans]) -> None:
     """Raise ITEM_ALIAS where spans of two owners overlap: of two groups, or of two columns that are not apart."""
     begins, ends = zip(*(owner.bytes() for owner in owners), strict=True)
     begin, end = np.concatenate(begins), np.concatenate(ends)

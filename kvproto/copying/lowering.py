@@ -195,7 +195,7 @@ _PLACE = ("region", "offset", "item_stride", "row_stride", "items")
 
 
 @attrs.frozen
-class _Piece:
+class _LanePiece:
     """Bytes [lo, hi) of the lane axis, at an offset from a column; stride from lane to lane, 0 where bytes touch."""
 
     lo: int
@@ -206,7 +206,7 @@ class _Piece:
     stride: int
 
 
-def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine: int) -> Iterator[_Piece]:
+def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine: int) -> Iterator[_LanePiece]:
     """What one column of this side stores of the lane bytes of a box."""
     part = group.parts[p]
     size, whole, at = part.lane_bytes, lane_bytes(part), part.at or 0
@@ -218,7 +218,7 @@ def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine:
                 cut, end = max(x, begin), min(y, begin + size)
                 while cut < end:
                     stop = min(end, cut + fine - cut % fine)
-                    yield _Piece(cut, stop, p, (local + lane - first) * stride + cut - begin, 0)
+                    yield _LanePiece(cut, stop, p, (local + lane - first) * stride + cut - begin, 0)
                     cut = stop
             continue
         touching, cut = stride == size, x
@@ -231,11 +231,11 @@ def _pieces(side: RankLayout, group: Group, p: int, stride: int, box: Box, fine:
             else:
                 end = y - y % size
             single = touching or end - cut <= size
-            yield _Piece(cut, end, p, (local + lane) * stride + within, 0 if single else stride)
+            yield _LanePiece(cut, end, p, (local + lane) * stride + within, 0 if single else stride)
             cut = end
 
 
-def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, int, _Piece, _Piece]]:
+def _both(a: list[_LanePiece], b: list[_LanePiece], fine: int) -> Iterator[tuple[int, int, _LanePiece, _LanePiece]]:
     """Pieces cut where either side is cut."""
     a, b = sorted(a, key=lambda p: p.lo), sorted(b, key=lambda p: p.lo)
     i = j = 0
@@ -245,11 +245,11 @@ def _both(a: list[_Piece], b: list[_Piece], fine: int) -> Iterator[tuple[int, in
         i, j = i + (a[i].hi == hi), j + (b[j].hi == hi)
 
 
-def _advance(piece: _Piece, lo: int, hi: int, fine: int) -> _Piece:
+def _advance(piece: _LanePiece, lo: int, hi: int, fine: int) -> _LanePiece:
     """Bytes [lo, hi) of a piece, whose lanes are `fine` bytes long unless all of its bytes touch."""
     if not piece.stride:
-        return _Piece(lo, hi, piece.part, piece.offset + lo - piece.lo, 0)
+        return _LanePiece(lo, hi, piece.part, piece.offset + lo - piece.lo, 0)
     lanes, within = divmod(lo - piece.lo, fine)
-    return _Piece(
+    return _LanePiece(
         lo, hi, piece.part, piece.offset + lanes * piece.stride + within, piece.stride if hi - lo > fine else 0
     )

@@ -16,11 +16,20 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
+from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
+from kvproto.planning.boxes import LAYER_BITS, BoxTable, boxes_of
 from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
-from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, uneven, whole
+from kvproto.planning.cutting import (
+    Cutter,
+    OwnedInterval,
+    OwnedIntervals,
+    common_layers,
+    opaque_families,
+    owned_intervals,
+    share_unit,
+)
+from kvproto.planning.election import Layers
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.joining import LAYER_BITS, Boxes, boxes_of
-from kvproto.planning.spreading import IntArray, Layers, each, stretches, unique_rows
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -114,7 +123,7 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     """
     check_facts(source, sink)
     try:
-        have, want = claims_of(source), claims_of(sink)
+        have, want = owned_intervals(source), owned_intervals(sink)
     except LookupError:
         for geometry in (source, sink):
             validate(geometry)  # says what is wrong, but is too slow to be done each time
@@ -130,19 +139,19 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     return Plan(tuple(_routes(sink, have, found, models, data)), hashlib.sha256(data).digest(), cold)
 
 
-def _routes(sink: Geometry, have: Claims, found: Boxes, models: IntArray, data: bytes) -> Iterator[Route]:
+def _routes(sink: Geometry, have: OwnedIntervals, found: BoxTable, models: IntArray, data: bytes) -> Iterator[Route]:
     """The routes of all boxes, cut where the source's group changes; `data` holds the boxes as rows of the digest."""
     if not data:
         return
     names = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
-    parts, part = unique_rows(found.group, found.part)
+    parts, part = distinct_rows(found.group, found.part)
     keys = [names[key] for key in zip(found.group[parts].tolist(), found.part[parts].tolist(), strict=True)]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     part = np.array([number[key] for key in keys])[part]
     homes = [_homes(have[key]) for key in number]
     row, x, y, id = _within(homes, part, found.layer_lo, found.layer_hi)
     same = [column[1:] == column[:-1] for column in (found.source, found.sink, found.group)]
-    begin, _ = stretches(np.logical_and.reduce(same))
+    begin, _ = stretch_bounds(np.logical_and.reduce(same))
     inner = [column[row] for column in (found.part, found.lo, found.hi, found.source_class, found.sink_class)]
     columns = [models[row], x, y, *inner, id]
     if row.size > part.size:
@@ -163,9 +172,9 @@ _ROW = 12 * 8
 """Bytes of a box in the digest."""
 
 
-def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> Cutter:
+def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Collection[int]) -> Cutter:
     """All that the sink's ranks need, cut by owners; raises the first mismatch, in the order of the sink's groups."""
-    shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
+    shared = {key: common_layers(have.get(key, []), claims) for key, claims in want.items()}
     names: dict[int, list[str]] = defaultdict(list)
     for model, name in have:
         names[model].append(name)
@@ -179,15 +188,17 @@ def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> C
             src = sources[0].group
             if (src.id, dst.id, index) not in units:
                 check_pair(src, dst, part)
-                units[src.id, dst.id, index] = uneven(src, dst, part)
+                units[src.id, dst.id, index] = share_unit(src, dst, part)
             cutter.meet(src, dst, index)
-            for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
+            for some, needy in (
+                opaque_families(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]
+            ):
                 cutter.cut(some, needy, layers, index, units[src.id, dst.id, index])
     _check_scales(sink, have, want)
     return cutter
 
 
-def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
+def _check_scales(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> None:
     """Raise PART_MISSING where the source has scales of what the sink takes without any (KVP-PLAN-SCALES)."""
     given, taken = _scaled(have), _scaled(want)
     if not given:
@@ -204,7 +215,7 @@ def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
                 raise unscaled(dst, part.name, min(lost))
 
 
-def _scaled(claims: Claims) -> dict[tuple[int, str], set[int]]:
+def _scaled(claims: OwnedIntervals) -> dict[tuple[int, str], set[int]]:
     """The layers that have scales, by model and the registered name of what is scaled."""
     found: dict[tuple[int, str], set[int]] = defaultdict(set)
     for (model, name), some in claims.items():
@@ -221,7 +232,7 @@ Homes = list[tuple[int, int, int]]
 """(first layer, layer after the last, group id), ascending; each layer of a part is in one group."""
 
 
-def _homes(claims: Iterable[Claim]) -> Homes:
+def _homes(claims: Iterable[OwnedInterval]) -> Homes:
     layers = sorted({(lo, hi, group) for group, some in {(c.group.id, c.layers) for c in claims} for lo, hi in some})
     made: Homes = []
     for lo, hi, group in layers:
@@ -239,11 +250,11 @@ def _within(
     key = np.repeat(np.arange(len(homes)), [len(some) for some in homes]) << LAYER_BITS
     first = np.searchsorted(key + starts, (part << LAYER_BITS) + lo, "right") - 1
     last = np.searchsorted(key + starts, (part << LAYER_BITS) + hi)
-    row, nth = each(last - first)
+    row, nth = repeated_index(last - first)
     home = first[row] + nth
     return row, np.maximum(starts[home], lo[row]), np.minimum(ends[home], hi[row]), ids[home]
 
 
-def _cold(have: Claims, want: Claims) -> tuple[int, ...]:
+def _cold(have: OwnedIntervals, want: OwnedIntervals) -> tuple[int, ...]:
     """The sink's draft models that no source rank owns anything of."""
     return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))

@@ -9,12 +9,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvproto.errors import RemoteError
+from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.session.events import Event, ProtocolError
-from kvproto.session.phases import Party, Stated
-from kvproto.session.plans import Plans
-from kvproto.session.records import Census
-from kvproto.session.refusals import refusal
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.error_fields import refusal
+from kvproto.session.events import Event
+from kvproto.session.plan_cache import Plans
+from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
 from kvproto.wire import encode
 from kvproto.wire import messages as m
@@ -92,10 +93,10 @@ class Endpoint:
         self.timers.run(now)
         self._after(now)
 
-    def census(self) -> Census:
+    def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
         known = [session for session in self.sessions.values() if session.open and session.known]
-        return Census(len(known), sum(session.suspect for session in known), self.resends)
+        return Counters(len(known), sum(session.suspect for session in known), self.resends)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""

@@ -15,10 +15,10 @@ from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session.describing import Describing
+from kvproto.session.descriptions import Party, Stated
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.phases import Party, Stated
 from kvproto.session.push import SinkPush
-from kvproto.session.records import Want
+from kvproto.session.records import SinkTransfer
 from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState
@@ -58,7 +58,7 @@ class Exposing(Endpoint):
         """Sessions by address."""
         self._ranks: dict[int, SinkSession] = {}
         """Sessions whose plan is known, by source rank."""
-        self._wants: dict[int, Want] = {}
+        self._wants: dict[int, SinkTransfer] = {}
         self._unproven: dict[int, tuple[object, set[tuple[int, int]]]] = {}
         """By transfer that was Lost as UNPROVABLE: its pool, and the session and sequence of each unproven part."""
 

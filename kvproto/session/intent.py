@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from kvproto.copying.deferred_grants import all_granted, granted_until, lacks_items, newly_granted, no_items, with_grant
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import added, bare, extended, granted_to, is_whole, nothing
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
+from kvproto.session.error_fields import refusal
 from kvproto.session.records import SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal
 from kvproto.session.table import TransferState
 from kvproto.session.transfers import SinkTransfers, SourceTransfers
 from kvproto.wire import messages as m
@@ -28,7 +28,7 @@ __all__ = ["SinkIntent", "SourceIntent", "useful"]
 _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 
-class SourceIntent(Part):
+class SourceIntent(Extension):
     """The source's half; `granted` is called with each attempt for which more may be written."""
 
     def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
@@ -89,8 +89,8 @@ class SourceIntent(Part):
                     session.reply(m.Failed, message, **refusal(error))
                 return
             attempt.granted, attempt.grant = granted, message.request
-            attempt.whole = is_whole(self._side(attempt), granted, attempt.transfer.grants)
-            attempt.end = granted_to(self._side(attempt), granted, attempt.transfer.grants)
+            attempt.whole = all_granted(self._side(attempt), granted, attempt.transfer.grants)
+            attempt.end = granted_until(self._side(attempt), granted, attempt.transfer.grants)
             session.move(attempt, "Accepted")
             self._granted(attempt)
         session.reply(m.Accepted, message, state=attempt.progress())
@@ -104,7 +104,7 @@ class SourceIntent(Part):
         if not spans and attempt.progress is not None and attempt.progress() != RequestState.READY:
             mine = "a request whose prefill is not over, without SPANS"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Grant", "wait for Progress READY")
-        granted = extended(side, attempt.granted, transfer.grants, message.grants, spans)
+        granted = with_grant(side, attempt.granted, transfer.grants, message.grants, spans)
         described, overlaps = attempt.described, attempt.epoch.overlaps if attempt.epoch is not None else None
         check_grants(
             described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps,
@@ -115,14 +115,14 @@ class SourceIntent(Part):
     hears = ((m.Grant, _grant),)
 
 
-class SinkIntent(Part):
+class SinkIntent(Extension):
     """The sink's half."""
 
     def take(self, attempt: SinkAttempt) -> None:
         """Note whether the Transfer of an attempt leaves out its items."""
         side = self._side(attempt)
-        if bare(side, attempt.asks):
-            attempt.granted, attempt.whole = nothing(side, attempt.asks), False
+        if lacks_items(side, attempt.asks):
+            attempt.granted, attempt.whole = no_items(side, attempt.asks), False
 
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
@@ -132,7 +132,7 @@ class SinkIntent(Part):
         `begin` is called once all are named. With `packed` bytes, nothing is sent before that.
         """
         named = tuple(grants[g.group] for g in attempt.asks)
-        if not attempt.whole and not attempt.begun and is_whole(self._side(attempt), named, attempt.asks):
+        if not attempt.whole and not attempt.begun and all_granted(self._side(attempt), named, attempt.asks):
             attempt.begun = True
             begin()
         if attempt.begun or not packed:
@@ -149,7 +149,7 @@ class SinkIntent(Part):
         if not attempt.named or attempt.whole or attempt.grant or attempt.state != TransferState.ACCEPTED:
             return
         whole, spans = attempt.begun, Feature.SPANS in session.features
-        said = added(attempt.granted, attempt.named)
+        said = newly_granted(attempt.granted, attempt.named)
         grows = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
         if not (whole or (spans and grows)) or not (spans or attempt.ready):
             return

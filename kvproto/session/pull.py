@@ -9,10 +9,10 @@ import numpy as np
 from kvproto.copying.grants import check_grants
 from kvproto.errors import LocalError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import Epoch
 from kvproto.session.events import Fetched
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.phases import Epoch
 from kvproto.session.push import Delivery, check_begins, check_outcome
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
@@ -24,7 +24,7 @@ from kvproto.wire.enums import Access, ErrorCode, Outcome
 __all__ = ["SinkPull", "SourcePull"]
 
 
-class SourcePull(Part):
+class SourcePull(Extension):
     """The source's half, which registers its memory and offers items instead of writing."""
 
     def __init__(self, session: Session) -> None:

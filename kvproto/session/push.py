@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Hears, Part, Session
-from kvproto.session.phases import Described
+from kvproto.session.core import Extension, Hears, Session
+from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.session.transfers import SinkTransfers, SourceTransfers
@@ -31,7 +31,7 @@ Unpacker = Callable[[Mapping[int, int]], Any]
 """Makes the unpacker of a stream; its argument states where late windows begin, by group id."""
 
 
-class SourcePush(Part):
+class SourcePush(Extension):
     """The source's half: Done and its acknowledgement."""
 
     def done(
@@ -48,7 +48,7 @@ class SourcePush(Part):
         )  # fmt: skip
 
 
-class Delivery(Part):
+class Delivery(Extension):
     """The base class of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint needs from each of them."""
 
     polled = False
@@ -87,7 +87,7 @@ class Delivery(Part):
         """Send what has become due since the last frame."""
 
 
-class Deliveries(Part):
+class Deliveries(Extension):
     """The sink's half of Done, for transfers into any epoch."""
 
     def _done(self, message: m.Done, now: float) -> None:

@@ -6,7 +6,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.session import events as e
 from kvproto.session.exposing import Exposing
 from kvproto.session.pull import SinkPull
-from kvproto.session.records import SinkAttempt, Want
+from kvproto.session.records import SinkAttempt, SinkTransfer
 from kvproto.wire.enums import ErrorCode, Proof
 
 __all__ = ["Reading"]
@@ -15,11 +15,11 @@ __all__ = ["Reading"]
 class Reading(Exposing):
     """The part of a sink endpoint that reads offers."""
 
-    def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
+    def _fail(self, want: SinkTransfer | None, error: KvprotoError, now: float) -> None:
         """Abort the parts that have not arrived, except for those that are being read."""
         raise NotImplementedError
 
-    def _part(self, offered: e.Offered) -> tuple[Want, SinkAttempt] | None:
+    def _part(self, offered: e.Offered) -> tuple[SinkTransfer, SinkAttempt] | None:
         """The transfer and the attempt that an offer belongs to; None if the transfer has ended."""
         want = self._wants.get(offered.transfer)
         return (want, want.parts[offered.offer.writer]) if want is not None else None
@@ -39,7 +39,7 @@ class Reading(Exposing):
         self._watch(*part, now)
         return True
 
-    def _watch(self, want: Want, attempt: SinkAttempt, now: float) -> None:
+    def _watch(self, want: SinkTransfer, attempt: SinkAttempt, now: float) -> None:
         """Fail a copy that outlasts its lease, or set the timer to check that."""
         if want.error is not None or attempt.lease is None or not attempt.reading:
             return

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session.descriptions import Described, Epoch, Owned
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.phases import Described, Epoch, Owned
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Proof, RequestState
 
-__all__ = ["Attempt", "Census", "Request", "SinkAttempt", "SourceAttempt", "Want"]
+__all__ = ["Attempt", "Counters", "PendingMessage", "SinkAttempt", "SinkTransfer", "SourceAttempt"]
 
 
-class Census(NamedTuple):
+class Counters(NamedTuple):
     """The counts of an endpoint, for its metrics."""
 
     peers: int
@@ -117,7 +117,7 @@ class SinkAttempt(Attempt):
     """When its Transfer was first sent."""
     request: int = 0
     """The request id of the Transfer."""
-    ask: Request | None = None
+    ask: PendingMessage | None = None
     """The Transfer, to send again if the source sends nothing more."""
     abort: int = 0
     """The request id of the Abort."""
@@ -177,7 +177,7 @@ class SinkAttempt(Attempt):
 
 
 @attrs.define(eq=False)
-class Want:
+class SinkTransfer:
     """A transfer at the sink: one attempt in the session of each required rank."""
 
     number: int
@@ -191,7 +191,7 @@ class Want:
 
 
 @attrs.define(eq=False)
-class Request:
+class PendingMessage:
     """A message that is resent until it is answered."""
 
     number: int

@@ -16,15 +16,16 @@ from typing import Any
 import attrs
 
 from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.columns import check_columns
+from kvproto.copying.column_checks import check_columns
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
-from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
+from kvproto.session.descriptions import Described, Epoch, Owned
+from kvproto.session.error_fields import refused
+from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.limits import MAX_EPOCHS
-from kvproto.session.phases import Described, Epoch, Owned
-from kvproto.session.refusals import refused
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
@@ -35,7 +36,7 @@ __all__ = ["Holder", "Owner"]
 # The owner
 
 
-class Owner(Part):
+class Owner(Extension):
     """The half of the side that owns the memory."""
 
     def __init__(self, session: Session, access: Access) -> None:
@@ -176,7 +177,7 @@ class _Asked:
     overlaps: Overlaps
 
 
-class Holder(Part):
+class Holder(Extension):
     """The half of the side that maps the peer's memory; it answers once the node has mapped or unmapped it."""
 
     def __init__(

@@ -7,19 +7,20 @@ from functools import partial
 
 import attrs
 
+from kvproto import events as told
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.describing import Describing
+from kvproto.session.descriptions import Party
 from kvproto.session.exposing import OURS
 from kvproto.session.hindrances import disagreement, gone, hindrances, located
 from kvproto.session.intent import SinkIntent, useful
-from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.push import SinkPush, Unpacker
 from kvproto.session.reading import Reading
-from kvproto.session.records import SinkAttempt, Want
+from kvproto.session.records import SinkAttempt, SinkTransfer
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.table import SessionState, TransferState
@@ -189,7 +190,9 @@ class SinkEndpoint(Reading):
             if attempt.whole:
                 attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
-        self._wants[number] = Want(number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now)
+        self._wants[number] = SinkTransfer(
+            number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now
+        )
         return number
 
     def grant(
@@ -227,7 +230,7 @@ class SinkEndpoint(Reading):
         self._fail(self._wants.get(number), error, now)
         self._after(now)
 
-    def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
+    def _fail(self, want: SinkTransfer | None, error: KvprotoError, now: float) -> None:
         """Abort the parts that have not arrived, except for those being read, as Abort states that nothing is read."""
         if want is None:
             return
@@ -297,13 +300,13 @@ class SinkEndpoint(Reading):
 
     def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)
-        if isinstance(event, e.SessionRefused):
+        if isinstance(event, told.Refused):
             self.refused = event.error
-        elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
+        elif isinstance(event, told.Disconnected) and session.closed_in != SessionState.READY:
             advice = self.advice(str(session.conn))
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
-        elif isinstance(event, e.Planned):
+        elif isinstance(event, told.Connected):
             self._planned(session, now)
 
     def _planned(self, session: SinkSession, now: float) -> None:
@@ -329,7 +332,7 @@ class SinkEndpoint(Reading):
                 address = session.endpoints[other]
                 self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}")
 
-    def _progress(self, want: Want, now: float) -> None:
+    def _progress(self, want: SinkTransfer, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
         parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
         for session, attempt in parts:
@@ -359,7 +362,9 @@ class SinkEndpoint(Reading):
             attempt.settled, attempt.ask = True, None
             session.forget()
 
-    def _outcome(self, want: Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:
+    def _outcome(
+        self, want: SinkTransfer, parts: list[tuple[SinkSession, SinkAttempt]], now: float
+    ) -> e.Arrived | e.Lost:
         if want.error is None:
             done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
             return e.Arrived(want.number, tuple(done), now - want.started)

@@ -10,11 +10,11 @@ from kvproto.errors import KvprotoError
 from kvproto.session.catalogue import Catalogue, SourceCatalogue
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
+from kvproto.session.descriptions import Party
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.inline import SourceInline
 from kvproto.session.intent import SourceIntent
 from kvproto.session.negotiation import Chosen
-from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush

@@ -7,24 +7,25 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
-from kvproto.session.claims import Claims
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
-from kvproto.session.events import SessionRefused, TransferRequested
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.error_fields import refusal
+from kvproto.session.events import TransferRequested
 from kvproto.session.intent import SourceIntent
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
-from kvproto.session.phases import Party, Stated
 from kvproto.session.pull import SourcePull
 from kvproto.session.push import SourcePush
 from kvproto.session.records import SourceAttempt
-from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.source import SourceSession
 from kvproto.session.stream import StreamPiece
 from kvproto.session.table import SessionState, TransferState
+from kvproto.session.tickets import Claims
 from kvproto.session.transfers import SourceTransfers
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
@@ -123,7 +124,7 @@ class SourceEndpoint(Claims):
             self._check(hello, peer, session is None)
         except RemoteError as error:
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
-            self._events.append(SessionRefused(str(peer), error, by_us=True))
+            self._events.append(Refused(str(peer), error, by_us=True))
             return
         if session is not None and hello.request < session.greeting:
             return  # it is late: the sink has greeted again since (KVP-SES-LATE)

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items, placeholder_items
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import bare, granted_to, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
-from kvproto.session.events import ProtocolError
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import Epoch
+from kvproto.session.error_fields import refusal, refused
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.phases import Epoch
-from kvproto.session.records import Request, SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal, refused
+from kvproto.session.records import PendingMessage, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
@@ -33,7 +33,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 __all__ = ["SinkTransfers", "SourceTransfers", "changed"]
 
 
-class SourceTransfers(Part):
+class SourceTransfers(Extension):
     """The source's half of transfers, apart from their bytes.
 
     `seek` is called with each legal Transfer, to match it with its ticket; `draining` returns whether Transfers of a
@@ -136,7 +136,7 @@ class SourceTransfers(Part):
         assert epoch is not None  # it is one of those that are open
         side = RankLayout(described.sink, described.ranks[1], epoch.columns)
         named = tuple(g.group for g in message.grants) == described.groups
-        left_out = named and Feature.INTENT in session.features and bare(side, message.grants)
+        left_out = named and Feature.INTENT in session.features and lacks_items(side, message.grants)
         check_grants(
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
             left_out=left_out,
@@ -144,8 +144,8 @@ class SourceTransfers(Part):
         attempt.epoch, attempt.granted = epoch, message.grants
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
-            attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
-            attempt.end = None if attempt.whole else granted_to(side, attempt.granted, message.grants)
+            attempt.granted = (placeholder_items if attempt.whole else no_items)(side, message.grants)
+            attempt.end = None if attempt.whole else granted_until(side, attempt.granted, message.grants)
 
     def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer with the state of its request; Done or Failed will follow."""
@@ -259,7 +259,7 @@ class SourceTransfers(Part):
     hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
-class SinkTransfers(Part):
+class SinkTransfers(Extension):
     """The sink's half of transfers, apart from their bytes."""
 
     def __init__(self, session: Session) -> None:
@@ -287,7 +287,7 @@ class SinkTransfers(Part):
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
-    ) -> tuple[SinkAttempt, Request]:
+    ) -> tuple[SinkAttempt, PendingMessage]:
         """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
 
         Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
@@ -312,7 +312,7 @@ class SinkTransfers(Part):
         )  # fmt: skip
         return attempt, request
 
-    def ask(self, attempt: SinkAttempt, request: Request, now: float) -> None:
+    def ask(self, attempt: SinkAttempt, request: PendingMessage, now: float) -> None:
         """Send a composed Transfer."""
         self._sequence = attempt.sequence
         self._session.attempts[attempt.sequence] = attempt

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration.cost import ANSWER, SHARE, Cost, Spread, advise_spread, spread
+from kvproto.calibration import ANSWER, SHARE, Cost, Spread, advise_spread, spread
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.cli.main import main
 from kvproto.copying.program import Runs
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.transport.bench import Constants
 from kvproto.wire import to_json
 

@@ -23,19 +23,19 @@ from toy_engine import serve
 
 from kvproto.errors import KvprotoError
 from kvproto.net.allowed import Allowed, AllowList
-from kvproto.node.request import Request
 from kvproto.session import core, endpoint, push
 from kvproto.session.catalogue import SinkCatalogue
+from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
-from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
+from kvproto.source.prefill import Request
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
 from kvproto.transport.staging.staged import Link, StagedReceiver

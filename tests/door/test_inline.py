@@ -87,8 +87,8 @@ def test_a_source_that_is_closed_in_mid_stream_lets_go_of_its_pool(tmp_path: Pat
 
 
 def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.node.source.default", lambda memory: InlineTransport())
-    monkeypatch.setattr("kvproto.node.sink.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.source.node.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.sink.node.default", lambda memory: InlineTransport())
     with keyed(tmp_path) as (both, _, _):
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})

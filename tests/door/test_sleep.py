@@ -31,7 +31,7 @@ from kvproto import (
 )
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
-from kvproto.node import registrar
+from kvproto.rank import registration
 from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
@@ -207,12 +207,12 @@ def test_pools_that_cannot_take_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pull", [False, True])
 def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, pull: bool) -> None:
     """KVP-EPO-FREE: the session ends once its transfers are over, and another is opened."""
-    real = registrar.features_of
+    real = registration.features_of
 
     def fewer(*given: Any, **named: Any) -> Any:
         return tuple(f for f in real(*given, **named) if f != Feature.EPOCHS)
 
-    monkeypatch.setattr(f"kvproto.node.{without}.features_of", fewer)
+    monkeypatch.setattr(f"kvproto.{without}.node.features_of", fewer)
     with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
         hand_over(pair)
         made = new_ticket("prefill")

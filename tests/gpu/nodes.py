@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from kvproto import Pool
-from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
+from kvproto.rank.base import party_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.messages import Ticket
 from tests import pools

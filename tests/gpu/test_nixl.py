@@ -13,12 +13,13 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.execute import execute
-from kvproto.door import party_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost
-from kvproto.session.events import SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
@@ -180,7 +181,7 @@ def floor(slot_bytes: int) -> float:
 def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
     made = Node(tmp_path, WriteMode.PACKED, slot_bytes=97, loud=True)
     try:
-        refused = made.first(SessionRefused)
+        refused = made.first(Refused)
         assert (refused.error.code, refused.error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
     finally:
         made.close()

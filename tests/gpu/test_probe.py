@@ -5,10 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvproto.calibration.cost import load as load_costs
-from kvproto.calibration.measure import fit
-from kvproto.calibration.probe import LENGTHS, probe
-from kvproto.calibration.results import load, save
+from kvproto.calibration import LENGTHS, fit, load, load_costs, probe, save
 from kvproto.errors import LocalError
 from kvproto.transport.bench import program
 from kvproto.transport.cuda import bench as cuda

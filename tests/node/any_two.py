@@ -12,11 +12,12 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
-from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
+from kvproto.rank.base import party_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from tests.node.nodes import PREFILL, Nodes, finished
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side

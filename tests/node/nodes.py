@@ -17,24 +17,26 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-import kvproto.node.lending
-import kvproto.node.link
-import kvproto.node.pulling
-import kvproto.node.sink
-import kvproto.node.source
+import kvproto.sink.lending
+import kvproto.sink.link
+import kvproto.sink.node
+import kvproto.sink.reads
+import kvproto.source.node
 from kvproto import Pool, Ticket
 from kvproto.errors import RemoteError
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pages import grants_of
-from kvproto.session.events import Planned
+from kvproto.events import Connected
+from kvproto.rank.page_tables import grants_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Finished
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from tests.pools import contents
 from tests.processes import FORKED
 
 PREFILL = "p", 0
 """The source replica of most tests."""
-SINK: tuple[ModuleType, ...] = (kvproto.node.sink, kvproto.node.link, kvproto.node.lending, kvproto.node.pulling)
-SOURCE: tuple[ModuleType, ...] = (kvproto.node.source,)
+SINK: tuple[ModuleType, ...] = (kvproto.sink.node, kvproto.sink.link, kvproto.sink.lending, kvproto.sink.reads)
+SOURCE: tuple[ModuleType, ...] = (kvproto.source.node,)
 """Modules of a role that ask for the time."""
 LONGEST = 20.0
 """Seconds in which something must happen."""
@@ -74,7 +76,7 @@ class Nodes:
         for node in nodes or (*self.sources, *self.sinks):
             told = node.turn(ready)
             self.told += told
-            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Planned) for e in told)
+            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Connected) for e in told)
 
     def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
         """Turns of all until it is so; `longest` is how long to sleep where nobody tells that it has become so."""

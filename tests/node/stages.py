@@ -8,13 +8,13 @@ import numpy as np
 
 from kvproto import Pool
 from kvproto.copying.lowering import Pair
-from kvproto.node.progress import SendProgress
-from kvproto.node.registrar import PeerMapping, map_peer, register
-from kvproto.node.request import Computed
-from kvproto.node.scheduler import Attempt
 from kvproto.planning.plan import plan
+from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.session.descriptions import Described, Stated
 from kvproto.session.events import RegisterAsked, TransferRequested
-from kvproto.session.phases import Described, Stated
+from kvproto.source.prefill import Computed
+from kvproto.source.progress import SendProgress
+from kvproto.source.schedule import Attempt
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Access
 from kvproto.wire.messages import Register, Transfer

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from kvproto.copying.lowering import Pair
-from kvproto.door import party_of
 from kvproto.errors import KvprotoError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost
-from kvproto.node.request import Computed
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
 from kvproto.session import limits
-from kvproto.session.events import SessionRefused
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed
 from kvproto.wire.enums import ErrorCode
 from tests.node.nodes import SINK, SOURCE, Nodes, ahead, begin, serve, sleep
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
@@ -120,7 +121,7 @@ def test_addresses_in_welcome_that_cannot_be(fleet: Fleet, address: str) -> None
     assert isinstance(lost, TransferLost)
     assert isinstance(lost.error, KvprotoError)
     assert (lost.error.code, lost.proven) == (ErrorCode.OUT_OF_RANGE, True)
-    assert fleet.count(SessionRefused)
+    assert fleet.count(Refused)
     assert isinstance(fleet.ended(fleet.ask(Q0, good)), Received)
 
 

@@ -16,12 +16,13 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.program import CopyProgram
-from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
+from kvproto.events import Disconnected
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
-from kvproto.session.events import SessionClosed
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
@@ -150,7 +151,7 @@ def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
     lost = decode.first(TransferLost)
     before = bytes(contents(pool))
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
-    assert decode.first(SessionClosed).reason == "its process has ended"
+    assert decode.first(Disconnected).reason == "its process has ended"
     assert decode.node.quarantined == {}
     for _ in range(50):
         assert bytes(contents(pool)) == before
@@ -186,7 +187,7 @@ def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
     source.finish(key, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     (over,) = prefill.ends(RequestOver, 1)
     assert {rank: error.code for rank, error in over.lost.items()} == {0: ErrorCode.PEER_LOST}
-    assert [e.reason for e in prefill.told if isinstance(e, SessionClosed)] == ["its process has ended"]
+    assert [e.reason for e in prefill.told if isinstance(e, Disconnected)] == ["its process has ended"]
 
 
 def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.dispatcher import Dispatcher
-from kvproto.node.progress import Part
-from kvproto.node.registrar import PeerMapping
-from kvproto.node.request import Request
-from kvproto.node.scheduler import Attempt, Scheduler
+from kvproto.rank.registration import PeerMapping
+from kvproto.source.copies import Dispatcher
+from kvproto.source.prefill import Request
+from kvproto.source.progress import Part
+from kvproto.source.schedule import Attempt, Scheduler
 from kvproto.transport.staging.staged import Piece
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.nodes import finished

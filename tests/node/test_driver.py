@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvproto.errors import DeviceFault, LocalError
-from kvproto.node.driver import Driver
+from kvproto.rank.driver import Driver
 from kvproto.wire.enums import ErrorCode
 
 SOON = 20.0

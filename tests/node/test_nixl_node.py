@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.program import CopyProgram, RankLayout
-from kvproto.door import party_of
 from kvproto.errors import RemoteError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost
-from kvproto.node.expected import Expected
-from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
-from kvproto.session.events import SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, TransferLost
+from kvproto.rank.rank_pool import pack
+from kvproto.sink.node import SinkNode
+from kvproto.sink.sink_programs import Expected
+from kvproto.source.node import SourceNode
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Costs, WriteMode
 from kvproto.transport.nixl.transport import NixlTransport
@@ -256,7 +257,7 @@ def test_the_source_takes_the_sinks_first_choice_that_it_can(pair: Callable[...,
 
 def test_a_source_without_nixl_refuses(pair: Callable[..., Pair]) -> None:
     made = pair(1, 1, give=list)
-    refused = made.ends(SessionRefused, 2)
+    refused = made.ends(Refused, 2)
     assert {e.error.code for e in refused} == {ErrorCode.NO_TRANSPORT}
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvproto.node.source
-from kvproto.door import party_of
+import kvproto.source.node
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost
-from kvproto.node.source import PART_BYTES
 from kvproto.planning.geometry import Geometry
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, TransferLost
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import PART_BYTES, SourceNode
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
@@ -93,7 +93,7 @@ def test_a_turn_that_has_lasted_hears_the_other_frames_in_the_next(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A frame that takes long to check delays nobody by more than itself."""
-    monkeypatch.setattr(kvproto.node.source, "_TURN", -1.0)
+    monkeypatch.setattr(kvproto.source.node, "_TURN", -1.0)
     (source,) = pair(1, 1).sources
     strangers = Dialer()
     for n in range(3):

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
-from kvproto.node import Computed, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
-from kvproto.node.progress import Available, Part, SendProgress
-from kvproto.session.events import SessionClosed
+from kvproto.events import Disconnected
+from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed
+from kvproto.source.progress import Available, Part, SendProgress
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.launch import Work, launch, sizes
 from kvproto.transport.cuda.table import Table, table
@@ -458,7 +459,7 @@ def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_
         made.until(lambda: len(device.launches) == 1)
         made.sinks.pop().close("over")
         prefill.finish()
-        made.until(lambda: made.count(SessionClosed) == 1)
+        made.until(lambda: made.count(Disconnected) == 1)
         assert not made.count(RequestOver)
         assert made.sources[0].reads(prefill.key)
         device.launches[0].end()  # would fault if the pages were not mapped

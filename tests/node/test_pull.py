@@ -10,12 +10,13 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto.door import party_of
 from kvproto.errors import LocalError
+from kvproto.events import Disconnected
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
-from kvproto.session.events import SessionClosed
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Copied, Received, RequestOver, TransferLost
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
@@ -311,7 +312,7 @@ def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) 
     ask(made, np.random.default_rng())
     made.until(lambda: mover.started == 1)
     made.sources.pop().close("over")
-    made.until(lambda: made.count(SessionClosed) == 1)
+    made.until(lambda: made.count(Disconnected) == 1)
     assert made.count(TransferLost) == 0
     mover.finished = True
     (lost,) = made.ends(TransferLost, 1)
@@ -342,7 +343,7 @@ def test_a_sink_that_registers_and_leaves_at_once(pair: Callable[..., Pair], pul
     wire = Wire(made)
     made.until(lambda: wire.of(Register))
     made.sinks.pop().close("changed our mind")
-    made.ends(SessionClosed, 1)
+    made.ends(Disconnected, 1)
     assert not made.sources[0].endpoint.sessions
 
 

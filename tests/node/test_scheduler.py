@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvproto.node.request import Request
-from kvproto.node.scheduler import NOTHING, Attempt, Scheduler
+from kvproto.source.prefill import Request
+from kvproto.source.schedule import NOTHING, Attempt, Scheduler
 from kvproto.transport.base import Layer
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode

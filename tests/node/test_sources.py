@@ -12,14 +12,14 @@ import msgpack
 import pytest
 
 from kvproto import Ticket
-from kvproto.door import party_of
 from kvproto.errors import LocalError
+from kvproto.events import Disconnected, Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost, TransferProven
-from kvproto.node.sink import Replica
 from kvproto.planning.geometry import Geometry
-from kvproto.session.events import SessionClosed, SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, RequestOver, TransferLost, TransferProven
+from kvproto.sink.node import Replica, SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
@@ -250,7 +250,7 @@ def test_a_source_of_other_weights_is_refused_and_costs_the_others_nothing(fleet
     for _ in range(2):  # a later fetch asks again, and is told the same
         lost = fleet.ended(fleet.ask(P0, wrong))
         assert (lost.error.code, lost.proven) == (ErrorCode.IDENTITY_MISMATCH, True)
-    assert fleet.count(SessionRefused)
+    assert fleet.count(Refused)
     assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
 
 
@@ -312,7 +312,7 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     assert isinstance(fleet.ended(number), Received)
     assert fleet.holds(P0, 1)
     assert (list(source.endpoint.sessions), before.conn == conn) == ([session], False)
-    assert not fleet.count(SessionClosed)
+    assert not fleet.count(Disconnected)
 
 
 def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

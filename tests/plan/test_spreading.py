@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.planning.election import FACTOR, _few
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.planning.spreading import FACTOR, _few
 from kvproto.wire.enums import DType, Feature, ItemKind
 from tests.plan import oracle
 

@@ -6,9 +6,10 @@ from random import Random
 import pytest
 
 from kvproto.errors import RemoteError, WireError
+from kvproto.events import Refused
 from kvproto.session import Party
 from kvproto.session.catalogue import Catalogue, SinkCatalogue
-from kvproto.session.events import Listed, SessionRefused
+from kvproto.session.events import Listed
 from kvproto.session.limits import MAX_TOLD, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState, next_session
 from kvproto.session.watching import WatchEndpoint
@@ -195,7 +196,7 @@ def test_a_watcher_greets_every_rank_and_describes_nothing() -> None:
 def test_a_source_without_a_catalogue_refuses_and_is_asked_again() -> None:
     world = Watching(catalogues=False)
     world.dial()
-    (told,) = [event for event in world.told["d0"] if isinstance(event, SessionRefused)]
+    (told,) = [event for event in world.told["d0"] if isinstance(event, Refused)]
     assert told.error.code == ErrorCode.FEATURE_MISSING
     assert world.watchers[0].known() is None
     world.sources["s0"].keep_catalogue(Catalogue(SPACE, 16, KeyForm.OWN))

@@ -242,7 +242,7 @@ def test_a_register_that_comes_while_its_plan_is_made_waits_for_it() -> None:
         later.pop(0)()
         world.run()
     assert world.sink_.ready
-    assert not world.events("s0", "SessionRefused")
+    assert not world.events("s0", "Refused")
     world.serves()
 
 
@@ -317,12 +317,12 @@ def more_heads() -> Geometry:
 def test_ranks_that_state_different_descriptions(other: Any, path: str, values: tuple[str, str]) -> None:
     """KVP-DSC-RANKS: both sides hear at once which ranks differ, and where."""
     world = contradicting(other())
-    (ours,), (theirs,) = world.events("d0", "SessionRefused"), world.events("s1", "SessionRefused")
+    (ours,), (theirs,) = world.events("d0", "Refused"), world.events("s1", "Refused")
     for event, by_us in ((ours, True), (theirs, False)):
         assert (event.by_us, event.error.code, event.error.path) == (by_us, ErrorCode.DESCRIPTION_MISMATCH, path)
         assert (event.error.mine, event.error.yours) == (f"{values[0]} at p rank 0", f"{values[1]} at p rank 1")
     assert world.sinks["d0"].refused is ours.error
-    assert [event.reason for event in world.events("s1", "SessionClosed")] == [str(ours.error)]
+    assert [event.reason for event in world.events("s1", "Disconnected")] == [str(ours.error)]
 
 
 def test_ranks_that_a_change_has_not_reached_yet_are_waited_for() -> None:

@@ -511,7 +511,7 @@ def test_a_source_that_lies_is_refused_and_others_are_served(lie: str) -> None:
     wrong.say(name, False, attrs.evolve(said, session=sink.session or 77, request=request, **changes(said)))
     wrong.world.run()
     assert not sink.ready
-    assert [e.error.code for e in wrong.world.events(name, "SessionRefused")] == [code]
+    assert [e.error.code for e in wrong.world.events(name, "Refused")] == [code]
     wrong.serves()
 
 

@@ -76,7 +76,7 @@ def test_register_follows_both_descriptions_and_states_the_plan_of_the_two() -> 
 def test_a_geometry_without_its_digest(kind: type) -> None:
     """KVP-DSC-DIGEST, of either side."""
     world = met({kind: {"digest": bytes(32)}})
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (ErrorCode.BAD_DIGEST, "digest")
     assert not world.of(Register)
 
@@ -180,7 +180,7 @@ def test_a_register_that_names_another_description(field: str) -> None:
 def test_a_registered_that_states_other_routes_ends_the_session(changes: dict[str, Any], path: str, mine: str) -> None:
     """KVP-REG-CHECK: the error names the route that is missing."""
     world = met({Registered: changes})
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (ErrorCode.ROUTE_MISMATCH, path)
     assert event.error.mine.startswith(mine)
     assert not world.sinks["d0"].ready

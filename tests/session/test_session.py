@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.session import limits
-from kvproto.session.phases import Stated
+from kvproto.session.descriptions import Stated
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
@@ -203,7 +203,7 @@ def test_misfit_is_refused_by_name_and_the_next_peer_is_served(misfit: str) -> N
     world.sink("bad", sink)
     world.run()
     for name, by_us in (("bad", False), ("s0", True)):
-        (event,) = world.events(name, "SessionRefused")
+        (event,) = world.events(name, "Refused")
         error = event.error
         assert (error.code, error.path, error.mine, error.yours, event.by_us) == (code, path, mine, yours, by_us)
     assert not world.sinks["bad"].ready
@@ -250,7 +250,7 @@ LIES = {
 def test_registration_that_lies_is_refused(lie: str) -> None:
     cls, changes, code, path = LIES[lie]
     world = swap(cls, **changes)
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (code, path)
     world.sink("good", geometry(1))
     world.run()
@@ -402,7 +402,7 @@ def test_goodbye_closes_both_ends() -> None:
     world.sinks["d0"].goodbye("over")
     world.run()
     assert not world.sources["s0"].sessions
-    assert world.events("s0", "SessionClosed")[0].reason == "over"
+    assert world.events("s0", "Disconnected")[0].reason == "over"
 
 
 def test_silent_source_is_given_up() -> None:
@@ -521,7 +521,7 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     sink.sessions.clear()
     sink.dial(0.0)
     world.run()
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert event.error.code == code
 
 

@@ -10,7 +10,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.cache import Cache, Keep
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies

@@ -14,7 +14,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.cache import Keep, patience
 from kvproto.tiers.components import components
 from kvproto.tiers.copies import Copies

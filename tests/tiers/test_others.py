@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.cache import Cache
 from kvproto.tiers.components import Layout, components
 from kvproto.tiers.copies import Copies

@@ -12,9 +12,9 @@ from kvproto import Cache as Group
 from kvproto import DType, Parallel, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Route
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers import copies
 from kvproto.tiers.components import Layout, components
 from kvproto.tiers.copies import Copies

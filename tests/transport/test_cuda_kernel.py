@@ -19,9 +19,9 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.transport.cuda import table as tables
 from kvproto.transport.cuda.launch import INLINE_BYTES, Launch, Work, check, inline_launch, launch, parts, sizes
 from kvproto.transport.cuda.sums import sum_table

@@ -27,9 +27,9 @@ from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack as columns_without_gaps
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.direct import Costs, Direct, WriteMode, choose, descriptors, probe, require_fast, threshold
 from kvproto.transport.nixl.handle import ByteRange

@@ -1,0 +1,61 @@
+"""Pages of lost transfers that a peer may still write: counted, limited, and freed only by proof (KVP-END-REUSE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from kvproto.copying.program import RankLayout
+from kvproto.errors import LocalError
+from kvproto.rank.lent import Lent
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Grants
+
+__all__ = ["Filled", "Quarantine"]
+
+
+class Quarantine:
+    """The quarantine of one pool, for all sources that write it."""
+
+    def __init__(self, layout: RankLayout, share: float) -> None:
+        """`share` of a group's items, 0 to 1, may be in quarantine before `check` raises."""
+        self._layout, self._share = layout, share
+        self._held: dict[int, dict[int, int]] = {}
+        self.counts: dict[int, int] = {}
+        """The number of items by group id; never modified in place, so that any thread may read it."""
+
+    def hold(self, number: int, grants: Mapping[int, Grants]) -> None:
+        """Add the pages of a transfer that was lost while its writes may still arrive."""
+        self._held[number] = {g: 0 if some.items is None else len(some.items) for g, some in grants.items()}
+        self._count()
+
+    def free(self, number: int) -> None:
+        """Remove the pages of a transfer, as nothing can write them any more."""
+        if self._held.pop(number, None) is not None:
+            self._count()
+
+    def check(self) -> None:
+        """Raise LocalError(BUSY) if too many items are in quarantine."""
+        for group, count in self.counts.items():
+            whole = self._layout.columns[group].items
+            if count > self._share * whole:
+                raise LocalError(
+                    ErrorCode.BUSY, f"quarantine[{self._layout.group(group).name}]",
+                    f"at most {self._share:.0%} of {whole} pages", str(count),
+                    "end the engines that may still write them, or restart this one",
+                )  # fmt: skip
+
+    def _count(self) -> None:
+        counts: dict[int, int] = {}
+        for items in self._held.values():
+            for group, count in items.items():
+                counts[group] = counts.get(group, 0) + count
+        self.counts = {group: count for group, count in counts.items() if count}
+
+
+@attrs.define(eq=False)
+class Filled(Lent):
+    """A pool of a sink, which sources fill."""
+
+    quarantine: Quarantine = attrs.field(kw_only=True)
