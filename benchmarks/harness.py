@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import kvproto
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
@@ -33,7 +35,7 @@ def facts(packages: Iterable[str] = ("numpy", "pyzmq")) -> dict[str, Any]:
     """The date, the commit, the machine and its load, and versions: the head of every file of results."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(ROOT),
+        "commit": commit(),
         "machine": f"{cpu()}, {platform.system()}",
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
@@ -48,9 +50,10 @@ def cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def commit(tree: Path) -> str | None:
-    """The commit that is checked out there, with a plus sign if files differ from it; None outside of git."""
+def commit() -> str | None:
+    """The commit of the kvproto that is measured, with a plus sign if files differ from it; None outside of git."""
     try:
+        tree = Path(kvproto.__file__).parent
         asked = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
         return subprocess.run(asked, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
