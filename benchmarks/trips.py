@@ -1,6 +1,6 @@
 """What one hand-over costs in calls, in moves from file to file and in CPU time, with both sides in one thread.
 
-`python benchmarks/trips.py [PART ...] [--out FILE] [--json]`: calls and CPU time do not depend on what else the machine does.
+`python benchmarks/trips.py [PART ...] [--out [FILE]] [--json]`: calls and CPU time do not depend on what else the machine does.
 
     trips    calls, files and moves of a warm hand-over: a fetch, the source's turn, `finish`, the sink's turn; idle turns
     cpu      CPU time of a warm hand-over of 8 and of 512 pages in host memory, both sides
@@ -26,7 +26,7 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from harness import arguments, facts, rounded, write
+from harness import arguments, facts, keep, rounded
 
 import kvproto
 from kvproto import Cache, DType, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
@@ -336,7 +336,8 @@ def shown(results: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = arguments(__doc__, rounds=400, quick="few of everything, to see that it works")
+    parser = arguments(__doc__, "trips", rounds=400, quick="few of everything, to see that it works")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in place of a table")
     parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
     parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 300], metavar="N", help="numbers of sources")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of CPU in which peers must be ready")
@@ -353,8 +354,7 @@ def main() -> int:
     results = {"benchmark": "trips"} | facts()
     results |= {name: rounded(measures[name]()) for name in args.parts or PARTS}
     print(json.dumps(results)) if args.json else shown(results)
-    if args.out:
-        write(args.out, results)
+    keep(args.out, results)
     return 0
 
 
