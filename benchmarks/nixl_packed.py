@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transfer_gpu import WARM_UP, compare, random_bytes, shape
+from gpu import WARM_UP, compare, poison, random_bytes, scattered_shape
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
@@ -43,7 +43,7 @@ Found = dict[str, dict[int, list[float]]]
 
 
 def program(run: int) -> CopyProgram:
-    layers, number, rows, width = shape(run)
+    layers, number, rows, width = scattered_shape(run)
     return scattered(width, number, layers, POOL // layers // width, seed=run, run=rows)
 
 
@@ -77,11 +77,9 @@ def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: 
         while (asked := conn.recv()) is not None:
             what, sequence, run = asked
             if what == "poison":
-                seen = torch.from_dlpack(pool).view(torch.uint8)
-                seen.fill_(0xEE)
-                torch.cuda.synchronize(1)
+                seen = poison(pool)
             elif what == "compare":
-                width, source = shape(run)[3], DeviceMemory(POOL, 1)
+                width, source = scattered_shape(run)[3], DeviceMemory(POOL, 1)
                 assert seen is not None
                 compare(program(run), width, random_bytes(source, 1), seen)
                 torch.cuda.synchronize(1)

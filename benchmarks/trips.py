@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -27,9 +27,10 @@ from types import FrameType
 from typing import Any
 
 from harness import arguments, facts, keep, rounded
+from pair import PATIENCE, Pair, due, readable
 
 import kvproto
-from kvproto import Cache, DType, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
+from kvproto import Cache, DType, Geometry, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 
 PARTS = ("trips", "cpu", "peers", "verify")
 GEOMETRY = lay_out([Cache.gqa("kv", layers=2, kv_heads=2, head_dim=16, page=4, dtype=DType.F32)], Parallel(tp=1))
@@ -38,8 +39,6 @@ LARGE = lay_out([Cache.gqa("kv", layers=8, kv_heads=8, head_dim=128, page=16, dt
 """A page is 512 KiB."""
 GIBIBYTE = 2048
 """Pages of LARGE."""
-PATIENCE = 20.0
-"""Seconds without anything to do after which a hand-over has failed."""
 
 
 class Trace:
@@ -76,61 +75,10 @@ class Trace:
         }
 
 
-def readable(sides: Iterable[Source | Sink], seconds: float) -> list[Source | Sink]:
-    """Those that have something to do, after waiting so long at most."""
-    poll, of = select.poll(), {side.fileno(): side for side in sides}
-    for descriptor in of:
-        poll.register(descriptor, select.POLLIN)
-    return [of[descriptor] for descriptor, _ in poll.poll(1e3 * seconds)]
-
-
-def due(side: Source | Sink) -> bool:
-    timer = side.next_timer()
-    return timer is not None and timer <= 0
-
-
-class Pair:
-    """A source and a sink in this thread, connected over ipc and warm; each step waits until there is something to do."""
-
-    def __init__(self, stack: ExitStack, geometry: Any, pages: int, **options: Any) -> None:
-        address = f"ipc://{stack.enter_context(tempfile.TemporaryDirectory())}/source"
-        settings = Options(thread=False, **options)
-        self.source = stack.enter_context(Source("prefill", Pool.allocate(geometry, pages), address, settings))
-        self.sink = stack.enter_context(Sink("decode", Pool.allocate(geometry, pages), {"prefill": address}, settings))
-        self.longest = {"source": 0.0, "sink": 0.0}
-        """The most seconds of CPU of this thread that a step has taken."""
-        self.until(lambda: ("prefill", 0) in self.sink.ready)
-
-    def until(self, done: Callable[[], bool]) -> None:
-        """Step the side that has something to do until `done`."""
-        sides = {"source": self.source, "sink": self.sink}
-        began = time.monotonic()
-        while not done():
-            timers = [timer for side in sides.values() if (timer := side.next_timer()) is not None]
-            ready = readable(sides.values(), min([*timers, 1.0]))
-            for name, side in sides.items():
-                if side in ready or due(side):
-                    start = time.thread_time()
-                    side.step()
-                    self.longest[name] = max(self.longest[name], time.thread_time() - start)
-                    began = time.monotonic()
-            if time.monotonic() - began > PATIENCE:
-                raise RuntimeError(f"nothing has happened for {PATIENCE:.0f} s")
-
-    def settle(self) -> None:
-        """Step both sides until nothing comes."""
-        while ready := readable((self.source, self.sink), 0.02):
-            for side in ready:
-                side.step()
-
-    def hand_over(self, prompt: Prompt, pages: list[int]) -> None:
-        """One request, from the announcement at the source to the end at both."""
-        ticket = new_ticket("prefill")
-        request = self.source.request(ticket, prompt)
-        fetch = self.sink.fetch(ticket, prompt, {"kv": pages})
-        request.finish({"kv": pages})
-        self.until(lambda: fetch.done and request.done)
-        fetch.wait(0), request.wait(0)
+def pair_of(stack: ExitStack, geometry: Geometry, pages: int, **options: Any) -> Pair:
+    """Pools of so many pages in host memory, and both sides without I/O threads."""
+    pools = Pool.allocate(geometry, pages), Pool.allocate(geometry, pages)
+    return Pair(stack, pools, Options(thread=False, **options))
 
 
 def came(side: Source | Sink) -> None:
@@ -139,7 +87,7 @@ def came(side: Source | Sink) -> None:
         raise RuntimeError(f"nothing came to {side!r} in {PATIENCE:.0f} s")
 
 
-def traced(pair: Pair, prompt: Prompt, pages: list[int]) -> dict[str, Trace]:
+def traced(pair: Pair, prompt: Prompt, pages: dict[str, list[int]]) -> dict[str, Trace]:
     """The calls of an idle turn of both sides, and of each step of one hand-over."""
     source, sink = pair.source, pair.sink
     parts: dict[str, Trace] = {}
@@ -157,13 +105,13 @@ def traced(pair: Pair, prompt: Prompt, pages: list[int]) -> dict[str, Trace]:
         request = source.request(ticket, prompt)
     pair.settle()
     with part("Sink.fetch, to the Transfer on the socket"):
-        fetch = sink.fetch(ticket, prompt, {"kv": pages})
+        fetch = sink.fetch(ticket, prompt, pages)
     came(source)
     with part("source's turn: Transfer in, Accepted out"):
         source.step()
     pair.settle()
     with part("Request.finish, to copied bytes and Done on the socket"):
-        request.finish({"kv": pages})
+        request.finish(pages)
     came(sink)
     with part("sink's turn: Done in, Arrived out"):
         while not fetch.done:
@@ -175,7 +123,7 @@ def traced(pair: Pair, prompt: Prompt, pages: list[int]) -> dict[str, Trace]:
 def trips() -> dict[str, Any]:
     """Calls, files and moves of each part of a warm hand-over of 10 pages: of nine, the one with the median of calls."""
     with ExitStack() as stack:
-        pair, prompt, pages = Pair(stack, GEOMETRY, 64), Prompt(list(range(37))), list(range(1, 11))
+        pair, prompt, pages = pair_of(stack, GEOMETRY, 64), Prompt(list(range(37))), {"kv": list(range(1, 11))}
         for _ in range(5):
             pair.hand_over(prompt, pages)
         rounds = [{name: trace.figures() for name, trace in traced(pair, prompt, pages).items()} for _ in range(9)]
@@ -189,11 +137,11 @@ def cpu(rounds: int) -> dict[str, list[float]]:
     """Seconds of CPU of the whole process, by the number of pages; both numbers in turn."""
     samples: dict[str, list[float]] = {"8": [], "512": []}
     with ExitStack() as stack:
-        pairs = {name: Pair(stack, GEOMETRY, int(name) + 1) for name in samples}
+        pairs = {name: pair_of(stack, GEOMETRY, int(name) + 1) for name in samples}
         prompts = {name: Prompt(list(range(4 * int(name)))) for name in samples}
         for n in range(rounds + 20):
             for name, pair in pairs.items():
-                pages = list(range(1, int(name) + 1))
+                pages = {"kv": list(range(1, int(name) + 1))}
                 began = time.process_time()
                 pair.hand_over(prompts[name], pages)
                 if n >= 20:
@@ -298,8 +246,8 @@ def verify(pages: int) -> dict[str, Any]:
     answers = {}
     for mode in (False, True, "pages"):
         with ExitStack() as stack:
-            pair = Pair(stack, LARGE, pages + 1, verify=mode)
-            prompt, table = Prompt(range(16 * pages)), list(range(1, pages + 1))
+            pair = pair_of(stack, LARGE, pages + 1, verify=mode)
+            prompt, table = Prompt(range(16 * pages)), {"kv": list(range(1, pages + 1))}
             pair.hand_over(prompt, table)  # touches the memory
             pair.longest = dict.fromkeys(pair.longest, 0.0)
             began = time.process_time()
