@@ -34,7 +34,7 @@ from kvproto import Fetch, Options, Pool, Prompt, Request
 from kvproto.catalog.models import describe
 from kvproto.events import Event, Sent
 from kvproto.transport.base import Move
-from kvproto.transport.cuda.copier import Copy
+from kvproto.transport.cuda.copier import DeviceCopy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
@@ -155,7 +155,7 @@ class Clock:
 class Marked(CudaTransport):
     """Records an event after each launch."""
 
-    def start(self, moves: Sequence[Move]) -> Copy:
+    def start(self, moves: Sequence[Move]) -> DeviceCopy:
         copy = super().start(moves)
         self.landed = torch.cuda.Event(enable_timing=True)
         self.landed.record(torch.cuda.ExternalStream(int(self.copier.stream.handle), device="cuda:0"))

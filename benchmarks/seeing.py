@@ -22,8 +22,8 @@ from typing import Any
 
 from kvproto import Options, new_ticket
 from kvproto.events import Arrived, Event, Freed, Sent
+from kvproto.observability.counts import Counts
 from kvproto.rank.base import Door
-from kvproto.seeing.counts import Counts
 from tests.door.doors import PROMPT, Two, two
 
 RESULT = Path(__file__).parent / "results" / "seeing.json"

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvproto.tiers.components import Layout, Part
-from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Index
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire.enums import KeyForm, LengthRule
 
 from . import tiers_disk, tiers_report
@@ -53,8 +53,8 @@ def chain(seed: int, pages: int) -> Chain:
 
 def measure(rules: tuple[LengthRule, ...], pages: int) -> dict[str, object]:
     """Of an index that is full of prompts of 512 pages."""
-    parts = tuple(Part(g, KeyForm.AHEAD if g == 1 else KeyForm.OWN, rule, 1) for g, rule in enumerate(rules))
-    layout, groups = Layout(PAGE, bytes(32), parts), range(len(parts))
+    parts = tuple(PageComponent(g, KeyForm.AHEAD if g == 1 else KeyForm.OWN, rule, 1) for g, rule in enumerate(rules))
+    layout, groups = PageLayout(PAGE, bytes(32), parts), range(len(parts))
     prompts = pages // PREFIX
     before, index = resident(), Index(layout, prompts * PREFIX)
     published = []

@@ -7,7 +7,7 @@ What is written counts when it would survive a loss of power, for 16 blocks at a
 - `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
 - `one file, direct`: the same past the page cache of the system, 8 blocks at a time, as fio's jobs with --direct=1 --iodepth=8.
 - `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
-- `files`, `packs`, `lmdb`: `Shelf` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
+- `files`, `packs`, `lmdb`: `PageStore` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
   memory that earlier rounds have used, as `Tiers` uses it again.
 """
 
@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from kvproto.tiers.components import Layout, Part
-from kvproto.tiers.embedded import Lmdb
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.rooms import Rooms
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import GROUP, Files, Store
+from kvproto.tiers.buffer_pool import BufferPool
+from kvproto.tiers.lmdb_store import LmdbStore
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageComponent, PageLayout
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import GROUP, FileStore, Store
 from kvproto.tiers.workers import Workers
 from kvproto.wire.enums import KeyForm, LengthRule
 
@@ -40,13 +40,13 @@ __all__ = ["dropped", "measure", "timed"]
 
 PAGE, THREADS = 64, 4
 SIZES = 8 * 64 * 1152, 64 * 1152
-LAYOUT = Layout(
+LAYOUT = PageLayout(
     PAGE, bytes(32),
-    (Part(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]), Part(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1])),
+    (PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1])),
 )  # fmt: skip
 DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
 BLOCK = b"".join(DATA.values())
-ROOMS = Rooms(LAYOUT)
+ROOMS = BufferPool(LAYOUT)
 DEPTH = 8
 ALIGNED = [memoryview(mmap(-1, len(BLOCK))) for _ in range(1 + DEPTH)]
 """A block, and room for as many as are read at a time."""
@@ -118,12 +118,12 @@ class Stored:
     """Pages of a prompt on a shelf."""
 
     def __init__(self, store: Store, chain: Chain) -> None:
-        self.shelf, self.chain = Shelf(store, LAYOUT), chain
+        self.page_store, self.chain = PageStore(store, LAYOUT), chain
 
     def write(self) -> None:
         workers = Workers(THREADS, 1e9, len(self.chain.ahead))
         pages = [
-            workers.gather(self.shelf.write_all, (self.chain, i, DATA), self.shelf.store.group)
+            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.group)
             for i in range(len(self.chain.ahead))
         ]
         assert all(page.result() for page in pages)
@@ -131,7 +131,7 @@ class Stored:
 
     def read(self) -> None:
         rooms = [ROOMS.take() for _ in self.chain.ahead]
-        assert all(_each(lambda i: self.shelf.read(self.chain, i, room=rooms[i]), range(len(rooms))))
+        assert all(_each(lambda i: self.page_store.read(self.chain, i, room=rooms[i]), range(len(rooms))))
         for room in rooms:
             ROOMS.give(room)
 
@@ -172,9 +172,9 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
         "one file": lambda root: OneFile(root, pages),
         "one file, direct": lambda root: Direct(root, pages),
         "plain files": lambda root: PlainFiles(root, pages),
-        "files": lambda root: Stored(Files(root, durable=True), chain),
-        "packs": lambda root: Stored(Packs(root, durable=True), chain),
-        "lmdb": lambda root: Stored(Lmdb(root, durable=True), chain),
+        "files": lambda root: Stored(FileStore(root, durable=True), chain),
+        "packs": lambda root: Stored(PackStore(root, durable=True), chain),
+        "lmdb": lambda root: Stored(LmdbStore(root, durable=True), chain),
     }
     took: dict[str, dict[str, list[float]]] = {way: {name: [] for name in makes} for way in ("write", "read")}
     names = [*makes]
@@ -190,9 +190,9 @@ def measure(chain: Chain, rounds: int) -> dict[str, object]:
             for each in names[turn % len(names) :] + names[: turn % len(names)]:
                 dropped(folders[each])
                 took["read"][each].append(timed(made[each].read))
-        shelf = made["files"].shelf
-        warm = [timed(lambda: shelf.find(chain)) for _ in range(20)]
-        cold = timed(lambda: Shelf(Files(folders["files"]), LAYOUT).find(chain))
+        page_store = made["files"].page_store
+        warm = [timed(lambda: page_store.find(chain)) for _ in range(20)]
+        cold = timed(lambda: PageStore(FileStore(folders["files"]), LAYOUT).find(chain))
     size, median = pages * len(BLOCK) / 1e6, statistics.median
     return {
         "pages": pages, "mb": round(size), "rounds": rounds,

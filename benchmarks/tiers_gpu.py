@@ -24,13 +24,13 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Cache, Pool, lay_out
-from kvproto.tiers.components import components
-from kvproto.tiers.copies import Copies
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.page_layout import components
 from kvproto.transport.cuda import pager as pagers
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call
+from kvproto.transport.cuda.kernel import LONG
 from kvproto.transport.cuda.pager import CudaPager
-from kvproto.transport.cuda.table import LONG
 
 RESULTS = Path(__file__).parent / "results/tiers_gpu.json"
 PAGE = 64
@@ -56,7 +56,7 @@ class Side:
         )
         layout = components(self.geometry, 0, PAGE)
         self.pager = CudaPager(0, torch.cuda.current_stream().cuda_stream, blocks, long)
-        self.copies = Copies(layout, self.pool.layout, self.pool.memories, pages, self.pager)
+        self.copies = HostCopies(layout, self.pool.layout, self.pool.memories, pages, self.pager)
         self.bytes = pages * sum(part.length for part in layout.parts)
         rng = np.random.default_rng(1)
         self.near, self.far = (rng.permutation(pages).tolist() for _ in range(2))

@@ -22,9 +22,9 @@ import numpy as np
 import rocksdict
 from moto.server import ThreadedMotoServer
 
-from kvproto.tiers.embedded import Lmdb
-from kvproto.tiers.objects import Objects
-from kvproto.tiers.store import Files
+from kvproto.tiers.lmdb_store import LmdbStore
+from kvproto.tiers.object_store import ObjectStore
+from kvproto.tiers.store import FileStore
 
 from .tiers_disk import dropped, timed
 
@@ -55,10 +55,10 @@ class Rocks:
 
 
 STORES: dict[str, Callable[[Path], Any]] = {
-    "files": Files,
-    "files, synced": partial(Files, durable=True),
-    "lmdb": Lmdb,
-    "lmdb, durable": partial(Lmdb, durable=True),
+    "files": FileStore,
+    "files, synced": partial(FileStore, durable=True),
+    "lmdb": LmdbStore,
+    "lmdb, durable": partial(LmdbStore, durable=True),
     "rocksdb": partial(Rocks, durable=False),
     "rocksdb, synced": partial(Rocks, durable=True),
 }
@@ -93,7 +93,7 @@ def clients() -> dict[str, dict[str, float]]:
     common = {"region_name": "us-east-1", "aws_access_key_id": "a", "aws_secret_access_key": "b"}
     theirs = boto3.client("s3", endpoint_url=url, **common)
     theirs.create_bucket(Bucket="pages")
-    ours = Objects.at("s3://pages", endpoint=url, region="us-east-1", access_key_id="a", secret_access_key="b")
+    ours = ObjectStore.at("s3://pages", endpoint=url, region="us-east-1", access_key_id="a", secret_access_key="b")
     calls: dict[str, tuple[Callable[[str, bytes], Any], Callable[[str], Any]]] = {
         "boto3": (
             lambda key, data: theirs.put_object(Bucket="pages", Key=key, Body=data),

@@ -21,7 +21,7 @@ from harness import arguments, keep
 from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.lowering import Pair
 from kvproto.planning.plan import plan
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -60,7 +60,7 @@ class Preset:
         self._there: list[Half] = [half(sink, r, tokens, True, count + r) for r in range(count)]
         for *_, memory in self._here:
             bytes_of(memory).random_(256)
-        self._jobs: list[list[Job]] = []
+        self._jobs: list[list[CopyJob]] = []
         self.programs = []
         for b in range(count):
             jobs = []
@@ -68,7 +68,7 @@ class Preset:
                 (from_side, from_, mine), (to_side, to, theirs) = self._here[a], self._there[b]
                 program = Pair(routes.between(a, b), from_side, to_side).lower(from_, to)
                 prepared = self._copiers[b].prepare(program, {0: mine.address}, {0: theirs.address})
-                jobs.append(Job(prepared, program.maps))
+                jobs.append(CopyJob(prepared, program.maps))
                 self.programs.append((a, b, program))
             self._jobs.append(jobs)
         self.bytes = sum(program.bytes for *_, program in self.programs)

@@ -28,7 +28,7 @@ from kvproto.net import Dialer, Listener
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
@@ -71,19 +71,19 @@ def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
             program = RankPair(made.between(a, b), here, there).lower(from_, to)
             lowering = time.perf_counter() - began
             prepared = copier.prepare(program, {0: mine.address}, {0: theirs.address})
-            copier.submit([Job(prepared, program.maps)]).wait()
+            copier.submit([CopyJob(prepared, program.maps)]).wait()
             if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(
                 program, {0: mine.address}, sink=False
             ):
                 raise SystemExit(f"{name}: checksums differ")
             until = time.perf_counter() + WARM_UP
             while time.perf_counter() < until:
-                copier.submit([Job(prepared, program.maps)]).wait()
+                copier.submit([CopyJob(prepared, program.maps)]).wait()
             samples, walls, ceilings = [], [], []
             for _ in range(rounds):
                 ceilings.append(GB / ceiling.seconds())
                 began = time.perf_counter()
-                copy = copier.submit([Job(prepared, program.maps)])
+                copy = copier.submit([CopyJob(prepared, program.maps)])
                 while not copy.done:
                     pass
                 walls.append(time.perf_counter() - began)
@@ -98,13 +98,13 @@ def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def mla_request() -> tuple[Copier, Job]:
+def mla_request() -> tuple[Copier, CopyJob]:
     """1 page of 64 tokens, 61 layers of MLA."""
     copier = Copier(1)
     made = plan(geometry := describe(PRESETS["deepseek-v3"][0]), geometry)
     (here, from_, mine), (there, to, theirs) = (half(geometry, 0, 64, False, d) for d in (0, 1))
     program = RankPair(made.routes, here, there).lower(from_, to)
-    job = Job(copier.prepare(program, {0: mine.address}, {0: theirs.address}), program.maps)
+    job = CopyJob(copier.prepare(program, {0: mine.address}, {0: theirs.address}), program.maps)
     KEEP.append((mine, theirs))
     return copier, job
 
@@ -218,7 +218,7 @@ def budget(ceiling: PeerCopy) -> tuple[dict[int, list[float]], dict[str, list[fl
     shares: dict[int, list[float]] = {}
     for blocks in (8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 132):
         copier = Copier(1, blocks, timed=True)
-        job = Job(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
+        job = CopyJob(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
         shares[blocks] = []
         for _ in range(9):
             copy = copier.submit([job])
@@ -226,7 +226,7 @@ def budget(ceiling: PeerCopy) -> tuple[dict[int, list[float]], dict[str, list[fl
             shares[blocks].append(copy.bytes / copy.seconds / (GB / ceiling.seconds()))
     fewest = next((b for b, s in shares.items() if median(s) >= 0.9), 132)
     copier = Copier(1, fewest, slots=64)
-    job = Job(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
+    job = CopyJob(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
     x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda:1")
     y = torch.randn_like(x)
     products: dict[str, list[float]] = {"alone": [], f"beside a copy on {fewest} SMs": []}

@@ -29,7 +29,7 @@ from kvproto import (
     lay_out,
     new_ticket,
 )
-from kvproto.tiered import Lease
+from kvproto.tiers import PageLease
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=8, page=PAGE, dtype=DType.F32)])
 NAMES = {"weights.target": "example 1", "rope.target": "none", "dtype.target": "F32"}
@@ -46,7 +46,7 @@ class StorageNode:
         self.tiers = Tiers(pool, NAMES, page=PAGE, host=64, storage=storage)
         self.source, self.sink = Source(name, pool, listen), Sink(name, pool, sources)
         self.source.tell(self.tiers)  # routers find what it has, as with an engine
-        self._lost: list[tuple[Fetch, Lease]] = []
+        self._lost: list[tuple[Fetch, PageLease]] = []
         """Fetches that were lost, whose pages a source may still write."""
 
     def take(self, ticket: Ticket, prompt: Prompt) -> int:
@@ -96,7 +96,7 @@ class StorageNode:
         self.tiers.drain()
         self.tiers.close()
 
-    def _open(self, prompt: Prompt) -> Lease:
+    def _open(self, prompt: Prompt) -> PageLease:
         """The prompt's pages: load those that are here, and make room for the rest."""
         chain = self.tiers.chain(prompt.tokens)
         fetch = self.tiers.fetch(chain, deadline=time.monotonic() + WAIT)

@@ -32,7 +32,7 @@ _MODULES = {
     "Sink": "sink",
     "Source": "source",
     "Ticket": "prompt",
-    "Tiers": "tiered",
+    "Tiers": "tiers",
     "Withdrawal": "rank.withdrawal",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from kvproto.rank.withdrawal import Withdrawal
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
-    from kvproto.tiered import Tiers
+    from kvproto.tiers import Tiers
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType, ItemKind
 

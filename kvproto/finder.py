@@ -22,7 +22,7 @@ from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint
 from kvproto.sink import check_seed, dialer_of
-from kvproto.tiers.identity import Chain, namespace
+from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
 __all__ = ["Finder", "Held"]

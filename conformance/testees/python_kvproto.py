@@ -18,7 +18,7 @@ from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
 from kvproto.session.tickets import check_held
-from kvproto.transport.inline.receiver import InlineReceiver
+from kvproto.transport.inline.transport import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature

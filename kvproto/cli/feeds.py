@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.seeing.names import BASE, BUCKETS
+from kvproto.observability.names import BASE, BUCKETS
 from kvproto.wire.plain import read_json
 
 __all__ = ["FeedReader", "Line", "plain", "said", "taken"]

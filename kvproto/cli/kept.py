@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kvproto.errors import LocalError
+from kvproto.tiers.fsck import StoreReport, drop, prune, survey
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.places import open_store
-from kvproto.tiers.shelf import GRACE
+from kvproto.tiers.open_store import open_store
+from kvproto.tiers.page_store import GRACE
 from kvproto.tiers.store import Store
-from kvproto.tiers.survey import Survey, drop, prune, survey
 from kvproto.wire.messages import Manifest
 
 __all__ = ["add", "run"]
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.damaged else 0
 
 
-def _drop(files: Store, found: Survey, space: str) -> int:
+def _drop(files: Store, found: StoreReport, space: str) -> int:
     pages = [page for page in found.pages if page.namespace.hex() == space]
     for page in pages:
         drop(files, manifest_key(page.id, page.geometry), page)
     return len(pages)
 
 
-def _kinds(found: Survey) -> Iterator[tuple[tuple[str, str], list[Manifest]]]:
+def _kinds(found: StoreReport) -> Iterator[tuple[tuple[str, str], list[Manifest]]]:
     """Pages by namespace and geometry."""
 
     def kind(page: Manifest) -> tuple[str, str]:
@@ -98,7 +98,7 @@ def _groups(pages: list[Manifest]) -> dict[int, tuple[str, int, int]]:
     return dict(sorted(found.items()))
 
 
-def _lines(found: Survey, gone: dict[str, int]) -> Iterator[str]:
+def _lines(found: StoreReport, gone: dict[str, int]) -> Iterator[str]:
     for (space, geometry), pages in _kinds(found):
         yield f"namespace {space[:16]}, geometry {geometry[:16]}"
         yield f"  {len(pages):,} pages of {pages[0].page} tokens, {_size(pages):,} bytes"
@@ -117,7 +117,7 @@ def _lines(found: Survey, gone: dict[str, int]) -> Iterator[str]:
         yield f"deleted: {count:,} {({'dropped': 'pages', 'damaged': 'damaged pages', 'files': 'files'})[what]}"
 
 
-def _as_json(found: Survey) -> dict[str, Any]:
+def _as_json(found: StoreReport) -> dict[str, Any]:
     kinds = [
         {
             "namespace": space, "geometry": geometry, "page_tokens": pages[0].page, "pages": len(pages),

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from kvproto.cli.feeds import FeedReader, Line, plain, said, taken
-from kvproto.seeing.names import BASE, BUCKETS
+from kvproto.observability.names import BASE, BUCKETS
 
 __all__ = ["top"]
 

@@ -16,16 +16,16 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, type_name
 from kvproto.events import Event
+from kvproto.observability.counts import Counts, MetricSample, sample
+from kvproto.observability.feed import FeedServer
+from kvproto.observability.names import BASE
+from kvproto.observability.observer import Observer
 from kvproto.options import Options
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
 from kvproto.rank.pool import Pool
-from kvproto.seeing.counts import Counts, Sample, sample
-from kvproto.seeing.feed import Feed
-from kvproto.seeing.names import BASE
-from kvproto.seeing.observer import Observer
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
 from kvproto.transport.base import Transport
@@ -209,7 +209,7 @@ class Door:
         self._bell: int | None = None
         """An eventfd that is readable while there are events; made by the first call of `fileno`."""
         self._who = f"{type(self).__name__} {name!r}"
-        self._census, self._samples = node.census, list[Sample]()
+        self._census, self._samples = node.census, list[MetricSample]()
         self._pools = [pool]
         """The current pool, last, after earlier ones that peers may still read or write."""
         pool._use(self._who)
@@ -245,7 +245,7 @@ class Door:
             raise self._driver.failure
         return found
 
-    def metrics(self) -> list[Sample]:
+    def metrics(self) -> list[MetricSample]:
         """The metrics of spec/v1/metrics.md, as plain values that JSON can hold; may be called from any thread.
 
         While a turn takes longer than a second, this returns what the last call did. Raises
@@ -375,7 +375,7 @@ class Door:
         feed = self.options.feed
         counts = Counts() if self.options.metrics or feed is not None else None
         path = str(feed).replace("{rank}", str(self.pool.rank)).replace("{role}", role)
-        opened = Feed(path, self.metrics) if feed is not None else None
+        opened = FeedServer(path, self.metrics) if feed is not None else None
         return Observer(base, lambda: starmap(partial(sample, base), self._gauges()), counts, opened)
 
     def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:

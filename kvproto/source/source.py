@@ -32,7 +32,7 @@ from kvproto.source.prefill import Computed, Finished
 from kvproto.wire.enums import ErrorCode, Outcome
 
 if TYPE_CHECKING:
-    from kvproto.tiered import Tiers
+    from kvproto.tiers import Tiers
 
 __all__ = ["Request", "Source"]
 
@@ -255,7 +255,7 @@ class Source(Sleeper):
         layout = tiers.device.layout
         catalogue = Catalogue(tiers.space, layout.page, layout.form)
         self._driver.post(lambda: self._node.endpoint.keep_catalogue(catalogue))
-        tiers.tell(self._announce)
+        tiers.subscribe(self._announce)
 
     def _announce(self, pages: Changes) -> None:
         """Have the I/O thread announce pages, unless this Source is closed."""

@@ -17,26 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
-from kvproto.tiers.identity import Chain
 from kvproto.tiers.index import Hit
-from kvproto.tiers.lease import Lease
+from kvproto.tiers.lease import PageLease
 from kvproto.tiers.lengths import allowed
+from kvproto.tiers.page_ids import Chain
 from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
-    from kvproto.tiers.cache import Cache
+    from kvproto.tiers.page_cache import PageCache
 
-__all__ = ["LENGTHS", "Asked"]
+__all__ = ["LENGTHS", "Agreement"]
 
 LENGTHS = 8192
 """Lengths that one vector has room for: 16 prompts of 32K tokens in pages of 64. What is beyond is computed."""
 _DIGEST, _SLOTS, _HEAD = slice(0, 16), 16, 17
 
 
-class Asked:
+class Agreement:
     """The prompts of one step on one rank; what it found of them is pinned until they are opened."""
 
-    def __init__(self, cache: Cache, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> None:
+    def __init__(self, cache: PageCache, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> None:
         """`prompts`: each with the room that it needs, in pages; the same on all ranks, in the same order."""
         self._cache, self._prompts = cache, list(prompts)
         slots = cache.device.slots
@@ -56,7 +56,7 @@ class Asked:
             flags[:] = [bits >> n & 1 for n in range(1, len(flags) + 1)]
             at += len(chain.own)
 
-    def open(self) -> list[Lease | None]:
+    def open(self) -> list[PageLease | None]:
         """A lease of each prompt, or None for those that do not fit on some rank; the same lengths on all ranks.
 
         Raises LocalError(CONTENT_MISMATCH), on every rank, where ranks were asked for other prompts.
@@ -79,7 +79,7 @@ class Asked:
                     hit.cut(length if one else 0)
             return [self._opened(*each) for each in zip(self._prompts, self._hits, found, fits, strict=True)]
 
-    def _opened(self, prompt: tuple[Chain, int], hits: tuple[Hit, Hit], length: int, fits: bool) -> Lease | None:
+    def _opened(self, prompt: tuple[Chain, int], hits: tuple[Hit, Hit], length: int, fits: bool) -> PageLease | None:
         lease = self._cache.open(*prompt, most=length) if fits else None
         assert (lease is not None) == fits
         for hit in hits:

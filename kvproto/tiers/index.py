@@ -1,7 +1,7 @@
 """Which pages of which prompts are there: a tree of readable pages over the slots, found by their ids.
 
-Pages that are being written belong to a `Claim` and are in no tree; pages that are read are pinned by a `Hit`. Each
-gives back what it has exactly once, when it is closed. One thread at a time.
+Pages that are being written belong to a `Reservation` and are in no tree; pages that are read are pinned by a `Hit`.
+Each gives back what it has exactly once, when it is closed. One thread at a time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from kvproto.errors import LocalError
-from kvproto.tiers.components import Layout
-from kvproto.tiers.identity import Chain
 from kvproto.tiers.lengths import Found, lengths_of, usable
-from kvproto.tiers.slots import Slots, State
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout
+from kvproto.tiers.slots import Slots, SlotState
 from kvproto.wire.enums import ErrorCode, LengthRule
 
-__all__ = ["Claim", "Hit", "Index", "Page", "filling", "seal"]
+__all__ = ["Hit", "Index", "Reservation", "SlotRef", "filling", "seal"]
 
 _NONE = -1
 
 
-class Page(NamedTuple):
+class SlotRef(NamedTuple):
     """A slot as somebody got it."""
 
     slot: int
@@ -36,7 +36,7 @@ class Page(NamedTuple):
 class Index:
     """The pages of one rank in one memory of `count` slots."""
 
-    def __init__(self, layout: Layout, count: int) -> None:
+    def __init__(self, layout: PageLayout, count: int) -> None:
         """Raises LocalError for a layout of more than 64 components."""
         if len(layout.parts) > 64:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "layout", "at most 64 components", str(len(layout.parts)))
@@ -63,15 +63,15 @@ class Index:
         """Pages that can be found."""
         return len(self._by_id)
 
-    def place(self, page: Page, group: int) -> int:
+    def place(self, page: SlotRef, group: int) -> int:
         """Where in the memory of a component the page begins, in bytes; raises LocalError."""
         self.check(page)
         return page.slot * self.layout.part(group).length
 
-    def check(self, page: Page) -> None:
+    def check(self, page: SlotRef) -> None:
         """Raise LocalError if the slot has been given to somebody else since (KVP-TIER-GENERATION)."""
         now = self.slots.generation(page.slot)
-        if now != page.generation or self.slots.state(page.slot) is State.FREE:
+        if now != page.generation or self.slots.state(page.slot) is SlotState.FREE:
             raise LocalError(ErrorCode.STALE_TRANSFER, f"slots[{page.slot}]", f"generation {now}", str(page.generation))
 
     def find(self, chain: Chain, most: int | None = None) -> Hit:
@@ -98,7 +98,7 @@ class Index:
             slots.append(slot)
         return Hit(self, (len(slots), []), slots)
 
-    def claim(self, chain: Chain, first: int, count: int) -> Claim | None:
+    def claim(self, chain: Chain, first: int, count: int) -> Reservation | None:
         """Slots for pages [first, first + count) of a prompt, all or none; others are given up for them."""
         ids = chain.ids(self.layout.form)
         if not 0 <= first <= first + count <= len(ids):
@@ -108,12 +108,12 @@ class Index:
             claim.name(chain, first)
         return claim
 
-    def reserve(self, count: int) -> Claim | None:
+    def reserve(self, count: int) -> Reservation | None:
         """Slots for pages that get their names later, all or none; others are given up for them."""
         if self.slots.free + self.slots.idle < count:
             return None
         self.evict(count)
-        return Claim(self, [self.slots.reserve() for _ in range(count)])
+        return Reservation(self, [self.slots.reserve() for _ in range(count)])
 
     def bits(self, groups: Iterable[int]) -> int:
         """A bit for each component; raises LocalError for one that the layout lacks."""
@@ -182,7 +182,7 @@ class Index:
         """Let a page be found in place of one that lacks some of its components; readers keep what they have."""
         id = self._ids[old]
         assert id is not None
-        self.slots.move(new, State.READABLE)
+        self.slots.move(new, SlotState.READABLE)
         self._by_id[id], self._ids[new], self._held[new] = new, id, bits
         parent, child = self._parent[old], self._child[old]
         self._unlink(old)
@@ -197,7 +197,7 @@ class Index:
     def _clear(self, slot: int) -> None:
         self._ids[slot], self._held[slot] = None, 0
         self._parent[slot] = self._child[slot] = self._next[slot] = self._before[slot] = _NONE
-        self.slots.move(slot, State.RETIRING if self.slots.pins(slot) else State.FREE)
+        self.slots.move(slot, SlotState.RETIRING if self.slots.pins(slot) else SlotState.FREE)
 
     def _below(self, slot: int) -> Iterator[int]:
         todo = [slot]
@@ -231,11 +231,11 @@ class Index:
         parent = _NONE if parent_id is None else self._by_id.get(parent_id)
         done = 0
         for id, slot, bits in zip(ids, slots, held, strict=False):
-            if parent is None or self.slots.state(slot) is not State.SEALED:
+            if parent is None or self.slots.state(slot) is not SlotState.SEALED:
                 break
             known = self._by_id.get(id)
             if known is None:
-                self.slots.move(slot, State.READABLE)
+                self.slots.move(slot, SlotState.READABLE)
                 self._by_id[id], self._ids[slot], self._held[slot], known = slot, id, bits, slot
                 self._link(slot, parent)
                 if self.news is not None:
@@ -250,7 +250,7 @@ class Index:
         return done
 
 
-class _Owner:
+class _SlotHolder:
     """Something that gives back what it has when it is closed, once."""
 
     def __enter__(self) -> Self:
@@ -264,13 +264,13 @@ class _Owner:
         raise NotImplementedError
 
 
-class Hit(_Owner):
+class Hit(_SlotHolder):
     """A prefix that is there, pinned until it is closed."""
 
     def __init__(self, index: Index, said: Found, slots: Sequence[int]) -> None:
         self._index, self.found = index, said
         generation = index.slots.generation
-        self.pages = [Page(slot, generation(slot)) for slot in slots]
+        self.pages = [SlotRef(slot, generation(slot)) for slot in slots]
         """As many as can be used by this rank."""
         index.slots.pin(slots)
 
@@ -285,7 +285,7 @@ class Hit(_Owner):
         self.cut(0)
 
 
-class Claim(_Owner):
+class Reservation(_SlotHolder):
     """Slots that one owner fills, and publishes or gives back."""
 
     def __init__(self, index: Index, slots: list[int]) -> None:
@@ -299,25 +299,25 @@ class Claim(_Owner):
         ids = chain.ids(self._index.layout.form)
         self._parent, self._ids = ids[first - 1] if first else None, ids[first : first + len(self._slots)]
 
-    def split(self, count: int) -> Claim:
+    def split(self, count: int) -> Reservation:
         """The first `count` slots, as a claim of their own, before they have names or anything in them."""
-        other = Claim(self._index, self._slots[:count])
+        other = Reservation(self._index, self._slots[:count])
         del self._slots[:count], self._held[:count]
         return other
 
-    def join(self, other: Claim) -> None:
+    def join(self, other: Reservation) -> None:
         """Take another claim's slots over, before the own ones."""
         self._slots[:0], self._held[:0] = other._slots, other._held
         other._slots, other._held = [], []
 
     @property
-    def pages(self) -> list[Page]:
+    def pages(self) -> list[SlotRef]:
         """In the order of the prompt; none once it is closed."""
-        return [Page(slot, self._index.slots.generation(slot)) for slot in self._slots]
+        return [SlotRef(slot, self._index.slots.generation(slot)) for slot in self._slots]
 
     def fill(self, i: int) -> None:
         """Copies into page i begin."""
-        self._index.slots.move(self._slots[i], State.FILLING)
+        self._index.slots.move(self._slots[i], SlotState.FILLING)
 
     def seal(self, i: int, groups: Sequence[int]) -> None:
         """All copies into page i are over, of these groups; raises LocalError if they lack a PREFIX component."""
@@ -325,7 +325,7 @@ class Claim(_Owner):
         if self._index._must & ~held:
             must = sorted(self._index.layout.must)
             raise LocalError(ErrorCode.OUT_OF_RANGE, "groups", f"{must} at least", str(sorted(groups)))
-        self._index.slots.move(self._slots[i], State.SEALED)
+        self._index.slots.move(self._slots[i], SlotState.SEALED)
         self._held[i] = held
 
     def publish(self) -> int:
@@ -342,11 +342,11 @@ class Claim(_Owner):
         """Free all slots that were not published."""
         slots, self._slots = self._slots, []
         for slot in slots:
-            if self._index.slots.state(slot) in (State.RESERVED, State.FILLING, State.SEALED):
-                self._index.slots.move(slot, State.FREE)
+            if self._index.slots.state(slot) in (SlotState.RESERVED, SlotState.FILLING, SlotState.SEALED):
+                self._index.slots.move(slot, SlotState.FREE)
 
 
-def filling(claims: Iterable[Claim]) -> list[int]:
+def filling(claims: Iterable[Reservation]) -> list[int]:
     """The slots of claims, which are FILLING from now on."""
     slots = []
     for claim in claims:
@@ -356,7 +356,7 @@ def filling(claims: Iterable[Claim]) -> list[int]:
     return slots
 
 
-def seal(claim: Claim, groups: Sequence[Sequence[int]]) -> None:
+def seal(claim: Reservation, groups: Sequence[Sequence[int]]) -> None:
     """The copies into all pages of a claim are over, of these groups of each."""
     for i, some in enumerate(groups):
         claim.seal(i, some)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.index import Claim, Hit, seal
-from kvproto.transport.paging import Paging
+from kvproto.tiers.index import Hit, Reservation, seal
+from kvproto.tiers.page_ids import Chain
+from kvproto.transport.base import Paging
 from kvproto.wire.enums import LengthRule
 
 if TYPE_CHECKING:
-    from kvproto.tiers.cache import Cache
+    from kvproto.tiers.page_cache import PageCache
 
-__all__ = ["Lease"]
+__all__ = ["PageLease"]
 
 
-class Lease:
+class PageLease:
     """Pages of a prompt that were found, pages that come from the host, and room for the rest."""
 
-    def __init__(self, cache: Cache, chain: Chain, near: Hit, far: Hit, load: Claim, rest: Claim) -> None:
+    def __init__(
+        self, cache: PageCache, chain: Chain, near: Hit, far: Hit, load: Reservation, rest: Reservation
+    ) -> None:
         self._cache, self.chain = cache, chain
         self._near, self._far, self._rest = near, far, rest
         self.load = load

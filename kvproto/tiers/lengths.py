@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import and_
 
-from kvproto.tiers.components import Layout, Part
+from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire.enums import LengthRule
 
 __all__ = ["Found", "allowed", "found", "join", "lengths_of", "usable"]
@@ -18,7 +18,7 @@ Found = tuple[int, list[int]]
 """Leading pages with all PREFIX components, and a set for each WINDOW and STATE component by ascending group."""
 
 
-def found(layout: Layout, has: Mapping[int, Sequence[bool]]) -> Found:
+def found(layout: PageLayout, has: Mapping[int, Sequence[bool]]) -> Found:
     """What a rank finds; `has` tells of each group which pages there are, as many for each."""
     prefix = min((_leading(has[p.group]) for p in layout.parts if p.rule is LengthRule.PREFIX), default=None)
     prefix = min(map(len, has.values())) if prefix is None else prefix
@@ -46,7 +46,7 @@ def allowed(found: Found) -> int:
     return bits | 1
 
 
-def lengths_of(part: Part, page: int, has: Sequence[bool | int]) -> int:
+def lengths_of(part: PageComponent, page: int, has: Sequence[bool | int]) -> int:
     """The set of lengths for which the pages that a WINDOW or STATE component needs are there."""
     bits, run = 1, 0
     for n in range(1, len(has) + 1):

@@ -9,16 +9,16 @@ from operator import attrgetter
 import attrs
 
 from kvproto.errors import LocalError, WireError
-from kvproto.tiers.components import Layout, Part
-from kvproto.tiers.identity import Chain
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Data", "Named", "describe", "encode", "fits", "manifest_key", "object_key", "take"]
+__all__ = ["Data", "ObjectReferences", "describe", "encode", "fits", "manifest_key", "object_key", "take"]
 
 Data = bytes | bytearray | memoryview
-_NAMES = [field.name for field in attrs.fields(Part)]
+_NAMES = [field.name for field in attrs.fields(PageComponent)]
 _stated = attrgetter(*_NAMES)
 """What a component of a manifest says of itself, as a part of a layout does."""
 _NEWER = (ErrorCode.UNKNOWN_FIELD, ErrorCode.UNKNOWN_ENUM_VALUE)
@@ -35,7 +35,7 @@ def object_key(manifest: Manifest, component: Component) -> str:
     return f"o/{manifest.id.hex()}.{manifest.geometry.hex()}.{component.group}.{component.digest.hex()}"
 
 
-def describe(layout: Layout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+def describe(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
     """The manifest of page i with these bytes, by group; raises LocalError for too few bytes (KVP-TIER-ALL)."""
     if missing := layout.must - data.keys():
         raise LocalError(ErrorCode.OUT_OF_RANGE, "data", f"groups {sorted(layout.must)}", f"none of {sorted(missing)}")
@@ -57,7 +57,7 @@ def encode(manifest: Manifest) -> bytes:
     return encode_struct(manifest)
 
 
-def take(data: Data, layout: Layout, chain: Chain, i: int) -> Manifest | None:
+def take(data: Data, layout: PageLayout, chain: Chain, i: int) -> Manifest | None:
     """The manifest that page i has, or None where its page counts as absent (KVP-TIER-MISS, KVP-TIER-PARTS)."""
     try:
         found = decode_struct(Manifest, bytes(data))
@@ -68,7 +68,7 @@ def take(data: Data, layout: Layout, chain: Chain, i: int) -> Manifest | None:
     return found if stated == asked and fits(found, layout) else None
 
 
-def fits(found: Manifest, layout: Layout) -> bool:
+def fits(found: Manifest, layout: PageLayout) -> bool:
     """Whether it is a page of this layout (KVP-TIER-MISS, KVP-TIER-PARTS)."""
     if (found.page, found.geometry) != (layout.page, layout.geometry):
         return False
@@ -77,7 +77,7 @@ def fits(found: Manifest, layout: Layout) -> bool:
     return layout.must <= stated.keys() and all(parts.get(g) == one for g, one in stated.items())
 
 
-class Named:
+class ObjectReferences:
     """Which objects of a store belong to its manifests; those of a manifest of a later version too (KVP-TIER-NEWER)."""
 
     def __init__(self) -> None:

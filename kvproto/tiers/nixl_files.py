@@ -1,8 +1,8 @@
 """Pages in files that NIXL's POSIX plug-in writes and reads; `pip install 'kvproto[nixl]'`.
 
-NIXL moves the bytes. Names, renames and syncs are those of `Files`, and so is what lies on the disk: either reads what
-the other wrote. NIXL is given descriptors of open files, so that a file gets the name that readers look for once it is
-whole.
+NIXL moves the bytes. Names, renames and syncs are those of `FileStore`, and so is the layout on the disk: either reads
+what the other wrote. NIXL is given descriptors of open files, so that a file gets the name that readers look for once
+it is whole.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 
 from kvproto.errors import LocalError
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.store import Files
+from kvproto.tiers.store import FileStore
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["NixlFiles"]
+__all__ = ["NixlFileStore"]
 
 _SOON, _LATE = 20e-6, 1e-3
 """Seconds between looks at a transfer: the pause doubles up to the latter."""
 
 
-class NixlFiles(Files):
-    """A folder as of `Files`, with an agent of NIXL for each thread."""
+class NixlFileStore(FileStore):
+    """A folder as of `FileStore`, with an agent of NIXL for each thread."""
 
     def __init__(self, root: Path, durable: bool = False) -> None:
         """Makes the folder; raises OSError, and LocalError where NIXL or its plug-in is missing."""

@@ -13,10 +13,10 @@ from enum import IntEnum
 from kvproto.errors import U32, LocalError, check_whole
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["MOVES", "Slots", "State"]
+__all__ = ["MOVES", "SlotState", "Slots"]
 
 
-class State(IntEnum):
+class SlotState(IntEnum):
     """What a slot is (tiers.md, States)."""
 
     FREE = 0
@@ -27,18 +27,18 @@ class State(IntEnum):
     RETIRING = 5
 
 
-MOVES: dict[State, tuple[State, ...]] = {
-    State.FREE: (State.RESERVED,),
-    State.RESERVED: (State.FILLING, State.FREE),
-    State.FILLING: (State.SEALED, State.FREE),
-    State.SEALED: (State.READABLE, State.FREE),
-    State.READABLE: (State.RETIRING, State.FREE),
-    State.RETIRING: (State.FREE,),
+MOVES: dict[SlotState, tuple[SlotState, ...]] = {
+    SlotState.FREE: (SlotState.RESERVED,),
+    SlotState.RESERVED: (SlotState.FILLING, SlotState.FREE),
+    SlotState.FILLING: (SlotState.SEALED, SlotState.FREE),
+    SlotState.SEALED: (SlotState.READABLE, SlotState.FREE),
+    SlotState.READABLE: (SlotState.RETIRING, SlotState.FREE),
+    SlotState.RETIRING: (SlotState.FREE,),
 }
 """What each state may become; nothing else is done to a slot."""
 
-_RETIRING = int(State.RETIRING)
-_MAY = [sum(1 << after for after in MOVES[before]) for before in State]
+_RETIRING = int(SlotState.RETIRING)
+_MAY = [sum(1 << after for after in MOVES[before]) for before in SlotState]
 """The same as bits, for a million slots."""
 
 
@@ -66,13 +66,13 @@ class Slots:
         """How many slots are READABLE, and nobody has pinned them."""
         return self._row
 
-    def counts(self) -> dict[State, int]:
+    def counts(self) -> dict[SlotState, int]:
         """How many slots are in each state."""
-        return {state: self._state.count(state) for state in State}
+        return {state: self._state.count(state) for state in SlotState}
 
-    def state(self, slot: int) -> State:
+    def state(self, slot: int) -> SlotState:
         """Of one slot."""
-        return State(self._state[slot])
+        return SlotState(self._state[slot])
 
     def generation(self, slot: int) -> int:
         """How often a slot has become FREE, modulo 2^32 (KVP-TIER-GENERATION)."""
@@ -85,22 +85,23 @@ class Slots:
     def reserve(self) -> int:
         """A FREE slot, RESERVED from now on; there has to be one."""
         slot = self._free.pop()
-        self._state[slot] = State.RESERVED
+        self._state[slot] = SlotState.RESERVED
         return slot
 
-    def move(self, slot: int, state: State) -> None:
+    def move(self, slot: int, state: SlotState) -> None:
         """Change a state; raises LocalError for what is not in the table, or a slot that is pinned (KVP-TIER-PIN)."""
         before = self._state[slot]
-        if not _MAY[before] >> state & 1 or (state is State.FREE and self._pins[slot]):
-            wants = f"{State(before).name} to {' or '.join(s.name for s in MOVES[State(before)])}, FREE without pins"
+        if not _MAY[before] >> state & 1 or (state is SlotState.FREE and self._pins[slot]):
+            allowed = " or ".join(after.name for after in MOVES[SlotState(before)])
+            wants = f"{SlotState(before).name} to {allowed}, FREE without pins"
             raise LocalError(ErrorCode.OUT_OF_RANGE, f"slots[{slot}]", wants, f"{state.name}, {self._pins[slot]} pins")
         self._state[slot] = state
-        if before == State.READABLE and not self._pins[slot]:
+        if before == SlotState.READABLE and not self._pins[slot]:
             self._leave(slot)
-        if state is State.FREE:
+        if state is SlotState.FREE:
             self._generation[slot] = (self._generation[slot] + 1) & U32
             self._free.append(slot)
-        elif state is State.READABLE:
+        elif state is SlotState.READABLE:
             self._join(slot)
 
     def pin(self, slots: Iterable[int]) -> None:
@@ -118,7 +119,7 @@ class Slots:
             pins[slot] -= 1
             if not pins[slot]:
                 if state[slot] == _RETIRING:
-                    self.move(slot, State.FREE)
+                    self.move(slot, SlotState.FREE)
                 else:
                     self._join(slot)
 

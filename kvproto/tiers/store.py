@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.workers import Workers
 
-__all__ = ["Files", "Filling", "Grouped", "Store", "make_folders", "manifest_at", "sync_folder", "write_whole"]
+__all__ = ["FileStore", "Filling", "Grouped", "Store", "make_folders", "manifest_at", "sync_folder", "write_whole"]
 
 GROUP = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
@@ -78,7 +78,7 @@ class Filling(Store, Protocol):
         """As `get`, into `room`: how many bytes there are, or any number above its length; raises OSError."""
 
 
-class Files:
+class FileStore:
     """A folder with a file for each key, written under another name and then renamed, so no process sees half of one.
 
     With `durable`, files and folders are synced before `put` returns, so that what it kept survives a loss of power.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvproto.cli.main import main
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import FileStore
 from tests.tiers.schedules import LAYOUT, page, prompt
 
 PROMPT = prompt(1, 2, 3, 4, 5, 6, 7)
@@ -19,9 +19,9 @@ PROMPT = prompt(1, 2, 3, 4, 5, 6, 7)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shelf = Shelf(Files(tmp_path), LAYOUT)
+    page_store = PageStore(FileStore(tmp_path), LAYOUT)
     for i in range(3):
-        assert shelf.write(PROMPT, i, page(PROMPT, i))
+        assert page_store.write(PROMPT, i, page(PROMPT, i))
     return tmp_path
 
 
@@ -39,7 +39,7 @@ def test_pages_are_told_by_namespace(folder: Path, capsys: pytest.CaptureFixture
     other.extend([1, 2, 3])
     data = page(other, 0)
     del data[2]
-    assert Shelf(Files(folder), LAYOUT).write(other, 0, data)
+    assert PageStore(FileStore(folder), LAYOUT).write(other, 0, data)
     kinds = said(capsys, 0, folder, "--verify")["kinds"]
     assert [(kind["namespace"], kind["pages"], kind["bytes"]) for kind in kinds] == [
         ("00" * 32, 3, 111),

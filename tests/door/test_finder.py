@@ -164,12 +164,12 @@ def test_two_listeners_hear_the_same() -> None:
     """One that comes between a change and its step takes nothing from the one before."""
     pool = Pool.allocate(lay_out([Cache.gqa("kv", 1, kv_heads=1, head_dim=4, page=PAGE, dtype=DType.U8)]), 6)
     tiers, first, second = Tiers(pool, NAMES, page=PAGE, host=8), dict[bytes, Any](), dict[bytes, Any]()
-    tiers.tell(first.update)
+    tiers.subscribe(first.update)
     lease = tiers.open(tiers.chain(PROMPT), 5)
     assert lease is not None
     tiers.step()
     lease.leave(len(PROMPT))
-    tiers.tell(second.update)
+    tiers.subscribe(second.update)
     tiers.step()
     assert first == second
     assert len(first) == 4

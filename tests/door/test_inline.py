@@ -13,8 +13,7 @@ from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, 
 from kvproto.errors import LocalError
 from kvproto.session.inline import SinkInline
 from kvproto.transport.base import Exposure, StreamDelivery
-from kvproto.transport.inline.sender import FRAME
-from kvproto.transport.inline.transport import WINDOW, InlineTransport
+from kvproto.transport.inline.transport import FRAME, WINDOW, InlineTransport
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Transport
 

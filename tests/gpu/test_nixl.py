@@ -24,10 +24,10 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
-from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, WriteMode, probe, require_fast
-from kvproto.transport.nixl.handle import Named
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, DirectWrite, WriteMode, probe, require_fast
+from kvproto.transport.nixl.handle import HandleContents
 from kvproto.transport.nixl.transport import NixlTransport
-from kvproto.transport.staging.staged import Link, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedSender
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
@@ -63,14 +63,14 @@ class Peer:
         self.arena = self.agent.connect(arena, "regions[0]")
         self.own = self.agent.register(self.place.allocate(slots * slot_bytes), slot_bytes)
         self._sequence = 0
-        self.link: Link | None = None
+        self.link: StagedLink | None = None
 
     def hear(self) -> Any:
         assert self.conn.poll(LONG)
         return self.conn.recv()
 
     def packed(self, program: Any, lengths: dict[int, int], source: dict[int, Any], seed: int) -> dict[int, Any]:
-        self.link = self.link or Link(self.own, self.target)
+        self.link = self.link or StagedLink(self.own, self.target)
         self.conn.send((program, lengths, False, seed))
         self._sequence += 1
         sender = StagedSender(self.link, self.place.packer(program, "source", source))
@@ -88,11 +88,13 @@ class Peer:
         self.conn.send((program, lengths, True, seed))
         assert self.hear() == "ready"
         peers = {
-            r: nixl.Peer(self.agent, Named(self.arena.name, self.arena.memory.part(at, lengths[r]), 0, b""), "")
+            r: nixl.Peer(
+                self.agent, HandleContents(self.arena.name, self.arena.memory.part(at, lengths[r]), 0, b""), ""
+            )
             for r, at in places(lengths)[0].items()
         }
         own = {r: self.agent.register(self.place.of(m)) for r, m in source.items()}
-        assert Direct(self.agent, program, own, peers).post().wait(LONG)
+        assert DirectWrite(self.agent, program, own, peers).post().wait(LONG)
         for each in own.values():
             each.close()
         self.conn.send("complete")
@@ -155,7 +157,7 @@ def test_the_way_between_two_gpus_of_a_host_is_fast(peer: Peer) -> None:
 def test_too_few_slots_are_refused(peer: Peer) -> None:
     two = peer.agent.register(peer.place.allocate(2 << 20), 1 << 20)
     with pytest.raises(LocalError) as caught:
-        Link(two, peer.target)
+        StagedLink(two, peer.target)
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 

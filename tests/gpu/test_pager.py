@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvproto import Cache, DType, Pool, Tiers, lay_out
-from kvproto.tiered import Keep, Lease
+from kvproto.tiers import PageLease, WritePolicy
 
 torch = pytest.importorskip("torch")
 pager = pytest.importorskip("kvproto.transport.cuda.pager", exc_type=ImportError)
@@ -19,7 +19,7 @@ BUSY = 40_000_000
 class Engine:
     """A target and a draft, whose rows are numbers made of layer, token and the prompt's seed."""
 
-    def __init__(self, keep: Keep = Keep.AT_ONCE, host: int = 128) -> None:
+    def __init__(self, policy: WritePolicy = WritePolicy.WRITE_THROUGH, host: int = 128) -> None:
         caches = [
             Cache.gqa("target", LAYERS, kv_heads=2, head_dim=64, page=PAGE, dtype=DType.F32),
             Cache.mla("draft", 1, latent=48, rope=16, page=PAGE // 2, dtype=DType.F32, model=1),
@@ -27,7 +27,7 @@ class Engine:
         self.pool = Pool.allocate(lay_out(caches), {"target": PAGES, "draft": 2 * PAGES}, device=0)
         self.stream = torch.cuda.Stream()
         names = {"weights.target": "1", "rope.target": "-", "dtype.target": "F32"}
-        self.tiers = Tiers(self.pool, names, page=PAGE, host=host, keep=keep, stream=self.stream.cuda_stream)
+        self.tiers = Tiers(self.pool, names, page=PAGE, host=host, policy=policy, stream=self.stream.cuda_stream)
 
     def views(self, slot: int) -> Iterator[tuple[int, "torch.Tensor"]]:
         """Layer, and the numbers [pages, tokens, heads, width] of each part in a slot."""
@@ -42,7 +42,7 @@ class Engine:
                     count = PAGE // shape[1]
                     yield layer, seen[slot * count : (slot + 1) * count]
 
-    def compute(self, seed: int, lease: Lease, first: int, pages: int) -> None:
+    def compute(self, seed: int, lease: PageLease, first: int, pages: int) -> None:
         """Pages [first, pages), on the engine's stream, which is busy before and after."""
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(BUSY)
@@ -55,7 +55,7 @@ class Engine:
         base = ((seed * 100 + i) * 32 + k) * 8 + layer
         return (torch.arange(math.prod(shape), device="cuda", dtype=torch.float32) % 97 + base).reshape(shape)
 
-    def wrong(self, seed: int, lease: Lease, pages: int, layers: range) -> "torch.Tensor":
+    def wrong(self, seed: int, lease: PageLease, pages: int, layers: range) -> "torch.Tensor":
         """How many numbers of these layers are wrong, as the engine's stream sees it now."""
         with torch.cuda.stream(self.stream):
             bad = torch.zeros((), device="cuda", dtype=torch.int64)
@@ -65,7 +65,7 @@ class Engine:
                         bad += (rows != self.right(seed, i, k, layer, rows.shape)).sum()
             return bad
 
-    def turn(self, seed: int, tokens: int) -> Lease:
+    def turn(self, seed: int, tokens: int) -> PageLease:
         chain = self.tiers.chain([seed + n % 7 for n in range(tokens)])
         lease = self.tiers.open(chain, -(-tokens // PAGE))
         assert lease is not None
@@ -83,16 +83,16 @@ def poison(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 8 << 20], ids=["a copy a layer", "one copy"])
-@pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
 def test_pages_come_back_in_stream_order_and_layer_by_layer(
-    keep: Keep, part: int, monkeypatch: pytest.MonkeyPatch
+    policy: WritePolicy, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pager, "_PART", part)
-    engine = Engine(keep)
+    engine = Engine(policy)
     tiers = engine.tiers
     engine.turn(1, 20 * PAGE)
     tiers.step()
-    if keep is Keep.AT_ONCE:
+    if policy is WritePolicy.WRITE_THROUGH:
         assert tiers.busy, "nobody has waited for the stream, nor has the host"
         tiers.drain()
         tiers.device.evict(PAGES)
@@ -143,7 +143,7 @@ def test_a_load_that_nobody_waits_for_ends_by_itself(monkeypatch: pytest.MonkeyP
 
 
 def test_many_turns_of_conversations_that_do_not_fit() -> None:
-    engine = Engine(Keep.WHEN_GIVEN_UP, host=200)
+    engine = Engine(WritePolicy.WRITE_BACK, host=200)
     tiers, found = engine.tiers, 0
     for turn in range(1, 5):
         for seed in (1, 20, 40, 60):

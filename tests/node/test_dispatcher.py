@@ -15,7 +15,7 @@ from kvproto.source.copies import Dispatcher
 from kvproto.source.prefill import Request
 from kvproto.source.progress import Part
 from kvproto.source.schedule import Attempt, Scheduler
-from kvproto.transport.staging.staged import Piece
+from kvproto.transport.staging.staged import ChunkPiece
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.nodes import finished
 from tests.node.stages import HERE, KEY, THERE, TOKENS, Stage
@@ -34,7 +34,7 @@ class Dispatched:
         contents(self.stage.source)[:] = np.arange(contents(self.stage.source).size, dtype=np.uint8)
         self.peer: PeerMapping = self.stage.peer(self.device)
         self.unwanted: dict[int, KvprotoError] = {}
-        self.pieces: list[Piece] = []
+        self.pieces: list[ChunkPiece] = []
         self.dispatcher = Dispatcher(
             self.stage.source.memories, lambda a: self.unwanted.get(a.asked.transfer.sequence),
             lambda _, piece: self.pieces.append(piece),

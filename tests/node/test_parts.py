@@ -21,8 +21,7 @@ from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed
 from kvproto.source.progress import Available, Part, SendProgress
 from kvproto.transport.base import Move
-from kvproto.transport.cuda.launch import Work, launch, sizes
-from kvproto.transport.cuda.table import Table, table
+from kvproto.transport.cuda.kernel import Table, Work, launch, sizes, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_world

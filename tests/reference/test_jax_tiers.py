@@ -11,7 +11,7 @@ pytest.importorskip("jax", exc_type=ImportError)
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.plan import Route
-from kvproto.tiers import copies
+from kvproto.tiers import host_copies
 from kvproto_reference import checkpoint
 from kvproto_reference.demo import tiers
 from kvproto_reference.engine.description import Layout
@@ -57,6 +57,6 @@ def test_a_draft_that_does_not_come_back_to_jax_costs_acceptance(monkeypatch: py
     def without_draft(routes: tuple[Route, ...], source: RankLayout, sink: RankLayout) -> Pair:
         return Pair(tuple(route for route in routes if source.group(route.group).model == 0), source, sink)
 
-    monkeypatch.setattr(copies, "Pair", without_draft)
+    monkeypatch.setattr(host_copies, "Pair", without_draft)
     turns, _ = tiers.play(FOLDERS, **SMALL, hosted=jax_hosted)
     assert tiers.verdict(turns) == {"tokens": True, "acceptance": False, "tiers": True}

@@ -428,9 +428,10 @@ def test_a_suspect_source_is_asked_for_nothing_new_and_recovers() -> None:
     world.pass_time(PING_SILENCE)
     world.asked(finished=False)  # one Ping has not been answered yet
     world.pass_time(PING_SILENCE)
-    assert [
-        world.told[name].count(Suspected(1000, peer)) for name, peer in (("d0", "p rank 0"), ("s0", "d rank 0"))
-    ] == [1, 1]
+    assert [world.told[name].count(Suspected(peer)) for name, peer in (("d0", "p rank 0"), ("s0", "d rank 0"))] == [
+        1,
+        1,
+    ]
     with pytest.raises(LocalError) as caught:
         world.asked(finished=False)
     assert caught.value.code == ErrorCode.BUSY

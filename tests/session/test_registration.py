@@ -13,17 +13,7 @@ from kvproto.planning.plan import plan
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, DType, ErrorCode, Transport
-from kvproto.wire.messages import (
-    Describe,
-    Description,
-    Error,
-    Ping,
-    Pong,
-    Refused,
-    Register,
-    Registered,
-    Transfer,
-)
+from kvproto.wire.messages import Describe, Description, Error, Ping, Pong, Refused, Register, Registered, Transfer
 from tests.session.driver import World, geometry, ticket
 from tests.session.test_delivery import Heard
 

@@ -11,16 +11,15 @@ from kvproto import Parallel, lay_out
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
 from kvproto.rank.rank_pool import pack
-from kvproto.tiers.cache import Cache, Keep
-from kvproto.tiers.components import components
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.lease import Lease
-from kvproto.tiers.shelf import Shelf
-from kvproto.transport.base import Regions
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.lease import PageLease
+from kvproto.tiers.page_cache import PageCache, WritePolicy
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_store import PageStore
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
-from kvproto.transport.paging import Paging
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from kvproto.wire.enums import ErrorCode
 
 PAGE = 4
@@ -43,7 +42,7 @@ class Engine:
     """A target and its draft on one rank, in pools of any order of axes, dealt or not."""
 
     def __init__(
-        self, pages: int, slots: int, shelf: bool | Shelf = False, keep: Keep = Keep.AT_ONCE, heads_first: bool = False,
+        self, pages: int, slots: int, page_store: bool | PageStore = False, policy: WritePolicy = WritePolicy.WRITE_THROUGH, heads_first: bool = False,
         dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0, pager: Callable[[], Failing] = Failing,
         **more: Any,
     ) -> None:  # fmt: skip
@@ -59,8 +58,8 @@ class Engine:
         self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), allocate(length)
         self.layout = components(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
         self.pager = pager()
-        copies = Copies(self.layout, self.side, {0: self.memory}, slots, self.pager)
-        self.cache = Cache(copies, Shelf(store, self.layout) if store else None, keep, **more)  # type: ignore[arg-type]
+        copies = HostCopies(self.layout, self.side, {0: self.memory}, slots, self.pager)
+        self.cache = PageCache(copies, PageStore(store, self.layout) if store else None, policy, **more)  # type: ignore[arg-type]
 
     def chain(self, *tokens: int) -> Chain:
         made = Chain(bytes(32), PAGE)
@@ -72,7 +71,7 @@ class Engine:
         id = chain.ids(self.layout.form)[i]
         return {p.group: hashlib.shake_128(id + bytes((p.group,))).digest(p.length) for p in self.layout.parts}
 
-    def compute(self, chain: Chain, lease: Lease, first: int, windows: int = 0) -> None:
+    def compute(self, chain: Chain, lease: PageLease, first: int, windows: int = 0) -> None:
         """Write pages from `first` on, as far as they have ids, into the pool; the draft's rows only from `windows` on."""
         for i in range(first, min(len(chain.ids(self.layout.form)), len(lease.slots))):
             for group, data in self.right(chain, i).items():
@@ -105,7 +104,7 @@ class Engine:
         width = sum((s.hi - s.lo) * spec.parts[s.part].lane_bytes for s in share.lanes)
         return int(spec.rows * width * len(share.layers))
 
-    def turn(self, *tokens: int, step: bool = True, windows: int = 0) -> Lease:
+    def turn(self, *tokens: int, step: bool = True, windows: int = 0) -> PageLease:
         """A request from its beginning to its end; its lease, which is over."""
         chain = self.chain(*tokens)
         lease = self.cache.open(chain, -(-len(tokens) // PAGE))
@@ -117,7 +116,7 @@ class Engine:
         lease.leave(len(tokens) - 1, windows=windows)
         return lease
 
-    def check(self, chain: Chain, lease: Lease) -> None:
+    def check(self, chain: Chain, lease: PageLease) -> None:
         """All pages that are said to be there are right, target and draft."""
         for i, slot in enumerate(lease.slots[: lease.pages]):
             right = self.right(chain, i)
@@ -129,7 +128,7 @@ class Engine:
             last = self.cache.device.groups(lease.slots[lease.pages - 1])
             assert last == [part.group for part in self.layout.parts], "a window ends with the last page"
 
-    def check_bytes(self, chain: Chain, lease: Lease) -> None:
+    def check_bytes(self, chain: Chain, lease: PageLease) -> None:
         """All pages that are said to be there are right, be their copies over or not."""
         for i, slot in enumerate(lease.slots[: lease.pages]):
             assert self.there(slot) == self.right(chain, i)

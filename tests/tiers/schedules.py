@@ -13,20 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from kvproto.tiers.components import Layout, Part
-from kvproto.tiers.identity import Chain
+from kvproto.tiers.buffer_pool import PageBuffers
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.rooms import Room
-from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageComponent, PageLayout
+from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import Filling, Grouped, Store
 from kvproto.wire.enums import KeyForm, LengthRule
 
-LAYOUT = Layout(
+LAYOUT = PageLayout(
     2, bytes(32),
     (
-        Part(0, KeyForm.OWN, LengthRule.PREFIX, 24), Part(1, KeyForm.AHEAD, LengthRule.PREFIX, 8),
-        Part(2, KeyForm.OWN, LengthRule.STATE, 5),
+        PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, 24), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, 8),
+        PageComponent(2, KeyForm.OWN, LengthRule.STATE, 5),
     ),
 )  # fmt: skip
 TORN = ("half", "half and fails", "flip", "nothing")
@@ -175,7 +175,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
         store.delete(key)
     faulty = Faulty(store, rng, rng.choice((0.02, 0.1, 0.3)))
     high = rng.choice((0, 150))
-    shelves = [Shelf(faulty, LAYOUT, high // 2, high) for _ in range(2)]
+    shelves = [PageStore(faulty, LAYOUT, high // 2, high) for _ in range(2)]
     prompts = [prompt(*tokens) for tokens in ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 9, 9, 9), (8, 8, 8))]
     room = {part.group: memoryview(bytearray(part.length)) for part in LAYOUT.parts}
     for _ in range(25):
@@ -198,7 +198,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
             met["deaths"] += 1
             shelves[which] = _born_again(faulty, high, met)
     faulty.rate = 0.0
-    fresh = Shelf(faulty, LAYOUT)
+    fresh = PageStore(faulty, LAYOUT)
     for chain in prompts:
         for i in range(len(chain.ahead)):
             assert fresh.write(chain, i, page(chain, i))
@@ -209,11 +209,11 @@ def schedule(seed: int, store: Store) -> Counter[str]:
     return met + faulty.met
 
 
-def _born_again(store: Faulty, high: int, met: Counter[str]) -> Shelf:
+def _born_again(store: Faulty, high: int, met: Counter[str]) -> PageStore:
     """The shelf of the next process, which may die of what it does at first."""
     while True:
         try:
-            return Shelf(store, LAYOUT, high // 2, high)
+            return PageStore(store, LAYOUT, high // 2, high)
         except Died:
             met["deaths"] += 1
 
@@ -222,11 +222,11 @@ def _all(store: Store) -> list[str]:
     return [key for kind in ("m", "o", "t") for key in store.keys(kind)]
 
 
-def _read(shelf: Shelf, chain: Chain, met: Counter[str], room: Room | None = None) -> int:
+def _read(page_store: PageStore, chain: Chain, met: Counter[str], room: PageBuffers | None = None) -> int:
     """Pages of a prompt that come whole, in `room` if there is one; each is one writer's, all of it."""
-    length = usable(shelf.find(chain))
+    length = usable(page_store.find(chain))
     for i in range(length):
-        got = shelf.read(chain, i, room=room)
+        got = page_store.read(chain, i, room=room)
         if got is None:
             met["hits that got shorter"] += 1
             return i

@@ -13,11 +13,11 @@ import boto3
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
-from kvproto.tiers.embedded import Lmdb
-from kvproto.tiers.nixl_files import NixlFiles
-from kvproto.tiers.objects import Objects
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.store import Files, Store
+from kvproto.tiers.lmdb_store import LmdbStore
+from kvproto.tiers.nixl_files import NixlFileStore
+from kvproto.tiers.object_store import ObjectStore
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.store import FileStore, Store
 from tests.tiers.schedules import Memory
 
 __all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]
@@ -52,17 +52,17 @@ def opened(kind: str, root: Path | None = None) -> Iterator[Store]:
         if kind == "memory":
             yield Memory()
         elif kind == "files":
-            yield Files(root)
+            yield FileStore(root)
         elif kind == "nixl":
-            yield NixlFiles(root)
+            yield NixlFileStore(root)
         elif kind == "packs":
-            yield Packs(root)
+            yield PackStore(root)
         elif kind == "lmdb":
-            yield Lmdb(root)
+            yield LmdbStore(root)
         elif kind == "objects":
-            yield Objects(MemoryStore())
+            yield ObjectStore(MemoryStore())
         else:
-            yield Objects(
+            yield ObjectStore(
                 S3Store(
                     BUCKET, prefix=root.name, endpoint=server(), access_key_id="reader", secret_access_key="none",
                     region="us-east-1", client_options={"allow_http": True},

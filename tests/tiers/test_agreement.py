@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.agreement import Asked
+from kvproto.tiers.agreement import Agreement
 from kvproto.wire.enums import ErrorCode
 from tests.tiers.engine import PAGE, Engine, Failing
 from tests.tiers.test_late import LatePager
@@ -16,7 +16,7 @@ from tests.tiers.test_late import LatePager
 PROMPTS = [tuple(range(n)) for n in (5, 9, 13)] + [(*range(4), *range(70, 70 + n)) for n in (1, 5, 9)]
 
 
-def joined(asked: list[Asked]) -> list[Asked]:
+def joined(asked: list[Agreement]) -> list[Agreement]:
     """The all-reduce."""
     least = reduce(np.minimum, [each.vector for each in asked])
     for each in asked:
@@ -55,7 +55,10 @@ def test_all_ranks_decide_the_same_and_can_do_it(seed: int, reach: int) -> None:
         rooms = [-(-len(tokens) // PAGE) for tokens in prompts]
         able = [set.intersection(*(could(r, t, n) for r in ranks)) for t, n in zip(prompts, rooms, strict=True)]
         asked = joined(
-            [r.cache.ask([(r.chain(*t), n) for t, n in zip(prompts, rooms, strict=True)], lengths=16) for r in ranks]
+            [
+                r.cache.agreement([(r.chain(*t), n) for t, n in zip(prompts, rooms, strict=True)], lengths=16)
+                for r in ranks
+            ]
         )
         leases = [each.open() for each in asked]
         assert len({tuple(lease is None for lease in some) for some in leases}) == 1
@@ -87,7 +90,7 @@ def test_prompts_that_do_not_fit_on_one_rank_are_opened_on_none() -> None:
     large, small = Engine(9, 4), Engine(4, 4)
     prompts = [PROMPTS[1], PROMPTS[2], PROMPTS[0]]
     asked = joined(
-        [r.cache.ask([(r.chain(*t), n) for t, n in zip(prompts, (3, 4, 1), strict=True)]) for r in (large, small)]
+        [r.cache.agreement([(r.chain(*t), n) for t, n in zip(prompts, (3, 4, 1), strict=True)]) for r in (large, small)]
     )
     for each in asked:
         assert [lease is not None for lease in each.open()] == [True, False, True]
@@ -111,7 +114,7 @@ def test_ranks_that_were_asked_for_other_things_all_say_so(other: str) -> None:
             differs.reverse()
         case _:
             differs.pop()
-    for asked in joined([a.cache.ask(prompts(a)), b.cache.ask(differs)]):  # type: ignore[arg-type]
+    for asked in joined([a.cache.agreement(prompts(a)), b.cache.agreement(differs)]):  # type: ignore[arg-type]
         with pytest.raises(LocalError) as caught:
             asked.open()
         assert caught.value.code == ErrorCode.CONTENT_MISMATCH
@@ -123,7 +126,7 @@ def test_ranks_that_were_asked_for_other_things_all_say_so(other: str) -> None:
 def test_lengths_for_which_the_vector_has_no_room_are_computed() -> None:
     engine = Engine(12, 9)
     engine.turn(*PROMPTS[2])
-    asked = engine.cache.ask([(engine.chain(*PROMPTS[2]), 4), (engine.chain(*PROMPTS[2]), 4)], lengths=5)
+    asked = engine.cache.agreement([(engine.chain(*PROMPTS[2]), 4), (engine.chain(*PROMPTS[2]), 4)], lengths=5)
     leases = asked.open()
     assert [lease.pages for lease in leases if lease] == [3, 2]
 
@@ -134,7 +137,7 @@ def test_a_digest_that_is_the_least_in_every_number_is_told_from_others(monkeypa
     for byte in (8, 16):
         digest = SimpleNamespace(digest=lambda byte=byte: bytes([byte]) * 32)
         monkeypatch.setattr("kvproto.tiers.agreement.hashlib", SimpleNamespace(sha256=lambda data, d=digest: d))
-        made.append(engine.cache.ask([(engine.chain(*PROMPTS[0]), 2)]))
+        made.append(engine.cache.agreement([(engine.chain(*PROMPTS[0]), 2)]))
     for asked in joined(made):
         with pytest.raises(LocalError, match="those of all ranks"):
             asked.open()

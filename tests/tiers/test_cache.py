@@ -15,12 +15,12 @@ from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.rank.rank_pool import pack
-from kvproto.tiers.cache import Keep, patience
-from kvproto.tiers.components import components
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.store import Files
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.page_cache import WritePolicy, patience
+from kvproto.tiers.page_layout import components
+from kvproto.tiers.store import FileStore
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Faulty, Memory
 
@@ -73,14 +73,14 @@ def test_what_two_prompts_share_is_copied_once() -> None:
 
 
 def test_pages_are_written_when_the_policy_says() -> None:
-    engine = Engine(3, 8, keep=Keep.WHEN_USED)
+    engine = Engine(3, 8, policy=WritePolicy.SELECTIVE)
     engine.turn(*A)
     engine.cache.step()
     assert len(engine.cache.host) == 0
     engine.turn(*A)
     engine.cache.step()
     assert len(engine.cache.host) == 2
-    engine = Engine(4, 8, keep=Keep.WHEN_GIVEN_UP)
+    engine = Engine(4, 8, policy=WritePolicy.WRITE_BACK)
     engine.turn(*A)
     engine.cache.step()
     assert engine.cache.copies.programs == 0
@@ -91,7 +91,7 @@ def test_pages_are_written_when_the_policy_says() -> None:
 
 def test_a_page_that_is_given_up_goes_to_the_host_with_all_before_it() -> None:
     """The last page goes first, and nothing is found on the host whose previous page is not (KVP-TIER-PARENT)."""
-    engine = Engine(4, 8, keep=Keep.WHEN_GIVEN_UP)
+    engine = Engine(4, 8, policy=WritePolicy.WRITE_BACK)
     engine.turn(*B)
     engine.turn(1, 2, 3, 4, 5)
     assert len(engine.cache.host) == 3
@@ -142,10 +142,10 @@ def test_a_copy_that_fails_shortens_a_hit() -> None:
     assert list(engine.free()) == [8, 8]
 
 
-@pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
-def test_whatever_was_left_is_found_where_the_host_has_room(keep: Keep) -> None:
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_whatever_was_left_is_found_where_the_host_has_room(policy: WritePolicy) -> None:
     """With little room on the device."""
-    rng, engine = random.Random(keep.value), Engine(6, 200, keep=keep)
+    rng, engine = random.Random(policy.value), Engine(6, 200, policy=policy)
     seen: set[bytes] = set()
     for _ in range(60):
         tokens = tuple(rng.randrange(2) for _ in range(rng.choice((9, 13, 17))))
@@ -191,7 +191,9 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
     rng = random.Random(seed)
     store = Failing(Memory(), rng, 0.1 if seed % 2 else 0.0)
     reach = rng.choice((0, PAGE))
-    engine = Engine(rng.choice((5, 9)), rng.choice((3, 7, 40)), keep=rng.choice([*Keep]), store=store, reach=reach)
+    engine = Engine(
+        rng.choice((5, 9)), rng.choice((3, 7, 40)), policy=rng.choice([*WritePolicy]), store=store, reach=reach
+    )
     open_: list[tuple[Any, Any, int]] = []
     for _ in range(60):
         act = rng.random()
@@ -201,7 +203,7 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
             if reach and rng.random() < 0.3:
                 for i in range(len(chain.ahead)):  # another engine keeps no windows but the last
                     right = engine.right(chain, i)
-                    engine.cache.shelf.write(chain, i, right if rng.random() < 0.3 else {0: right[0]})  # type: ignore[union-attr]
+                    engine.cache.page_store.write(chain, i, right if rng.random() < 0.3 else {0: right[0]})  # type: ignore[union-attr]
             if rng.random() < 0.5:
                 fetch = engine.cache.fetch(chain, float("inf"))
                 while rng.random() < 0.9 and not fetch.over(0.0):
@@ -232,7 +234,7 @@ def test_no_byte_is_wrong_and_every_slot_is_freed_once_whatever_fails(seed: int)
 
 
 def test_pages_come_from_files_to_another_engine(tmp_path: Path) -> None:
-    first, second = (Engine(8, 8, store=Files(tmp_path)) for _ in range(2))
+    first, second = (Engine(8, 8, store=FileStore(tmp_path)) for _ in range(2))
     first.turn(*B)
     first.cache.drain()
     assert first.cache.counts["stored"] == 3
@@ -249,28 +251,28 @@ def test_pages_come_from_files_to_another_engine(tmp_path: Path) -> None:
         assert list(engine.free()) == [8, 8]
 
 
-@pytest.mark.parametrize("keep", [Keep.AT_ONCE, Keep.WHEN_GIVEN_UP])
-def test_a_page_without_its_window_is_not_given_one_on_its_way(keep: Keep) -> None:
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_a_page_without_its_window_is_not_given_one_on_its_way(policy: WritePolicy) -> None:
     """KVP-TIER-LENGTH: from storage to the device, to the host again and to another store, it lacks what it lacked."""
-    first = Engine(8, 8, reach=PAGE, store=Memory(), keep=keep)
+    first = Engine(8, 8, reach=PAGE, store=Memory(), policy=policy)
     chain = first.chain(*B)
     for i in range(3):
         data = first.right(chain, i)
-        assert first.cache.shelf is not None
-        assert first.cache.shelf.write(chain, i, data if i == 2 else {0: data[0]})
+        assert first.cache.page_store is not None
+        assert first.cache.page_store.write(chain, i, data if i == 2 else {0: data[0]})
     fetch = first.cache.fetch(chain, float("inf"))
     while not fetch.over(0.0):
         continue
     assert fetch.take() == 3
     assert first.turn(*B).found == {"device": 0, "host": 3}
     first.cache.host.evict(8)
-    first.cache.shelf.store.data.clear()  # type: ignore[attr-defined]
+    first.cache.page_store.store.data.clear()  # type: ignore[attr-defined]
     first.turn(*B)
     first.cache.drain()
     first.forget()
     first.cache.drain()
     assert [first.cache.host.groups(slot) for id in chain.ahead if (slot := first.cache.host.slot(id)) is not None] == [[0], [0], [0, 1]]  # fmt: skip
-    assert first.cache.shelf.find(chain) == (3, [0b1001])
+    assert first.cache.page_store.find(chain) == (3, [0b1001])
     short = first.turn(*B[:9])
     assert short.found == {"device": 0, "host": 0}, "two pages cannot be used: the second lacks its window"
     first.cache.close()
@@ -396,7 +398,7 @@ def test_a_process_ends_while_its_storage_hangs(how: str) -> None:
 
 
 def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path: Path) -> None:
-    engine = Engine(8, 8, store=Files(tmp_path))
+    engine = Engine(8, 8, store=FileStore(tmp_path))
     engine.turn(*B)
     engine.cache.drain()
     engine.free()
@@ -426,7 +428,9 @@ def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) 
     geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
     columns, length = pack(geometry, 0, {0: 2, 1: 2})
     with pytest.raises(LocalError, match=says):
-        Copies(components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager())
+        HostCopies(
+            components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager()
+        )
 
 
 def test_patience_grows_with_the_prompt() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvproto.tiers.cache import Keep
+from kvproto.tiers.page_cache import WritePolicy
 from kvproto.wire.enums import Tier
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Memory
@@ -27,18 +27,20 @@ def test_what_is_told_is_what_is_found(seed: int) -> None:
     """KVP-CAT-TELL: from the beginning or later, with windows that pages lack, whatever is copied or given up."""
     rng = random.Random(seed)
     reach = rng.choice((0, PAGE, PAGE + 1, 2 * PAGE))
-    engine = Engine(rng.choice((5, 9)), rng.choice((3, 7, 40)), keep=rng.choice([*Keep]), store=Memory(), reach=reach)
+    engine = Engine(
+        rng.choice((5, 9)), rng.choice((3, 7, 40)), policy=rng.choice([*WritePolicy]), store=Memory(), reach=reach
+    )
     told: dict[bytes, Tier | None] = {}
     chains: dict[tuple[int, ...], Any] = {}
     for turn in range(40):
         if turn == seed:
-            engine.cache.tell(told.update)
+            engine.cache.subscribe(told.update)
         tokens = tuple(rng.randrange(3) // 2 for _ in range(rng.choice((5, 9, 13, 17))))
         chain = chains.setdefault(tokens, engine.chain(*tokens))
         if reach and rng.random() < 0.5:  # another engine keeps no windows but some
             for i in range(len(chain.ahead)):
                 right = engine.right(chain, i)
-                engine.cache.shelf.write(chain, i, right if rng.random() < 0.6 else {0: right[0]})  # type: ignore[union-attr]
+                engine.cache.page_store.write(chain, i, right if rng.random() < 0.6 else {0: right[0]})  # type: ignore[union-attr]
             fetch = engine.cache.fetch(chain, float("inf"))
             while not fetch.over(0.0):
                 continue

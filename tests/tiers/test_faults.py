@@ -16,16 +16,16 @@ from kvproto import DType, Parallel, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.plan import Route
-from kvproto.tiers import copies, embedded
-from kvproto.tiers.components import components
-from kvproto.tiers.embedded import Lmdb
-from kvproto.tiers.identity import Chain
+from kvproto.tiers import host_copies, lmdb_store
 from kvproto.tiers.lengths import usable
+from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key
-from kvproto.tiers.others import Others
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files, Store
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader
+from kvproto.tiers.store import FileStore, Store
 from tests.tiers import test_cache, test_groups, test_storage
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
 from tests.tiers.stores import opened
@@ -42,7 +42,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 def test_a_page_that_goes_between_find_and_read_is_a_miss(store: Store) -> None:
     """Another process gives it up after we have found it; the page before it still comes, and it is written anew."""
-    ours = Shelf(store, LAYOUT)
+    ours = PageStore(store, LAYOUT)
     assert all(ours.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
     assert length(ours) == 2
     for key in [key for key in (*store.keys("m"), *store.keys("o")) if PROMPT.ahead[1].hex() in key]:
@@ -57,7 +57,7 @@ def test_a_page_that_goes_between_find_and_read_is_a_miss(store: Store) -> None:
 
 def test_pages_go_while_their_objects_are_read(store: Store) -> None:
     """KVP-TIER-GONE: between the manifest and an object of it."""
-    ours = Shelf(store, LAYOUT)
+    ours = PageStore(store, LAYOUT)
     assert ours.write(PROMPT, 0, page(PROMPT, 0))
     manifest = manifest_key(PROMPT.ahead[0], LAYOUT.geometry)
     real, asked = store.get, list[str]()
@@ -80,10 +80,12 @@ def test_pages_go_while_their_objects_are_read(store: Store) -> None:
     assert length(ours) == 0
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
-def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
+def test_a_folder_that_can_only_be_read_serves_what_it_has(
+    tmp_path: Path, kind: type[FileStore] | type[PackStore]
+) -> None:
     """The kernel refuses each write; whoever is root becomes nobody first."""
-    assert Shelf(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+    assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     paths = [tmp_path, *tmp_path.rglob("*")]
     for path in paths:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -92,59 +94,62 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind:
         os.chdir(tmp_path)
         if os.getuid() == 0:
             os.setuid(NOBODY)
-        shelf = Shelf(kind(Path()), LAYOUT, 1, 1)
-        assert shelf.counts["failed"] == 1, "it cannot give up what is above the mark"
-        assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
-        assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
-        assert not shelf.write(PROMPT, 0, page(PROMPT, 0, 1))
-        assert shelf.sweep(-1.0) == 0
-        assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+        page_store = PageStore(kind(Path()), LAYOUT, 1, 1)
+        assert page_store.counts["failed"] == 1, "it cannot give up what is above the mark"
+        assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
+        assert not page_store.write(PROMPT, 1, page(PROMPT, 1))
+        assert not page_store.write(PROMPT, 0, page(PROMPT, 0, 1))
+        assert page_store.sweep(-1.0) == 0
+        assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
     status = in_child(use)
     for path in paths:
         path.chmod(stat.S_IRWXU)
     assert status == 0
-    assert Shelf(kind(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
+    assert PageStore(kind(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
 
 
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
-@pytest.mark.parametrize("kind", [Files, Lmdb, Packs])
+@pytest.mark.parametrize("kind", [FileStore, LmdbStore, PackStore])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: type[Files] | type[Lmdb] | type[Packs]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jump: float,
+    kind: type[FileStore] | type[LmdbStore] | type[PackStore],
 ) -> None:
     """What is swept is what no manifest names, too soon or too late, and the page of that writer is a miss at worst."""
     store = kind(tmp_path)
-    shelf = Shelf(store, LAYOUT)
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store = PageStore(store, LAYOUT)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     manifest = describe(LAYOUT, PROMPT, 1, page(PROMPT, 1))
     for component in manifest.components:  # a writer that is not done yet
         store.put(object_key(manifest, component), page(PROMPT, 1)[component.group])
     now = time.time()
-    if kind is not Files:
-        monkeypatch.setattr(embedded.time, "time", lambda: now + jump)
+    if kind is not FileStore:
+        monkeypatch.setattr(lmdb_store.time, "time", lambda: now + jump)
     else:  # the file system's clock is another now than when these were written
         for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
             os.utime(path, (now - jump, now - jump))
-    assert shelf.sweep() == (3 if jump > 0 else 0)
+    assert page_store.sweep() == (3 if jump > 0 else 0)
     store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
-    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
-    assert shelf.read(PROMPT, 1) == (None if jump > 0 else page(PROMPT, 1))
-    assert shelf.write(PROMPT, 1, page(PROMPT, 1))
-    assert shelf.read(PROMPT, 1) == page(PROMPT, 1)
+    assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
+    assert page_store.read(PROMPT, 1) == (None if jump > 0 else page(PROMPT, 1))
+    assert page_store.write(PROMPT, 1, page(PROMPT, 1))
+    assert page_store.read(PROMPT, 1) == page(PROMPT, 1)
 
 
 def test_what_is_given_up_does_not_depend_on_the_times_of_files(tmp_path: Path) -> None:
     """The order is that of use in this process, whatever the clock of the file system says of writing and reading."""
     chains = [prompt(n, n, n) for n in range(4)]
     size = sum(part.length for part in LAYOUT.parts)
-    shelf = Shelf(Files(tmp_path), LAYOUT, 2 * size, 3 * size)
+    page_store = PageStore(FileStore(tmp_path), LAYOUT, 2 * size, 3 * size)
     for n, chain in enumerate(chains[:3]):
-        assert shelf.write(chain, 0, page(chain, 0))
+        assert page_store.write(chain, 0, page(chain, 0))
         for path in [path for path in tmp_path.rglob(f"{chain.ahead[0].hex()}*") if path.is_file()]:
             os.utime(path, (1e9 * (3 - n), 1e9 * (3 - n)))
-    assert shelf.read(chains[0], 0)
-    assert shelf.write(chains[3], 0, page(chains[3], 0))
-    assert [shelf.read(chain, 0) is not None for chain in chains] == [True, False, False, True]
+    assert page_store.read(chains[0], 0)
+    assert page_store.write(chains[3], 0, page(chains[3], 0))
+    assert [page_store.read(chain, 0) is not None for chain in chains] == [True, False, False, True]
 
 
 OLDER = {
@@ -168,14 +173,14 @@ def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
     chain.extend(range(33))
     layouts = [components(older, 0, size), components(newer, 0, size)]
     assert layouts[0].geometry != layouts[1].geometry
-    old, new = (Shelf(store, layout) for layout in layouts)
+    old, new = (PageStore(store, layout) for layout in layouts)
     data = [{p.group: bytes((k + 1,)) * p.length for p in layout.parts} for k, layout in enumerate(layouts)]
     for geometry, layout in zip((older, newer), layouts, strict=True):
-        Others(store, geometry, 0, layout).tell()
+        RelayoutReader(store, geometry, 0, layout).publish_geometry()
     assert all(old.write(chain, i, data[0]) for i in range(2))
     assert new.read(chain, 0) is None
     assert length_of(new, chain) == 0
-    assert Others(store, newer, 0, layouts[1]).read(chain, 0) == []
+    assert RelayoutReader(store, newer, 0, layouts[1]).read(chain, 0) == []
     assert new.write(chain, 0, data[1])
     assert (new.read(chain, 0), old.read(chain, 0), old.read(chain, 1)) == (data[1], data[0], data[0])
     key = manifest_key(chain.own[1], layouts[1].geometry)  # one that says to be ours
@@ -184,25 +189,25 @@ def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
     assert length_of(new, chain) == 1
 
 
-def length_of(shelf: Shelf, chain: Chain) -> int:
-    return usable(shelf.find(chain))
+def length_of(page_store: PageStore, chain: Chain) -> int:
+    return usable(page_store.find(chain))
 
 
-def manifest_first(shelf: Shelf, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:
-    """`Shelf._write` in the wrong order."""
-    with shelf._failing():
+def manifest_first(page_store: PageStore, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:
+    """`PageStore._write` in the wrong order."""
+    with page_store._failing():
         for chain, i, data in pages:
-            manifest = describe(shelf.layout, chain, i, data)
-            shelf.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
-            shelf._note(manifest)
+            manifest = describe(page_store.layout, chain, i, data)
+            page_store.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
+            page_store._note(manifest)
             for component in manifest.components:
-                shelf.store.put(object_key(manifest, component), data[component.group])
+                page_store.store.put(object_key(manifest, component), data[component.group])
         return True
     return False
 
 
 def test_a_manifest_that_is_written_first_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shelf, "_write", manifest_first)
+    monkeypatch.setattr(PageStore, "_write", manifest_first)
     with pytest.raises(AssertionError):
         test_storage.test_manifests_are_written_last_and_deleted_first()
     with pytest.raises(AssertionError):
@@ -215,15 +220,15 @@ def test_digests_that_are_not_checked_are_noticed(monkeypatch: pytest.MonkeyPatc
     """The schedules find the wrong bytes."""
 
     def unchecked(
-        shelf: Shelf, chain: Chain, i: int, groups: object = None, room: object = None
+        page_store: PageStore, chain: Chain, i: int, groups: object = None, room: object = None
     ) -> dict[int, bytes] | None:
-        with shelf._failing():
-            if known := shelf._take(chain, i):
+        with page_store._failing():
+            if known := page_store._take(chain, i):
                 held = known.manifest.components
-                return {c.group: shelf.store.get(object_key(known.manifest, c)) or b"" for c in held}
+                return {c.group: page_store.store.get(object_key(known.manifest, c)) or b"" for c in held}
         return None
 
-    monkeypatch.setattr(Shelf, "read", unchecked)
+    monkeypatch.setattr(PageStore, "read", unchecked)
     with opened("memory") as store, pytest.raises(AssertionError, match="a wrong byte"):
         deque((schedule(seed, store) for seed in range(100)), 0)
 
@@ -247,6 +252,6 @@ def test_a_copy_that_is_wrong_about_the_draft_is_noticed(
     monkeypatch: pytest.MonkeyPatch, to_host_and_back: tuple[Callable[..., Pair], ...]
 ) -> None:
     made = iter(to_host_and_back)
-    monkeypatch.setattr(copies, "Pair", lambda *given: next(made)(*given))
+    monkeypatch.setattr(host_copies, "Pair", lambda *given: next(made)(*given))
     with pytest.raises(AssertionError):
         test_cache.test_pages_come_back_from_the_host_as_they_were({})

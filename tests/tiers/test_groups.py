@@ -10,12 +10,12 @@ from threading import Event
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers import shelf
-from kvproto.tiers.components import Layout
-from kvproto.tiers.identity import Chain
+from kvproto.tiers import page_store
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import FileStore
 from kvproto.tiers.workers import Workers
 from kvproto.wire.messages import Manifest
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt
@@ -28,16 +28,16 @@ def test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones(tmp_path: Pa
     chain, kept, objects = prompt(*range(9)), [], []
     for step in range(1, 200):
         root = tmp_path / f"{step}"
-        Files(root)
+        FileStore(root)
 
         def write(root: Path = root, step: int = step) -> None:
-            shelf = Shelf(Files(root, durable=True), LAYOUT)
+            page_store = PageStore(FileStore(root, durable=True), LAYOUT)
             die_at(step, before)
-            assert shelf.write_all([(chain, i, page(chain, i, 1)) for i in range(3)]) == [True] * 3
+            assert page_store.write_all([(chain, i, page(chain, i, 1)) for i in range(3)]) == [True] * 3
 
         status = in_child(write)
         assert status in (0, signal.SIGKILL)
-        after = Shelf(Files(root), LAYOUT)
+        after = PageStore(FileStore(root), LAYOUT)
         there = [after.read(chain, i) for i in range(3)]
         assert all(each in (None, page(chain, i, 1)) for i, each in enumerate(there))
         assert after.counts["damaged"] == 0
@@ -54,7 +54,7 @@ def test_a_writer_of_several_pages_that_is_killed_leaves_whole_ones(tmp_path: Pa
 
 def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync for each file, and one for each folder: of objects once all have their names, then of manifests."""
-    store, synced, chain = Files(tmp_path, durable=True), list[str](), prompt(*range(9))
+    store, synced, chain = FileStore(tmp_path, durable=True), list[str](), prompt(*range(9))
     for folder in ((tmp_path / kind / f"{n:02x}") for kind in "om" for n in range(256)):
         folder.mkdir()
         store._made.add(str(folder))
@@ -68,7 +68,7 @@ def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pyt
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert Shelf(store, LAYOUT).write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
+    assert PageStore(store, LAYOUT).write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
     folders = len({id.hex()[:2] for id in chain.ahead[:3]})
     assert synced == ["file"] * 12 + ["o"] * folders + ["m"] * folders
 
@@ -76,11 +76,11 @@ def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pyt
 def test_a_page_that_cannot_be_written_costs_no_other_of_its_group(tmp_path: Path) -> None:
     """The folder of one page's manifest takes nothing."""
     chain = prompt(*range(9))
-    shelf = Shelf(Files(tmp_path, durable=True), LAYOUT)
+    page_store = PageStore(FileStore(tmp_path, durable=True), LAYOUT)
     (tmp_path / "m" / chain.ahead[1].hex()[:2]).write_bytes(b"")
-    assert shelf.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True, False, True]
-    assert [shelf.read(chain, i) for i in (0, 2)] == [page(chain, i) for i in (0, 2)]
-    assert shelf.counts["failed"] == 2, "the group, and the page by itself"
+    assert page_store.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True, False, True]
+    assert [page_store.read(chain, i) for i in (0, 2)] == [page(chain, i) for i in (0, 2)]
+    assert page_store.counts["failed"] == 2, "the group, and the page by itself"
     assert not [*(tmp_path / "t").iterdir()]
 
 
@@ -89,9 +89,9 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
 ) -> None:
     """Digests of a page are computed once the page before it has been written, and its syncs have been asked for."""
     chain, order, real = prompt(*range(9)), list[str](), os.write
-    described = shelf.describe
+    described = page_store.describe
 
-    def describe(layout: Layout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+    def describe(layout: PageLayout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
         order.append(f"digests of {i}")
         return described(layout, of, i, data)
 
@@ -99,9 +99,9 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
         order.append("written")
         return real(file, data)
 
-    monkeypatch.setattr(shelf, "describe", describe)
+    monkeypatch.setattr(page_store, "describe", describe)
     monkeypatch.setattr(os, "write", write)
-    store = Shelf(Files(tmp_path, durable=True), LAYOUT)
+    store = PageStore(FileStore(tmp_path, durable=True), LAYOUT)
     assert store.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
     each = [step for i in range(3) for step in (f"digests of {i}", *["written"] * len(LAYOUT.parts))]
     assert order == [*each, *["written"] * 3], "manifests are the last"
@@ -111,7 +111,7 @@ def test_a_page_of_the_wrong_size_leaves_nothing_of_its_group(tmp_path: Path) ->
     """It is noticed when the pages before it are on their way."""
     chain = prompt(*range(9))
     with pytest.raises(LocalError, match=r"data\[1\]"):
-        Shelf(Files(tmp_path, durable=True), LAYOUT).write_all(
+        PageStore(FileStore(tmp_path, durable=True), LAYOUT).write_all(
             [(chain, 0, page(chain, 0)), (chain, 1, page(chain, 1) | {1: b""})]
         )
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -139,14 +139,14 @@ class Waiting(Memory):
 def test_pages_that_wait_are_written_together_whatever_their_prompts() -> None:
     """Four at most; a page that nothing waits behind is written at once."""
     store, chains = Waiting(), [prompt(n, n, n, n, n) for n in range(3)]
-    shelf = Shelf(store, LAYOUT)
+    page_store = PageStore(store, LAYOUT)
     workers = Workers(1, inf, 100)
-    first = workers.gather(shelf.write_all, (chains[0], 0, page(chains[0], 0)), store.group)
+    first = workers.gather(page_store.write_all, (chains[0], 0, page(chains[0], 0)), store.group)
     store.begun.wait()
-    rest = [workers.gather(shelf.write_all, (c, i, page(c, i)), store.group) for c in chains for i in range(2)]
+    rest = [workers.gather(page_store.write_all, (c, i, page(c, i)), store.group) for c in chains for i in range(2)]
     store.go_on.set()
     assert first.result()
     assert all(each.result() for each in rest)
     assert store.sizes == [1, 4, 2]
-    assert all(shelf.read(c, i) == page(c, i) for c in chains for i in range(2))
+    assert all(page_store.read(c, i) == page(c, i) for c in chains for i in range(2))
     workers.close(1.0)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvproto import Cache, Parallel, lay_out
 from kvproto.errors import LocalError, PlanError
-from kvproto.tiers.components import Layout, Part, components
-from kvproto.tiers.identity import Chain, namespace
 from kvproto.tiers.lengths import found, join, usable
 from kvproto.tiers.manifest import describe, encode, take
+from kvproto.tiers.page_ids import Chain, namespace
+from kvproto.tiers.page_layout import PageComponent, PageLayout, components
 from kvproto.wire import from_json
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Geometry, Group
@@ -28,9 +28,11 @@ def cases(kind: str) -> Any:
     return pytest.mark.parametrize("case", found, ids=lambda case: case["id"])
 
 
-def part(form: dict[str, str]) -> Part:
+def part(form: dict[str, str]) -> PageComponent:
     reach = int(form["reach"]) if "reach" in form else None
-    return Part(int(form["group"]), KeyForm[form["form"]], LengthRule[form["rule"]], int(form.get("length", 1)), reach)
+    return PageComponent(
+        int(form["group"]), KeyForm[form["form"]], LengthRule[form["rule"]], int(form.get("length", 1)), reach
+    )
 
 
 def test_the_file_is_what_its_maker_makes() -> None:
@@ -103,7 +105,7 @@ def test_pages_that_cannot_be_kept_are_refused(geometry: Geometry, page: int) ->
 @cases("manifest")
 def test_a_manifest(case: dict[str, Any]) -> None:
     want = case["asked"]
-    layout = Layout(
+    layout = PageLayout(
         int(want["page"]), bytes.fromhex(want["geometry"]), tuple(part(each) for each in want["components"])
     )
     chain = Chain(bytes.fromhex(want["namespace"]), layout.page)
@@ -117,7 +119,7 @@ def test_a_manifest(case: dict[str, Any]) -> None:
 
 def test_a_page_without_its_draft_has_no_manifest() -> None:
     """KVP-TIER-ALL."""
-    layout = Layout(
+    layout = PageLayout(
         1,
         bytes(32),
         (
@@ -136,7 +138,7 @@ def test_a_page_without_its_draft_has_no_manifest() -> None:
 @cases("length")
 def test_a_length_over_ranks(case: dict[str, Any]) -> None:
     parts = tuple(part(each) for each in case["parts"])
-    layout = Layout(int(case["page"]), bytes(32), parts)
+    layout = PageLayout(int(case["page"]), bytes(32), parts)
     ranks = [found(layout, {int(g): has for g, has in rank.items()}) for rank in case["ranks"]]
     assert str(usable(join(ranks))) == case["usable"]
 
@@ -150,6 +152,6 @@ def test_lengths_against_trying_each(data: st.DataObject, ranks: int, pages: int
     ]
     bits = st.lists(st.integers(0, 1), min_size=pages, max_size=pages)
     has = [{form["group"]: data.draw(bits) for form in forms} for _ in range(ranks)]
-    layout = Layout(page, bytes(32), tuple(map(part, forms)))
+    layout = PageLayout(page, bytes(32), tuple(map(part, forms)))
     said = join(found(layout, {int(g): one for g, one in rank.items()}) for rank in has)
     assert usable(said) == tiers.lengths(page, forms, has)

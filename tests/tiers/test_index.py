@@ -8,18 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError
-from kvproto.tiers.components import Layout, Part
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.index import Claim, Hit, Index
-from kvproto.tiers.slots import MOVES, Slots, State
+from kvproto.tiers.index import Hit, Index, Reservation
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageComponent, PageLayout
+from kvproto.tiers.slots import MOVES, Slots, SlotState
 from kvproto.wire.enums import KeyForm, LengthRule
 from tests.tiers.model import Model
 
-LAYOUT = Layout(
+LAYOUT = PageLayout(
     1,
     bytes(32),
     tuple(
-        Part(g, KeyForm.OWN, rule, 4) for g, rule in enumerate((LengthRule.PREFIX, LengthRule.PREFIX, LengthRule.STATE))
+        PageComponent(g, KeyForm.OWN, rule, 4)
+        for g, rule in enumerate((LengthRule.PREFIX, LengthRule.PREFIX, LengthRule.STATE))
     ),
 )
 ALL, NO_STATE = (0, 1, 2), (0, 1)
@@ -63,8 +64,8 @@ class Pair:
     def __init__(self, count: int) -> None:
         self.index, self.model = Index(LAYOUT, count), Model(count)
         self.hits: list[tuple[Hit, list[int]]] = []
-        self.claims: list[tuple[Claim, tuple[int, ...], int, list[Any]]] = []
-        self.closed: list[Hit | Claim] = []
+        self.claims: list[tuple[Reservation, tuple[int, ...], int, list[Any]]] = []
+        self.closed: list[Hit | Reservation] = []
         """Closed again at every step, whoever has their slots by then."""
 
     def find(self, tokens: tuple[int, ...], n: int) -> None:
@@ -148,8 +149,8 @@ class Pair:
         assert row(slots) == [model.tree[page] for page in model.order]
         assert len(index) == len(model.tree)
         states = Counter({state: n for state, n in slots.counts().items() if n})
-        assert states[State.READABLE] == len(model.tree)
-        assert states[State.RETIRING] == len(model.retiring)
+        assert states[SlotState.READABLE] == len(model.tree)
+        assert states[SlotState.RETIRING] == len(model.retiring)
         assert [slots.pins(s) for s in range(model.count)] == [model.pins[s] for s in range(model.count)]
 
 
@@ -178,7 +179,7 @@ def test_every_slot_is_freed_once_whatever_fails_when(steps: Any, count: int) ->
         pair.drop((), 0)
     pair.check()
     pair.index.evict(count)
-    assert pair.index.slots.counts()[State.FREE] == count
+    assert pair.index.slots.counts()[SlotState.FREE] == count
 
 
 def test_a_page_is_found_once_all_of_it_is_written() -> None:
@@ -207,7 +208,7 @@ def test_a_page_is_not_found_before_the_one_before_it() -> None:
     claim.seal(0, ALL)
     assert index.retire(chain(1, 2).own[1]) == 1
     assert claim.publish() == 0
-    assert index.slots.counts()[State.READABLE] == 1
+    assert index.slots.counts()[SlotState.READABLE] == 1
     assert index.slots.free == 7
 
 
@@ -219,7 +220,7 @@ def test_a_slot_that_is_read_is_not_used_again() -> None:
         assert index.claim(chain(3), 0, 1) is None
         assert index.retire(chain(1).own[0]) == 2
         assert found(index, 1, 2) == 0
-        assert index.slots.counts()[State.RETIRING] == 2
+        assert index.slots.counts()[SlotState.RETIRING] == 2
         assert index.claim(chain(3), 0, 1) is None
         for page in hit.pages:
             index.check(page)
@@ -272,8 +273,8 @@ def test_the_second_writer_of_a_page_gives_its_slot_back() -> None:
 
 
 def test_a_draft_computed_for_another_next_token_is_not_found() -> None:
-    parts = (Part(0, KeyForm.OWN, LengthRule.PREFIX, 4), Part(1, KeyForm.AHEAD, LengthRule.PREFIX, 4))
-    index = Index(Layout(2, bytes(32), parts), 4)
+    parts = (PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, 4), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, 4))
+    index = Index(PageLayout(2, bytes(32), parts), 4)
     claim = index.claim(chain(1, 2, 3, page=2), 0, 1)
     assert claim is not None
     claim.fill(0)
@@ -290,18 +291,18 @@ def test_pages_that_are_not_of_the_prompt_cannot_be_claimed() -> None:
             index.claim(chain(1, 2), first, count)
 
 
-@pytest.mark.parametrize("before", State)
-@pytest.mark.parametrize("after", State)
-def test_states_change_by_the_table(before: State, after: State) -> None:
+@pytest.mark.parametrize("before", SlotState)
+@pytest.mark.parametrize("after", SlotState)
+def test_states_change_by_the_table(before: SlotState, after: SlotState) -> None:
     path = {
-        State.FREE: [], State.RESERVED: [1], State.FILLING: [1, 2], State.SEALED: [1, 2, 3], State.READABLE: [1, 2, 3, 4],
-        State.RETIRING: [1, 2, 3, 4, 5],
+        SlotState.FREE: [], SlotState.RESERVED: [1], SlotState.FILLING: [1, 2], SlotState.SEALED: [1, 2, 3], SlotState.READABLE: [1, 2, 3, 4],
+        SlotState.RETIRING: [1, 2, 3, 4, 5],
     }[before]  # fmt: skip
     slots = Slots(1)
     for state in path:
-        slots.move(0, State(state)) if state > 1 else slots.reserve()
+        slots.move(0, SlotState(state)) if state > 1 else slots.reserve()
     assert slots.state(0) is before
-    if after in MOVES[before] and before is not State.FREE:
+    if after in MOVES[before] and before is not SlotState.FREE:
         slots.move(0, after)
         assert slots.state(0) is after
     elif after not in MOVES[before]:

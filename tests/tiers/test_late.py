@@ -7,10 +7,9 @@ import pytest
 
 from kvproto.copying.execute import execute
 from kvproto.copying.program import CopyProgram
-from kvproto.tiers.cache import Keep
-from kvproto.tiers.lease import Lease
-from kvproto.transport.base import Regions
-from kvproto.transport.paging import Paging
+from kvproto.tiers.lease import PageLease
+from kvproto.tiers.page_cache import WritePolicy
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.shm.memory import SharedMemory, buffers
 from tests.tiers.engine import PAGE, Engine, Failing
 
@@ -56,8 +55,8 @@ class LatePager(Failing):
             some -= 1
 
 
-def engine(pages: int, slots: int, keep: Keep = Keep.AT_ONCE) -> tuple[Engine, LatePager]:
-    made = Engine(pages, slots, keep=keep, pager=LatePager)
+def engine(pages: int, slots: int, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> tuple[Engine, LatePager]:
+    made = Engine(pages, slots, policy=policy, pager=LatePager)
     assert isinstance(made.pager, LatePager)
     return made, made.pager
 
@@ -129,7 +128,7 @@ def test_two_requests_that_bring_one_page_keep_the_slots_that_they_were_given() 
 
 
 def test_whoever_gets_the_slots_of_a_page_waits_until_it_is_on_the_host() -> None:
-    made, pager = engine(4, 8, Keep.WHEN_GIVEN_UP)
+    made, pager = engine(4, 8, WritePolicy.WRITE_BACK)
     made.turn(*A)
     made.turn(*range(20, 33), step=False)
     pager.finish(9)
@@ -143,12 +142,12 @@ def test_whoever_gets_the_slots_of_a_page_waits_until_it_is_on_the_host() -> Non
     assert lease.pages == 2
 
 
-@pytest.mark.parametrize("keep", Keep)
+@pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("seed", range(8))
-def test_whenever_copies_end_every_page_is_right_and_every_slot_comes_back(seed: int, keep: Keep) -> None:
-    rng = random.Random(f"{seed} {keep}")
-    made, pager = engine(9, rng.choice((4, 9, 40)), keep)
-    held: list[tuple[tuple[int, ...], Lease]] = []
+def test_whenever_copies_end_every_page_is_right_and_every_slot_comes_back(seed: int, policy: WritePolicy) -> None:
+    rng = random.Random(f"{seed} {policy}")
+    made, pager = engine(9, rng.choice((4, 9, 40)), policy)
+    held: list[tuple[tuple[int, ...], PageLease]] = []
     hits = 0
     for _ in range(150):
         doing = rng.random()

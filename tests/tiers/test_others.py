@@ -19,15 +19,15 @@ from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.rank.rank_pool import pack
-from kvproto.tiers.cache import Cache
-from kvproto.tiers.components import Layout, components
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.identity import Chain
-from kvproto.tiers.others import Others, geometry_key
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files
+from kvproto.tiers.host_copies import HostCopies
+from kvproto.tiers.page_cache import PageCache
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout, components
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader, geometry_key
+from kvproto.tiers.store import FileStore
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 TOKENS = np.arange(200, 200 + 97)
@@ -47,7 +47,7 @@ def engine(
     return lay_out(groups, Parallel(tp=tp, dcp=dcp, pp=pp, cp=cp, interleave=interleave))
 
 
-def right(geometry: Geometry, rank: int, layout: Layout, i: int) -> dict[int, bytes]:
+def right(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int, bytes]:
     """The bytes of page i, a byte at a time: what a byte is depends on its global coordinate alone."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     made = {}
@@ -79,25 +79,25 @@ def draft_of(geometry: Geometry) -> list[int]:
     return [group.id for group in geometry.groups if group.model]
 
 
-def written(store: Memory | Files, geometry: Geometry, page: int, pages: int) -> list[Layout]:
+def written(store: Memory | FileStore, geometry: Geometry, page: int, pages: int) -> list[PageLayout]:
     """What an engine's ranks leave in a store."""
     layouts = []
     for rank in [r.rank for r in geometry.ranks]:
         layout = components(geometry, rank, page, draft_of(geometry))
-        Others(store, geometry, rank, layout).tell()
-        shelf = Shelf(store, layout)
+        RelayoutReader(store, geometry, rank, layout).publish_geometry()
+        page_store = PageStore(store, layout)
         for i in range(min(pages, len(chain(page).ids(layout.form)))):
-            assert shelf.write(chain(page), i, right(geometry, rank, layout, i))
+            assert page_store.write(chain(page), i, right(geometry, rank, layout, i))
         layouts.append(layout)
     return layouts
 
 
-def read(store: Memory | Files, geometry: Geometry, page: int, first: int = 0) -> list[int]:
+def read(store: Memory | FileStore, geometry: Geometry, page: int, first: int = 0) -> list[int]:
     """How many pages from `first` on each rank of an engine finds; all of them are right."""
     found = []
     for rank in [r.rank for r in geometry.ranks]:
         layout = components(geometry, rank, page, draft_of(geometry))
-        came = Others(store, geometry, rank, layout).read(chain(page), first)
+        came = RelayoutReader(store, geometry, rank, layout).read(chain(page), first)
         for i, data in enumerate(came, first):
             assert data == right(geometry, rank, layout, i)
         found.append(len(came))
@@ -145,17 +145,17 @@ def test_windows_that_a_writer_lacks_at_first_come_from_where_it_has_them(theirs
     draft = draft_of(writer)
     for rank in range(2):
         layout = components(writer, rank, theirs, draft, dict.fromkeys(draft, 20))
-        Others(store, writer, rank, layout).tell()
+        RelayoutReader(store, writer, rank, layout).publish_geometry()
         for i in range(96 // theirs):
             data = right(writer, rank, layout, i)
             held = {group: each for group, each in data.items() if i >= since or group not in draft}
-            assert Shelf(store, layout).write(chain(theirs), i, held)
+            assert PageStore(store, layout).write(chain(theirs), i, held)
     whole = 96 // theirs * theirs // ours
     both = lcm(theirs, ours)
     begins = -(-since * theirs // both) * both // ours
     for rank in range(4):
         layout = components(reader, rank, ours, draft, dict.fromkeys(draft, 20))
-        came = Others(store, reader, rank, layout).read(chain(ours), 0)
+        came = RelayoutReader(store, reader, rank, layout).read(chain(ours), 0)
         assert len(came) == whole
         for i, data in enumerate(came):
             expected = right(reader, rank, layout, i)
@@ -215,14 +215,14 @@ def test_a_record_of_anything_but_one_rank_is_left_alone(wrong: str) -> None:
     data = encode_geometry(other)
     digest = hashlib.sha256(data).digest()
     store.put(geometry_key(digest, 8), data)
-    shelf = Shelf(store, attrs.evolve(layout, geometry=digest))
+    page_store = PageStore(store, attrs.evolve(layout, geometry=digest))
     for i in range(12):
-        assert shelf.write(chain(8), i, right(writer, 0, layout, i))
+        assert page_store.write(chain(8), i, right(writer, 0, layout, i))
     assert read(store, reader, 8) == [0, 0]
 
 
 def test_what_a_rank_lacks_or_has_damaged_shortens_the_hit(tmp_path: Path) -> None:
-    store, writer, reader = Files(tmp_path), engine(tp=2), engine(tp=4)
+    store, writer, reader = FileStore(tmp_path), engine(tp=2), engine(tp=4)
     layouts = written(store, writer, 8, 5)
     for path in (tmp_path / "m").rglob(f"{chain(8).ahead[3].hex()}.{layouts[1].geometry.hex()}"):
         path.unlink()
@@ -250,21 +250,21 @@ def test_another_namespace_is_another_prompt() -> None:
     one = engine(tp=4)
     other = Chain(b"\1" * 32, 8)
     other.extend(TOKENS)
-    assert Others(store, one, 0, components(one, 0, 8, draft_of(one))).read(other, 0) == []
+    assert RelayoutReader(store, one, 0, components(one, 0, 8, draft_of(one))).read(other, 0) == []
 
 
 def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
     """The first pages in its own geometry, the others from ranks of another; then they are in its pool."""
-    store, reader = Files(tmp_path), engine(tp=4)
+    store, reader = FileStore(tmp_path), engine(tp=4)
     written(store, engine(tp=2), 8, 5)
     layout = components(reader, 1, 8, draft_of(reader))
-    shelf = Shelf(store, layout)
+    page_store = PageStore(store, layout)
     for i in range(2):
-        assert shelf.write(chain(8), i, right(reader, 1, layout, i))
+        assert page_store.write(chain(8), i, right(reader, 1, layout, i))
     columns, length = pack(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
     for threads in (1, 4):
-        copies = Copies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
-        cache = Cache(copies, shelf, threads=threads, others=Others(store, reader, 1, layout))
+        copies = HostCopies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
+        cache = PageCache(copies, page_store, threads=threads, others=RelayoutReader(store, reader, 1, layout))
         fetch = cache.fetch(chain(8), float("inf"))
         while not fetch.over(0.0):
             continue
@@ -280,7 +280,7 @@ def test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder(tmp_
     """Each has room for some of the prompts; all that a reader of either finds meanwhile is right, and some is found."""
     sizes_, steps, begin = [(engine(), 8), (engine(tp=2), 16)], 60, threading.Barrier(2)
 
-    def of(who: int, layout: Layout, geometry: Geometry, rank: int, i: int) -> dict[int, bytes]:
+    def of(who: int, layout: PageLayout, geometry: Geometry, rank: int, i: int) -> dict[int, bytes]:
         """Bytes of a prompt's page, other ones for each prompt."""
         table = bytes(byte ^ who for byte in range(256))
         return {group: data.translate(table) for group, data in right(geometry, rank, layout, i).items()}
@@ -293,31 +293,31 @@ def test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder(tmp_
             (
                 rank,
                 layout,
-                Shelf(Files(tmp_path), layout, most // 2, most),
-                Others(Files(tmp_path), geometry, rank, layout),
+                PageStore(FileStore(tmp_path), layout, most // 2, most),
+                RelayoutReader(FileStore(tmp_path), geometry, rank, layout),
             )
             for rank, layout in enumerate(layouts)
         ]
         for *_, others in ranks:
-            others.tell()
+            others.publish_geometry()
         begin.wait()
         own = theirs = 0
         for _ in range(steps):
             who, pages = rng.randrange(8), rng.randrange(1, 96 // page + 1)
-            for rank, layout, shelf, _ in ranks:
+            for rank, layout, page_store, _ in ranks:
                 for i in range(pages):
-                    shelf.write(chain(page, TOKENS + 1000 * who), i, of(who, layout, geometry, rank, i))
+                    page_store.write(chain(page, TOKENS + 1000 * who), i, of(who, layout, geometry, rank, i))
             who = rng.randrange(8)
-            for rank, layout, shelf, others in ranks:
+            for rank, layout, page_store, others in ranks:
                 asked = chain(page, TOKENS + 1000 * who)
                 for i in range(96 // page):
-                    if (data := shelf.read(asked, i)) is not None:
+                    if (data := page_store.read(asked, i)) is not None:
                         assert data == of(who, layout, geometry, rank, i)
                         own += 1
                 for i, data in enumerate(others.read(asked, 0)):
                     assert data == of(who, layout, geometry, rank, i)
                     theirs += 1
-        return own, theirs, sum(shelf.counts["evicted"] for *_, shelf, _ in ranks)
+        return own, theirs, sum(page_store.counts["evicted"] for *_, page_store, _ in ranks)
 
     with ThreadPoolExecutor(2) as pool:
         for own, theirs, evicted in pool.map(run, range(2)):

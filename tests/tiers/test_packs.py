@@ -13,12 +13,12 @@ from typing import Any
 import msgpack
 import pytest
 
-import kvproto.tiers.packs
+import kvproto.tiers.pack_store
+from kvproto.tiers.fsck import survey
 from kvproto.tiers.lengths import usable
-from kvproto.tiers.pack import Pack
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.survey import survey
+from kvproto.tiers.pack_file import PackFile
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_store import PageStore
 from tests.tiers.schedules import LAYOUT, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
 
@@ -37,21 +37,21 @@ def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path,
     kept = []
     for step in range(1, 100):
         root = tmp_path / f"{step}"
-        assert Shelf(Packs(root), LAYOUT).write(LONG, 0, page(LONG, 0))
+        assert PageStore(PackStore(root), LAYOUT).write(LONG, 0, page(LONG, 0))
 
         def write(root: Path = root, step: int = step) -> None:
-            shelf = Shelf(Packs(root, durable=True), LAYOUT)
+            page_store = PageStore(PackStore(root, durable=True), LAYOUT)
             die_at(step, before)
-            shelf.write_all([(LONG, i, page(LONG, i, 1)) for i in range(3)])
+            page_store.write_all([(LONG, i, page(LONG, i, 1)) for i in range(3)])
 
         status = in_child(write)
-        after = Shelf(Packs(root), LAYOUT)
+        after = PageStore(PackStore(root), LAYOUT)
         kept.append(usable(after.find(LONG)))
         whole = [page(LONG, i, 1) for i in range(3)]
         assert [after.read(LONG, i) for i in range(3)] == (whole if kept[-1] == 3 else [page(LONG, 0), None, None])
         assert after.write_all([(LONG, i, page(LONG, i)) for i in range(3)]) == [True] * 3
         after.sweep(-1.0)
-        found = survey(Packs(root), verify=True)
+        found = survey(PackStore(root), verify=True)
         assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (3, [], {}, {})
         assert len(packs(root)) == 1
         if not status:
@@ -75,23 +75,23 @@ def changed(whole: bytes) -> Iterator[bytes]:
 def test_a_changed_byte_of_a_pack_is_a_miss_or_of_no_matter(tmp_path: Path) -> None:
     """KVP-TIER-CHECK, KVP-TIER-REWRITE: whoever has the pack open, and whoever opens it; the other pack serves on."""
     lost = 0
-    first = Shelf(Packs(tmp_path), LAYOUT)
+    first = PageStore(PackStore(tmp_path), LAYOUT)
     assert first.write(PROMPT, 0, page(PROMPT, 0))
     whole = packs(tmp_path)[0].read_bytes()
     for some in changed(whole):
         shutil.rmtree(tmp_path)
-        ours = Shelf(Packs(tmp_path), LAYOUT)
+        ours = PageStore(PackStore(tmp_path), LAYOUT)
         assert ours.write(PROMPT, 0, page(PROMPT, 0))
         assert ours.write(LONG, 0, page(LONG, 0))
         packs(tmp_path)[0].write_bytes(some)
-        for shelf in (ours, Shelf(Packs(tmp_path), LAYOUT)):
-            got = shelf.read(PROMPT, 0)
+        for page_store in (ours, PageStore(PackStore(tmp_path), LAYOUT)):
+            got = page_store.read(PROMPT, 0)
             assert got in (None, page(PROMPT, 0))
             lost += got is None
-            assert shelf.read(LONG, 0) == page(LONG, 0)
+            assert page_store.read(LONG, 0) == page(LONG, 0)
         assert ours.counts["failed"] == 0
         assert ours.write(PROMPT, 0, page(PROMPT, 0))
-        assert Shelf(Packs(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
+        assert PageStore(PackStore(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
     assert lost > len(whole) / 4
 
 
@@ -100,12 +100,12 @@ def test_a_changed_byte_of_a_pack_is_a_miss_or_of_no_matter(tmp_path: Path) -> N
 )
 def test_an_index_that_lies_is_no_pack(tmp_path: Path, index: object) -> None:
     """It is found where unfinished packs are, and the rest serves on."""
-    store, lie = Packs(tmp_path), msgpack.packb(index)
+    store, lie = PackStore(tmp_path), msgpack.packb(index)
     store.put("o/a", b"whole")
     count = len(index) if isinstance(index, list | dict) else 1
     tail = struct.pack("<QId8s", 3, count, 0.0, b"kvpack1\n")
     (tmp_path / "p/0ffffffffffffffe.00000000").write_bytes(b"abc" + lie + b"\1" * count + tail)
-    other = Packs(tmp_path)
+    other = PackStore(tmp_path)
     assert other.get("o/a") == b"whole"
     assert [*other.keys("o")] == ["o/a"]
     assert [*other.keys("t")] == ["t/0ffffffffffffffe.00000000"]
@@ -117,24 +117,24 @@ def test_an_index_that_lies_is_no_pack(tmp_path: Path, index: object) -> None:
 
 def test_the_latest_pack_counts_and_former_ones_are_emptied(tmp_path: Path) -> None:
     """Two writers at once have made two packs with the same keys; who deletes or writes a key leaves one at most."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put_all([("o/a", b"1"), ("o/b", b"2"), ("o/a", b"3")])
     assert (store.get("o/a"), store.get("o/b")) == (b"3", b"2")
     (one,) = packs(tmp_path)
     shutil.copy(one, one.with_name(f"{LATER:016x}.00000000"))
-    for reader in (store, Packs(tmp_path)):
+    for reader in (store, PackStore(tmp_path)):
         assert sorted(reader.keys("o")) == ["o/a", "o/b"]
         assert reader.get("o/b") == b"2"
     store.delete("o/a")
-    assert Packs(tmp_path).get("o/a") is None
+    assert PackStore(tmp_path).get("o/a") is None
     store.put("o/b", b"4")
     assert [path.name[:16] for path in packs(tmp_path)] == [f"{LATER + 1:016x}"]
-    assert Packs(tmp_path).get("o/b") == b"4"
+    assert PackStore(tmp_path).get("o/b") == b"4"
 
 
 def test_no_writer_deletes_what_it_has_written_itself(tmp_path: Path) -> None:
     """However others have emptied the folder meanwhile, and whatever this process knew of it."""
-    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     for n in range(3):
         theirs.put(f"o/x{n}", b"x")
     theirs.put_all([("o/a", b"1"), ("o/b", b"2")])
@@ -143,40 +143,40 @@ def test_no_writer_deletes_what_it_has_written_itself(tmp_path: Path) -> None:
     ours.delete("o/b")
     for n in range(3):
         ours.delete(f"o/x{n}")
-    for store in (ours, Packs(tmp_path), theirs):
+    for store in (ours, PackStore(tmp_path), theirs):
         store.put("o/a", b"3")
-        assert [each.get("o/a") for each in (ours, theirs, Packs(tmp_path))] == [b"3"] * 3
+        assert [each.get("o/a") for each in (ours, theirs, PackStore(tmp_path))] == [b"3"] * 3
 
 
 def test_a_folder_that_was_emptied_and_filled_again_loses_nothing(tmp_path: Path) -> None:
     """New packs have lower numbers than those that another process still knows."""
-    reader = Packs(tmp_path)
+    reader = PackStore(tmp_path)
     for _ in range(2):
-        writer = Packs(tmp_path)
+        writer = PackStore(tmp_path)
         for n in range(20):
             writer.put(f"o/{n}", b"%d" % n)
         assert len([*reader.keys("o")]) == 20
         for n in range(20):
             writer.delete(f"o/{n}")
-        writer = Packs(tmp_path)
+        writer = PackStore(tmp_path)
         for n in reversed(range(20)):
             writer.put(f"o/{n}", b"%d" % n)
         assert [reader.get(f"o/{n}") for n in range(20)] == [b"%d" % n for n in range(20)]
-        assert len([*Packs(tmp_path).keys("o")]) == 20
+        assert len([*PackStore(tmp_path).keys("o")]) == 20
 
 
 def test_a_page_that_is_written_anew_while_it_is_read_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the reader has from the former pack is not taken for damage of the new one."""
-    writer, reader = Shelf(Packs(tmp_path), LAYOUT), Shelf(Packs(tmp_path), LAYOUT)
+    writer, reader = PageStore(PackStore(tmp_path), LAYOUT), PageStore(PackStore(tmp_path), LAYOUT)
     assert writer.write(LONG, 0, page(LONG, 0))
-    real, calls = Pack.read, itertools.count()
+    real, calls = PackFile.read, itertools.count()
 
-    def read(self: Pack, room: memoryview, at: int) -> int:
+    def read(self: PackFile, room: memoryview, at: int) -> int:
         if next(calls) % 2:
             assert writer.write(LONG, 0, page(LONG, 0))
         return real(self, room, at)
 
-    monkeypatch.setattr(Pack, "read", read)
+    monkeypatch.setattr(PackFile, "read", read)
     for _ in range(5):
         assert reader.read(LONG, 0) == page(LONG, 0)
     assert (reader.counts["damaged"], reader.counts["missed"]) == (0, 0)
@@ -184,7 +184,7 @@ def test_a_page_that_is_written_anew_while_it_is_read_stays(tmp_path: Path, monk
 
 def test_what_is_no_pack_of_ours_is_left_alone(tmp_path: Path) -> None:
     """Others' files, a folder, a pipe, a link, a later version, and what may not be read: the rest serves on."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put("o/a", b"1")
     (one,) = packs(tmp_path)
     whole, places = one.read_bytes(), [one.with_name(f"7{n:015x}.{n:08x}") for n in range(5)]
@@ -196,13 +196,13 @@ def test_what_is_no_pack_of_ours_is_left_alone(tmp_path: Path) -> None:
     shutil.copy(one, one.with_name("copy"))
     shutil.copy(one, one.with_name(f"{1 << 64:x}.00000000"))
     kept = packs(tmp_path)
-    for each in (store, Packs(tmp_path)):
+    for each in (store, PackStore(tmp_path)):
         assert each.get("o/a") == b"1"
         assert each.get("o/other") is None
         each.put("o/b", b"2")
         assert sorted(each.keys("o")) == ["o/a", "o/b"]
         each.put("o/a", b"3")
-        assert [reader.get("o/a") for reader in (store, Packs(tmp_path))] == [b"3", b"3"]
+        assert [reader.get("o/a") for reader in (store, PackStore(tmp_path))] == [b"3", b"3"]
         each.put("o/a", b"1")
     assert {*kept} - {*packs(tmp_path)} <= {one, places[4]}
     (tmp_path / "t/folder").mkdir()
@@ -211,7 +211,7 @@ def test_what_is_no_pack_of_ours_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_pack_that_is_not_to_be_read_costs_no_other(tmp_path: Path) -> None:
     """Whoever is root becomes nobody first."""
-    writer = Packs(tmp_path)
+    writer = PackStore(tmp_path)
     for n in range(3):
         writer.put(f"o/{n}", b"%d" % n)
     packs(tmp_path)[1].chmod(0)
@@ -223,7 +223,7 @@ def test_a_pack_that_is_not_to_be_read_costs_no_other(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         if os.getuid() == 0:
             os.setuid(65534)
-        store = Packs(Path())
+        store = PackStore(Path())
         assert [store.get(f"o/{n}") for n in range(3)] == [b"0", None, b"2"]
         store.put("o/1", b"new")
         assert sorted(store.keys("o")) == ["o/0", "o/1", "o/2"]
@@ -233,7 +233,7 @@ def test_a_pack_that_is_not_to_be_read_costs_no_other(tmp_path: Path) -> None:
 
 def test_a_lack_of_descriptors_is_an_error_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What had been listed until then is not listed twice, and what another writes afterwards is found, and stays."""
-    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     for n in range(4):
         theirs.put(f"o/{n}", b"%d" % n)
     real, left = os.open, 2
@@ -253,11 +253,11 @@ def test_a_lack_of_descriptors_is_an_error_that_passes(tmp_path: Path, monkeypat
         theirs.delete(f"o/{n}")
         theirs.put(f"o/{n}", b"new")
     assert [ours.get(f"o/{n}") for n in range(4)] == [b"new"] * 4
-    assert sorted(ours.keys("o")) == sorted(Packs(tmp_path).keys("o")) == [f"o/{n}" for n in range(4)]
+    assert sorted(ours.keys("o")) == sorted(PackStore(tmp_path).keys("o")) == [f"o/{n}" for n in range(4)]
 
 
 def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put("o/a", b"1")
     with store._lock:  # as a thread of the parent has it at that moment
         assert in_child(lambda: store.put("o/b", store.get("o/a") or b"")) == 0
@@ -267,7 +267,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_deleter_that_is_killed_leaves_no_pack_for_ever(tmp_path: Path, step: int) -> None:
     """Between its mark, and the end of a pack that has no other key."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put("o/a", b"1")
 
     def delete() -> None:
@@ -277,7 +277,7 @@ def test_a_deleter_that_is_killed_leaves_no_pack_for_ever(tmp_path: Path, step: 
 
     assert in_child(delete) == signal.SIGKILL
     assert len(packs(tmp_path)) == 1
-    assert Packs(tmp_path).get("o/a") is None
+    assert PackStore(tmp_path).get("o/a") is None
     assert packs(tmp_path) == []
     store.put_all([])
     assert packs(tmp_path) == [*store.keys("t")] == []
@@ -285,7 +285,7 @@ def test_a_deleter_that_is_killed_leaves_no_pack_for_ever(tmp_path: Path, step: 
 
 def test_a_deleted_page_does_not_come_back(tmp_path: Path) -> None:
     """Its writer was killed before it had emptied the former pack."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put("o/a", b"old")
 
     def write() -> None:
@@ -295,7 +295,7 @@ def test_a_deleted_page_does_not_come_back(tmp_path: Path) -> None:
 
     assert in_child(write) == signal.SIGKILL
     assert len(packs(tmp_path)) == 2
-    for each in (Packs(tmp_path), store):
+    for each in (PackStore(tmp_path), store):
         assert [*each.keys("o")] == ["o/a"]
         assert each.get("o/a") == b"new"
     store.delete("o/a")
@@ -306,18 +306,18 @@ def test_changes_of_a_folder_whose_time_stands_still_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A file system may count in seconds: a miss lists again after a while."""
-    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     os.utime(tmp_path / "p", (1, 1))
     assert ours.get("o/a") is None
     theirs.put("o/a", b"1")
     os.utime(tmp_path / "p", (1, 1))
-    monkeypatch.setattr(kvproto.tiers.packs, "_RELIST", 0.0)
+    monkeypatch.setattr(kvproto.tiers.pack_store, "_RELIST", 0.0)
     assert ours.get("o/a") == b"1"
 
 
 def test_what_another_writes_is_found_at_once(tmp_path: Path) -> None:
     """However close the two are in time, and although the folder was listed a moment before."""
-    ours, theirs = Packs(tmp_path), Packs(tmp_path)
+    ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     for n in range(200):
         assert ours.get(f"o/{n}") is None
         theirs.put(f"o/{n}", b"%d" % n)
@@ -331,7 +331,7 @@ def test_what_another_writes_is_found_at_once(tmp_path: Path) -> None:
 def test_evicted_pages_give_back_their_space(tmp_path: Path) -> None:
     """Where the file system has holes, at once; and a pack goes with its last key."""
     size = 1 << 20
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put_all([(f"o/{n}", bytes([n + 1]) * size) for n in range(4)])
     (one,) = packs(tmp_path)
     os.sync()
@@ -340,7 +340,7 @@ def test_evicted_pages_give_back_their_space(tmp_path: Path) -> None:
     os.sync()
     assert one.stat().st_blocks * 512 < 3 * size, "this file system has no holes"
     for n in range(4):
-        assert Packs(tmp_path).get(f"o/{n}") == (None if n in (0, 2) else bytes([n + 1]) * size)
+        assert PackStore(tmp_path).get(f"o/{n}") == (None if n in (0, 2) else bytes([n + 1]) * size)
     for n in (1, 3):
         store.delete(f"o/{n}")
     assert packs(tmp_path) == []
@@ -348,20 +348,20 @@ def test_evicted_pages_give_back_their_space(tmp_path: Path) -> None:
 
 def test_pages_are_evicted_from_the_middle_of_packs(tmp_path: Path) -> None:
     """What is held of a group stays, and what was given up comes from no reader."""
-    shelf = Shelf(Packs(tmp_path), LAYOUT, 2 * PAGE_BYTES, 4 * PAGE_BYTES)
-    assert shelf.write_all([(LONG, i, page(LONG, i)) for i in range(4)]) == [True] * 4
-    assert shelf.read(LONG, 1) == page(LONG, 1)
+    page_store = PageStore(PackStore(tmp_path), LAYOUT, 2 * PAGE_BYTES, 4 * PAGE_BYTES)
+    assert page_store.write_all([(LONG, i, page(LONG, i)) for i in range(4)]) == [True] * 4
+    assert page_store.read(LONG, 1) == page(LONG, 1)
     other = prompt(7, 7, 7)
-    assert shelf.write(other, 0, page(other, 0))
-    later = Shelf(Packs(tmp_path), LAYOUT)
-    assert later.bytes == shelf.bytes == 2 * PAGE_BYTES
+    assert page_store.write(other, 0, page(other, 0))
+    later = PageStore(PackStore(tmp_path), LAYOUT)
+    assert later.bytes == page_store.bytes == 2 * PAGE_BYTES
     assert [later.read(LONG, i) for i in range(4)] == [None, page(LONG, 1), None, None]
     assert later.read(other, 0) == page(other, 0)
 
 
 def test_more_packs_than_are_held_open(tmp_path: Path) -> None:
     """Descriptors do not grow with packs."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     for n in range(100):
         store.put(f"o/{n}", b"%d" % n)
     held = len(os.listdir("/proc/self/fd"))
@@ -372,7 +372,7 @@ def test_more_packs_than_are_held_open(tmp_path: Path) -> None:
 
 def test_a_key_is_listed_whose_latest_pack_has_given_it_up(tmp_path: Path) -> None:
     """Two wrote it at once, and the later of the two packs lost it: else its objects would be swept as nobody's."""
-    store = Packs(tmp_path)
+    store = PackStore(tmp_path)
     store.put_all([("m/a", b"1"), ("m/b", b"2")])
     (one,) = packs(tmp_path)
     shutil.copy(one, one.with_name(f"{LATER:016x}.00000000"))

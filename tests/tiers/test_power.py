@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files, Store
-from kvproto.tiers.survey import prune, survey
+from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import FileStore, Store
 from tests.tiers.power import Disk
 from tests.tiers.schedules import LAYOUT, page, prompt
 
@@ -27,9 +27,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 @pytest.mark.parametrize("durable", [True, False], ids=["durable", "not durable"])
-@pytest.mark.parametrize("kind", [Files, Packs])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_power_is_lost_at_any_time(
-    tmp_path: Path, disk: Disk, kind: type[Files] | type[Packs], durable: bool
+    tmp_path: Path, disk: Disk, kind: type[FileStore] | type[PackStore], durable: bool
 ) -> None:  # fmt: skip
     """What comes is right, with `durable` all that was stored comes, and the folder can be used and cleaned."""
     rng, root, after = random.Random(1), tmp_path / "disk" / "new" / "folder", tmp_path / "after"
@@ -42,29 +42,29 @@ def test_power_is_lost_at_any_time(
         nonlocal lost, came
         shutil.rmtree(after, ignore_errors=True)
         disk.lost(rng, after)
-        shelf = Shelf(kind(after / "new" / "folder"), LAYOUT)
+        page_store = PageStore(kind(after / "new" / "folder"), LAYOUT)
         for i in range(PAGES):
-            got = shelf.read(CHAIN, i)
+            got = page_store.read(CHAIN, i)
             assert got is None or got in [page(CHAIN, i, version) for version in stored.get(i, ())], "a wrong byte"
             lost, came = lost + (got is None), came + (got is not None)
             assert not (durable and i in must and got is None), f"page {i} was stored, and is lost"
-        assert shelf.write(CHAIN, 0, page(CHAIN, 0, 9))
-        assert shelf.read(CHAIN, 0) == page(CHAIN, 0, 9)
-        prune(shelf.store, survey(shelf.store, verify=True), -10.0, verify=True)
-        left = survey(shelf.store, verify=True)
+        assert page_store.write(CHAIN, 0, page(CHAIN, 0, 9))
+        assert page_store.read(CHAIN, 0) == page(CHAIN, 0, 9)
+        prune(page_store.store, survey(page_store.store, verify=True), -10.0, verify=True)
+        left = survey(page_store.store, verify=True)
         assert (left.damaged, left.orphans, left.unfinished) == ([], {}, {})
 
     with disk.watched(lose):
-        shelf = Shelf(kind(root, durable), LAYOUT)
+        page_store = PageStore(kind(root, durable), LAYOUT)
         for turn in range(8):
             some = sorted(rng.sample(range(PAGES), rng.randrange(1, PAGES)))
             for i in some:
                 stored.setdefault(i, set()).add(turn // 3)
-            assert shelf.write_all([(CHAIN, i, page(CHAIN, i, turn // 3)) for i in some]) == [True] * len(some)
+            assert page_store.write_all([(CHAIN, i, page(CHAIN, i, turn // 3)) for i in some]) == [True] * len(some)
             must.update(some)
             if turn % 3 == 2:
                 must.discard(some[0])
-                give_up(shelf.store, some[0])
+                give_up(page_store.store, some[0])
     assert lost
     assert came
 

@@ -15,15 +15,15 @@ from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Route
 from kvproto.rank.rank_pool import pack
-from kvproto.tiers import copies
-from kvproto.tiers.components import Layout, components
-from kvproto.tiers.copies import Copies
-from kvproto.tiers.identity import Chain
+from kvproto.tiers import host_copies
+from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.lengths import usable
-from kvproto.tiers.others import Others
-from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.page_layout import PageLayout, components
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.relayout import RelayoutReader
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -120,7 +120,7 @@ def test_states_that_are_dropped_on_their_way_are_noticed(
     right: list[int], monkeypatch: pytest.MonkeyPatch, ways: tuple[Callable[..., Pair], ...]
 ) -> None:
     made = iter(ways)
-    monkeypatch.setattr(copies, "Pair", lambda *given: next(made)(*given))
+    monkeypatch.setattr(host_copies, "Pair", lambda *given: next(made)(*given))
     engine = Engine(pages=16, host=16)
     engine.answer(PROMPT, 12)
     forgotten(engine)
@@ -158,7 +158,7 @@ def test_scratch_rows_of_a_state_stay_where_they_are() -> None:
     for heads_first in (False, True):
         columns, length = pack(geometry, 0, {0: 6, 1: 6}, heads_first)
         memory, layout = allocate(length), components(geometry, 0, 4)
-        made = Copies(layout, RankLayout(geometry, 0, columns), {0: memory}, 6, HostPager())
+        made = HostCopies(layout, RankLayout(geometry, 0, columns), {0: memory}, 6, HostPager())
         seen = np.from_dlpack(memory).view(np.uint8)
         seen[:] = before = np.random.default_rng(1).integers(0, 256, length, np.uint8)
         made.to_host([4, 1], [0, 5])
@@ -181,7 +181,7 @@ def hybrid(tp: int) -> Geometry:
     return lay_out([Group.gqa("kv", [1], kv_heads=4, head_dim=3, page=4), state], Parallel(tp=tp))
 
 
-def coordinates(geometry: Geometry, rank: int, layout: Layout, i: int) -> dict[int, bytes]:
+def coordinates(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int, bytes]:
     """The bytes of page i; what a byte is depends on its layer, row, lane and token alone, not on who has it."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     made = {}
@@ -205,21 +205,21 @@ def test_states_are_found_by_ranks_of_other_sizes(writers: int, readers: int, th
     chain.extend(range(65))
     for rank in range(writers):
         layout = components(hybrid(writers), rank, theirs)
-        Others(store, hybrid(writers), rank, layout).tell()
-        shelf = Shelf(store, layout)
+        RelayoutReader(store, hybrid(writers), rank, layout).publish_geometry()
+        page_store = PageStore(store, layout)
         for i in range(64 // theirs):
             data = coordinates(hybrid(writers), rank, layout, i)
-            assert shelf.write(chain, i, {0: data[0]} if i == 2 else data)
+            assert page_store.write(chain, i, {0: data[0]} if i == 2 else data)
     for rank in range(readers):
         layout = components(hybrid(readers), rank, ours)
-        came = Others(store, hybrid(readers), rank, layout).read(chain.of(ours), 0)
+        came = RelayoutReader(store, hybrid(readers), rank, layout).read(chain.of(ours), 0)
         assert len(came) == 64 // ours
         for i, data in enumerate(came):
             right = coordinates(hybrid(readers), rank, layout, i)
             ends = (i + 1) * ours
             there = ends % theirs == 0 and ends != 3 * theirs
             assert data == (right if there else {0: right[0]})
-        shelf = Shelf(store, layout)
+        page_store = PageStore(store, layout)
         for i, data in enumerate(came):
-            shelf.write(chain.of(ours), i, data)
-        assert usable(shelf.find(chain.of(ours))) == 64 // ours
+            page_store.write(chain.of(ours), i, data)
+        assert usable(page_store.find(chain.of(ours))) == 64 // ours

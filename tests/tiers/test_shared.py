@@ -8,18 +8,18 @@ from pathlib import Path
 import attrs
 import pytest
 
+from kvproto.tiers.fsck import prune, survey
 from kvproto.tiers.manifest import describe, encode, manifest_key
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.shelf import GRACE, Shelf
-from kvproto.tiers.store import Files
-from kvproto.tiers.survey import prune, survey
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_store import GRACE, PageStore
+from kvproto.tiers.store import FileStore
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_pages_are_pruned_while_two_processes_write_and_evict(
-    tmp_path: Path, kind: type[Files] | type[Packs]
+    tmp_path: Path, kind: type[FileStore] | type[PackStore]
 ) -> None:  # fmt: skip
     """What comes is right throughout; nothing that the writers still need is deleted, and at the end all is whole."""
     chain = prompt(*range(9))
@@ -27,11 +27,12 @@ def test_pages_are_pruned_while_two_processes_write_and_evict(
     for writer in range(2):
         pids.append(os.fork())
         if not pids[-1]:
-            shelf = Shelf(kind(tmp_path, durable=bool(writer)), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+            page_store = PageStore(kind(tmp_path, durable=bool(writer)), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
             kept = [
-                shelf.write_all([(chain, i, page(chain, i, writer)) for i in range(turn % 3, 4)]) for turn in range(40)
+                page_store.write_all([(chain, i, page(chain, i, writer)) for i in range(turn % 3, 4)])
+                for turn in range(40)
             ]
-            os._exit(0 if all(map(all, kept)) and not shelf.counts["failed"] else 1)
+            os._exit(0 if all(map(all, kept)) and not page_store.counts["failed"] else 1)
     store, left = kind(tmp_path), {*pids}
     while left:
         for pid in [pid for pid in left if (ended := os.waitpid(pid, os.WNOHANG))[0]]:
@@ -40,21 +41,21 @@ def test_pages_are_pruned_while_two_processes_write_and_evict(
         found = survey(store, verify=True)
         prune(store, found, GRACE, verify=True)
         for i in range(4):
-            got = Shelf(store, LAYOUT, look=False).read(chain, i)
+            got = PageStore(store, LAYOUT, look=False).read(chain, i)
             assert got is None or got in [page(chain, i, writer) for writer in range(2)]
     prune(store, survey(store, verify=True), -10.0, verify=True)
     last = survey(store, verify=True)
     assert (last.damaged, last.orphans, last.unfinished) == ([], {}, {})
-    shelf = Shelf(store, LAYOUT)
-    assert shelf.write_all([(chain, i, page(chain, i)) for i in range(4)]) == [True] * 4
-    assert [shelf.read(chain, i) for i in range(4)] == [page(chain, i) for i in range(4)]
+    page_store = PageStore(store, LAYOUT)
+    assert page_store.write_all([(chain, i, page(chain, i)) for i in range(4)]) == [True] * 4
+    assert [page_store.read(chain, i) for i in range(4)] == [page(chain, i) for i in range(4)]
 
 
 def test_a_page_that_is_evicted_while_it_is_looked_at_is_not_damaged() -> None:
     """Before its manifest is read, and before each of its objects is."""
     for at in range(len(LAYOUT.parts) + 1):
         store = Leaving(at)
-        assert Shelf(store, LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+        assert PageStore(store, LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
         found = survey(store)
         assert store.data == {}
         assert (found.pages, found.damaged) == ([], [])
@@ -99,29 +100,29 @@ def test_a_disk_that_is_full_in_the_middle_of_a_group(tmp_path: Path, durable: b
     chain, files = prompt(*range(9)), 1 + len(LAYOUT.parts)
 
     def use(root: Path, room: int) -> None:
-        shelf = Shelf(Files(root, durable), LAYOUT)
+        page_store = PageStore(FileStore(root, durable), LAYOUT)
         room_for(room)
-        kept = shelf.write_all([(chain, i, page(chain, i)) for i in range(4)])
+        kept = page_store.write_all([(chain, i, page(chain, i)) for i in range(4)])
         assert kept == [i < room // files for i in range(4)]
-        assert [shelf.read(chain, i) for i in range(4)] == [page(chain, i) if kept[i] else None for i in range(4)]
-        assert bool(shelf.counts["failed"]) == (not all(kept))
+        assert [page_store.read(chain, i) for i in range(4)] == [page(chain, i) if kept[i] else None for i in range(4)]
+        assert bool(page_store.counts["failed"]) == (not all(kept))
 
     for room in range(4 * files + 1):
         root = tmp_path / f"{room}"
         assert in_child(partial(use, root, room)) == 0, f"room for {room} files"
-        found = survey(Files(root), verify=True)
+        found = survey(FileStore(root), verify=True)
         assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (room // files, [], {}, {})
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our geometry", "another geometry"])
 def test_a_manifest_whose_lengths_are_wrong_costs_no_other_page(tmp_path: Path, ours: bool) -> None:
     """It names as many bytes as a store never has; nothing is evicted for it."""
-    shelf, store = Shelf(Files(tmp_path), LAYOUT), Files(tmp_path)
-    assert all(shelf.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
+    page_store, store = PageStore(FileStore(tmp_path), LAYOUT), FileStore(tmp_path)
+    assert all(page_store.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
     other = prompt(7, 7, 7)
     right = describe(LAYOUT if ours else attrs.evolve(LAYOUT, geometry=b"\1" * 32), other, 0, page(other, 0))
     wrong = attrs.evolve(right, components=tuple(attrs.evolve(c, length=1 << 50) for c in right.components))
     store.put(manifest_key(wrong.id, wrong.geometry), encode(wrong))
-    later = Shelf(store, LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    later = PageStore(store, LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     assert (later.bytes, later.counts["evicted"]) == (2 * PAGE_BYTES, 0)
     assert length(later) == 2

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from kvproto.errors import LocalError
+from kvproto.tiers.fsck import survey
 from kvproto.tiers.lengths import usable
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.nixl_files import NixlFiles
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import LONGEST, Files
-from kvproto.tiers.survey import survey
+from kvproto.tiers.nixl_files import NixlFileStore
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import LONGEST, FileStore
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
 from tests.tiers.stores import opened
 
@@ -44,8 +44,8 @@ class Recording(Memory):
         super().delete(key)
 
 
-def length(shelf: Shelf) -> int:
-    return usable(shelf.find(PROMPT))
+def length(page_store: PageStore) -> int:
+    return usable(page_store.find(PROMPT))
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -97,17 +97,17 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
     kept = []
     for step in range(1, 100):
         root = tmp_path / f"{step}"
-        shelf = Shelf(Files(root), LAYOUT)
-        assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+        page_store = PageStore(FileStore(root), LAYOUT)
+        assert page_store.write(PROMPT, 0, page(PROMPT, 0))
 
         def write(root: Path = root, step: int = step) -> None:
-            shelf = Shelf(Files(root, durable=True), LAYOUT)
+            page_store = PageStore(FileStore(root, durable=True), LAYOUT)
             die_at(step, before)
-            shelf.write(PROMPT, 1, page(PROMPT, 1, 1))
+            page_store.write(PROMPT, 1, page(PROMPT, 1, 1))
 
         status = in_child(write)
         assert status in (0, signal.SIGKILL)
-        after = Shelf(Files(root), LAYOUT)
+        after = PageStore(FileStore(root), LAYOUT)
         kept.append(length(after))
         assert after.read(PROMPT, 0) == page(PROMPT, 0)
         assert after.read(PROMPT, 1) == (page(PROMPT, 1, 1) if kept[-1] == 2 else None)
@@ -128,8 +128,8 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
 @pytest.mark.parametrize("name", ["m", "o"])
 def test_every_changed_byte_is_a_miss_and_is_mended(tmp_path: Path, name: str) -> None:
     """KVP-TIER-CHECK, KVP-TIER-REWRITE."""
-    shelf = Shelf(Files(tmp_path), LAYOUT)
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store = PageStore(FileStore(tmp_path), LAYOUT)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     for file in [path for path in (tmp_path / name).rglob("*") if path.is_file()]:
         whole = file.read_bytes()
         changes = [
@@ -138,64 +138,64 @@ def test_every_changed_byte_is_a_miss_and_is_mended(tmp_path: Path, name: str) -
         ]
         for changed in [*changes, *(whole[:at] for at in range(0, len(whole), 32)), whole + b"\0"]:
             file.write_bytes(changed)
-            assert shelf.read(PROMPT, 0) is None
-            assert length(shelf) == 0
-            assert shelf.write(PROMPT, 0, page(PROMPT, 0))
-            assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+            assert page_store.read(PROMPT, 0) is None
+            assert length(page_store) == 0
+            assert page_store.write(PROMPT, 0, page(PROMPT, 0))
+            assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
 def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
-    shelf, other = (Shelf(Files(tmp_path), LAYOUT) for _ in range(2))
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store, other = (PageStore(FileStore(tmp_path), LAYOUT) for _ in range(2))
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     assert other.read(PROMPT, 0) == page(PROMPT, 0)
     next(path for path in (tmp_path / "o").rglob("*") if path.is_file()).unlink()
     assert other.read(PROMPT, 0) is None
-    assert Shelf(Files(tmp_path), LAYOUT).counts["missed"] == 0
+    assert PageStore(FileStore(tmp_path), LAYOUT).counts["missed"] == 0
     assert length(other) == 0
 
 
-@pytest.mark.parametrize("kind", [Files, NixlFiles, Packs])
-def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
+@pytest.mark.parametrize("kind", [FileStore, NixlFileStore, PackStore])
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
-    assert Shelf(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
+    assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
 
     def write() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-        shelf = Shelf(kind(tmp_path), LAYOUT)
-        assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
-        assert shelf.counts["failed"] == 1
-        assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+        page_store = PageStore(kind(tmp_path), LAYOUT)
+        assert not page_store.write(PROMPT, 1, page(PROMPT, 1))
+        assert page_store.counts["failed"] == 1
+        assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
     assert in_child(write) == 0
     assert not [*(tmp_path / "t").iterdir()]
-    assert length(Shelf(kind(tmp_path), LAYOUT)) == 1
+    assert length(PageStore(kind(tmp_path), LAYOUT)) == 1
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
-    tmp_path: Path, kind: type[Files] | type[Packs]
+    tmp_path: Path, kind: type[FileStore] | type[PackStore]
 ) -> None:  # fmt: skip
-    shelf = Shelf(kind(tmp_path), LAYOUT)
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store = PageStore(kind(tmp_path), LAYOUT)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "t").rmdir()
     (tmp_path / "t").write_bytes(b"")
-    assert not shelf.write(PROMPT, 1, page(PROMPT, 1))
-    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+    assert not page_store.write(PROMPT, 1, page(PROMPT, 1))
+    assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
-def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
+def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
     """Each page that comes is all one writer's, while both write and give up the same pages."""
     pids = []
     for writer in range(2):
         pids.append(os.fork())
         if not pids[-1]:
-            shelf = Shelf(kind(tmp_path), LAYOUT, PAGE_BYTES, PAGE_BYTES + writer)
+            page_store = PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, PAGE_BYTES + writer)
             for turn in range(150):
-                shelf.write(PROMPT, turn % 2, page(PROMPT, turn % 2, writer))
+                page_store.write(PROMPT, turn % 2, page(PROMPT, turn % 2, writer))
             os._exit(0)
-    reader, came, left = Shelf(kind(tmp_path), LAYOUT), 0, [*pids]
+    reader, came, left = PageStore(kind(tmp_path), LAYOUT), 0, [*pids]
     while left:
         for i in range(2):
             got = reader.read(PROMPT, i)
@@ -203,7 +203,7 @@ def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[Files
             came += got is not None
         left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
     assert came
-    last = Shelf(kind(tmp_path), LAYOUT)
+    last = PageStore(kind(tmp_path), LAYOUT)
     assert all(last.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
     assert [last.read(PROMPT, i) for i in range(2)] == [page(PROMPT, i) for i in range(2)]
 
@@ -211,44 +211,44 @@ def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[Files
 def test_manifests_are_written_last_and_deleted_first() -> None:
     """KVP-TIER-LAST, KVP-TIER-GONE."""
     store = Recording()
-    shelf = Shelf(store, LAYOUT, 0, PAGE_BYTES)
-    shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store = PageStore(store, LAYOUT, 0, PAGE_BYTES)
+    page_store.write(PROMPT, 0, page(PROMPT, 0))
     assert store.calls == [("put", "o")] * 3 + [("put", "m")]
-    shelf.write(PROMPT, 1, page(PROMPT, 1))
+    page_store.write(PROMPT, 1, page(PROMPT, 1))
     assert store.calls[8:] == [("delete", "m"), *[("delete", "o")] * 3] * 2
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(
-    tmp_path: Path, kind: type[Files] | type[Packs]
+    tmp_path: Path, kind: type[FileStore] | type[PackStore]
 ) -> None:  # fmt: skip
     others = [prompt(n, n, n) for n in range(10, 14)]
-    shelf = Shelf(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+    page_store = PageStore(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     for other in others[:3]:
-        shelf.write(other, 0, page(other, 0))
-    with shelf.hold(others[0], 1):
-        assert shelf.read(others[1], 0)
-        shelf.write(others[3], 0, page(others[3], 0))
-        assert [usable(shelf.find(other)) for other in others] == [1, 0, 0, 1]
-    assert shelf.bytes == 2 * PAGE_BYTES
-    assert shelf.counts["evicted"] == 2
-    assert Shelf(kind(tmp_path), LAYOUT).bytes == shelf.bytes
+        page_store.write(other, 0, page(other, 0))
+    with page_store.hold(others[0], 1):
+        assert page_store.read(others[1], 0)
+        page_store.write(others[3], 0, page(others[3], 0))
+        assert [usable(page_store.find(other)) for other in others] == [1, 0, 0, 1]
+    assert page_store.bytes == 2 * PAGE_BYTES
+    assert page_store.counts["evicted"] == 2
+    assert PageStore(kind(tmp_path), LAYOUT).bytes == page_store.bytes
 
 
 def test_some_components_of_a_page() -> None:
-    shelf = Shelf(Memory(), LAYOUT)
+    page_store = PageStore(Memory(), LAYOUT)
     data = page(PROMPT, 0)
-    shelf.write(PROMPT, 0, {0: data[0], 1: data[1]})
-    assert shelf.read(PROMPT, 0) == {0: data[0], 1: data[1]}
-    assert shelf.read(PROMPT, 0, [1]) == {1: data[1]}
-    assert shelf.read(PROMPT, 0, [2]) is None
-    assert shelf.find(PROMPT) == (1, [1])
+    page_store.write(PROMPT, 0, {0: data[0], 1: data[1]})
+    assert page_store.read(PROMPT, 0) == {0: data[0], 1: data[1]}
+    assert page_store.read(PROMPT, 0, [1]) == {1: data[1]}
+    assert page_store.read(PROMPT, 0, [2]) is None
+    assert page_store.find(PROMPT) == (1, [1])
 
 
 def test_pages_of_another_geometry_are_beside_ours() -> None:
     store = Memory()
-    other = Shelf(store, type(LAYOUT)(LAYOUT.page, b"\1" * 32, LAYOUT.parts))
-    ours = Shelf(store, LAYOUT)
+    other = PageStore(store, type(LAYOUT)(LAYOUT.page, b"\1" * 32, LAYOUT.parts))
+    ours = PageStore(store, LAYOUT)
     assert other.write(PROMPT, 0, page(PROMPT, 0, 1))
     assert ours.read(PROMPT, 0) is None
     assert ours.write(PROMPT, 0, page(PROMPT, 0))
@@ -256,21 +256,21 @@ def test_pages_of_another_geometry_are_beside_ours() -> None:
 
 
 def test_what_no_manifest_names_is_swept_once_it_is_old(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    shelf = Shelf(files, LAYOUT)
-    shelf.write(PROMPT, 0, page(PROMPT, 0))
+    files = FileStore(tmp_path)
+    page_store = PageStore(files, LAYOUT)
+    page_store.write(PROMPT, 0, page(PROMPT, 0))
     files.delete(manifest_key(PROMPT.ahead[0], LAYOUT.geometry))
-    shelf.write(PROMPT, 1, page(PROMPT, 1))
-    assert shelf.sweep() == 0
+    page_store.write(PROMPT, 1, page(PROMPT, 1))
+    assert page_store.sweep() == 0
     for path in (tmp_path / "o").rglob("*"):
         os.utime(path, (0, 0))
-    assert shelf.sweep() == 3
-    assert shelf.read(PROMPT, 1) == page(PROMPT, 1)
+    assert page_store.sweep() == 3
+    assert page_store.read(PROMPT, 1) == page(PROMPT, 1)
 
 
 def test_marks_the_wrong_way_round_are_refused() -> None:
     with pytest.raises(LocalError, match="low"):
-        Shelf(Memory(), LAYOUT, 2, 1)
+        PageStore(Memory(), LAYOUT, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -287,32 +287,35 @@ def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     assert any(name.startswith("put") for name in met)
 
 
-@pytest.mark.parametrize("kind", [Files, Packs])
-def test_threads_share_a_shelf(tmp_path: Path, kind: type[Files] | type[Packs]) -> None:
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
+def test_threads_share_a_shelf(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
     """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
-    shelf, prompts = Shelf(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES), [prompt(n, n, n) for n in range(5)]
+    page_store, prompts = (
+        PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES),
+        [prompt(n, n, n) for n in range(5)],
+    )
 
     def turn(n: int) -> bool:
         chain = prompts[n % 5]
-        with shelf.hold(chain, 1):
-            kept = shelf.write(chain, 0, page(chain, 0, n % 2)), shelf.read(chain, 0)
+        with page_store.hold(chain, 1):
+            kept = page_store.write(chain, 0, page(chain, 0, n % 2)), page_store.read(chain, 0)
         assert kept[1] in [None, page(chain, 0), page(chain, 0, 1)]
         return kept[0]
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(turn, range(200)))
-    assert shelf.counts["written"] == 200
-    assert shelf.bytes == PAGE_BYTES * sum(usable(shelf.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
+    assert page_store.counts["written"] == 200
+    assert page_store.bytes == PAGE_BYTES * sum(usable(page_store.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
 
 
 def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) -> None:
-    shelf = Shelf(Files(tmp_path), LAYOUT)
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
+    page_store = PageStore(FileStore(tmp_path), LAYOUT)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "m").rename(tmp_path / "away")
-    assert shelf.sweep(-1.0) == 0
-    assert shelf.counts["failed"] == 1
+    assert page_store.sweep(-1.0) == 0
+    assert page_store.counts["failed"] == 1
     (tmp_path / "away").rename(tmp_path / "m")
-    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+    assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
 def test_what_is_too_long_for_a_manifest_is_not_read() -> None:
@@ -326,9 +329,9 @@ def test_what_is_too_long_for_a_manifest_is_not_read() -> None:
 
     store, key = Watched(), manifest_key(PROMPT.ahead[0], LAYOUT.geometry)
     store.put(key, bytes(LONGEST + 1))
-    shelf = Shelf(store, LAYOUT)
-    assert shelf.read(PROMPT, 0) is None
-    assert (length(shelf), shelf.sweep(-1.0)) == (0, 0)
+    page_store = PageStore(store, LAYOUT)
+    assert page_store.read(PROMPT, 0) is None
+    assert (length(page_store), page_store.sweep(-1.0)) == (0, 0)
     assert [each.key for each in survey(store).damaged] == [key]
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
-    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
+    assert page_store.read(PROMPT, 0) == page(PROMPT, 0)

@@ -16,15 +16,15 @@ import msgpack
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.embedded import Lmdb
+from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.nixl_files import NixlFiles
-from kvproto.tiers.objects import Objects
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.places import open_store
-from kvproto.tiers.shelf import Shelf
-from kvproto.tiers.store import Files, Filling, Store
-from kvproto.tiers.survey import prune, survey
+from kvproto.tiers.nixl_files import NixlFileStore
+from kvproto.tiers.object_store import ObjectStore
+from kvproto.tiers.open_store import open_store
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.page_store import PageStore
+from kvproto.tiers.store import FileStore, Filling, Store
 from kvproto.wire.enums import ErrorCode
 from tests.tiers.schedules import LAYOUT, page, prompt
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
@@ -82,9 +82,9 @@ def test_keys_are_listed_by_kind(store: Store) -> None:
 
 def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     """KVP-TIER-NEWER: a field that we do not know; and a damaged page beside it goes."""
-    shelf = Shelf(store, LAYOUT)
+    page_store = PageStore(store, LAYOUT)
     for i in range(2):
-        assert shelf.write(PROMPT, i, page(PROMPT, i))
+        assert page_store.write(PROMPT, i, page(PROMPT, i))
     newer, damaged = (manifest_key(id, LAYOUT.geometry) for id in PROMPT.ahead)
     fields = msgpack.unpackb(store.get(newer) or b"", strict_map_key=False)
     store.put(newer, msgpack.packb({**fields, 0x3FFF: 1}))
@@ -92,25 +92,25 @@ def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     found = survey(store, verify=True)
     assert (found.newer, [each.key for each in found.damaged], len(found.orphans)) == ([newer], [damaged], 3)
     assert prune(store, found, -10.0, verify=True) == (1, 3)
-    assert shelf.sweep(-10.0) == 0
+    assert page_store.sweep(-10.0) == 0
     assert len([*store.keys("m")]) == 1
     assert len([*store.keys("o")]) == 3
-    assert shelf.read(PROMPT, 0) is None
-    assert shelf.write(PROMPT, 0, page(PROMPT, 0))
-    assert shelf.read(PROMPT, 0) == page(PROMPT, 0)
+    assert page_store.read(PROMPT, 0) is None
+    assert page_store.write(PROMPT, 0, page(PROMPT, 0))
+    assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
 WRITER = """
 import os
 import sys
 from pathlib import Path
-from kvproto.tiers.packs import Packs
-from kvproto.tiers.places import open_store
-from kvproto.tiers.shelf import Shelf
+from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.open_store import open_store
+from kvproto.tiers.page_store import PageStore
 from tests.tiers.schedules import LAYOUT, page, prompt
-shelf, chain = Shelf(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
+pages, chain = PageStore(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
 for turn in range(100000):
-    shelf.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
+    pages.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
     os.write(1, b".")
 """
 
@@ -118,7 +118,7 @@ for turn in range(100000):
 @pytest.mark.parametrize("scheme", ["lmdb", "packs"])
 def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
-    rng, came, shelf = random.Random(1), 0, Shelf(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
+    rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
     for _ in range(6):
         with Popen([sys.executable, "-c", WRITER, f"{scheme}:{tmp_path}"], stdout=PIPE, bufsize=0) as writer:
             assert writer.stdout
@@ -127,27 +127,27 @@ def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) ->
             writer.kill()
         assert writer.returncode == -SIGKILL
         for i in range(2):
-            got = shelf.read(PROMPT, i)
+            got = page_store.read(PROMPT, i)
             assert got in (None, page(PROMPT, i), page(PROMPT, i, 1))
             came += got is not None
-            assert shelf.write(PROMPT, i, page(PROMPT, i))
-            assert shelf.read(PROMPT, i) == page(PROMPT, i)
+            assert page_store.write(PROMPT, i, page(PROMPT, i))
+            assert page_store.read(PROMPT, i) == page(PROMPT, i)
     assert came
 
 
 def test_lmdb_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
-    shelf = Shelf(Lmdb(tmp_path, room=1 << 17), LAYOUT)
+    page_store = PageStore(LmdbStore(tmp_path, room=1 << 17), LAYOUT)
     prompts = [prompt(n, n, n) for n in range(200)]
-    kept = [shelf.write(each, 0, page(each, 0)) for each in prompts]
+    kept = [page_store.write(each, 0, page(each, 0)) for each in prompts]
     assert kept[0]
     assert not kept[-1]
-    assert shelf.counts["failed"] == kept.count(False)
+    assert page_store.counts["failed"] == kept.count(False)
     for each, there in zip(prompts, kept, strict=True):
-        assert shelf.read(each, 0) == (page(each, 0) if there else None)
+        assert page_store.read(each, 0) == (page(each, 0) if there else None)
 
 
 def test_a_process_opens_a_folder_of_lmdb_once(tmp_path: Path) -> None:
-    first, second = Lmdb(tmp_path), Lmdb(tmp_path)
+    first, second = LmdbStore(tmp_path), LmdbStore(tmp_path)
     first.put(NAMES[0], b"1")
     assert second.get(NAMES[0]) == b"1"
 
@@ -155,20 +155,22 @@ def test_a_process_opens_a_folder_of_lmdb_once(tmp_path: Path) -> None:
 def test_a_damaged_file_of_lmdb_is_an_error_of_storage(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"x" * 8192)
     with pytest.raises(OSError, match=r"."):
-        Lmdb(tmp_path)
+        LmdbStore(tmp_path)
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         begun = monotonic()
-        far = Objects.at("s3://pages/x", timeout=timedelta(seconds=0.3), retries=0, endpoint=f"http://127.0.0.1:{port}")
+        far = ObjectStore.at(
+            "s3://pages/x", timeout=timedelta(seconds=0.3), retries=0, endpoint=f"http://127.0.0.1:{port}"
+        )
         with pytest.raises(OSError, match=r"."):
             far.get(NAMES[0])
-        shelf = Shelf(far, LAYOUT, look=False)
-        assert shelf.read(PROMPT, 0) is None
-        assert not shelf.write(PROMPT, 0, page(PROMPT, 0))
-        assert shelf.counts["failed"] == 2
+        page_store = PageStore(far, LAYOUT, look=False)
+        assert page_store.read(PROMPT, 0) is None
+        assert not page_store.write(PROMPT, 0, page(PROMPT, 0))
+        assert page_store.counts["failed"] == 2
         assert monotonic() - begun < 20.0
 
 
@@ -176,12 +178,12 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, value in (KEYS | {"AWS_ENDPOINT_URL": server()}).items():
         monkeypatch.setenv(name, value)
     places = {
-        tmp_path: Files,
-        f"{tmp_path}/a": Files,
-        f"packs:{tmp_path}/d": Packs,
-        f"lmdb:{tmp_path}/b": Lmdb,
-        f"nixl:{tmp_path}/c": NixlFiles,
-        f"s3://{BUCKET}/{tmp_path.name}": Objects,
+        tmp_path: FileStore,
+        f"{tmp_path}/a": FileStore,
+        f"packs:{tmp_path}/d": PackStore,
+        f"lmdb:{tmp_path}/b": LmdbStore,
+        f"nixl:{tmp_path}/c": NixlFileStore,
+        f"s3://{BUCKET}/{tmp_path.name}": ObjectStore,
     }
     for place, kind in places.items():
         made = open_store(place)
@@ -193,15 +195,15 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("place", ["{}", "packs:{}", "lmdb:{}", "nixl:{}"])
 def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = open_store(place.format(tmp_path), durable=True)
-    if isinstance(made, Files | Packs):
+    if isinstance(made, FileStore | PackStore):
         assert made.durable
     else:
-        assert isinstance(made, Lmdb)
+        assert isinstance(made, LmdbStore)
         assert made._held.env.flags()["metasync"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.embedded", None)
+    monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.lmdb_store", None)
     with pytest.raises(LocalError, match=r"kvproto\[lmdb\]"):
         open_store("lmdb:somewhere")
 
@@ -214,10 +216,10 @@ def test_nixl_that_is_not_installed_or_lacks_its_plug_in_is_named(
         with pytest.raises(LocalError, match=r"kvproto\[nixl\]"):
             open_store(f"nixl:{tmp_path}")
 
-    def lacks(self: NixlFiles) -> None:
+    def lacks(self: NixlFileStore) -> None:
         raise RuntimeError("no plug-in of that name")
 
-    monkeypatch.setattr(NixlFiles, "_agent", lacks)
+    monkeypatch.setattr(NixlFileStore, "_agent", lacks)
     with pytest.raises(LocalError, match="plug-in POSIX") as caught:
         open_store(f"nixl:{tmp_path}")
     assert caught.value.code == ErrorCode.TRANSPORT_FAILED
@@ -225,9 +227,9 @@ def test_nixl_that_is_not_installed_or_lacks_its_plug_in_is_named(
 
 def test_files_of_nixl_are_those_of_files(tmp_path: Path) -> None:
     """Either reads what the other wrote, by whatever thread."""
-    stores = Files(tmp_path), NixlFiles(tmp_path)
+    stores = FileStore(tmp_path), NixlFileStore(tmp_path)
     for writer, reader in (stores, stores[::-1]):
-        shelf, other = Shelf(writer, LAYOUT), Shelf(reader, LAYOUT)
-        assert shelf.write_all([(PROMPT, i, page(PROMPT, i)) for i in range(2)]) == [True, True]
+        page_store, other = PageStore(writer, LAYOUT), PageStore(reader, LAYOUT)
+        assert page_store.write_all([(PROMPT, i, page(PROMPT, i)) for i in range(2)]) == [True, True]
         with ThreadPoolExecutor(2) as pool:
             assert [*pool.map(partial(other.read, PROMPT), range(2))] == [page(PROMPT, i) for i in range(2)]

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvproto.tiers.cache import Keep
-from kvproto.tiers.lease import Lease
+from kvproto.tiers.lease import PageLease
+from kvproto.tiers.page_cache import WritePolicy
 from kvproto.wire.enums import Tier
 from tests.tiers.engine import PAGE, Engine
 
@@ -23,14 +23,14 @@ class WholeCache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = Engine(PAGES, HOST, keep=Keep.AT_ONCE)
-        self.open: list[tuple[tuple[int, ...], Any, Lease]] = []
+        self.engine = Engine(PAGES, HOST, policy=WritePolicy.WRITE_THROUGH)
+        self.open: list[tuple[tuple[int, ...], Any, PageLease]] = []
         self.kept: set[tuple[int, ...]] = set()
         """Pages that were left, by the tokens up to their end and the one that follows (a draft's rows look ahead)."""
         self.settled: set[tuple[int, ...]] = set()
         """Those that a drain has seen: the host has them, whatever becomes of the device."""
         self.told: dict[bytes, Tier | None] = {}
-        self.engine.cache.tell(self.told.update)
+        self.engine.cache.subscribe(self.told.update)
 
     def pages(self, tokens: tuple[int, ...], of: set[tuple[int, ...]]) -> int:
         """How many of a prompt's first pages are in a set."""

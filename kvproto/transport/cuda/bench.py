@@ -13,8 +13,7 @@ import numpy as np
 from cuda.core import Device, EventOptions
 
 from kvproto.transport.bench import BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.cuda.copier import Copier
-from kvproto.transport.cuda.copier import Job as Work
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -77,7 +76,7 @@ class Kernel(BenchPath):
         prepared = self._copier.prepare(made, {0: here.address}, {0: there.address})
 
         def go() -> float:
-            copy = self._copier.submit([Work(prepared, made.maps)])
+            copy = self._copier.submit([CopyJob(prepared, made.maps)])
             copy.wait()
             return copy.seconds
 

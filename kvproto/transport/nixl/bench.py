@@ -21,13 +21,12 @@ import numpy as np
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.nixl.agent import Agent, Peer, Registered
 from kvproto.transport.nixl.backend import HostBackend
-from kvproto.transport.nixl.direct import Direct
+from kvproto.transport.nixl.direct import DirectWrite
 from kvproto.transport.nixl.handle import ByteRange
-from kvproto.transport.nixl.regions import Peer, Registered
 from kvproto.transport.staging.packed import PackedStream, Packer, Side
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["job"]
@@ -93,7 +92,7 @@ class _Direct(BenchPath):
 
         def go() -> float:
             begin = time.perf_counter()
-            if not Direct(self._agent, made, {0: self._own}, {0: self._peer}).post().wait(_PATIENCE):
+            if not DirectWrite(self._agent, made, {0: self._own}, {0: self._peer}).post().wait(_PATIENCE):
                 raise _late(f"a write of {made.bytes} bytes under way", "look at UCX_TLS and UCX_NET_DEVICES")
             return time.perf_counter() - begin
 
@@ -103,7 +102,7 @@ class _Direct(BenchPath):
 class _Packed(BenchPath):
     transport, way = "nixl", "packed"
 
-    def __init__(self, conn: Connection, agent: Agent, own: _Place, link: Link, source: str, sink: str) -> None:
+    def __init__(self, conn: Connection, agent: Agent, own: _Place, link: StagedLink, source: str, sink: str) -> None:
         self._conn, self._agent, self._own, self._link, self.source, self.sink = conn, agent, own, link, source, sink
         self._sequence = 0
 
@@ -164,7 +163,7 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
                 own = agent.register(place.pages)
                 staging = agent.register(place.slots, _slot(memory, source))
                 pages, slots = (agent.connect(region, "regions") for region in _hear(ours))
-                packed = _Packed(ours, agent, place, Link(staging, slots), source, sink)
+                packed = _Packed(ours, agent, place, StagedLink(staging, slots), source, sink)
                 yield [_Direct(agent, own, pages, source, sink), packed]
         except EOFError:
             found, advice = f"it ended with status {peer.wait()}", "look at what NIXL and UCX wrote to stderr"

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 
 from kvproto.copying.execute import execute
 from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.shm.memory import Mapping, SharedMemory, connect
+from kvproto.transport.shm.memory import SharedMapping, SharedMemory, connect
 
 __all__ = ["job"]
 
@@ -18,7 +18,7 @@ _MOST_RUNS = 1 << 16
 class _Copy(BenchPath):
     transport, way, source, sink = "shm", "copy", HOST, HOST
 
-    def __init__(self, mapped: Mapping, own: SharedMemory) -> None:
+    def __init__(self, mapped: SharedMapping, own: SharedMemory) -> None:
         self._mapped, self._own = mapped, own
 
     def most_runs(self, run: int) -> int:

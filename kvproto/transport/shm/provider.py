@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from kvproto.transport.base import Allocation, Memory, Provider, Regions
 from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
 from kvproto.transport.shm.memory import SharedMemory, owner_of
-from kvproto.transport.shm.pager import HostPager
-from kvproto.transport.shm.transport import ShmTransport
+from kvproto.transport.shm.transport import HostPager, ShmTransport
 
 __all__ = ["PROVIDER"]
 
 _DLPACK_CPU = 1
 
 
-class _Shm(Provider):
+class _ShmProvider(Provider):
     name = "shm"
 
     def allocate(self, length: int, device: int | None, id: int) -> SharedMemory | None:
@@ -43,4 +42,4 @@ class _Shm(Provider):
         return [job(memory)], []
 
 
-PROVIDER = _Shm()
+PROVIDER = _ShmProvider()

@@ -26,7 +26,7 @@ class Kept:
         self._tiers = Tiers(self._pool, _NAMES, page=PAGE, host=_HOST)
         self._pages: dict[bytes, Tier | None] = {}
         door.tell(self._tiers)
-        self._tiers.tell(self._pages.update)
+        self._tiers.subscribe(self._pages.update)
         if broken == "stale":
             self._tiers._listeners.pop(0)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from kvproto import Pool, Tiers
-from kvproto.tiered import Chain, Fetch, Lease, patience
+from kvproto.tiers import Chain, PageLease, StorageRead, patience
 
 from .. import checkpoint
 from ..cache import Shard
@@ -54,7 +54,7 @@ class _Coming:
     chain: Chain
     count: int
     """Tokens of the prompt whose pages are looked up."""
-    fetch: Fetch
+    fetch: StorageRead
     said: bool = False
     taken: int | None = None
     """Pages that came from storage."""
@@ -64,7 +64,7 @@ class _Coming:
 
 @attrs.define(eq=False)
 class _Held:
-    lease: Lease
+    lease: PageLease
     count: int
 
 
@@ -147,9 +147,9 @@ class KeptPages:
             return None
         if one.taken is None:
             one.taken = one.fetch.take()
-        asked = self.tiers.ask([(one.chain, -(-rows // self.unit))], len(one.chain.own))
-        self._least(asked.vector)
-        (lease,) = asked.open()
+        agreement = self.tiers.agreement([(one.chain, -(-rows // self.unit))], len(one.chain.own))
+        self._least(agreement.vector)
+        (lease,) = agreement.open()
         if lease is None:
             return None
         self.tiers.step()

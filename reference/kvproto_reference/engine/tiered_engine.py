@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvproto import Geometry, Tiers
-from kvproto.tiered import Chain, Lease
+from kvproto.tiers import Chain, PageLease
 from kvproto.tiers.store import Store
 
 from .. import checkpoint
@@ -145,13 +145,15 @@ class TieredEngine:
             first=first,
         )
 
-    def _open(self, chains: Sequence[Chain], room: int) -> list[Lease] | None:
+    def _open(self, chains: Sequence[Chain], room: int) -> list[PageLease] | None:
         """A lease of every rank, of what all of them have; None while one has too few pages."""
-        asked = [tiers.ask([(chain, room)], len(chain.own)) for tiers, chain in zip(self.ranks, chains, strict=True)]
-        least = np.minimum.reduce([each.vector for each in asked])
-        for each in asked:
-            each.vector[:] = least
-        leases = [lease for each in asked for lease in each.open() if lease is not None]
+        agreements = [
+            tiers.agreement([(chain, room)], len(chain.own)) for tiers, chain in zip(self.ranks, chains, strict=True)
+        ]
+        least = np.minimum.reduce([agreement.vector for agreement in agreements])
+        for agreement in agreements:
+            agreement.vector[:] = least
+        leases = [lease for agreement in agreements for lease in agreement.open() if lease is not None]
         if any(lease.slots != leases[0].slots for lease in leases):  # what one rank does to its pool, all do
             for lease in leases:
                 lease.leave()
