@@ -1,25 +1,23 @@
 """Pages of a GPU's pool on the host and back: rates beside the copy engine's, a load-back behind compute, first tokens.
 
-`python benchmarks/tiers_gpu.py [--write] [--tokens N]` on a machine with a GPU. 32,768 tokens in scattered pages of 64, of MLA
+`python benchmarks/tiers_gpu.py [--out] [--tokens N]` on a machine with a GPU. 32,768 tokens in scattered pages of 64, of MLA
 (61 layers, rows of 1,152 bytes, a draft of one layer) and of GQA (32 layers, runs of 64 KB, a draft of one layer): every byte is
-compared before anything is timed, and medians of rounds are taken in which all contenders run in turn. --write keeps raw samples
-in benchmarks/results/tiers_gpu.json.
+compared before anything is timed, and medians of rounds are taken in which all contenders run in turn. --out keeps all samples.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from cuda.bindings import driver
-from facts import facts
+from gpu import POISON, gpu_facts
+from harness import arguments, in_turn, keep
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -32,9 +30,7 @@ from kvproto.transport.cuda.driver import call
 from kvproto.transport.cuda.kernel import LONG
 from kvproto.transport.cuda.pager import CudaPager
 
-RESULTS = Path(__file__).parent / "results/tiers_gpu.json"
 PAGE = 64
-ROUNDS = 7
 CACHES: dict[str, list[Cache]] = {
     "mla": [Cache.mla("target", 61, latent=512, rope=64, page=PAGE), Cache.mla("draft", 1, latent=512, rope=64, page=PAGE, model=1)],
     "gqa": [
@@ -69,7 +65,7 @@ class Side:
         """Bytes that go to the host and come back, into a pool that had others, are what they were."""
         right = self.seen.view(torch.int64).random_().clone()
         self.copies.to_host(self.near, self.far).wait()
-        self.seen.fill_(0xEE)
+        self.seen.fill_(POISON)
         self.copies.to_pool(self.far, self.near).wait()
         torch.cuda.synchronize()
         assert torch.equal(self.seen.view(torch.int64), right), "bytes differ"
@@ -88,20 +84,18 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def timed(
-    each: dict[str, Callable[[], Any]], rounds: int, before: Callable[[str], Any] = lambda key: None
+    ways: dict[str, Callable[[], Any]], rounds: int, before: Callable[[str], Any] = lambda name: None
 ) -> dict[str, list[float]]:
-    """Seconds of each contender, in turn in each round but the first."""
-    found: dict[str, list[float]] = {key: [] for key in each}
-    for n in range(rounds + 1):
-        for key, work in each.items():
-            before(key)
-            took = seconds(work)
-            if n:
-                found[key].append(took)
-    return found
+    """Seconds of each contender, in turn in each round but the first; `before` is called with its name, untimed."""
+
+    def run(name: str) -> float:
+        before(name)
+        return seconds(ways[name])
+
+    return in_turn({name: lambda name=name: run(name) for name in ways}, rounds)
 
 
-def one_form(label: str, side: Side) -> dict[str, list[float]]:
+def one_form(label: str, side: Side, rounds: int) -> dict[str, list[float]]:
     """GB/s both ways, beside one plain copy of as many bytes into the same kind of memory, and into that of torch."""
     side.check()
     whole = side.seen[: side.bytes]
@@ -116,17 +110,17 @@ def one_form(label: str, side: Side) -> dict[str, list[float]]:
         aside = torch.empty(side.bytes, dtype=torch.uint8, pin_memory=True)
         each["save, pinned by torch: one plain copy"] = lambda: aside.copy_(whole, non_blocking=True)
         each["load, pinned by torch: one plain copy"] = lambda: whole.copy_(aside, non_blocking=True)
-    return {key: [side.bytes / took / 1e9 for took in some] for key, some in timed(each, ROUNDS).items()}
+    return {key: [side.bytes / took / 1e9 for took in some] for key, some in timed(each, rounds).items()}
 
 
-def rates(name: str, pages: int) -> dict[str, Any]:
+def rates(name: str, pages: int, rounds: int) -> dict[str, Any]:
     """GB/s of each direction, as it is and for numbers of thread blocks, and of one plain copy."""
     found: dict[str, list[float]] = {}
     forms = {"as it is": (pagers._BLOCKS, pagers._LONG)}
     forms |= {f"kernel of {blocks} blocks": (blocks, LONG) for blocks in (2, 4, 8, 16, 32)}
     for label, (blocks, long) in forms.items():
         side = Side(CACHES[name], pages, blocks, long)
-        found |= one_form(label, side)
+        found |= one_form(label, side, rounds)
         side.close()
     middle = {key: median(some) for key, some in found.items()}
     ratio = {key: round(rate / middle[f"{key}: one plain copy"], 3) for key, rate in middle.items() if ":" not in key}
@@ -171,7 +165,7 @@ def launches(pages: int) -> dict[str, int]:
     return found
 
 
-def hidden(pages: int, more: int = 4096) -> dict[str, Any]:
+def hidden(pages: int, rounds: int, more: int = 4096) -> dict[str, Any]:
     """61 MLA layers of 16 heads (a rank of TP 8): prefill of `more` tokens behind a prefix that comes from the host."""
     heads, width, rank = 16, 7168, 512
     side = Side(CACHES["mla"], pages, pagers._BLOCKS)
@@ -234,7 +228,7 @@ def hidden(pages: int, more: int = 4096) -> dict[str, Any]:
         if key != "compute alone":
             side.seen.fill_(0)
 
-    found = timed(each, ROUNDS, before)
+    found = timed(each, rounds, before)
     before("compute alone")
     samples = {key: [round(1e3 * took, 3) for took in some] for key, some in found.items()}
     side.close()
@@ -246,7 +240,7 @@ def hidden(pages: int, more: int = 4096) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def first_token(pages: int) -> dict[str, Any]:
+def first_token(pages: int, rounds: int) -> dict[str, Any]:
     """Llama-3-8B's shapes, random weights: a prompt whose prefix is on the host, beside computing all of it."""
     layers, width, heads, kv, dim, inner, vocabulary = 32, 4096, 32, 8, 128, 14336, 128256
     tokens, chunk, rest = pages * PAGE, 4096, 64
@@ -327,7 +321,7 @@ def first_token(pages: int) -> dict[str, Any]:
         if key == "from the host":
             side.seen.fill_(0)
 
-    found = timed(each, 5, before)
+    found = timed(each, rounds, before)
     before("computed")
     samples = {key: [round(1e3 * took, 3) for took in some] for key, some in found.items()}
     side.close()
@@ -338,32 +332,32 @@ def first_token(pages: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parts(pages: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "hidden", lambda: hidden(pages)
-    yield "first_token", lambda: first_token(pages)
-    yield "launches", lambda: launches(pages)
-    yield "mla", lambda: rates("mla", pages)
-    yield "gqa", lambda: rates("gqa", pages)
+def parts(pages: int, rounds: int) -> dict[str, Callable[[], Any]]:
+    return {
+        "hidden": lambda: hidden(pages, rounds),
+        "first_token": lambda: first_token(pages, rounds),
+        "launches": lambda: launches(pages),
+        "mla": lambda: rates("mla", pages, rounds),
+        "gqa": lambda: rates("gqa", pages, rounds),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS)
+    parser = arguments(__doc__, "tiers_gpu", rounds=7)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--only", default="")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     call(driver.cuInit(0), "driver")
-    found: dict[str, Any] = {**facts(), "page": PAGE}
+    found: dict[str, Any] = gpu_facts() | {"page": PAGE}
     with torch.inference_mode():
-        for name, work in parts(asked.tokens // PAGE):
-            if asked.only in ("", name):
+        for name, work in parts(args.tokens // PAGE, args.rounds).items():
+            if args.only in ("", name):
                 start = time.monotonic()
                 found[name] = work()
                 torch.cuda.empty_cache()
                 shown = {k: v for k, v in found[name].items() if k != "samples"}
                 print(f"{name} ({time.monotonic() - start:.0f} s): {json.dumps(shown, indent=1)}", flush=True)
-                if asked.write:
-                    asked.write.write_text(json.dumps(found, indent=1) + "\n")
+    keep(args.out, found)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 512 pages, each an object of 590 KB, one of 74 KB and a manifest of 300 B, written to this disk and read from it.
 
-python -m benchmarks.tiers_stores     writes benchmarks/results/tiers_stores.json; needs rocksdict and boto3 (extras bench and test)
+`python benchmarks/tiers_stores.py [--out]`; needs rocksdict and boto3 (extras bench and test).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,15 +19,14 @@ from typing import Any
 import boto3
 import numpy as np
 import rocksdict
+from harness import arguments, facts, keep
 from moto.server import ThreadedMotoServer
+from tiers import dropped, timed
 
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.store import FileStore
 
-from .tiers_disk import dropped, timed
-
-RESULT = Path(__file__).parent / "results" / "tiers_stores.json"
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)
 CALLS = 100
 
@@ -113,15 +111,13 @@ def clients() -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    """Measure, write, print."""
-    made = {
-        "date": time.strftime("%Y-%m-%d"), "pages": PAGES, "load_average": round(os.getloadavg()[0], 1),
-        "stores": {name: measure(make) for name, make in STORES.items()}, "s3": clients(),
-    }  # fmt: skip
-    RESULT.write_text(json.dumps(made, indent=1) + "\n")
-    print(RESULT.read_text())
+    """Measure, print, keep."""
+    args = arguments(__doc__, "tiers_stores").parse_args()
+    found = {"pages": PAGES, "stores": {name: measure(make) for name, make in STORES.items()}, "s3": clients()}
+    print(json.dumps(found, indent=1))
+    keep(args.out, facts() | found)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
