@@ -9,9 +9,7 @@ for a second at each run length.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import multiprocessing
 import socket
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 from gpu import WARM_UP, compare, poison, random_bytes, scattered_shape
+from harness import arguments, child
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
@@ -163,9 +162,9 @@ class _Source:
 
 
 def _write(
+    told: Connection,
     conn: Connection,
     end: socket.socket,
-    told: Connection,
     runs: list[int],
     rounds: int,
     chunk: int,
@@ -198,54 +197,41 @@ def _write(
 
 
 def measure(
-    runs: list[int],
-    rounds: int,
-    chunk: int = CHUNK,
-    slots: int = SLOTS,
-    blocks: int | None = None,
+    runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None
 ) -> Found | str:
     """GB/s by contender and run length, or why there are none."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    result, told = context.Pipe()
-    sink = context.Process(target=_sink, args=(there, ends[1], chunk, slots, blocks), daemon=True)
-    writer = context.Process(target=_write, args=(here, ends[0], told, runs, rounds, chunk, slots, blocks), daemon=True)
-    sink.start()
-    writer.start()
-    for each in (here, there, told, *ends):
-        each.close()  # so that an end that dies is heard
     found: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
-    try:
-        while True:
-            if not result.poll(3 * PATIENCE):
-                return "no answer in time"
-            word = result.recv()
-            if word is None:
-                return found
-            if isinstance(word, str):
-                return word
-            run, samples = word
-            for name, rates in samples.items():
-                found[name][run] = rates
-    except EOFError:
-        return "the process ended"
-    finally:
-        for process in (writer, sink):
-            process.kill()
-            process.join()
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with (
+        child(_sink, ends[1], chunk, slots, blocks) as sink,
+        child(_write, sink, ends[0], runs, rounds, chunk, slots, blocks) as result,
+    ):
+        for end in ends:
+            end.close()  # so that an end that dies is noticed
+        try:
+            while result.poll(3 * PATIENCE):
+                word = result.recv()
+                if word is None:
+                    return found
+                if isinstance(word, str):
+                    return word
+                run, samples = word
+                for name, rates in samples.items():
+                    found[name][run] = rates
+        except EOFError:
+            return "the process ended"
+    return "no answer in time"
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
-    options.add_argument("--slots", type=int, nargs="*", default=[4, 8])
-    options.add_argument(
+    parser = arguments(__doc__, "nixl_packed", rounds=5)
+    parser.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
+    parser.add_argument("--slots", type=int, nargs="*", default=[4, 8])
+    parser.add_argument(
         "--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor"
     )
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
-    args = options.parse_args()
+    parser.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
+    args = parser.parse_args()
     print(
         f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians"
     )

@@ -1,18 +1,17 @@
 """Two vLLM engines hand prompts over on GPUs: equal tokens, then how long it takes, beside vLLM's own connector.
 
-`python benchmarks/vllm_gpu.py [--write] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
+`python benchmarks/vllm_gpu.py [--out] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
 For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
 decode engine alone with all but one token in its prefix cache, also with prefix hits and scattered blocks, and not where a bit
 of a page is flipped. `unlike`: other block sizes and chunks too, which alone make two engines differ at near ties. `ours` (with
 every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and `nothing` (loads that move nothing: the engines' own
 time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in rounds of three, blocks scattered in the second; from
 asking the decode engine until it has the first token of each. Then the first token of one prompt, and steps of a decode engine
-while prompts arrive. Quantized caches, as `exact`. --write keeps results/vllm_gpu.json, with --only the pairs that it names.
+while prompts arrive. Quantized caches, as `exact`. --out keeps all samples, with --only those of the pairs that it names.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,11 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_engine import Ask, Engine, Got
-from vllm_random_model import make_model
+from harness import arguments, keep
+from vllm_engine import Ask, Engine, Got, make_model
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results/vllm_gpu.json"
 ASK = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -251,36 +249,34 @@ def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path,
 
 def main(argv: list[str] | None = None) -> int:
     """Run the pairs; the exit status says whether tokens were as they should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = arguments(__doc__, "vllm_gpu")
     parser.add_argument("--only", nargs="*", default=list(PAIRS))
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
-    given = parser.parse_args(argv)
-    given.logs.mkdir(parents=True, exist_ok=True)
-    import torch
-    from facts import facts
+    args = parser.parse_args(argv)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    machine: dict[str, Any] = {}
+    if not args.cpu:
+        from gpu import gpu_facts
 
-    gpus = torch.cuda.device_count() if not given.cpu else 0
+        machine = gpu_facts()
+    gpus = machine.get("gpus", 0)
     devices = (0, 1) if gpus > 1 else (0, 0)
-    some = given.write and given.only != list(PAIRS) and given.out.exists()
-    found: dict[str, Any] = json.loads(given.out.read_text()) if some else {}
+    some = args.out and args.only != list(PAIRS) and args.out.exists()
+    found: dict[str, Any] = json.loads(args.out.read_text()) if some else {}
     found["engines on"] = "one GPU" if gpus < 2 else "two GPUs"
-    machine = {} if given.cpu else facts()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", given.cpu)
-        for name in given.only:
+        model = make_model(Path(folder) / "model", args.cpu)
+        for name in args.only:
             try:
-                engines = pair(name, model, given.logs, folder, devices, given.cpu)
-                wrong += measure(name, found, engines, given.logs, given.cpu)
+                engines = pair(name, model, args.logs, folder, devices, args.cpu)
+                wrong += measure(name, found, engines, args.logs, args.cpu)
                 found[name]["machine"] = machine
             except Exception:
                 wrong += 1
                 traceback.print_exc()
-            if given.write:
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+            keep(args.out, found)
     return int(wrong > 0)
 
 
