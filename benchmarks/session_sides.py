@@ -11,6 +11,7 @@ import select
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,8 @@ from kvproto.net import AllowList, Dialer, Listener, make_keys, read_keys
 from kvproto.rank.checksums import session_id
 from kvproto.rank.page_tables import grants_of
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Arrived, Lost, RegisterAsked, TransferRequested
+from kvproto.session.events import Arrived, Lost
+from kvproto.session.records import Answer
 from kvproto.wire import decode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Outcome, Transport
@@ -215,17 +217,49 @@ assert tables.HEADER_BYTES == 16
 # sessions over sockets without nodes: nothing is lowered, copied or summed
 
 
+class Rank:
+    """A source rank whose memory needs no mapping, and whose copies are over at once."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+        """What to do once the endpoint has returned."""
+        self.endpoint: SourceEndpoint
+
+    def report(self, event: Any) -> None: ...
+
+    def request_changed(self, request: Any) -> None: ...
+
+    def request_released(self, request: Any, routed: Any, lost: Any) -> None: ...
+
+    def request_expired(self, request: Any) -> None: ...
+
+    def transfer_read(self, attempt: Any, count: int) -> None: ...
+
+    def map_memory(self, session: Any, register: Any, described: Any) -> None:
+        self.work.append(lambda: session.accept_register(Transport.SHM))
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        self.work.append(lambda: session.unmapped(epoch))
+
+    def transfer_due(self, attempt: Any) -> None:
+        def done() -> None:
+            attempt.copying = True
+            self.endpoint.done(attempt, 0, Answer(Outcome.CONTINUE), time.monotonic())
+
+        self.work.append(done)
+
+
 def serve_bare(pipe: Connection, place: Place) -> None:
-    """A source whose copies are over at once; the pipe brings the numbers of requests that are computed, first and
-    count, and takes what the process then holds.
+    """A source of sessions alone; the pipe brings the numbers of requests that are computed, first and count, and takes
+    what the process then holds.
     """
     keys = place.keys("prefill")
     allow = AllowList(keys / "allow.toml") if keys is not None else None
     listener = Listener(place.address, keys=read_keys(keys) if keys is not None else None, allow=allow)
     pipe.send(listener.address)
-    endpoint = SourceEndpoint(
-        Party("prefill", 0, 0, 1), GEOMETRY, {0: listener.address}, (), session_id, admit=listener.admit
-    )
+    rank, party = Rank(), Party("prefill", 0, 0, 1)
+    endpoint = SourceEndpoint(rank, party, GEOMETRY, {0: listener.address}, (), session_id, admit=listener.admit)
+    rank.endpoint = endpoint
     epoll = select.epoll()
     for fd in (pipe.fileno(), *listener.filenos()):
         epoll.register(fd, select.EPOLLIN)
@@ -239,18 +273,15 @@ def serve_bare(pipe: Connection, place: Place) -> None:
             except EOFError:
                 break
             for n in range(first, first + count):
-                endpoint.expect(ticket(n), PROMPT.digest, now, len(PROMPT))
-                endpoint.finish(bytes(ticket(n).key))
+                state_ = endpoint.tickets.expect(ticket(n), n, PROMPT.digest, now, len(PROMPT))
+                endpoint.tickets.finish(state_)
             pipe.send(state() | {"sessions": len(endpoint.sessions)} if not count else None)
         for conn, frame in listener.receive([fd for fd, _ in ready]):
             endpoint.receive(conn, frame, now)
         endpoint.on_time(now)
-        for event in endpoint.take_events():
-            if isinstance(event, RegisterAsked):
-                endpoint.sessions[event.session].accept_register(Transport.SHM)
-            elif isinstance(event, TransferRequested):
-                endpoint.copying(event)
-                endpoint.done(event, now, 0, Outcome.CONTINUE, (), None)
+        work, rank.work = rank.work, []
+        for act in work:
+            act()
         for conn, frame in endpoint.to_send(now):
             listener.send(conn, frame)
     listener.close()

@@ -11,7 +11,7 @@ from kvproto.errors import KvprotoError
 
 if TYPE_CHECKING:
     from kvproto.planning.plan import Plan
-    from kvproto.rank.withdrawal import Withdrawal
+    from kvproto.rank.handles import Withdrawal
     from kvproto.sink import Fetch
     from kvproto.source import Request
 

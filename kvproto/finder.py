@@ -69,6 +69,7 @@ class Finder:
         for address, server in servers.items():
             self._node.watch(address, server)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
+        self._driver.start()
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:

@@ -61,9 +61,7 @@ class Sums:
 class Checksums:
     """The checksums of a Done or an Offer, if the features include any (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
 
-    def __init__(
-        self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]
-    ) -> None:  # fmt: skip
+    def __init__(self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]) -> None:
         self._peer, self._features = peer, features
         self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
 

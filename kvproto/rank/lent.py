@@ -29,7 +29,7 @@ L = TypeVar("L", bound=Lent)
 
 def returned(
     leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: RankPool
-) -> list[L]:  # fmt: skip
+) -> list[L]:
     """Remove and return the pools that nothing can use any more; transports forget them, except for `pool`."""
     over = []
     for lent in leaving:

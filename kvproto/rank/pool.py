@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
 from kvproto.planning.kinds import kind_of
-from kvproto.rank.page_tables import PagesInUse
+from kvproto.rank.page_tables import PageRules, PagesInUse
 from kvproto.rank.rank_pool import pack
 from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
@@ -37,9 +38,14 @@ class Pool:
     """
 
     def __init__(
-        self, geometry: Geometry, tensors: Mapping[str, Any], *, rank: int = 0,
-        axes: str | Mapping[str, str] = "page token head dim", shared: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        geometry: Geometry,
+        tensors: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        axes: str | Mapping[str, str] = "page token head dim",
+        shared: bool = False,
+    ) -> None:
         """Wrap the engine's tensors: `tensors` by group name, and `axes` for all groups or by the name of each.
 
         For each group, pass one tensor per layer of this rank, in order, or one tensor with an axis "layer"; or a
@@ -78,8 +84,10 @@ class Pool:
         made = {}
         for name, (items, columns) in found.items():
             homes = [region_of[id(c.view)] for c in columns]
-            rows = [(c.address - base, c.item_stride, c.row_stride, c.lane_stride)
-                    for c, (_, base) in zip(columns, homes, strict=True)]  # fmt: skip
+            rows = [
+                (c.address - base, c.item_stride, c.row_stride, c.lane_stride)
+                for c, (_, base) in zip(columns, homes, strict=True)
+            ]
             places = {(region, row[0]) for (region, _), row in zip(homes, rows, strict=True)}
             if len(places) < len(rows) and not shared:
                 wanted = "a place of its own for each layer and part; `shared` for layers that share a cache"
@@ -87,9 +95,14 @@ class Pool:
             offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
             group = groups[name][0]
             made[group.id] = Columns(
-                group=group.id, items=items, region=np.array([region for region, _ in homes], np.uint32),
-                offset=offset, item_stride=item, row_stride=row, lane_stride=lane,
-            )  # fmt: skip
+                group=group.id,
+                items=items,
+                region=np.array([region for region, _ in homes], np.uint32),
+                offset=offset,
+                item_stride=item,
+                row_stride=row,
+                lane_stride=lane,
+            )
             if both := overlapping(geometry, rank, made[group.id]):
                 one, other = sorted(columns[k].path for k in both)
                 wanted = f"bytes that {one} does not have" if one != other else "layers and parts that lie apart"
@@ -99,9 +112,14 @@ class Pool:
 
     @classmethod
     def allocate(
-        cls, geometry: Geometry, pages: int | Mapping[str, int], *, rank: int = 0, device: int | None = None,
+        cls,
+        geometry: Geometry,
+        pages: int | Mapping[str, int],
+        *,
+        rank: int = 0,
+        device: int | None = None,
         heads_first: bool = False,
-    ) -> Pool:  # fmt: skip
+    ) -> Pool:
         """Allocate zeroed memory for so many pages of every group, or by group name: on GPU `device`, or on the host.
 
         Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND), without gaps. Raises
@@ -135,6 +153,21 @@ class Pool:
         self._users: list[str] = []
         self._pages = PagesInUse(side)
         self._closed = False
+
+    @cached_property
+    def page_rules(self) -> PageRules:
+        """What the page tables of any request must satisfy."""
+        return PageRules(self.layout)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all caches of this rank, on average."""
+        total = 0
+        for id in self.layout.columns:
+            group, share = self.layout.group(id), self.layout.owns(id)
+            lanes = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
+            total += lanes * share.layers.size // (group.tokens_per_row * group.cp_size)
+        return total
 
     @property
     def geometry(self) -> Geometry:

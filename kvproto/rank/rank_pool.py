@@ -54,7 +54,12 @@ def pack(
                 at += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
         offset, item, row_stride, lane = np.array(rows, np.uint64).T.copy()
         found[group.id] = Columns(
-            group=group.id, items=items[group.id], region=np.zeros(len(rows), np.uint32), offset=offset,
-            item_stride=item, row_stride=row_stride, lane_stride=lane,
-        )  # fmt: skip
+            group=group.id,
+            items=items[group.id],
+            region=np.zeros(len(rows), np.uint32),
+            offset=offset,
+            item_stride=item,
+            row_stride=row_stride,
+            lane_stride=lane,
+        )
     return found, at

@@ -22,16 +22,24 @@ __all__ = ["PeerMapping", "features_of", "map_peer", "register"]
 
 
 def features_of(
-    transports: Sequence[Transport], verify: bool | Literal["pages"], pull: bool, spread: Spread = "even",
+    transports: Sequence[Transport],
+    verify: bool | Literal["pages"],
+    pull: bool,
+    spread: Spread = "even",
     cold_draft: bool = False,
-) -> tuple[Feature, ...]:  # fmt: skip
+) -> tuple[Feature, ...]:
     """The features that a side offers, ascending: those of its transports, and those that its engine chose."""
     found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
-        Feature.VERIFY: bool(verify), Feature.VERIFY_PAGES: verify == "pages", Feature.PULL: pull,
-        Feature.COLD_DRAFT: cold_draft, Feature.FEW_SOURCES: spread == "few", Feature.SPREAD_ONE: spread == "one",
-        Feature.INTENT: True, Feature.SPANS: True,
-    }  # fmt: skip
+        Feature.VERIFY: bool(verify),
+        Feature.VERIFY_PAGES: verify == "pages",
+        Feature.PULL: pull,
+        Feature.COLD_DRAFT: cold_draft,
+        Feature.FEW_SOURCES: spread == "few",
+        Feature.SPREAD_ONE: spread == "one",
+        Feature.INTENT: True,
+        Feature.SPANS: True,
+    }
     return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
 
 
@@ -89,9 +97,13 @@ class PeerMapping:
 
 
 def map_peer(
-    asked: RegisterAsked, transports: Sequence[Transport], pair: Pair, own: Mapping[int, Memory] | None, writes: bool,
+    asked: RegisterAsked,
+    transports: Sequence[Transport],
+    pair: Pair,
+    own: Mapping[int, Memory] | None,
+    writes: bool,
     features: Collection[int] = (),
-) -> PeerMapping:  # fmt: skip
+) -> PeerMapping:
     """Map every region that a column names, with the first transport in the owner's order that works here.
 
     `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` is whether this side

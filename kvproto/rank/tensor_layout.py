@@ -151,9 +151,12 @@ def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) 
     code, bits = view.element
     name = next((word(DType, each) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
     raise LocalError(
-        ErrorCode.BAD_COLUMNS, path, f"elements of {word(DType, types[0])}, as the Cache says", f"{name}, {bits} bits",
+        ErrorCode.BAD_COLUMNS,
+        path,
+        f"elements of {word(DType, types[0])}, as the Cache says",
+        f"{name}, {bits} bits",
         "state the tensor's type as the Cache's dtype, or pass a view of it as uint8",
-    )  # fmt: skip
+    )
 
 
 def _order(axis: Mapping[str, tuple[int, int]], rows: int, lanes: int, words: Sequence[str], path: str) -> None:
@@ -176,9 +179,10 @@ def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: s
 
 
 _STATED = {
-    "part": "the parts of the Cache", "token": "the rows of an item of the Cache",
+    "part": "the parts of the Cache",
+    "token": "the rows of an item of the Cache",
     "head": "the heads of this rank by the geometry",
-}  # fmt: skip
+}
 
 
 def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:

@@ -21,9 +21,16 @@ CPU, CUDA = 1, 2
 
 
 ELEMENTS: dict[int, set[tuple[int, int]]] = {
-    DType.F32: {(2, 32)}, DType.F16: {(2, 16)}, DType.BF16: {(4, 16)}, DType.F8E4M3: {(8, 8), (10, 8)},
-    DType.F8E5M2: {(12, 8)}, DType.F8E8M0: {(14, 8)}, DType.F4E2M1: {(17, 4)}, DType.U8: set(), DType.I8: set(),
-}  # fmt: skip
+    DType.F32: {(2, 32)},
+    DType.F16: {(2, 16)},
+    DType.BF16: {(4, 16)},
+    DType.F8E4M3: {(8, 8), (10, 8)},
+    DType.F8E5M2: {(12, 8)},
+    DType.F8E8M0: {(14, 8)},
+    DType.F4E2M1: {(17, 4)},
+    DType.U8: set(),
+    DType.I8: set(),
+}
 """DLPack type codes and bits of each element type; integers may hold the bits of any type."""
 
 

@@ -67,6 +67,8 @@ class Session:
         self.session = 0
         self.state = self.closed_in = SessionState.IDLE
         """`closed_in` is the state in which the session ended."""
+        self.open = True
+        """Whether the session has not ended."""
         self.features: tuple[int, ...] = ()
         self.minor = tables.MINOR
         """The minor version of the session, from Welcome on."""
@@ -110,11 +112,6 @@ class Session:
     def planned(self) -> bool:
         """Whether both Descriptions and their plan are known."""
         return self._described is not None
-
-    @property
-    def open(self) -> bool:
-        """Whether the session has not ended."""
-        return self.state != SessionState.CLOSED
 
     @property
     def known(self) -> bool:
@@ -165,6 +162,7 @@ class Session:
     def step(self, event: str) -> None:
         """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
         self.state = next_session(self.state, event, self.features)
+        self.open = self.state != SessionState.CLOSED
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
@@ -180,7 +178,7 @@ class Session:
 
     def describe(
         self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have the plan of both Descriptions made, and then call `then` with None, or the error if they do not fit.
 
         `then` is not called after the session has ended. A plan that is done after that of a later Description of the
@@ -233,9 +231,7 @@ class Session:
             fields |= {"sequence": to.sequence, "attempt": to.attempt}
         self.notice(cls(session=self.session, request=to.request, **fields))
 
-    def refuse(
-        self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True
-    ) -> None:  # fmt: skip
+    def refuse(self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True) -> None:
         """Answer with Refused, and report it to the engine; `ends` if the session has no use without the request."""
         self.reply(m.Refused, request, **refusal(error))
         self.tell(Refused(self.name, error, by_us=True) if ends else ProtocolError(self.name, error))
@@ -273,7 +269,7 @@ class Session:
             self.tell(Disconnected(self.name, reason))
 
     def _close(self) -> None:
-        self.closed_in, self.state = self.state, SessionState.CLOSED
+        self.closed_in, self.state, self.open = self.state, SessionState.CLOSED, False
         for number in list(self._pending):
             self.answered(number)
         for part in self._parts.values():
@@ -309,9 +305,14 @@ class Session:
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
-        self, cls: type[Any], now: float, *, patience: float | None = None,
-        on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
-    ) -> PendingMessage:  # fmt: skip
+        self,
+        cls: type[Any],
+        now: float,
+        *,
+        patience: float | None = None,
+        on_error: Callable[[RemoteError, float], None] | None = None,
+        **fields: Any,
+    ) -> PendingMessage:
         """Encode a request with a new id, for `ask`; Hello is greased.
 
         Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.

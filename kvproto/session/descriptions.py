@@ -157,6 +157,8 @@ class Epoch:
     overlaps: Overlaps
     """Which of the columns share bytes."""
     answer: m.Registered
+    mapping: Any = None
+    """The rank's own record of how it is mapped."""
     stream: Any = None
     """The source's half of its streams, if bytes are packed."""
     back: m.Unregister | None = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from kvproto import events as told
 from kvproto.errors import RemoteError
 from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.session.descriptions import Party, Stated
+from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.error_fields import refusal
-from kvproto.session.events import Event
+from kvproto.session.events import Event, RegisterAsked, UnmapAsked
 from kvproto.session.plan_cache import Plans
 from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
@@ -57,6 +58,18 @@ class Endpoint:
     def tell(self, session: Any, event: Event) -> None:
         """Queue an event of a session for the engine."""
         self._events.append(event)
+
+    def report(self, event: told.Event) -> None:
+        """Report an event to the engine."""
+        self._events.append(event)
+
+    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
+        """Have the peer's memory mapped, and then Registered or Refused sent."""
+        self.tell(session, RegisterAsked(session.session, register, described))
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        """Have an epoch unmapped that the peer wants back and nothing uses, and then Unregistered sent."""
+        self.tell(session, UnmapAsked(session.session, epoch))
 
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""
@@ -115,5 +128,5 @@ class Endpoint:
             about = head.cls.TYPE if head.cls is not None else None
             answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
             self.send(conn, encode(answer))
-        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
+        self.report(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
         return head

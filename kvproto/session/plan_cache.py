@@ -49,9 +49,13 @@ class Plans:
         self._waiting: dict[_Key, list[_Then]] = {}
 
     def make(
-        self, message: m.Describe | m.Description, own: Stated, from_source: bool, features: tuple[int, ...],
+        self,
+        message: m.Describe | m.Description,
+        own: Stated,
+        from_source: bool,
+        features: tuple[int, ...],
         then: _Then,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read a peer's Description, whose digest was checked, and plan; call `then` with the plan or the error."""
         key = bytes(message.digest), own.digest, from_source, features
 

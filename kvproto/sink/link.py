@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,12 @@ from kvproto.rank.events import PagesNeeded, Received, TransferLost, TransferPro
 from kvproto.rank.rank_pool import RankPool
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Proven, Ready, RegisterAsked, UnmapAsked, Useful
-from kvproto.session.hindrances import gone
+from kvproto.session.sink_endpoint import gone
 from kvproto.session.timers import Timer
-from kvproto.sink.deferred_pages import Claimed
-from kvproto.sink.lending import Lending
-from kvproto.sink.quarantine import Filled
+from kvproto.sink.fetch import Claimed
 from kvproto.sink.reads import Puller
-from kvproto.sink.registered_pool import PoolTerms, begins_of, prepared
-from kvproto.sink.verification import Arrivals, Taken, received
+from kvproto.sink.registered_pool import Filled, RegisteredPool, begins_of, prepared
+from kvproto.sink.verification import Taken, Verification, received
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Grants
@@ -67,7 +65,7 @@ class _Transfer:
     """The endpoint's number of it; None while it waits for the link to be ready."""
     by: tuple[int, ...] = ()
     """Versions of the Descriptions by which it was last requested (KVP-TRN-CHANGED)."""
-    terms: PoolTerms = attrs.field(init=False)
+    terms: RegisteredPool = attrs.field(init=False)
     """The terms by which it was last requested."""
     grants: Mapping[int, Grants] = {}
     """What is granted so far, once it was requested."""
@@ -93,7 +91,7 @@ class SourceLink:
         self.endpoint.plans.defer = prepared(context.backstage, lambda: self._pools.terms)
         self.endpoint.runs = context.runs
         self._puller = Puller(self.endpoint, context.readers)
-        self._arrivals = Arrivals()
+        self._arrivals = Verification()
         self._transfers: dict[int, _Transfer] = {}
         """All transfers, by the link's number."""
         self._waiting: dict[int, _Transfer] = {}
@@ -103,7 +101,7 @@ class SourceLink:
         self._events: list[TransferLost | PagesNeeded] = []
         """Events for the next turn."""
         self._agreed: Connected | None = None
-        self._pools = Lending(self.endpoint, context.transports, self._arrivals, lent)
+        self._pools = RegisteredPools(self.endpoint, context.transports, self._arrivals, lent)
         self.endpoint.dial(time.monotonic())
 
     # calls of the engine
@@ -313,7 +311,7 @@ class SourceLink:
         claim.reported = (tokens,)
         self._events.append(PagesNeeded(transfer.number, tokens))
 
-    def _check_axes(self, terms: PoolTerms, axes: Collection[str]) -> None:
+    def _check_axes(self, terms: RegisteredPool, axes: Collection[str]) -> None:
         """Raise LocalError for an axis that no group of either side has."""
         sides = terms.lent.pool.layout.geometry, self.endpoint.source
         known = {axis_of(group) for side in sides if side is not None for group in side.groups} - {TOKENS}
@@ -390,6 +388,65 @@ class SourceLink:
         transfer = self._asked[event.transfer]
         self._forget(transfer)
         return received(transfer.number, event, taken, transfer.terms)
+
+
+class RegisteredPools:
+    """The pools that one link lends; its endpoint registers them."""
+
+    def __init__(
+        self, endpoint: SinkEndpoint, transports: Sequence[Transport], arrivals: Verification, lent: Filled
+    ) -> None:  # fmt: skip
+        """`lent` is registered at once; `arrivals` may still read the pools of transfers that have ended."""
+        self._endpoint, self._transports, self._arrivals = endpoint, tuple(transports), arrivals
+        self.terms: RegisteredPool | None = None
+        """The terms of new transfers; None while the sink is asleep."""
+        self._former: list[RegisteredPool] = []
+        """Earlier terms whose pools a source may still write."""
+        self.expose(lent)
+
+    def expose(self, lent: Filled) -> None:
+        """Register a pool under the current plan; transfers under way end under the earlier terms."""
+        self.withdraw(at_once=False)
+        self.pool, self.terms = lent.pool, RegisteredPool(self._endpoint, lent, self._transports)
+        self._endpoint.expose(self.terms.exposed, time.monotonic(), lent.pool.layout.geometry)
+
+    def planned(self) -> None:
+        """Register the pool again if it was registered under a plan that has been replaced."""
+        terms = self.terms
+        if terms is None:
+            return
+        if terms.digests not in (None, self._endpoint.digests) or self._endpoint.outdated(terms.exposed):
+            self.expose(terms.lent)
+
+    def withdraw(self, at_once: bool) -> None:
+        """Take the pool back from sources that can return it; with `at_once`, transfers into it end."""
+        terms, self.terms = self.terms, None
+        if terms is not None:
+            self._former.append(terms)
+            self._endpoint.give_back(terms.exposed, at_once, time.monotonic())
+
+    def holders(self, lent: Filled) -> list[str]:
+        """Who may still read or write a pool, for display."""
+        found: list[str] = []
+        for terms in [each for each in self._all() if each.lent is lent]:
+            found += self._endpoint.holders(terms.exposed)
+            found += ["checksums under way"] * self._arrivals.reads(terms)
+        return found
+
+    def release(self) -> None:
+        """Release former pools that nothing holds any more."""
+        for terms in [t for t in self._former if not self._endpoint.holders(t.exposed) and not self._arrivals.reads(t)]:
+            if self._endpoint.given_back(terms.exposed):
+                terms.close()
+            self._former.remove(terms)
+
+    @property
+    def unpacking(self) -> bool:
+        """Whether anything is being unpacked into one of the pools."""
+        return any(each.unpacking for each in self._all())
+
+    def _all(self) -> list[RegisteredPool]:
+        return [*self._former, *([] if self.terms is None else [self.terms])]
 
 
 _UNANSWERED = "the ticket's deadline passed: {}: check that all ranks of the source run and are known"

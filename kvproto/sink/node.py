@@ -20,7 +20,8 @@ from kvproto.rank.registration import features_of
 from kvproto.session import Party
 from kvproto.session.records import Counters
 from kvproto.sink.link import LinkContext, SourceLink
-from kvproto.sink.quarantine import Filled, Quarantine
+from kvproto.sink.quarantine import Quarantine
+from kvproto.sink.registered_pool import Filled
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.transport.process import Watch, boot_id

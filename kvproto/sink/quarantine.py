@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
-
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
-from kvproto.rank.lent import Lent
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["Filled", "Quarantine"]
+__all__ = ["Quarantine"]
 
 
 class Quarantine:
@@ -52,10 +49,3 @@ class Quarantine:
             for group, count in items.items():
                 counts[group] = counts.get(group, 0) + count
         self.counts = {group: count for group, count in counts.items() if count}
-
-
-@attrs.define(eq=False)
-class Filled(Lent):
-    """A pool of a sink, which sources fill."""
-
-    quarantine: Quarantine = attrs.field(kw_only=True)

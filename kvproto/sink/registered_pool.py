@@ -5,27 +5,42 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
+import numpy as np
+
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
 from kvproto.copying.page_sums import page_sums
-from kvproto.copying.program import CopyProgram
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
 from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import Sums
+from kvproto.rank.lent import Lent
+from kvproto.rank.rank_pool import pack
 from kvproto.rank.registration import register
 from kvproto.session import Exposed, Registration, SinkEndpoint
 from kvproto.session.plan_cache import Planned
 from kvproto.session.push import Unpacker
-from kvproto.sink.quarantine import Filled
-from kvproto.sink.sink_programs import Expected
+from kvproto.sink.quarantine import Quarantine
 from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["PoolTerms", "begins_of", "prepared"]
+__all__ = ["Filled", "RegisteredPool", "SinkPrograms", "begins_of", "prepared"]
 
 
-class PoolTerms:
+@attrs.define(eq=False)
+class Filled(Lent):
+    """A pool of a sink, which sources fill."""
+
+    quarantine: Quarantine = attrs.field(kw_only=True)
+
+
+class RegisteredPool:
     """One pool, registered with all ranks of one replica under one plan."""
 
     def __init__(self, endpoint: SinkEndpoint, lent: Filled, transports: Sequence[Transport]) -> None:
@@ -35,28 +50,30 @@ class PoolTerms:
         """The pool as the endpoint knows it."""
         self.digests: tuple[bytes, bytes] | None = None
         """Digests of the Descriptions that the plan is made from, once they are known."""
-        self._expected: Expected | None = None
-        self._prepared: tuple[Plan, Expected] | None = None
+        self._expected: SinkPrograms | None = None
+        self._prepared: tuple[Plan, SinkPrograms] | None = None
         """What was computed outside turns, and the plan that it is for."""
         self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
         """Deliveries of packed streams, by source rank and transport."""
 
     @property
-    def expected(self) -> Expected:
+    def expected(self) -> SinkPrograms:
         """The programs of the source ranks; only once both Descriptions are known."""
         if self._expected is None:
             plan, source = self._endpoint.plan, self._endpoint.source
             assert plan is not None
             assert source is not None
             ready, expected = self._prepared or (None, None)
-            self._expected = expected if expected and ready is plan else Expected(plan, source, self.lent.pool.layout)
+            self._expected = (
+                expected if expected and ready is plan else SinkPrograms(plan, source, self.lent.pool.layout)
+            )
             self.digests = self._endpoint.digests
         return self._expected
 
     def prepare(self, made: Planned) -> None:
         """Lower each pair ahead of use, which takes long if rows lie in many ways; may be called from any thread."""
         layout = self.lent.pool.layout
-        expected = Expected(made.plan, made.theirs.geometry, layout)
+        expected = SinkPrograms(made.plan, made.theirs.geometry, layout)
         with contextlib.suppress(KvprotoError):  # raised again in the turn that needs it
             for writer in made.plan.required(layout.rank):
                 expected.pair(writer)
@@ -134,7 +151,7 @@ class PoolTerms:
 
 
 def prepared(
-    backstage: Background, terms: Callable[[], PoolTerms | None]
+    backstage: Background, terms: Callable[[], RegisteredPool | None]
 ) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
     """A function by which a link's endpoint makes its plans outside turns, and prepares the current terms for them."""
 
@@ -155,3 +172,74 @@ def prepared(
 def begins_of(said: Done | Offer) -> dict[int, int]:
     """Where late windows begin, as a Done or an Offer states it, by group id."""
     return {begin.group: begin.first for begin in said.begins or ()}
+
+
+class SinkPrograms:
+    """The programs of one source replica, by source rank, computed on the sink's side alone.
+
+    The sink does not know the source's layout, but what it needs from a program (the order of a packed stream, the rows
+    of a checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
+    """
+
+    def __init__(self, plan: Plan, source: Geometry, own: RankLayout) -> None:
+        self._plan, self._source, self._own = plan, source, own
+        self._pairs: dict[int, Pair] = {}
+
+    def pair(self, writer: int) -> Pair:
+        """The rank pair, cached, with a stand-in for the source's layout."""
+        known = self._pairs.get(writer)
+        if known is None:
+            columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
+            routes = self._plan.between(writer, self._own.rank)
+            known = self._pairs[writer] = Pair(routes, RankLayout(self._source, writer, columns), self._own)
+        return known
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Source ranks with a route to this one."""
+        return self._plan.required(self._own.rank)
+
+    def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
+        """What a source rank writes in a transfer; places on the source's side have no meaning. Raises BAD_GRANT."""
+        rank = next(r for r in self._source.ranks if r.rank == writer)
+        groups = {g.id: g for g in self._source.groups}
+        drawn: dict[int, list[Grants]] = {}
+        for route in self._plan.between(writer, self._own.rank):
+            for id in {box.source_group for box in route.boxes}:
+                drawn.setdefault(id, []).append(grants[route.group])
+        sources = {}
+        for share in rank.owns:
+            some = drawn.get(share.group, [])
+            first = min((g.first for g in some), default=0)
+            count = max((g.first + g.count for g in some), default=0) - first
+            items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            sources[share.group] = Window(first, count, np.arange(items))
+        return self.pair(writer).lower(sources, windows(grants.values()))
+
+    def runs(self, writer: int) -> Runs:
+        """The runs that a source rank writes for two scattered pages of each group; none if that cannot be computed."""
+        grants = {}
+        shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
+        for group in self._own.geometry.groups:
+            rows = 2 * group.rows * group.cp_size if kind_of(group).paged else 1
+            first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
+            need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
+            items = np.arange(need, dtype=np.uint32)[::-1] * 2
+            grants[group.id] = Grants(group=group.id, first=first, count=count, valid=first + count, items=items)
+        try:
+            return self.program(writer, grants).runs()
+        except KvprotoError:  # the source deals its tokens from a later one on
+            return Runs(0, 0)
+
+    def handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
+        """The hand-off bytes of a Done that `check_outcome` accepted, by this side's group id and part name."""
+        found = {}
+        routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
+        for each in done.handoff:
+            group = self._own.group(each.group)
+            parts = [group.parts[p] for p in sorted({box.part for box in routes[each.group].boxes})]
+            at = 0
+            for p in parts:
+                found[group.id, p.name] = bytes(each.data[at : at + p.lane_bytes])
+                at += p.lane_bytes
+        return found

@@ -12,13 +12,13 @@ from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
-from kvproto.rank.base import Handle, TicketHandle, check_request, ends_of, options_of, party_of, transports_of
+from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.rank.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven
+from kvproto.rank.handles import Handle, TicketHandle, Withdrawal
 from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
-from kvproto.rank.withdrawal import Sleeper, Withdrawal
-from kvproto.sink.deferred_pages import Claim
+from kvproto.sink.fetch import Claim
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode, Outcome
 
@@ -58,7 +58,7 @@ class Fetch(TicketHandle[Arrived]):
         the pool, ITEM_ALIAS for a page that is named twice or by another fetch, UNEXPECTED_MESSAGE if `fetch` was given
         the pages.
         """
-        sink, claim = self._door, self._claim
+        sink, claim = self._rank, self._claim
         if self._named:
             mine, yours = "a fetch that began without pages", "one whose pages `fetch` was given"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "grant", mine, yours, "name the pages once")
@@ -77,7 +77,7 @@ class Fetch(TicketHandle[Arrived]):
 
     def _ask(self, wanted: PagesWanted) -> None:
         """Ask the engine's `claim` for pages; an exception that it raises ends only this fetch."""
-        sink = self._door
+        sink = self._rank
         try:
             pages = self._on_wanted(wanted) if self._on_wanted is not None and not self.done else None
             if pages is not None:
@@ -95,18 +95,18 @@ class Fetch(TicketHandle[Arrived]):
         It ends with ABORTED as soon as the source has answered, or has been given up. If the source has not heard of
         the fetch yet, it ends at once and the source is not told: tell the engine that computes the prompt as well.
         """
-        sink = self._door
+        sink = self._rank
         check_type("reason", reason, str, "a str")
         if not self.done and isinstance(sink, Sink):
             error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
             self._post(lambda: sink._node.abort(self.number, error))
 
     def _give_up(self, error: KvprotoError) -> None:
-        if isinstance(self._door, Sink):
-            self._door._node.abort(self.number, error)
+        if isinstance(self._rank, Sink):
+            self._rank._node.abort(self.number, error)
 
 
-class Sink(Sleeper):
+class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
@@ -139,6 +139,7 @@ class Sink(Sleeper):
             ticket_wait=chosen.ticket_wait,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
+        self._start()
         for (engine, replica), _, seed in named:
             self.connect(engine, replica, address=seed.address, key=seed.key)
 
@@ -242,7 +243,7 @@ class Sink(Sleeper):
         """
         self._check_pool(pool)
         with self._handles_lock:
-            self._check_awake("move")
+            self._check_awake("move", ErrorCode.UNEXPECTED_MESSAGE)
             made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
             self._replace(pool)
             epoch = self._epoch

@@ -11,23 +11,25 @@ from kvproto.errors import KvprotoError
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Sums
 from kvproto.rank.events import Received, TransferLost
 from kvproto.session.events import Arrived
-from kvproto.sink.registered_pool import PoolTerms, begins_of
+from kvproto.sink.registered_pool import RegisteredPool, begins_of
 from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Grants
 
-__all__ = ["Arrivals", "Taken", "received"]
+__all__ = ["Taken", "Verification", "received"]
 
 Taken = list[Sums] | KvprotoError
 """The checksums of what each source rank has sent, or the error that kept them from being computed."""
 
 
-class Arrivals:
+class Verification:
     """The arrivals of one link, in order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Arrived, PoolTerms, Taken]] = deque()
+        self._waiting: deque[tuple[Arrived, RegisteredPool, Taken]] = deque()
 
-    def add(self, event: Arrived, terms: PoolTerms, grants: Mapping[int, Grants], features: Collection[int]) -> None:
+    def add(
+        self, event: Arrived, terms: RegisteredPool, grants: Mapping[int, Grants], features: Collection[int]
+    ) -> None:
         """Add a transfer of which every byte is here; its checksums are due if the features include VERIFY."""
         taken: Taken = []
         try:
@@ -55,12 +57,12 @@ class Arrivals:
         """Whether checksums are still due."""
         return bool(self._waiting)
 
-    def reads(self, terms: PoolTerms) -> bool:
+    def reads(self, terms: RegisteredPool) -> bool:
         """Whether checksums are still due in the pool of these terms."""
         return any(each is terms for _, each, _ in self._waiting)
 
 
-def received(number: int, event: Arrived, taken: Taken, terms: PoolTerms) -> Received | TransferLost:
+def received(number: int, event: Arrived, taken: Taken, terms: RegisteredPool) -> Received | TransferLost:
     """The event for a transfer whose checksums are computed, with the link's number of it."""
     handoff: dict[tuple[int, str], bytes] = {}
     sums: dict[tuple[int, int], int] = {}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Layer
 
-__all__ = ["Available", "Part", "SendProgress", "layers_of"]
+__all__ = ["Available", "CopyStep", "SendProgress", "layers_of"]
 
 _NO_MODEL = -1
 
@@ -36,7 +36,7 @@ class Available:
 
 
 @attrs.frozen
-class Part:
+class CopyStep:
     """Some rows of some layers, to be copied next."""
 
     program: CopyProgram
@@ -95,14 +95,14 @@ class SendProgress:
             coming += end - computed
         return waiting >= coming * (min(first_part_ratio, 1) if self.begun else first_part_ratio)
 
-    def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[Part]:
+    def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[CopyStep]:
         """The parts that are available and were not handed over; between calls, `program` may only gain rows."""
         return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
 
-    def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[Part]:
+    def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[CopyStep]:
         """Everything that was not handed over when prefill is over: at least one part, which may be empty."""
         found = self._parts(program, dict.fromkeys(self.layers, (None, after)))
-        return found or [Part(program.since(_NO_MODEL, 0, None), None, after, 0)]
+        return found or [CopyStep(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
     def advance(self, there: Mapping[Layer, Available]) -> None:
         """Record that the parts which `next` returned were handed over."""
@@ -111,7 +111,7 @@ class SendProgress:
             if layer in there:
                 self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)
 
-    def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[Part]:
+    def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[CopyStep]:
         runs: list[tuple[tuple[int, int, int | None], list[int], set[int]]] = []
         adjacent = False
         for model, layer in self.layers:
@@ -130,7 +130,7 @@ class SendProgress:
             rows, span = program.since(model, handed, tokens), (layers[0], layers[-1] + 1)
             bytes_ = rows.select(layers=range(*span)).bytes
             if bytes_:
-                found.append(Part(rows, span, tuple(sorted(events)), bytes_))
+                found.append(CopyStep(rows, span, tuple(sorted(events)), bytes_))
         return found
 
 

@@ -18,7 +18,7 @@ import attrs
 
 from kvproto import Geometry, KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
-from kvproto.rank.withdrawal import Withdrawal
+from kvproto.rank.handles import Withdrawal
 from kvproto.session import limits as times
 
 from . import limits

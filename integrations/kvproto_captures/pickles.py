@@ -16,7 +16,7 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import DEPTH, refuse
 from kvproto_captures.tables import engines
 
-__all__ = ["records"]
+__all__ = ["objects"]
 
 _MOST_VALUES = 1 << 20
 _MOST_KEY = 1 << 16
@@ -24,25 +24,25 @@ _MOST_KEY = 1 << 16
 
 
 @attrs.define
-class _Class:
+class _NamedClass:
     name: str
 
 
 @attrs.define(eq=False)
-class _Record:
+class _Object:
     kind: str
     state: dict[str, Any]
 
 
-def records(data: bytes, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects(data: bytes, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(class, attributes) of each object in a pickle, which is one or a list or map of them; raises WireError."""
-    made = _Walk(path).run(data)
-    items = list(made.values()) if isinstance(made, dict) else made if isinstance(made, list | tuple) else [made]
-    seen = [0]
+    root = _Walk(path).run(data)
+    items = list(root.values()) if isinstance(root, dict) else root if isinstance(root, list | tuple) else [root]
+    counted = [0]
     for i, item in enumerate(items):
-        if not isinstance(item, _Record):
+        if not isinstance(item, _Object):
             raise refuse(ErrorCode.BAD_TYPE, f"{path}[{i}]", "an object of a known class", type(item).__name__)
-        yield item.kind, _plain(item.state, path, seen, 0)
+        yield item.kind, _plain(item.state, path, counted, 0)
 
 
 class _Walk:
@@ -50,7 +50,7 @@ class _Walk:
 
     def __init__(self, path: str) -> None:
         self.path, self.stack, self.memo, self.marks = path, list[Any](), list[Any](), list[int]()
-        self.known = {name for e in engines().values() for m in e.messages for name in m.classes}
+        self.known = {name for table in engines().values() for message in table.messages for name in message.classes}
 
     def run(self, data: bytes) -> Any:
         """The one value that is left on the stack at the end; raises WireError."""
@@ -61,8 +61,8 @@ class _Walk:
                 if steps > _MOST_VALUES:
                     raise refuse(ErrorCode.TOO_LARGE, self.path, f"{_MOST_VALUES} opcodes", "more")
                 if opcode.name not in _STEPS:
-                    what = f"pickle opcode {opcode.name}"
-                    raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "plain values and known classes", what)
+                    wanted = "plain values and known classes"
+                    raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, wanted, f"pickle opcode {opcode.name}")
                 _STEPS[opcode.name](self, argument)
             (result,) = self.stack
         except (ValueError, IndexError, TypeError, AttributeError, OverflowError) as error:
@@ -111,74 +111,73 @@ class _Walk:
         self.memo.append(self.stack[-1])
 
     def named(self, names: list[Any]) -> None:
-        if other := [name for name in names if not isinstance(name, str)]:
-            raise refuse(ErrorCode.BAD_TYPE, self.path, "a class by the text of its names", type(other[0]).__name__)
+        for part in names:
+            if not isinstance(part, str):
+                raise refuse(ErrorCode.BAD_TYPE, self.path, "a class by the text of its names", type(part).__name__)
         name = ".".join(names)
         if name not in self.known:
             raise refuse(ErrorCode.UNKNOWN_FIELD, self.path, "a class that a table names", name)
-        self.push(_Class(name))
+        self.push(_NamedClass(name))
 
-    def made(self, kind: Any, arguments: Any) -> None:
-        if not isinstance(kind, _Class) or arguments != ():
+    def instance(self, kind: Any, arguments: Any) -> None:
+        if not isinstance(kind, _NamedClass) or arguments != ():
             raise refuse(ErrorCode.BAD_TYPE, self.path, "an object without arguments", type(kind).__name__)
-        self.push(_Record(kind.name, {}))
+        self.push(_Object(kind.name, {}))
 
     def build(self, state: Any) -> None:
         target = self.stack[-1]
-        if not isinstance(target, _Record) or not isinstance(state, dict) or target.state:
+        if not isinstance(target, _Object) or not isinstance(state, dict) or target.state:
             raise refuse(ErrorCode.BAD_TYPE, self.path, "an object and its attributes", type(state).__name__)
         target.state = state
 
 
-_ARGUMENTS = (
-    "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
-    "BINBYTES", "BINBYTES8",
-)  # fmt: skip
+_NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1")
+_TEXTS = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8")
 _STEPS: dict[str, Callable[[_Walk, Any], None]] = {
-    "PROTO": lambda walk, given: None,
-    "FRAME": lambda walk, given: None,
-    "NONE": lambda walk, given: walk.push(None),
-    "NEWTRUE": lambda walk, given: walk.push(True),
-    "NEWFALSE": lambda walk, given: walk.push(False),
-    **dict.fromkeys(_ARGUMENTS, lambda walk, given: walk.push(given)),
-    "MARK": lambda walk, given: walk.marks.append(len(walk.stack)),
-    "EMPTY_LIST": lambda walk, given: walk.push([]),
-    "APPEND": lambda walk, given: walk.extend(walk.last(1)),
-    "APPENDS": lambda walk, given: walk.extend(walk.marked()),
-    "EMPTY_DICT": lambda walk, given: walk.push({}),
-    "SETITEM": lambda walk, given: walk.update(walk.last(2)),
-    "SETITEMS": lambda walk, given: walk.update(walk.marked()),
-    "EMPTY_TUPLE": lambda walk, given: walk.push(()),
-    "TUPLE1": lambda walk, given: walk.push(tuple(walk.last(1))),
-    "TUPLE2": lambda walk, given: walk.push(tuple(walk.last(2))),
-    "TUPLE3": lambda walk, given: walk.push(tuple(walk.last(3))),
-    "TUPLE": lambda walk, given: walk.push(tuple(walk.marked())),
-    "MEMOIZE": lambda walk, given: walk.put(len(walk.memo)),
-    "BINPUT": lambda walk, given: walk.put(given),
-    "LONG_BINPUT": lambda walk, given: walk.put(given),
-    "BINGET": lambda walk, given: walk.push(walk.memo[given]),
-    "LONG_BINGET": lambda walk, given: walk.push(walk.memo[given]),
-    "GLOBAL": lambda walk, given: walk.named(given.split(" ")),
-    "STACK_GLOBAL": lambda walk, given: walk.named(walk.last(2)),
-    "NEWOBJ": lambda walk, given: walk.made(*walk.last(2)),
-    "BUILD": lambda walk, given: walk.build(walk.last(1)[0]),
+    "PROTO": lambda walk, _: None,
+    "FRAME": lambda walk, _: None,
+    "NONE": lambda walk, _: walk.push(None),
+    "NEWTRUE": lambda walk, _: walk.push(True),
+    "NEWFALSE": lambda walk, _: walk.push(False),
+    **dict.fromkeys(_NUMBERS + _TEXTS, lambda walk, value: walk.push(value)),
+    "MARK": lambda walk, _: walk.marks.append(len(walk.stack)),
+    "EMPTY_LIST": lambda walk, _: walk.push([]),
+    "APPEND": lambda walk, _: walk.extend(walk.last(1)),
+    "APPENDS": lambda walk, _: walk.extend(walk.marked()),
+    "EMPTY_DICT": lambda walk, _: walk.push({}),
+    "SETITEM": lambda walk, _: walk.update(walk.last(2)),
+    "SETITEMS": lambda walk, _: walk.update(walk.marked()),
+    "EMPTY_TUPLE": lambda walk, _: walk.push(()),
+    "TUPLE1": lambda walk, _: walk.push(tuple(walk.last(1))),
+    "TUPLE2": lambda walk, _: walk.push(tuple(walk.last(2))),
+    "TUPLE3": lambda walk, _: walk.push(tuple(walk.last(3))),
+    "TUPLE": lambda walk, _: walk.push(tuple(walk.marked())),
+    "MEMOIZE": lambda walk, _: walk.put(len(walk.memo)),
+    "BINPUT": lambda walk, value: walk.put(value),
+    "LONG_BINPUT": lambda walk, value: walk.put(value),
+    "BINGET": lambda walk, value: walk.push(walk.memo[value]),
+    "LONG_BINGET": lambda walk, value: walk.push(walk.memo[value]),
+    "GLOBAL": lambda walk, value: walk.named(value.split(" ")),
+    "STACK_GLOBAL": lambda walk, _: walk.named(walk.last(2)),
+    "NEWOBJ": lambda walk, _: walk.instance(*walk.last(2)),
+    "BUILD": lambda walk, _: walk.build(walk.last(1)[0]),
 }
 """Opcodes that are accepted; none of them looks anything up or calls it."""
 
 
-def _plain(value: Any, path: str, seen: list[int], depth: int) -> Any:
-    """The value, which has no objects in it. What a pickle shares is counted each time, so that it cannot grow much.
+def _plain(value: Any, path: str, counted: list[int], depth: int) -> Any:
+    """The value, without objects in it; raises WireError.
 
-    Eight bytes of text count as a value.
+    Values that a pickle shares count each time, so that they cannot grow much; eight bytes of text count as a value.
     """
-    seen[0] += 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
-    if depth > DEPTH or seen[0] > _MOST_VALUES:
+    counted[0] += 1 + (len(value) // 8 if isinstance(value, str | bytes) else 0)
+    if depth > DEPTH or counted[0] > _MOST_VALUES:
         code = ErrorCode.TOO_DEEP if depth > DEPTH else ErrorCode.TOO_LARGE
         raise refuse(code, path, f"{DEPTH} levels, {_MOST_VALUES} values", "more")
     if isinstance(value, dict):
-        return {k: _plain(v, path, seen, depth + 1) for k, v in value.items()}
+        return {k: _plain(v, path, counted, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, path, seen, depth + 1) for v in value]
+        return [_plain(v, path, counted, depth + 1) for v in value]
     if not isinstance(value, str | bytes | int | None):
         raise refuse(ErrorCode.BAD_TYPE, path, "plain values", type(value).__name__)
     return value
