@@ -101,7 +101,7 @@ class Bench:
         agreed = torch.tensor(list(times.values()), device=self.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         times = dict(zip(times, agreed.tolist(), strict=True))
-        found: Samples = {name: [] for name in ways}
+        figures: Samples = {name: [] for name in ways}
         dice = np.random.default_rng(1)
         for turn in range(-WARM, ROUNDS) if self.cuda else range(2):
             for k in dice.permutation(len(ways)).tolist():
@@ -109,10 +109,10 @@ class Bench:
                 self.together()
                 took = self.span(graphs[name], times[name]) / ways[name][1] * 1e6
                 if turn >= 0:
-                    found[name].append(took)
-        samples = torch.tensor(list(found.values()), device=self.device)
+                    figures[name].append(took)
+        samples = torch.tensor(list(figures.values()), device=self.device)
         dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-        return dict(zip(found, samples.tolist(), strict=True))
+        return dict(zip(figures, samples.tolist(), strict=True))
 
     def span(self, graph: Callable[[], object], times: int) -> float:
         """Seconds of one of so many replays."""
@@ -158,7 +158,7 @@ class Bench:
 
 def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any]:
     """One rank against a group of all, at one batch and context."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "shape": shape.name,
         "batch": batch,
         "context": context,
@@ -173,8 +173,8 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         layers = max(1, min(24 if bench.cuda else 2, CACHED // (int(step.bounds.sum()) * shape.row)))
         pool = bench.pools(shape, pages, layers)
         kernel = bench.kernel(pool, heads)
-        found["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
-        found["plan"][size] = planned(bench, kernel, step)
+        figures["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
+        figures["plan"][size] = planned(bench, kernel, step)
         own, every = (
             torch.randn(layers, batch, n, pool.config.row_dim, dtype=torch.bfloat16, device=bench.device)
             for n in (shape.heads, heads)
@@ -186,10 +186,10 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         for name, exchange in bench.exchanges.items() if size > 1 else ():
             q = every if getattr(exchange, "replicated", False) else own
             ways[f"step, {name}"] = repeat(layers, whole(kernel, exchange), q)
-    found["us"] = bench.timed(ways)
+    figures["us"] = bench.timed(ways)
     for exchange in bench.exchanges.values():
         exchange.check()
-    return found
+    return figures
 
 
 def planned(bench: Bench, kernel: Kernel, step: Batch) -> list[float]:
@@ -237,13 +237,13 @@ def exchanges(bench: Bench, shape: Shape, batch: int) -> dict[str, Any]:
     log2 = torch.randn(batch, heads, device=bench.device)
     read = torch.ones(batch, dtype=torch.int32, device=bench.device)
     q = torch.randn(layers, batch, shape.heads, config.row_dim, dtype=torch.bfloat16, device=bench.device)
-    found: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
+    figures: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
     ways: dict[str, Way] = {}
     for name, exchange in bench.exchanges.items():
-        acts = {"merge": lambda q, _, x=exchange: x.merge(found)}
+        acts = {"merge": lambda q, _, x=exchange: x.merge(figures)}
         if not getattr(exchange, "replicated", False):
             acts["queries"] = lambda q, _, x=exchange: x.queries(q)
-            acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(found))
+            acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(figures))
         ways |= {f"{what}, {name}": repeat(layers, act, q) for what, act in acts.items()}
     return {"shape": shape.name, "batch": batch, "us": bench.timed(ways)}
 
@@ -272,20 +272,20 @@ def work(rank: int, size: int, port: int, args: argparse.Namespace, out: Path) -
     most = max(batches) * max(contexts)
     with torch.inference_mode():
         bench = Bench(device, int(most * 1152 * 1.02) + (64 << 20) if cuda else 64 << 20)
-        found: dict[str, Any] = {"ceilings": ceilings(bench), "steps": [], "verify": [], "exchanges": []}
+        figures: dict[str, Any] = {"ceilings": ceilings(bench), "steps": [], "verify": [], "exchanges": []}
         if size > 1:
             for shape, batch in itertools.product(SHAPES, batches):
-                found["exchanges"].append(exchanges(bench, shape, batch))
-                told(rank, found["exchanges"][-1])
+                figures["exchanges"].append(exchanges(bench, shape, batch))
+                told(rank, figures["exchanges"][-1])
         for shape, batch, context in itertools.product(SHAPES, batches, contexts):
-            found["steps"].append(steps(bench, shape, batch, context))
-            told(rank, found["steps"][-1])
+            figures["steps"].append(steps(bench, shape, batch, context))
+            told(rank, figures["steps"][-1])
         for shape, (batch, context, count) in itertools.product(SHAPES, VERIFIED if cuda else [(2, 30, 3)]):
             if batch * context <= most:
-                found["verify"].append(verify(bench, shape, batch, context, count))
-                told(rank, found["verify"][-1])
+                figures["verify"].append(verify(bench, shape, batch, context, count))
+                told(rank, figures["verify"][-1])
     if rank == 0:
-        out.write_text(json.dumps({"size": size} | found))
+        out.write_text(json.dumps({"size": size} | figures))
     dist.barrier()
     os._exit(0)  # graphs hold NCCL's communicator, whose teardown waits for them
 
@@ -310,12 +310,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
         mp.spawn(work, (args.gpus, port, args, out), nprocs=args.gpus)
-        found = json.loads(out.read_text())
+        figures = json.loads(out.read_text())
     if args.device == "cuda":
         from gpu import gpu_facts  # needs CUDA's libraries
 
-        found = gpu_facts() | found
-    keep(args.out, found)
+        figures = gpu_facts() | figures
+    keep(args.out, figures)
     return 0
 
 

@@ -36,13 +36,13 @@ def seconds(runner: TorchRunner, batch: int, context: int) -> list[float]:
     """Of one step after the other; each adds a token."""
     shard = runner.shard
     tables = np.split(np.random.default_rng(0).permutation(batch * shard.pages(context + 2 * STEPS)), batch)
-    found, tokens = [], [1] * batch
+    figures, tokens = [], [1] * batch
     for step in range(STEPS):
         began = time.perf_counter()
         chunks = [Chunk([t], context + step, table) for t, table in zip(tokens, tables, strict=True)]
         tokens = runner.run(chunks).best().tolist()
-        found.append(time.perf_counter() - began)
-    return found[10:]
+        figures.append(time.perf_counter() - began)
+    return figures[10:]
 
 
 def bandwidth() -> float:
@@ -74,7 +74,7 @@ def main() -> int:
     model.join()
     weights = sum(p.nbytes for p in model.parameters()) - model.embed.nbytes
     group = Shape("Llama-3-8B", {}, 32, PAGE)
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for batch in args.batches:
         pages = batch * -(-(args.context + 2 * STEPS) // PAGE)
         pool = KVPool.allocate(LLAMA, pages, PAGE, device="cuda")
@@ -86,7 +86,7 @@ def main() -> int:
             runner = torch_runner(model, pool, shard_of(group, 1, 0), back_end="flashinfer", captured=captured)
             assert isinstance(runner, CapturedRunner) == captured
             took = seconds(runner, batch, args.context)
-            found.append({"batch": batch, "context": args.context, "way": name, "seconds": took, "floor": floor})
+            figures.append({"batch": batch, "context": args.context, "way": name, "seconds": took, "floor": floor})
             step = median(took)
             print(
                 f"batch {batch} {name}: {step * 1e3:.2f} ms, {batch / step:.0f} tokens/s, {floor / step:.2f} of the floor",
@@ -94,7 +94,7 @@ def main() -> int:
             )
             del runner
         del pool
-    keep(args.out, gpu_facts() | {"read": rate, "weights": weights, "steps": found})
+    keep(args.out, gpu_facts() | {"read": rate, "weights": weights, "steps": figures})
     return 0
 
 

@@ -122,20 +122,20 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def keep(path: Path | None, found: Mapping[str, Any]) -> None:
+def keep(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Write results if there is a path, an entry of the outermost object a line, so that new ones differ in few lines."""
     if path is not None:
-        entries = (f"{json.dumps(str(name))}: {json.dumps(of, separators=(',', ':'))}" for name, of in found.items())
+        entries = (f"{json.dumps(str(name))}: {json.dumps(of, separators=(',', ':'))}" for name, of in figures.items())
         path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
 
 
-def samples_of(found: Any, name: str = "") -> Iterator[tuple[str, list[float]]]:
+def samples_of(figures: Any, name: str = "") -> Iterator[tuple[str, list[float]]]:
     """Every list of numbers in results, by the names that lead to it."""
-    if isinstance(found, dict):
-        for key, inner in found.items():
+    if isinstance(figures, dict):
+        for key, inner in figures.items():
             yield from samples_of(inner, f"{name}, {key}" if name else key)
-    elif isinstance(found, list) and found and all(isinstance(sample, int | float) for sample in found):
-        yield name, found
+    elif isinstance(figures, list) and figures and all(isinstance(sample, int | float) for sample in figures):
+        yield name, figures
 
 
 def compare(before: Path, now: Path) -> Iterable[str]:

@@ -131,7 +131,7 @@ class Decode:
 
 def measured(kind: str, rounds: int, window: int) -> dict[str, Any]:
     """Rates in GB/s and latencies in seconds over one kind of address."""
-    found: dict[str, Any] = {"bare": [], "inline": [], "verified": [], "alone": {}, "beside": {}}
+    figures: dict[str, Any] = {"bare": [], "inline": [], "verified": [], "alone": {}, "beside": {}}
     with ExitStack() as stack:
         places = addresses(stack, kind)
         conn = stack.enter_context(child(prefill, places, window))
@@ -145,19 +145,19 @@ def measured(kind: str, rounds: int, window: int) -> dict[str, Any]:
             }
             for way, took in seconds.items():
                 if i:
-                    found[way].append(round(MOVED / took / 1e9, 4))
+                    figures[way].append(round(MOVED / took / 1e9, 4))
         for sink, name in ((0, "same"), (2, "other")):
             decode.short(sink)
-            found["alone"][name] = [decode.short(sink) for _ in range(100)]
-            found["beside"][name] = []
+            figures["alone"][name] = [decode.short(sink) for _ in range(100)]
+            figures["beside"][name] = []
             pages = list(range(LONG // TOKEN // PAGE))
             long = decode.fetch(0, decode.ready(0, LONG // TOKEN, pages), pages)
             while not long.done:
-                found["beside"][name].append(decode.short(sink))
-            found["beside"][name].pop()  # it may have outlived the stream
+                figures["beside"][name].append(decode.short(sink))
+            figures["beside"][name].pop()  # it may have outlived the stream
             long.wait(0)
         conn.send(None)
-    return found
+    return figures
 
 
 def main() -> int:
@@ -166,8 +166,8 @@ def main() -> int:
     parser.add_argument("--window", type=int, default=WINDOW, help="bytes that may be on their way")
     args = parser.parse_args()
     head = {"benchmark": "inline", "unit": "GB/s; seconds"} | facts() | {"zmq": zmq.zmq_version()}
-    found: dict[str, Any] = {kind: measured(kind, args.rounds, args.window) for kind in ("ipc", "tcp")}
-    for kind, of in found.items():
+    figures: dict[str, Any] = {kind: measured(kind, args.rounds, args.window) for kind in ("ipc", "tcp")}
+    for kind, of in figures.items():
         rates = ", ".join(f"{way} {np.median(of[way]):.2f}" for way in ("bare", "inline", "verified"))
         print(f"{kind}: {rates} GB/s, medians")
         for who in ("same", "other"):
@@ -176,7 +176,7 @@ def main() -> int:
                 count = len(of[when][who])
                 print(f"  short request, {who} sink, {when}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, n {count}")
     sizes = {"bytes": MOVED, "long": LONG, "frame": FRAME, "window": args.window}
-    keep(args.out, head | sizes | found)
+    keep(args.out, head | sizes | figures)
     return 0
 
 

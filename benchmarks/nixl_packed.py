@@ -186,8 +186,8 @@ def _write(
                 warm = time.monotonic() + WARM_UP
                 while len(samples[CEILING]) < rounds:
                     begun = time.monotonic()
-                    found = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
-                    for name, rate in found.items():
+                    figures = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
+                    for name, rate in figures.items():
                         samples[name] += [rate] if begun > warm else []
                 told.send((run, samples))
             conn.send(None)
@@ -200,7 +200,7 @@ def measure(
     runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None
 ) -> Found | str:
     """GB/s by contender and run length, or why there are none."""
-    found: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
+    figures: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with (
         child(_sink, ends[1], chunk, slots, blocks) as sink,
@@ -212,12 +212,12 @@ def measure(
             while result.poll(3 * PATIENCE):
                 word = result.recv()
                 if word is None:
-                    return found
+                    return figures
                 if isinstance(word, str):
                     return word
                 run, samples = word
                 for name, rates in samples.items():
-                    found[name][run] = rates
+                    figures[name][run] = rates
         except EOFError:
             return "the process ended"
     return "no answer in time"
@@ -236,12 +236,12 @@ def main() -> int:
         f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians"
     )
     for chunk, slots in itertools.product(args.chunk, args.slots):
-        found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
-        if isinstance(found, str):
-            print(f"{chunk:10}{slots:7}  {found}", flush=True)
+        figures = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
+        if isinstance(figures, str):
+            print(f"{chunk:10}{slots:7}  {figures}", flush=True)
             continue
         for run in args.runs:
-            packed, called, long = (median(found[name][run]) for name in (PACKED, CALLED, CEILING))
+            packed, called, long = (median(figures[name][run]) for name in (PACKED, CALLED, CEILING))
             print(
                 f"{chunk:10}{slots:7}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True
             )

@@ -147,7 +147,7 @@ class Floor:
 
 def latency(rounds: int, count: int) -> dict[str, Any]:
     """Samples in seconds of every way over every kind of address; all ways are measured in turn in every round."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     with ExitStack() as stack:
         ways: dict[str, Callable[[int], list[tuple[float, float]]]] = {}
         for kind in ("curve", "ipc"):
@@ -162,7 +162,7 @@ def latency(rounds: int, count: int) -> dict[str, Any]:
             ways[f"{kind} floor"] = Floor(
                 stack, kind == "curve", stack.enter_context(tempfile.TemporaryDirectory()), frames
             )
-            found[f"{kind} frames"] = frames
+            answers[f"{kind} frames"] = frames
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for way in ways.values():
             way(200)
@@ -172,8 +172,8 @@ def latency(rounds: int, count: int) -> dict[str, Any]:
     for name, seconds in samples.items():
         messages_, whole = zip(*seconds, strict=True)
         bare = name.endswith(("floor", "messages"))
-        found[name] = {"messages": list(messages_)} | ({} if bare else {"door": list(whole)})
-    return found
+        answers[name] = {"messages": list(messages_)} | ({} if bare else {"door": list(whole)})
+    return answers
 
 
 # many peers, and transfers that wait
@@ -181,34 +181,34 @@ def latency(rounds: int, count: int) -> dict[str, Any]:
 
 def many(peers: int, transfers: int) -> dict[str, Any]:
     """Seconds and what the source's process holds: so many sinks, then so many transfers of theirs at once."""
-    found: dict[str, Any] = {"peers": peers, "transfers": transfers}
+    answers: dict[str, Any] = {"peers": peers, "transfers": transfers}
     with ExitStack() as stack, Tap(frames=True) as tap:
         source = far(stack)
-        found["before"] = source.ask("state")
+        answers["before"] = source.ask("state")
         began = time.monotonic()
         sinks = [stack.enter_context(source.place.sink(n, 64, thread=False)) for n in range(peers)]
-        found["opened_s"] = time.monotonic() - began
+        answers["opened_s"] = time.monotonic() - began
         _turns(sinks, lambda: all(sink.ready for sink in sinks))
-        found["registered_s"] = time.monotonic() - began
-        found["registered"] = source.ask("state")
+        answers["registered_s"] = time.monotonic() - began
+        answers["registered"] = source.ask("state")
         source.ask("expect", 1, transfers)
         began = time.monotonic()
         fetches = [sinks[n % peers].fetch(ticket(1 + n), PROMPT, {"kv": [n // peers]}) for n in range(transfers)]
         _turns(sinks, lambda: len(tap.accepted) == transfers)
-        found["accepted_s"] = time.monotonic() - began
-        found["in_flight"] = source.ask("state")
+        answers["accepted_s"] = time.monotonic() - began
+        answers["in_flight"] = source.ask("state")
         began = time.monotonic()
         source.ask("finish", 1, transfers)
         _turns(sinks, lambda: all(fetch.done for fetch in fetches))
-        found["arrived_s"] = time.monotonic() - began
+        answers["arrived_s"] = time.monotonic() - began
         source.ask("wait", 1, transfers)
-        found["over"] = source.ask("state")
-        found["sinks"] = state()
+        answers["over"] = source.ask("state")
+        answers["sinks"] = state()
         for sink in sinks:
             sink.close()
         until(lambda: source.ask("state")["sessions"] == 0)
-        found["closed"] = source.ask("state")
-    return found
+        answers["closed"] = source.ask("state")
+    return answers
 
 
 def _turns(sinks: list[Sink], over: Callable[[], bool]) -> None:
@@ -229,7 +229,7 @@ def _turns(sinks: list[Sink], over: Callable[[], bool]) -> None:
 
 def held(rounds: int, number: int) -> dict[str, Any]:
     """Seconds of a transfer, and CPU microseconds of it at the source, beside no waiting transfers and beside 4,096."""
-    found: dict[str, Any] = {"held": _HELD, "alone": [], "beside": [], "alone_cpu_us": 0, "beside_cpu_us": 0}
+    answers: dict[str, Any] = {"held": _HELD, "alone": [], "beside": [], "alone_cpu_us": 0, "beside_cpu_us": 0}
     with ExitStack() as stack:
         ways: dict[str, tuple[Far, Transfers]] = {}
         for way in ("alone", "beside"):
@@ -249,9 +249,9 @@ def held(rounds: int, number: int) -> dict[str, Any]:
         for _ in range(rounds):
             for way, (source, transfers) in ways.items():
                 before = source.ask("state")["cpu_us"]
-                found[way] += [took for took, _ in transfers(number)]
-                found[f"{way}_cpu_us"] += (source.ask("state")["cpu_us"] - before) / (rounds * number)
-    return found
+                answers[way] += [took for took, _ in transfers(number)]
+                answers[f"{way}_cpu_us"] += (source.ask("state")["cpu_us"] - before) / (rounds * number)
+    return answers
 
 
 # floods
@@ -319,22 +319,22 @@ def floods(rounds: int, number: int) -> dict[str, Any]:
 
     The last says what the flood costs as a process that takes a core, so that the difference is the source's.
     """
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     with ExitStack() as stack:
         mine, elsewhere = far(stack), far(stack)
         transfers = Transfers(stack.enter_context(mine.place.sink()), mine, True)
         transfers(200)
         for _ in range(rounds):
-            found.setdefault("alone", []).extend(took for took, _ in transfers(number))
+            answers.setdefault("alone", []).extend(took for took, _ in transfers(number))
             for kind in ("garbage", "requests"):
                 for where, source in (("elsewhere", elsewhere), ("here", mine)):
                     with flooded(source.place, kind) as sent:
                         before, began = sent.value, time.monotonic()
                         seconds = [took for took, _ in transfers(number)]
                         rate = (sent.value - before) / (time.monotonic() - began)
-                    found.setdefault(f"{kind} {where}", []).extend(seconds)
-                    found.setdefault(f"{kind} {where} frames_s", []).append(round(rate))
-    return found
+                    answers.setdefault(f"{kind} {where}", []).extend(seconds)
+                    answers.setdefault(f"{kind} {where} frames_s", []).append(round(rate))
+    return answers
 
 
 # what does not grow
@@ -439,19 +439,19 @@ def _asking(sink: Sink, now: list[Far | None], numbers: Iterator[int]) -> Iterat
 
 def recovery(rounds: int) -> dict[str, Any]:
     """Seconds until a stopped source is suspect, and until a killed one that was started again serves."""
-    found: dict[str, list[float]] = {}
+    answers: dict[str, list[float]] = {}
     for _ in range(rounds):
         with ExitStack() as stack:
             for name, seconds in _recovery(stack).items():
-                found.setdefault(name, []).append(seconds)
-    return found
+                answers.setdefault(name, []).append(seconds)
+    return answers
 
 
 def _recovery(stack: ExitStack) -> dict[str, float]:
-    found: dict[str, float] = {}
+    answers: dict[str, float] = {}
 
     def since(name: str, began: float) -> None:
-        found[name] = time.monotonic() - began
+        answers[name] = time.monotonic() - began
 
     first = far(stack)
     sink = stack.enter_context(first.place.sink())
@@ -482,9 +482,9 @@ def _recovery(stack: ExitStack) -> dict[str, float]:
         stack.callback(second.close)
         began, before, now[0] = time.monotonic(), len(served), second
         until(lambda: len(served) > before)
-        found["served"] = served[before][1] - began
-        found["outage"] = served[before][1] - killed
-    return found
+        answers["served"] = served[before][1] - began
+        answers["outage"] = served[before][1] - killed
+    return answers
 
 
 def frames(ways: int) -> dict[str, Any]:
@@ -521,9 +521,9 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return {name: round(float(cut), 1) for name, cut in zip(("p50", "p90", "p99", "worst"), cuts, strict=True)}
 
 
-def shown(found: dict[str, Any], indent: str = "  ") -> None:
+def shown(answers: dict[str, Any], indent: str = "  ") -> None:
     """Print figures, and quantiles in microseconds in place of samples."""
-    for name, value in found.items():
+    for name, value in answers.items():
         if name == "samples":
             continue
         if name == "worst":
@@ -553,13 +553,13 @@ def main() -> int:
         measure, full, quick = PARTS[name]
         numbers = quick if args.quick else full if args.number is None else (args.number,)
         began, before = time.monotonic(), facts() | {"ahead": ahead()}
-        found = measure(*numbers)
+        answers = measure(*numbers)
         print(f"{name}: {time.monotonic() - began:.0f} s, load {before['load']} before")
-        shown(found)
-        grown += [name] * any(not verdict["flat"] for verdict in found.get("verdicts", {}).values())
+        shown(answers)
+        grown += [name] * any(not verdict["flat"] for verdict in answers.get("verdicts", {}).values())
         if args.out:
             earlier = json.loads(args.out.read_text()) if args.out.exists() else {}
-            keep(args.out, earlier | {name: before | {"unit": "s", "found": rounded(found)}})
+            keep(args.out, earlier | {name: before | {"unit": "s", "found": rounded(answers)}})
     if grown and not args.quick:
         print(f"memory or descriptors have grown: {', '.join(grown)}")
     return int(bool(grown) and not args.quick)

@@ -342,15 +342,15 @@ class Bare:
 
     def __call__(self, count: int) -> list[tuple[float, float]]:
         """Seconds of so many: from the Transfer to its DoneAck."""
-        numbers, found = self._expected(count), []
+        numbers, figures = self._expected(count), []
         for number in numbers:
             grants = self._grants(number)
             begin = time.perf_counter()
             self._ask(number, grants)
             while not any(isinstance(event, Arrived) for event in self._turn()):
                 pass
-            found.append(time.perf_counter() - begin)
-        return [(seconds, seconds) for seconds in found]
+            figures.append(time.perf_counter() - begin)
+        return [(seconds, seconds) for seconds in figures]
 
     def at_once(self, count: int) -> None:
         """So many at once."""
@@ -363,8 +363,8 @@ class Bare:
     def state(self) -> dict[str, int]:
         """What the source's process holds."""
         self._pipe.send((0, 0))
-        found: dict[str, int] = self._pipe.recv()
-        return found
+        figures: dict[str, int] = self._pipe.recv()
+        return figures
 
     def _expected(self, count: int) -> range:
         """Numbers of so many requests that the source has computed."""

@@ -115,18 +115,18 @@ def one_form(label: str, side: Side, rounds: int) -> dict[str, list[float]]:
 
 def rates(name: str, pages: int, rounds: int) -> dict[str, Any]:
     """GB/s of each direction, as it is and for numbers of thread blocks, and of one plain copy."""
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     forms = {"as it is": (pagers._BLOCKS, pagers._LONG)}
     forms |= {f"kernel of {blocks} blocks": (blocks, LONG) for blocks in (2, 4, 8, 16, 32)}
     for label, (blocks, long) in forms.items():
         side = Side(CACHES[name], pages, blocks, long)
-        found |= one_form(label, side, rounds)
+        figures |= one_form(label, side, rounds)
         side.close()
-    middle = {key: median(some) for key, some in found.items()}
+    middle = {key: median(some) for key, some in figures.items()}
     ratio = {key: round(rate / middle[f"{key}: one plain copy"], 3) for key, rate in middle.items() if ":" not in key}
     return {
         "gb": round(size_of(CACHES[name], pages) / 1e9, 2), "of_copy_engine": ratio, "gb_s": {k: round(v, 1) for k, v in middle.items()},
-        "samples": {key: [round(x, 2) for x in some] for key, some in found.items()},
+        "samples": {key: [round(x, 2) for x in some] for key, some in figures.items()},
     }  # fmt: skip
 
 
@@ -153,16 +153,16 @@ class Counted:
 
 def launches(pages: int) -> dict[str, int]:
     """Kernels of one save of 1 to 4 components."""
-    found = {}
+    figures = {}
     for count in range(1, 5):
         caches = [Cache.mla(f"g{i}", 2, latent=512, rope=64, page=PAGE, model=i) for i in range(count)]
         side = Side(caches, pages, 8)
         side.check()
         with Counted() as kernels:
             side.copies.to_host(side.near, side.far).wait()
-        found[f"{count} components"] = kernels[0]
+        figures[f"{count} components"] = kernels[0]
         side.close()
-    return found
+    return figures
 
 
 def compared(
@@ -371,16 +371,16 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     call(driver.cuInit(0), "driver")
-    found: dict[str, Any] = gpu_facts() | {"page": PAGE}
+    figures: dict[str, Any] = gpu_facts() | {"page": PAGE}
     with torch.inference_mode():
         for name, work in parts(args.tokens // PAGE, args.rounds).items():
             if args.only in ("", name):
                 start = time.monotonic()
-                found[name] = work()
+                figures[name] = work()
                 torch.cuda.empty_cache()
-                shown = {k: v for k, v in found[name].items() if k != "samples"}
+                shown = {k: v for k, v in figures[name].items() if k != "samples"}
                 print(f"{name} ({time.monotonic() - start:.0f} s): {json.dumps(shown, indent=1)}", flush=True)
-    keep(args.out, found)
+    keep(args.out, figures)
 
 
 if __name__ == "__main__":

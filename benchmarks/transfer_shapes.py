@@ -58,7 +58,7 @@ def cases() -> dict[str, tuple[Geometry, Geometry, bool]]:
 
 def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
     copier = Copier(1, timed=True)
-    found = []
+    rows = []
     for name, (source, sink, heads_first) in cases().items():
         made = plan(source, sink)
         a, b = max(((r.source, r.sink) for r in made.routes), key=lambda p: len(made.between(*p)))
@@ -89,13 +89,13 @@ def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
                 walls.append(time.perf_counter() - began)
                 samples.append(copy.seconds)
             runs = program.runs()
-            found.append({"shape": name, "tokens": tokens, "pair": [a, b], "bytes": program.bytes, "runs": runs.count, "mean_run": runs.mean, "lowering": lowering,
+            rows.append({"shape": name, "tokens": tokens, "pair": [a, b], "bytes": program.bytes, "runs": runs.count, "mean_run": runs.mean, "lowering": lowering,
                           "seconds": samples, "submit_to_done": walls, "ceiling": ceilings})  # fmt: skip
             rate = program.bytes / median(samples)
             print(f"{name:46}{tokens:8,} tokens {program.bytes / 1e6:9.1f} MB {runs.mean:9.0f} B/run {median(samples) * 1e6:9.0f} us {rate / 1e9:6.1f} GB/s "
                   f"{rate / median(ceilings):6.3f} of the ceiling; submit to done +{(median(walls) - median(samples)) * 1e6:5.0f} us", flush=True)  # fmt: skip
             mine.close(), theirs.close()
-    return found
+    return rows
 
 
 def mla_request() -> tuple[Copier, CopyJob]:
@@ -128,12 +128,12 @@ def latency() -> dict[str, list[float]]:
 
     for _ in range(200):
         once()
-    found = {"back to back": [once() for _ in range(1000)]}
+    rows = {"back to back": [once() for _ in range(1000)]}
     spaced = []
     for _ in range(200):
         spin(0.01)
         spaced.append(once())
-    found["every 10 ms"] = spaced
+    rows["every 10 ms"] = spaced
     busy, stop = [0], threading.Event()
 
     def engine() -> None:
@@ -142,10 +142,10 @@ def latency() -> dict[str, list[float]]:
 
     thread = threading.Thread(target=engine, daemon=True)
     thread.start()
-    found["engine thread busy"] = [once() for _ in range(100)]
+    rows["engine thread busy"] = [once() for _ in range(100)]
     stop.set()
     thread.join()
-    return found
+    return rows
 
 
 def spin(seconds: float, work: Any = lambda: None) -> None:

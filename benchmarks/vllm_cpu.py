@@ -70,7 +70,7 @@ def idle(folder: Path) -> dict[str, Any]:
                 measured = _steps(engines[name], n)
                 if n:  # the first round warms up
                     samples[name].append(measured)
-    found: dict[str, Any] = {"steps_ms": samples}
+    figures: dict[str, Any] = {"steps_ms": samples}
     for kind, of in (("clock", 0), ("processor", 1)):
         rounds = {name: [statistics.median(x[of] for x in each) for each in some] for name, some in samples.items()}
         ratios = {
@@ -78,9 +78,9 @@ def idle(folder: Path) -> dict[str, Any]:
             for name in ("with", "without again")
         }
         medians = {name: round(statistics.median(some), 3) for name, some in rounds.items()}
-        found[kind] = {"medians_ms": medians, "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}}
-        print(f"idle, by the {kind}: {found[kind]}", flush=True)
-    return found
+        figures[kind] = {"medians_ms": medians, "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}}
+        print(f"idle, by the {kind}: {figures[kind]}", flush=True)
+    return figures
 
 
 def _steps(engine: Engine, seed: int) -> list[tuple[float, float]]:
@@ -97,19 +97,19 @@ def _steps(engine: Engine, seed: int) -> list[tuple[float, float]]:
 def hand_over(folder: Path) -> dict[str, Any]:
     """Milliseconds of hand-overs of one prompt at a time, and of copies of the same pages."""
     given = {"model": str(make(folder, "thin"))} | SETTINGS
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for title, options in (("checked", {}), ("without checksums", {"verify": False})):
         with started(folder, given, options) as (one, two):
             for tokens in TOKENS:
                 (prompt,) = prompts(1, tokens, tokens + 1)
                 samples = [(round(1e3 * _through(one, two, prompt), 3)) for _ in range(WARM + HANDED)][WARM:]
-                found.setdefault(str(tokens), {})[title] = samples
+                figures.setdefault(str(tokens), {})[title] = samples
     for tokens in TOKENS:
-        of = found[str(tokens)] | {"copy": _copies(-(-tokens // BLOCK))}
-        found[str(tokens)] = of
+        of = figures[str(tokens)] | {"copy": _copies(-(-tokens // BLOCK))}
+        figures[str(tokens)] = of
         medians = {name: f"{statistics.median(samples):.2f} ms" for name, samples in of.items()}
         print(f"{tokens} tokens, {tokens * LAYERS * ROW / 1e6:.1f} MB: {medians}", flush=True)
-    return {"samples_ms": found, "bytes_of_a_token": LAYERS * ROW}
+    return {"samples_ms": figures, "bytes_of_a_token": LAYERS * ROW}
 
 
 def _through(prefill: Engine, decode: Engine, prompt: list[int]) -> float:
@@ -146,11 +146,11 @@ def main() -> None:
     parser = arguments(__doc__, "vllm_cpu")
     parser.add_argument("--only", choices=MEASURES, nargs="+", default=MEASURES)
     args = parser.parse_args()
-    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    figures = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = facts("vllm") | MEASURES[name](Path(folder))
-    keep(args.out, found)
+            figures[name] = facts("vllm") | MEASURES[name](Path(folder))
+    keep(args.out, figures)
 
 
 if __name__ == "__main__":
