@@ -126,9 +126,10 @@ def before(role: str, address: str) -> Callable[[int, int], list[float]]:
     """Nodes of the earlier commit; its modules are not those of this tree."""
     import hashlib
 
+    from kvproto.rank.rank_pool import allocate  # type: ignore[attr-defined]
+
     from kvproto import layout  # type: ignore[attr-defined]
     from kvproto.net import Dialer, Listener
-    from kvproto.rank.rank_pool import allocate  # type: ignore[attr-defined]
     from kvproto.session import Party
     from kvproto.sink.node import Received, SinkNode  # type: ignore[attr-defined]
     from kvproto.source.node import Sent, SourceNode  # type: ignore[attr-defined]

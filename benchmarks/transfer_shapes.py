@@ -31,7 +31,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.bench import scattered
 from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, enable_peer
@@ -73,7 +73,7 @@ def half(
         need = items_needed(groups[share.group], share.cp_rank, 0, tokens)
         counts[share.group] = 2 * need
         windows[share.group] = Window(0, tokens, dice.permutation(2 * need)[:need])
-    columns, length = pack(geometry, rank, counts, heads_first)
+    columns, length = columns_without_gaps(geometry, rank, counts, heads_first)
     return RankLayout(geometry, rank, columns), windows, DeviceMemory(length, device)
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import attrs
 
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.transport.base import Transport
 
 __all__ = ["Lent", "returned"]

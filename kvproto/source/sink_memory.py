@@ -9,7 +9,7 @@ from functools import partial
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
