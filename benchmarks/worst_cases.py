@@ -1,28 +1,24 @@
 """The Descriptions and Transfers within the limits that take longest to plan and to check: a search.
 
-`python benchmarks/worst_cases.py [--rounds N | --seconds S] [--seed N] [--write]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
-so far are changed further. What the limits refuse counts too: a refusal must not take long either. Times are CPU seconds of one core. --write keeps the worst of
-each family in benchmarks/results/worst_cases.json.
+`python benchmarks/worst_cases.py [--rounds N | --seconds S] [--seed N] [--out]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
+so far are changed further. What the limits refuse counts too: a refusal must not take long either. Times are CPU seconds of one core. --out keeps the worst of
+each family.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import platform
 import random
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
+from harness import arguments, facts, keep
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.grants import check_grants
@@ -36,7 +32,6 @@ from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 
-RESULTS = Path(__file__).parent / "results/worst_cases.json"
 PLAN_S, CHECK_S, CHECK_BYTES = 1.0, 0.05, 64 << 20
 """What the slowest Description may take, from bytes to plan; and the slowest Transfer, with its memory."""
 Sizes = dict[str, int]
@@ -341,11 +336,9 @@ def search(
 
 def main() -> int:
     """Search, print, keep; 1 where something takes too long."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="cases of each family")
+    parser = arguments(__doc__, "worst_cases", rounds=60)
     parser.add_argument("--seconds", type=float, default=0, help="search each family for so long, in place of rounds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help=f"keep the worst in {RESULTS.name}")
     args = parser.parse_args()
     dice = random.Random(args.seed)
     rows: dict[str, dict[str, Any]] = {}
@@ -359,18 +352,7 @@ def main() -> int:
         row = rows[name] = search(pools, checked, args.rounds, args.seconds, dice)
         figures = f"{row['seconds'] * 1e3:11.1f}{row['late_s'] * 1e3:10.1f}{row['bytes'] / 2**20:10.1f}"
         print(f"{name:22}{row['items']:10,}{row['groups']:10,}{figures}  {row.get('refused', '')[:40]}", flush=True)
-    if args.write:
-        head = {
-            "benchmark": "worst_cases",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "rounds": args.rounds,
-        }
-        versions = {
-            "machine": f"{platform.machine()}, {platform.system()}",
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        }
-        RESULTS.write_text(json.dumps(head | versions | {"worst": rows}, indent=1) + "\n")
+    keep(args.out, {"benchmark": "worst_cases"} | facts() | {"rounds": args.rounds, "worst": rows})
     late = [name for name in DESCRIPTIONS if max(rows[name]["seconds"], rows[name]["pair_s"]) > PLAN_S]
     late += [n for n in TRANSFERS if rows[n]["seconds"] > CHECK_S or rows[n]["bytes"] > CHECK_BYTES]
     print(f"too slow: {', '.join(late) or 'nothing'}")

@@ -93,7 +93,7 @@ def _axes(axes: Any) -> dict[str, int]:
         if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
             raise bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
         lengths[name] = check_whole(path, length, 0, mine="positions on this axis")
-    return dict(sorted(lengths.items(), key=lambda item: item[0].encode()))
+    return dict(sorted(lengths.items(), key=lambda axis: axis[0].encode()))
 
 
 def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
@@ -143,10 +143,10 @@ def write_ticket(ticket: Ticket) -> dict[str, Any]:
 
 def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
     """The ticket of a JSON form, as a mapping or text; raises WireError, and LocalError for anything but an object."""
-    fields: Any = form
+    mapping: Any = form
     if isinstance(form, str | bytes):
         if len(form) > _LONGEST_TEXT:
             raise WireError(ErrorCode.TOO_LARGE, "ticket", f"at most {_LONGEST_TEXT} characters", str(len(form)))
-        fields = read_json(form, "ticket")
-    check_type("ticket", fields, Mapping, "what write_ticket returned, or its JSON text")
-    return from_json(Ticket, dict(fields))
+        mapping = read_json(form, "ticket")
+    check_type("ticket", mapping, Mapping, "what write_ticket returned, or its JSON text")
+    return from_json(Ticket, dict(mapping))

@@ -87,7 +87,7 @@ class Pool:
             words = axes if isinstance(axes, str) else axes[name]
             check_type(f'axes["{name}"]', words, str, 'words, such as "page token head dim"')
             items[name], columns[name] = columns_of(group, share, tensors[name], words, f'tensors["{name}"]')
-        views = {id(column.view): column.view for of_group in columns.values() for column in of_group}
+        views = {id(column.view): column.view for named in columns.values() for column in named}
         self.memories, region_of = shareable.adopt_all(views)
         if len(self.memories) > limits.MAX_REGIONS:
             mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
