@@ -18,7 +18,7 @@ from harness import commit, in_turn, versions
 from kvproto.copying.grants import items_needed
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda.driver import call, current
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -142,5 +142,5 @@ def half(geometry: Geometry, rank: int, tokens: int, heads_first: bool, device: 
         need = items_needed(groups[share.group], share.cp_rank, 0, tokens)
         counts[share.group] = 2 * need
         windows[share.group] = Window(0, tokens, dice.permutation(2 * need)[:need])
-    columns, length = pack(geometry, rank, counts, heads_first)
+    columns, length = columns_without_gaps(geometry, rank, counts, heads_first)
     return RankLayout(geometry, rank, columns), windows, DeviceMemory(length, device)

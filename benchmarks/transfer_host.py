@@ -23,7 +23,7 @@ from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.nixl.agent import Agent, Registered
 from kvproto.transport.nixl.direct import Costs, DirectWrite, choose
 from kvproto.transport.staging.packed import PackedStream

@@ -28,7 +28,7 @@ from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Group, Owns, Part, Rank, decode_geometry, encode_geometry, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 
@@ -248,7 +248,10 @@ def table(source: Geometry, sink: Geometry, made: Any) -> float:
     for route in made.routes:
         count[route.source, route.sink] = count.get((route.source, route.sink), 0) + len(route.boxes)
     a, b = max(count, key=count.__getitem__)
-    layouts = [RankLayout(g, r, pack(g, r, {x.id: 4 for x in g.groups})[0]) for g, r in ((source, a), (sink, b))]
+    layouts = [
+        RankLayout(g, r, columns_without_gaps(g, r, {x.id: 4 for x in g.groups})[0])
+        for g, r in ((source, a), (sink, b))
+    ]
     return timed(lambda: Pair(made.between(a, b), *layouts))[1]
 
 

@@ -14,7 +14,7 @@ from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.rank.events import PoolReturned
 from kvproto.rank.lent import returned
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described

@@ -21,7 +21,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda import kernel
 from kvproto.transport.cuda.kernel import (
     INLINE_BYTES,
@@ -255,7 +255,7 @@ def plain(
     sides, windows, sizes_ = [], [], []
     for g in geometries:
         need = items_needed(g.groups[0], 0, 0, rows)
-        columns, length = pack(g, 0, {0: need})
+        columns, length = columns_without_gaps(g, 0, {0: need})
         if not flat:
             columns[0] = attrs.evolve(columns[0], item_stride=columns[0].item_stride + np.uint64(width))
             length += need * width

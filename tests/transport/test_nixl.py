@@ -29,7 +29,7 @@ from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.nixl.agent import Agent, Peer
 from kvproto.transport.nixl.direct import (
     Costs,
