@@ -44,9 +44,13 @@ PAGE, THREADS, STORED = 64, 4, 256
 """Tokens of a page; threads; pages of a round."""
 SIZES = 8 * 64 * 1152, 64 * 1152
 LAYOUT = PageLayout(
-    PAGE, bytes(32),
-    (PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1])),
-)  # fmt: skip
+    PAGE,
+    bytes(32),
+    (
+        PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]),
+        PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1]),
+    ),
+)
 DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
 BLOCK = b"".join(DATA.values())
 ROOMS = BufferPool(LAYOUT)
