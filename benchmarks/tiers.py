@@ -30,19 +30,21 @@ from typing import Any
 import numpy as np
 from harness import arguments, facts, keep
 
-from kvproto.tiers.buffer_pool import BufferPool
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
-from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import GROUP, FileStore, Store
+from kvproto.tiers.page_store import BufferPool, PageStore
+from kvproto.tiers.store import Store
 from kvproto.tiers.workers import Workers
 from kvproto.wire.enums import KeyForm, LengthRule
 
 PAGE, THREADS, STORED = 64, 4, 256
 """Tokens of a page; threads; pages of a round."""
 SIZES = 8 * 64 * 1152, 64 * 1152
+GROUP = 16
+"""Pages that are synced together."""
 LAYOUT = PageLayout(
     PAGE,
     bytes(32),

@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Cache, Pool, lay_out
 from kvproto.tiers.host_copies import HostCopies
-from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_layout import page_layout
 from kvproto.transport.cuda import pager as pagers
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call
@@ -50,10 +50,10 @@ class Side:
         self.pool = Pool.allocate(
             self.geometry, {name: (pages + spare) * PAGE // each for name, each in rows.items()}, device=0
         )
-        layout = components(self.geometry, 0, PAGE)
+        layout = page_layout(self.geometry, 0, PAGE)
         self.pager = CudaPager(0, torch.cuda.current_stream().cuda_stream, blocks, long)
         self.copies = HostCopies(layout, self.pool.layout, self.pool.memories, pages, self.pager)
-        self.bytes = pages * sum(part.length for part in layout.parts)
+        self.bytes = pages * sum(part.length for part in layout.components)
         rng = np.random.default_rng(1)
         self.near, self.far = (rng.permutation(pages).tolist() for _ in range(2))
 
@@ -131,7 +131,7 @@ def rates(name: str, pages: int, rounds: int) -> dict[str, Any]:
 
 
 def size_of(caches: list[Cache], pages: int) -> int:
-    return pages * sum(part.length for part in components(lay_out(caches), 0, PAGE).parts)
+    return pages * sum(page_layout(lay_out(caches), 0, PAGE).lengths.values())
 
 
 class Counted:

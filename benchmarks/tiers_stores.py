@@ -23,9 +23,9 @@ from harness import arguments, facts, keep
 from moto.server import ThreadedMotoServer
 from tiers import dropped, timed
 
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
-from kvproto.tiers.store import FileStore
 
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)
 CALLS = 100

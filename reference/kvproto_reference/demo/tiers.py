@@ -188,7 +188,7 @@ def summary(turns: list[Turn], engine: TieredEngine, timed: bool = True) -> str:
     with_, without = (sum(getattr(t, name).first for t in later) / len(later) for name in ("kept", "anew"))
     counts, copies = engine.tiers.counts, engine.tiers.copies
     said = (
-        f"Of a page {sum(part.length for part in engine.tiers.device.layout.parts):,} bytes are kept, target and draft;"
+        f"Of a page {sum(engine.tiers.device.layout.lengths.values()):,} bytes are kept, target and draft;"
         f" {copies.bytes / 1e6:.1f} MB went between device and host in {copies.programs} copies, and {counts['stored']}"
         f" pages to storage, {counts['fetched']} back."
     )
