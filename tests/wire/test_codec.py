@@ -148,6 +148,8 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
         (transfer(grant(5)), ErrorCode.BAD_TYPE, "grants[0].items"),
         (transfer("x"), ErrorCode.BAD_TYPE, "grants[0]"),  # type: ignore[arg-type]
         (register(0), ErrorCode.OUT_OF_RANGE, "regions[2].length"),
+        (transfer(grant(np.array([1])), grant(np.array([1]))), ErrorCode.NOT_ASCENDING, "grants[1].group"),
+        (transfer(messages.Grants(group=0, first=8, count=2, valid=9)), ErrorCode.BAD_GRANT, "grants[0].valid"),
     ],
 )  # fmt: skip
 def test_writer_refuses_what_the_reader_would(value: messages.Message, code: ErrorCode, path: str) -> None:
