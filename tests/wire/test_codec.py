@@ -1,5 +1,6 @@
 """What is written comes back, is canonical, and is what the spec's example says."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -157,6 +158,14 @@ def test_writer_refuses_what_the_reader_would(value: messages.Message, code: Err
     with pytest.raises(WireError) as caught:
         encode(value)
     assert (caught.value.code, caught.value.path) == (code, path)
+
+
+@pytest.mark.parametrize(("number", "good"), [(0, True), (0xFFFF, True), (0x10000, False), (-1, False)])
+def test_open_enums_have_16_bits(number: int, good: bool) -> None:
+    """KVP-BODY-ENUM."""
+    handle = messages.Handle(transport=number, data=b"")
+    with contextlib.nullcontext() if good else pytest.raises(WireError, match="OUT_OF_RANGE"):
+        assert decode_struct(messages.Handle, encode_struct(handle)) == handle
 
 
 def test_misuse_is_a_local_error() -> None:
