@@ -128,6 +128,13 @@ def test_an_unknown_field_is_not_sent_on() -> None:
     assert encode(decode(extended("a161"))) == GOLDEN
 
 
+def test_grease_is_a_field_that_may_be_ignored() -> None:
+    """KVP-GREASE-SEND."""
+    frame = encode(decode(GOLDEN), grease=tables.GREASE_FIELD_IDS[0])
+    assert frame[16:] == b"\x85" + GOLDEN[17:] + bytes.fromhex("cd801b cd0206")
+    assert decode(frame) == decode(GOLDEN)
+
+
 def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     assert decode(GOLDEN[:5] + b"\x07" + GOLDEN[6:8] + b"\x00\xff\xff\xff" + GOLDEN[12:]) == decode(GOLDEN)
 
