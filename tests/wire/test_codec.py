@@ -4,6 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -156,6 +157,7 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
         (transfer(grant(5)), ErrorCode.BAD_TYPE, "grants[0].items"),
         (transfer("x"), ErrorCode.BAD_TYPE, "grants[0]"),  # type: ignore[arg-type]
         (register(0), ErrorCode.OUT_OF_RANGE, "regions[2].length"),
+        (attrs.evolve(register(), columns=5), ErrorCode.BAD_TYPE, "columns"),
         (transfer(grant(np.array([1])), grant(np.array([1]))), ErrorCode.NOT_ASCENDING, "grants[1].group"),
         (transfer(messages.Grants(group=0, first=8, count=2, valid=9)), ErrorCode.BAD_GRANT, "grants[0].valid"),
     ],
