@@ -62,7 +62,7 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     first, length = _owned(m.source, m.source_class, lo, hi)
     if m.sink.cp_size > 1:
         first, length = _meet(first, length, *_owned(m.sink, m.sink_class, lo, hi))
-    moved = _MovedRows(first, length)
+    moved = _MovedRows.of(first, length)
     ours = _segments(m.source, m.source_class, source, moved, m.source_flat)
     theirs = _segments(m.sink, m.sink_class, sink, moved, m.sink_flat)
     if ours.at is not theirs.at and not np.array_equal(ours.at, theirs.at):
@@ -80,22 +80,20 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     return RowMap(ours.items, ours.row, theirs.items, theirs.row, rows, first, length)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _MovedRows:
     """The global rows that move, as intervals [n], and as one axis on which these follow each other."""
 
     first: IntArray
     length: IntArray
+    starts: IntArray
+    """Where each interval begins on the axis [n]."""
+    total: int
+    """The length of the axis."""
 
-    @cached_property
-    def starts(self) -> IntArray:
-        """Where each interval begins on the axis [n]."""
-        return np.cumsum(self.length) - self.length
-
-    @cached_property
-    def total(self) -> int:
-        """The length of the axis."""
-        return int(self.length.sum())
+    @classmethod
+    def of(cls, first: IntArray, length: IntArray) -> _MovedRows:
+        return cls(first, length, np.cumsum(length) - length, int(length.sum()))
 
     @cached_property
     def each(self) -> IntArray:
@@ -103,7 +101,7 @@ class _MovedRows:
         return np.arange(self.total)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Segments:
     """One side's segments of the axis of rows, each in one item."""
 
