@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import describe, finding, kept, plans, probe, top
+from kvproto.cli import describe, find, plans, probe, tiers, top
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
@@ -38,8 +38,8 @@ _COMMANDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (describe, ("describe",)),
     (plans, ("check", "plan")),
     (probe, ("probe",)),
-    (kept, ("tiers",)),
-    (finding, ("find",)),
+    (tiers, ("tiers",)),
+    (find, ("find",)),
     (top, ("top", "tail")),
 )
 """Modules with `add` and `run`, and the commands that they add."""

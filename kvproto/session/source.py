@@ -59,8 +59,14 @@ class SourceSession(Session):
         self.intent = SourceIntent(self) if may_lack_items else None
         self.describing = Describing(self, source=True)
         extensions: list[Extension | None] = [
-            self.holder, self.transfers, self.describing, PingPart(self, now), self.pull, self.push, self.intent
-        ]  # fmt: skip
+            self.holder,
+            self.transfers,
+            self.describing,
+            PingPart(self, now),
+            self.pull,
+            self.push,
+            self.intent,
+        ]
         if not {Feature.STAGED, Feature.INLINE}.isdisjoint(chosen.features):
             extensions.append(Credits(self))
         if Feature.CATALOGUE in chosen.features and host.catalogue is not None:
@@ -117,6 +123,6 @@ class SourceSession(Session):
 
     def expose(
         self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Register this rank's memory with the sink, which reads it (feature PULL)."""
         self.owner.register(number, memory, regions, columns, now)

@@ -53,10 +53,16 @@ class SourceEndpoint(Endpoint):
     sessions: dict[int, SourceSession]
 
     def __init__(
-        self, calls: SourceCalls, me: Party, geometry: Geometry, endpoints: dict[int, str],
-        features: tuple[Feature, ...], mint: Callable[[], int], process: m.Process | None = None,
+        self,
+        calls: SourceCalls,
+        me: Party,
+        geometry: Geometry,
+        endpoints: dict[int, str],
+        features: tuple[Feature, ...],
+        mint: Callable[[], int],
+        process: m.Process | None = None,
         admit: Admit | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`endpoints` are the addresses of all ranks of the replica, and `process` is the one that will write.
 
         `mint` makes random session ids of 64 bits, not 0, that nobody can guess (KVP-SES-FRESH). `admit` raises
@@ -177,10 +183,17 @@ class SourceEndpoint(Endpoint):
             session = SourceSession(self, conn, number, hello, chosen, now)
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
-            session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
-            engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
-            features=session.features, limits=LIMITS, endpoints=self._endpoints,
-        )  # fmt: skip
+            session=session.session,
+            request=hello.request,
+            version=m.Version(major=chosen.major, minor=chosen.minor),
+            engine=self.me.engine,
+            incarnation=self.me.incarnation,
+            rank=self.me.rank,
+            replica=self.me.replica,
+            features=session.features,
+            limits=LIMITS,
+            endpoints=self._endpoints,
+        )
         session.notice(welcome)
 
     def _fresh(self) -> int:
@@ -345,7 +358,8 @@ class SourceEndpoint(Endpoint):
 
     def _after(self, now: float) -> None:
         """Release requests that have ended, and forget sessions that are not needed any more."""
-        self.tickets.settle(now)
+        if self.tickets.touched:
+            self.tickets.settle(now)
         if self._closed and not self.draining:
             self._forget()
 

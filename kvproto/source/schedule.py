@@ -69,7 +69,7 @@ class Send:
     seen: int = 0
     """`Prefill.version` when it was last considered."""
     stream: Stream | None = None
-    """A packed copy that began before all rows were computed."""
+    """The packed copy, which waits for credit of the sink, if its transport packs bytes."""
     ready: frozenset[Layer] = frozenset()
     """The layers that were marked ready in the stream."""
     copies: int = 0

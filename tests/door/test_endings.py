@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
-from kvproto import LocalError, Options, Request, Sink, new_ticket
+from kvproto import KvprotoError, LocalError, Options, Prompt, Request, Sink, new_ticket
 from kvproto.events import Freed
 from kvproto.wire.enums import ErrorCode
 from tests.door.doors import PROMPT, STEPPED, Two, two
+from tests.door.test_inline import FRAME, PAGES, large
 
 SOON = 20.0
 """Seconds in which something must happen."""
@@ -43,17 +43,24 @@ def test_a_request_that_is_copied_fails_at_once_beside_a_silent_sink(tmp_path: P
 
 
 def test_a_stream_that_waits_for_its_sink_is_stopped(tmp_path: Path) -> None:
-    """A sink that grants no credit holds the pages no longer than until the engine gives the request up."""
-    options = attrs.evolve(STEPPED, transports=("inline",))
-    with two(tmp_path, options) as both:
-        request, fetch = prefilled(both)
+    """A sink that grants no more credit holds pages no longer than until the engine gives the request up."""
+    both = large(tmp_path, 4 * FRAME)
+    with both.source, both.sink:
+        prompt, pages = Prompt(range(PAGES * 64)), {"kv": list(range(PAGES))}
+        request, fetch = both.source.request(both.ticket, prompt), both.sink.fetch(both.ticket, prompt, pages)
+        both.until(lambda: request.state is not None and request.state.asking())
+        request.finish(pages)
+        for _ in range(50):
+            both.source.step(0.0)
+        assert not request.done
         request.fail("the engine needs its pages")
         for _ in range(5):
-            both.source.step(0.002)
-        assert request.done
+            both.source.step(0.0)
         assert isinstance(request.result, Freed)
         both.until(lambda: fetch.done)
-        assert fetch.pages_free or fetch.result is not None
+        with pytest.raises(KvprotoError, match="needs its pages"):
+            fetch.wait(0)
+        both.until(lambda: fetch.pages_free)
 
 
 def test_a_failed_request_costs_the_next_nothing(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvproto.cli.main import main
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore
 from tests.tiers.schedules import LAYOUT, page, prompt
 
 PROMPT = prompt(1, 2, 3, 4, 5, 6, 7)
