@@ -33,7 +33,7 @@ _MODULES = {
     "Source": "source",
     "Ticket": "prompt",
     "Tiers": "tiers",
-    "Withdrawal": "rank.withdrawal",
+    "Withdrawal": "rank.handles",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
     "local_row": "planning.deals",
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from kvproto.planning.layout import Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
+    from kvproto.rank.handles import Withdrawal
     from kvproto.rank.pool import Pool
-    from kvproto.rank.withdrawal import Withdrawal
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
     from kvproto.tiers import Tiers

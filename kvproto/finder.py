@@ -41,7 +41,7 @@ class Held:
     engine: str
     replica: int
     tokens: int
-    """Tokens of the longest prefix after which every rank can go on, from any tier."""
+    """Tokens of the longest prefix after which every rank can continue, from any tier."""
     device: int
     """Tokens of the longest such prefix that lies on the device."""
     pages: int
@@ -70,13 +70,15 @@ class Finder:
         for address, server in servers.items():
             self._node.watch(address, server)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
+        self._driver.start()
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:
-        """What each engine that is known yet holds of a prompt that begins with these token ids, the longest first.
+        """What each known engine holds of a prompt that begins with these token ids, the longest first.
 
-        `names` are those of KVP-TIER-NAMESPACE (None: the engine's own). An engine may have dropped a page since it
-        announced it, and then computes it. Raises LocalError(BUSY) where a turn takes longer than 5 seconds.
+        `names` state what computes the pages, as KVP-TIER-NAMESPACE says (None: the engine's own). An engine may have
+        dropped a page since it announced it, and then computes it. Raises LocalError(BUSY) if a turn takes longer than
+        5 seconds.
         """
         self._driver.check()
         space = None if names is None else namespace(names)
@@ -92,21 +94,21 @@ class Finder:
             return head.page, chains[key].ids(KeyForm(head.form))
 
         def ask() -> list[Held]:
-            found = []
+            engines = []
             for address, endpoint in self._node.endpoints.items():
                 party, known = endpoint.party(), endpoint.known()
                 if party is not None and known is not None:
-                    ranks = [_lengths(each, *ids(each)) for each in known.values()]
-                    common = {n: max(of[n] for of in ranks) for n in ranks[0] if all(n in of for of in ranks)}
+                    ranks = [_lengths(catalogue, *ids(catalogue)) for catalogue in known.values()]
+                    common = {n: max(rank[n] for rank in ranks) for n in ranks[0] if all(n in rank for rank in ranks)}
                     near = max((n for n, tier in common.items() if tier == Tier.DEVICE), default=0)
-                    pages = sum(len(each.pages) for each in known.values())
-                    found.append(Held(address, party.engine, party.replica, max(common, default=0), near, pages))
-            return sorted(found, key=lambda held: (-held.tokens, -held.device))
+                    pages = sum(len(catalogue.pages) for catalogue in known.values())
+                    engines.append(Held(address, party.engine, party.replica, max(common, default=0), near, pages))
+            return sorted(engines, key=lambda held: (-held.tokens, -held.device))
 
-        made = self._driver.between_turns(ask, _PATIENCE)
-        if made is None:
+        answer = self._driver.between_turns(ask, _PATIENCE)
+        if answer is None:
             raise LocalError(ErrorCode.BUSY, "find", f"an answer within {_PATIENCE:.0f} s", "none", "try again")
-        return made
+        return answer
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all engines are known, and return whether they are; see also `why`."""
@@ -125,12 +127,12 @@ class Finder:
     def why(self) -> dict[str, str]:
         """Why an engine is not known yet, by address."""
 
-        def said(endpoint: WatchEndpoint) -> str:
+        def reason(endpoint: WatchEndpoint) -> str:
             return "no answer yet" if endpoint.refused is None else str(endpoint.refused)
 
         self._driver.check()
         unknown = self._driver.between_turns(
-            lambda: {a: said(e) for a, e in self._node.endpoints.items() if e.known() is None}, _PATIENCE
+            lambda: {a: reason(e) for a, e in self._node.endpoints.items() if e.known() is None}, _PATIENCE
         )
         return dict.fromkeys(self._node.endpoints, "busy") if unknown is None else unknown
 
@@ -217,6 +219,6 @@ class WatchNode:
 
 
 def _lengths(known: SinkCatalogue, page: int, ids: list[bytes]) -> dict[int, int]:
-    """The lengths, in tokens, after which a rank can go on, and the tier of the page that ends each."""
-    found = {n * page: known.pages[id] for n, id in enumerate(ids, 1) if id in known.pages}
-    return found | {0: int(Tier.DEVICE)}
+    """The tier of the page that ends each length, in tokens, at which a rank can continue."""
+    tiers = {n * page: known.pages[id] for n, id in enumerate(ids, 1) if id in known.pages}
+    return tiers | {0: int(Tier.DEVICE)}

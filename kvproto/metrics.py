@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector as _Collector
 
 from kvproto.observability.counts import MetricSample
 from kvproto.observability.names import BASE, BUCKETS, METRICS
-from kvproto.rank.base import Door
+from kvproto.rank.base import EngineRank
 
 __all__ = ["Collector"]
 
@@ -27,9 +27,9 @@ _ENDS = [*map(str, BUCKETS), "+Inf"]
 class Collector(_Collector):
     """A custom collector of a `prometheus_client` registry; register one for all Sources and Sinks of a registry."""
 
-    def __init__(self, *shown: Door | Callable[[], Iterable[MetricSample]]) -> None:
+    def __init__(self, *shown: EngineRank | Callable[[], Iterable[MetricSample]]) -> None:
         """`shown` are Sources and Sinks with Options(metrics=True), or functions that return what `metrics` does."""
-        self._shown = [each.metrics if isinstance(each, Door) else each for each in shown]
+        self._shown = [source.metrics if isinstance(source, EngineRank) else source for source in shown]
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without their values, so that registering collects none."""
@@ -38,7 +38,7 @@ class Collector(_Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics with their values."""
         families = self._families()
-        for sample in [each for ask in self._shown for each in ask()]:
+        for sample in [sample for ask in self._shown for sample in ask()]:
             name, value = sample["name"], sample["value"]
             if (family := families.get(name)) is None:  # a metric of a later version
                 continue

@@ -1,7 +1,7 @@
-"""Reads what other engines state about their caches today into a Description, by tables, as far as it goes.
+"""Captures of the messages of other engines, read by tables into Descriptions as far as they say.
 
-A capture (captures.py) becomes messages; a message is read by the table of its engine and release (tables.py,
-values.py, reading.py). What the messages of a fleet state together, with what the caller says in addition, becomes a
-Description (fleet.py); two fleets are compared field by field (compare.py). Nothing here writes such messages, and no
-pickle is ever loaded.
+A capture (capture.py) holds messages; a message is read by the table of its engine and release (tables.py, values.py,
+interpreter.py). The words that the messages of a fleet state, with those that the caller adds, become a Description
+(fleet.py); two fleets are compared field by field (compare.py). command.py adds `kvproto import`, and captures to
+`kvproto check`. Nothing here writes such messages, and no pickle is ever loaded.
 """

@@ -1,4 +1,4 @@
-"""Whether two fleets write and read the same messages and state the same values, field by field."""
+"""Differences between two fleets: in the messages that they write and read, and in the values that both state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import attrs
 
 from kvproto_captures.fleet import Fleet
-from kvproto_captures.tables import Engine, Message, words
+from kvproto_captures.tables import EngineTable, MessageTable, words
 
 __all__ = ["Difference", "compare"]
 
@@ -22,39 +22,38 @@ class Difference:
 
 
 def compare(source: Fleet, sink: Fleet) -> list[Difference]:
-    """What keeps two fleets from understanding each other: messages first, then words that must be equal."""
+    """The differences that keep two fleets apart: in messages first, then in words that must be equal."""
     return [*_messages(source, sink), *_words(source, sink)]
 
 
 def _messages(source: Fleet, sink: Fleet) -> Iterator[Difference]:
-    engines = [fleet.readings[0].engine for fleet in (source, sink)]
-    if engines[0] is not engines[1]:
+    table = source.engine
+    if table is not sink.engine:
         yield Difference("engine", source.name, sink.name)
         return
     backends = [_backends(fleet) for fleet in (source, sink)]
-    if backends[0] and backends[1] and not backends[0] & backends[1]:
-        yield Difference("backend", *(" ".join(sorted(b)) for b in backends))
+    if all(backends) and not backends[0] & backends[1]:
+        yield Difference("backend", *(" ".join(sorted(names)) for names in backends))
         return
-    order = engines[0].releases.index
-    releases = [fleet.readings[0].releases for fleet in (source, sink)]
-    if set(releases[0]) & set(releases[1]):
+    writers, readers = (fleet.messages[0].releases for fleet in (source, sink))
+    if set(writers) & set(readers):
         return
-    older = releases[0] if order(releases[0][0]) < order(releases[1][0]) else releases[1]
-    near = [r[-1] if r is older else r[0] for r in releases]
-    for message in engines[0].messages:
+    order = table.releases.index  # the two releases that are nearest to each other
+    nearest = (writers[-1], readers[0]) if order(writers[0]) < order(readers[0]) else (writers[0], readers[-1])
+    for message in table.messages:
         if message.name.partition(".")[0] in backends[0] | backends[1] | {"bootstrap"}:
-            yield from _rows(engines[0], message, near[0], near[1])
+            yield from _rows(table, message, *nearest)
 
 
 def _backends(fleet: Fleet) -> set[str]:
-    return {r.message.name.partition(".")[0] for r in fleet.readings} & {"mooncake", "nixl"}
+    return {one.message.name.partition(".")[0] for one in fleet.messages} & {"mooncake", "nixl"}
 
 
-def _rows(engine: Engine, message: Message, source: str, sink: str) -> Iterator[Difference]:
+def _rows(table: EngineTable, message: MessageTable, source: str, sink: str) -> Iterator[Difference]:
     """Positions, or keys of a map, at which two releases have another field or type."""
     sides = []
     for release in (source, sink):
-        rows = engine.rows(message, release)
+        rows = table.rows(message, release)
         sides.append({row.name if row.at < 0 else row.at: f"{row.name} {row.type}" for row in rows})
     for at in sorted(sides[0].keys() | sides[1].keys(), key=str):
         a, b = (side.get(at, "(absent)") for side in sides)

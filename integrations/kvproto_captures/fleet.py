@@ -1,4 +1,4 @@
-"""What the messages of one fleet state together, what they leave unsaid, and the Description that follows.
+"""A fleet in words: what its messages state together, what they leave unsaid, and the Description that follows.
 
 A Description is made from the words (words.toml) that messages state or the caller says, then held against every buffer
 that the capture states: it is refused if a page has another size, so that a wrong word does not pass.
@@ -6,7 +6,7 @@ that the capture states: it is refused if a page has another size, so that a wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -19,26 +19,23 @@ from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, ErrorCode
 from kvproto.wire.plain import refuse
-from kvproto_captures.reading import Reading
-from kvproto_captures.tables import words
+from kvproto_captures.interpreter import Interpretation
+from kvproto_captures.tables import EngineTable, words
 
-__all__ = ["Fleet", "Unsaid"]
+__all__ = ["Fleet", "MissingWord"]
 
 _MOST_RANKS = 1024
 _MOST = {"tp": _MOST_RANKS, "pp": _MOST_RANKS, "cp": _MOST_RANKS, "dcp": _MOST_RANKS, "layers": MOST_LAYERS}
 _LARGEST = 1 << 20
-_NUMBERS = (
-    "tp", "pp", "cp", "dcp", "interleave", "page", "blocks_per_page", "kv_heads", "head_dim", "latent", "layers",
-)  # fmt: skip
+_NUMBERS = (*_MOST, "interleave", "page", "blocks_per_page", "kv_heads", "head_dim", "latent")
+_PLACES = ("tp_rank", "pp_rank", "cp_rank", "dcp_rank")
+_ENTRIES = ("entries", "entry_bytes", "entry_layers", "entry_names", "entry_groups")
+_OF_RANK = (*_PLACES, *_ENTRIES, "state_bytes", "staging_bytes")
 _PLAIN = (["k", "v"], ["latent"])
-_OF_RANK = (
-    "tp_rank", "pp_rank", "cp_rank", "dcp_rank", "entries", "entry_bytes", "entry_layers", "entry_names",
-    "entry_groups", "state_bytes", "staging_bytes",
-)  # fmt: skip
 
 
 @attrs.frozen
-class Unsaid:
+class MissingWord:
     """A word that was neither stated nor said."""
 
     word: str
@@ -52,7 +49,7 @@ class Unsaid:
 class Fleet:
     """The ranks of one side, in words."""
 
-    readings: Sequence[Reading]
+    messages: Sequence[Interpretation]
     shared: dict[str, Any] = attrs.field(factory=dict)
     """Words of the whole fleet."""
     where: dict[str, str] = attrs.field(factory=dict)
@@ -61,32 +58,37 @@ class Fleet:
     """Words of each rank that registered, by pipeline, context and tensor-parallel rank."""
 
     @classmethod
-    def of(cls, readings: Sequence[Reading], said: Mapping[str, str] | None = None) -> Fleet:
+    def of(cls, messages: Sequence[Interpretation], said: Mapping[str, str] | None = None) -> Fleet:
         """The words of messages, then those that are said; raises WireError or LocalError if they disagree."""
-        made = cls(readings)
-        for word, value in readings[0].engine.always.items():
-            made.state(word, value, "always")
+        fleet = cls(messages)
+        for word, value in messages[0].engine.always.items():
+            fleet.state(word, value, "always")
         ahead: dict[str, Any] = {}
-        for reading in readings:
+        for message in messages:
             own: dict[str, Any] = {}
-            for word, value, path in reading.stated():
+            for word, value, path in message.stated():
                 if word not in _OF_RANK:
-                    made.state(word, value, path)
+                    fleet.state(word, value, path)
                 elif value or word not in own:
                     own[word] = value
-            if reading.whose == "next":
+            if message.whose == "next":
                 ahead = own
             elif own:
-                made.join({**ahead, **own}, reading.path)
+                fleet.join({**ahead, **own}, message.path)
                 ahead = {}
         for word, text in (said or {}).items():
-            made.say(word, text)
-        return made
+            fleet.say(word, text)
+        return fleet
+
+    @property
+    def engine(self) -> EngineTable:
+        """The table of its engine."""
+        return self.messages[0].engine
 
     @property
     def name(self) -> str:
         """Its engine and releases, such as "sglang 0.5.22 to 0.5.23"."""
-        engine, releases = self.readings[0].engine.name, self.readings[0].releases
+        engine, releases = self.engine.name, self.messages[0].releases
         return f"{engine} {releases[0]}" + (f" to {releases[-1]}" if len(releases) > 1 else "")
 
     def state(self, word: str, value: Any, path: str) -> None:
@@ -128,13 +130,14 @@ class Fleet:
             at = f"rank {'.'.join(map(str, key))} as before"
             raise refuse(ErrorCode.FIELD_CONFLICT, path, at, "other sizes", "one file for each fleet")
 
-    def unsaid(self, config: bool = False) -> Iterator[Unsaid]:
-        """Missing words: first those that a Description needs, then those for which the usual value is assumed.
+    def missing(self, config: bool = False) -> list[MissingWord]:
+        """The unsaid words without which there is no Description; `config` says whether there is a config.json too."""
+        return [word for word in self.unsaid(config) if word.usual is None]
 
-        `config` says whether there is a config.json too.
-        """
+    def unsaid(self, config: bool = False) -> list[MissingWord]:
+        """All unsaid words: first those of `missing`, then those for which the usual value is assumed."""
         have = self.known()
-        missing = []
+        unsaid = []
         for word, row in words()["word"].items():
             if word in have or (word == "interleave" and have.get("cp", 1) == have.get("dcp", 1) == 1):
                 continue
@@ -142,58 +145,55 @@ class Fleet:
                 continue
             if row.get("need") or ("usual" in row and "say" in row):
                 say = row["say"] + ", or --config" * ("config" in row)
-                missing.append(Unsaid(word, row["doc"], say, row.get("usual")))
-        return iter(sorted(missing, key=lambda u: u.usual is not None))
+                unsaid.append(MissingWord(word, row["doc"], say, row.get("usual")))
+        return sorted(unsaid, key=lambda word: word.usual is not None)
 
     def known(self) -> dict[str, Any]:
         """Words of the fleet, with what follows from the sizes of its buffers."""
         have = dict(self.shared)
         if "model_dtype" in have:
             have.setdefault("dtype", have["model_dtype"])
-        counted = self._entries()
-        if counted and have.get("pp", 1) == 1:
-            joint = self.readings[0].engine.entries == "joint"
-            each = 1 if joint or "latent" in have else 2
-            if "layers" not in have and ("latent" in have or "kv_heads" in have or joint) and counted % each == 0:
-                have["layers"] = counted // each
-        size = self._entry_bytes()
+        joint = self.engine.entries == "joint"
+        buffers = len(self._first("entries") or ())
+        if buffers and have.get("pp", 1) == 1:
+            per_layer = 1 if joint or "latent" in have else 2
+            if "layers" not in have and ("latent" in have or "kv_heads" in have or joint) and buffers % per_layer == 0:
+                have["layers"] = buffers // per_layer
+        sizes = self._first("entry_bytes") or 0
+        size: int = sizes[0] if isinstance(sizes, list) else sizes
         if size and "head_dim" not in have and {"page", "dtype", "kv_heads", "tp"} <= have.keys():
-            parts = 2 if self.readings[0].engine.entries == "joint" else 1
             tokens = have["page"] * max(1, have["kv_heads"] * have.get("dcp", 1) // have["tp"])
-            each, rest = divmod(size * 8, tokens * parts * BITS[DType[have["dtype"]]])
-            if each and not rest:
-                have["head_dim"] = each
+            elements, rest = divmod(size * 8, tokens * (2 if joint else 1) * BITS[DType[have["dtype"]]])
+            if elements and not rest:
+                have["head_dim"] = elements
         if "page" in have:
             have["page"] *= have.get("blocks_per_page", 1)
         return have
 
-    def _entries(self) -> int:
-        return len(next((r["entries"] for r in self.ranks.values() if r.get("entries")), ()))
-
-    def _entry_bytes(self) -> int:
-        sizes = next((r["entry_bytes"] for r in self.ranks.values() if r.get("entry_bytes")), 0)
-        first: int = sizes[0] if isinstance(sizes, list) else sizes
-        return first
+    def _first(self, word: str) -> Any:
+        """The word of the first rank that states it, or None."""
+        return next((rank[word] for rank in self.ranks.values() if rank.get(word)), None)
 
     def describe(
-        self, config: Mapping[str, Any] | None = None, drafts: Sequence[Mapping[str, Any]] = (),
+        self,
+        config: Mapping[str, Any] | None = None,
+        drafts: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, str] | None = None,
-    ) -> Geometry:  # fmt: skip
+    ) -> Geometry:
         """The fleet's Description; raises LocalError for a missing word, WireError if a buffer has another size."""
         have = self.known()
-        for word in self.unsaid(config is not None):
-            if word.usual is None:
-                said = f"--say {word.word}=...: {word.say}"
-                raise LocalError(ErrorCode.MISSING_FIELD, word.word, word.doc, "unsaid", said)
+        for word in self.missing(config is not None):
+            advice = f"--say {word.word}=...: {word.say}"
+            raise LocalError(ErrorCode.MISSING_FIELD, word.word, word.doc, "unsaid", advice)
         sizes = {word: have.get(word, 1) for word in ("tp", "pp", "cp", "dcp", "interleave")}
         if sizes["tp"] * sizes["pp"] * sizes["cp"] > _MOST_RANKS:
             raise LocalError(ErrorCode.TOO_LARGE, "ranks", f"at most {_MOST_RANKS}", str(sizes))
         page, dtype = have["page"], DType[have["dtype"]]
         if config is not None:
-            name = self.readings[0].engine.name
+            name = self.engine.name
             kinds = {row.element: kind for kind, row in ENGINES[name].dtypes.items() if row.element and not row.scaled}
             setup = Setup(Parallel(**sizes), page=page, kv_dtype=kinds.get(dtype, "auto"))
-            models = [one if dtype in kinds else _typed(one, dtype) for one in (config, *drafts)]
+            models = [model if dtype in kinds else _typed(model, dtype) for model in (config, *drafts)]
             geometry = pools(name, models[0], models[1:], setup, facts=facts).geometry
         else:
             geometry = lay_out([self._cache(have, page, dtype)], Parallel(**sizes), facts=facts)
@@ -216,7 +216,7 @@ class Fleet:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, path, wanted, str(value), "leave it out")
 
     def _cache(self, have: Mapping[str, Any], page: int, dtype: DType) -> Cache:
-        ids = next((r["entry_layers"] for r in self.ranks.values() if r.get("entry_layers")), None)
+        ids = self._first("entry_layers")
         layers = list(dict.fromkeys(ids)) if ids else range(have["layers"])
         if len(layers) > _MOST["layers"]:
             raise LocalError(ErrorCode.TOO_LARGE, "layers", f"at most {_MOST['layers']}", str(len(layers)))
@@ -252,8 +252,8 @@ class Fleet:
         kinds = [g.model for g in geometry.groups if [p.name for p in g.parts] in _PLAIN]
         if len(set(kinds)) < len(kinds):  # windowed layers have separate buffers, or share those of others
             return None
-        found = []
-        joint = self.readings[0].engine.entries == "joint"
+        buffers: list[int] = []
+        joint = self.engine.entries == "joint"
         for share in owned:
             group = groups[share.group]
             names = [p.name for p in group.parts]
@@ -265,8 +265,8 @@ class Fleet:
             for span in share.lanes:
                 lanes[span.part] += span.hi - span.lo
             sizes = [group.rows * n * p.lane_bytes for n, p in zip(lanes, group.parts, strict=True)]
-            found += [sum(sizes)] * len(share.layers) if joint else [n for n in sizes for _ in share.layers]
-        return found
+            buffers += [sum(sizes)] * len(share.layers) if joint else [n for n in sizes for _ in share.layers]
+        return buffers
 
 
 def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
@@ -279,23 +279,22 @@ def _typed(config: Mapping[str, Any], dtype: DType) -> Mapping[str, Any]:
 
 def _sizes(geometry: Geometry) -> dict[str, set[int]]:
     """The values that the target's caches have for each word that a config.json says too."""
-    found: dict[str, set[int]] = {"kv_heads": set(), "head_dim": set(), "latent": set(), "layers": set()}
+    sizes: dict[str, set[int]] = {"kv_heads": set(), "head_dim": set(), "latent": set(), "layers": set()}
     layers: dict[int, set[int]] = {}
     for share in (share for rank in geometry.ranks for share in rank.owns):
         layers.setdefault(share.group, set()).update(map(int, share.layers))
     groups = [g for g in geometry.groups if g.model == 0]
-    for group in groups:
-        for part in group.parts:
-            elements = lane_bytes(part) * 8 // BITS[part.dtype]
-            if part.name in ("k", "v"):
-                found["kv_heads"].add(part.lanes)
-                found["head_dim"].add(elements)
-            elif part.name == "latent":
-                found["latent"].add(part.lanes * elements)
+    for part in (part for group in groups for part in group.parts):
+        elements = lane_bytes(part) * 8 // BITS[part.dtype]
+        if part.name in ("k", "v"):
+            sizes["kv_heads"].add(part.lanes)
+            sizes["head_dim"].add(elements)
+        elif part.name == "latent":
+            sizes["latent"].add(part.lanes * elements)
     paged = [g for g in groups if {p.name for p in g.parts} & {"k", "v", "latent"}]
-    for some in (groups, paged):  # layers with a recurrent state count or do not
-        found["layers"].add(len(set().union(*(layers.get(g.id, ()) for g in some))))
-    return found
+    for counted in (groups, paged):  # layers with a recurrent state count or do not
+        sizes["layers"].add(len(set().union(*(layers.get(g.id, ()) for g in counted))))
+    return sizes
 
 
 def _shape(rank: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The tables of each engine's messages: sglang.toml and vllm.toml, checked as they are loaded."""
+"""The tables of each engine's messages, sglang.toml and vllm.toml, and the words that values state, words.toml."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import attrs
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Engine", "Message", "Row", "engine", "engines", "words"]
+__all__ = ["EngineTable", "FieldRow", "MessageTable", "engine", "engines", "words"]
 
 
 @attrs.frozen
-class Row:
+class FieldRow:
     """One field in a span of releases."""
 
     name: str
@@ -34,20 +34,25 @@ class Row:
     optional: bool = False
     """Whether it may be absent, as a key or as one of the last frames."""
 
+    @property
+    def inner(self) -> str:
+        """The name of the message that its bytes hold; empty for plain values."""
+        return self.type[8:] if self.type.startswith("msgpack:") and self.type != "msgpack:float" else ""
+
 
 @attrs.frozen(eq=False, slots=False)
-class Message:
+class MessageTable:
     """One message in all releases of its engine."""
 
     name: str
     form: str
     """frames, array, map or log."""
-    rows: tuple[Row, ...]
+    rows: tuple[FieldRow, ...]
     doc: str = ""
     guard: str = ""
     states: str = ""
     """Whose words it has: "rank", "fleet", or "next" for the rank whose message follows."""
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     """Names of its class in pickles."""
     marker: str = ""
     """For a log: text that identifies its line."""
@@ -61,32 +66,28 @@ class Message:
 
 
 @attrs.frozen(eq=False)
-class Engine:
+class EngineTable:
     """One engine: the releases that were examined, oldest first, and its messages."""
 
     name: str
     releases: tuple[str, ...]
     entries: str
     """Order of a model's buffers: part-major (all layers of one part first) or joint (one for each layer)."""
-    messages: tuple[Message, ...]
+    messages: tuple[MessageTable, ...]
     always: Mapping[str, Any] = attrs.field(factory=dict)
     """Words with one value in all releases and configurations."""
 
-    def message(self, name: str) -> Message:
+    def message(self, name: str) -> MessageTable:
         """The message of that name."""
         return next(m for m in self.messages if m.name == name)
 
-    @cache  # noqa: B019 (engines are made once)
-    def rows(self, message: Message, release: str) -> tuple[Row, ...]:
+    @cache  # noqa: B019 (tables are loaded once)
+    def rows(self, message: MessageTable, release: str) -> tuple[FieldRow, ...]:
         """A message's fields in one examined release, by position."""
-        place = self.releases.index
-        last = len(self.releases) - 1
-        found = [
-            row
-            for row in message.rows
-            if (place(row.since) if row.since else 0) <= place(release) <= (place(row.until) if row.until else last)
-        ]
-        return tuple(sorted(found, key=lambda row: row.at))
+        place, last = self.releases.index, self.releases[-1]
+        spans = [(place(row.since or self.releases[0]), place(row.until or last), row) for row in message.rows]
+        rows = [row for first, final, row in spans if first <= place(release) <= final]
+        return tuple(sorted(rows, key=lambda row: row.at))
 
     def around(self, release: str) -> tuple[str, ...]:
         """This release if it was examined, else the two examined ones around it; raises LocalError beyond these."""
@@ -94,10 +95,8 @@ class Engine:
             return (release,)
         below = [r for r in self.releases if _order(r) < _order(release)]
         if not below or len(below) == len(self.releases) or not _order(release):
-            span = f"{self.releases[0]} to {self.releases[-1]}"
-            raise LocalError(
-                ErrorCode.UNSUPPORTED_VERSION, "release", f"{self.name} {span}", release, "add rows to its table"
-            )
+            wanted, advice = f"{self.name} {self.releases[0]} to {self.releases[-1]}", "add rows to its table"
+            raise LocalError(ErrorCode.UNSUPPORTED_VERSION, "release", wanted, release, advice)
         return self.releases[len(below) - 1 : len(below) + 1]
 
 
@@ -106,14 +105,13 @@ def _order(release: str) -> tuple[int, ...]:
 
 
 @cache
-def engines() -> Mapping[str, Engine]:
+def engines() -> Mapping[str, EngineTable]:
     """Every engine with a table, by name."""
-    made = [_load(name) for name in ("sglang", "vllm")]
-    return {e.name: e for e in made}
+    return {name: _load(name) for name in ("sglang", "vllm")}
 
 
-def engine(name: str) -> Engine:
-    """The engine of that name; raises LocalError."""
+def engine(name: str) -> EngineTable:
+    """The table of that engine; raises LocalError."""
     if name not in engines():
         raise LocalError(ErrorCode.OUT_OF_RANGE, "engine", " or ".join(engines()), name)
     return engines()[name]
@@ -121,7 +119,7 @@ def engine(name: str) -> Engine:
 
 @cache
 def words() -> Mapping[str, Any]:
-    """words.toml: what values state, and how a caller says it if they do not."""
+    """The words: what values state, and how a caller says it if they do not."""
     return _toml("words")
 
 
@@ -129,11 +127,10 @@ def _toml(name: str) -> Mapping[str, Any]:
     return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
 
 
-def _load(name: str) -> Engine:
+def _load(name: str) -> EngineTable:
     data = _toml(name)
-    messages = []
-    for message in data["message"]:
-        fields = tuple(Row(**row) for row in message.pop("fields"))
-        classes = tuple(message.pop("classes", ()))
-        messages.append(Message(rows=fields, classes=classes, **message))
-    return Engine(data["engine"], tuple(data["releases"]), data["entries"], tuple(messages), data.get("always", {}))
+    messages = [
+        MessageTable(rows=tuple(FieldRow(**row) for row in message.pop("fields")), **message)
+        for message in data["message"]
+    ]
+    return EngineTable(name, tuple(data["releases"]), data["entries"], tuple(messages), data.get("always", {}))

@@ -72,8 +72,12 @@ def _names(frame: bytes, path: str) -> list[str]:
 
 
 _FRAMES: dict[str, Callable[[bytes, str], Any]] = {
-    "text": _text, "int": _integer, "flag": _flag, "names": _names, "bytes": lambda frame, path: frame,
-}  # fmt: skip
+    "text": _text,
+    "int": _integer,
+    "flag": _flag,
+    "names": _names,
+    "bytes": lambda frame, path: frame,
+}
 
 
 def _numbers(frame: bytes | memoryview, width: str, path: str) -> list[int]:
@@ -82,8 +86,8 @@ def _numbers(frame: bytes | memoryview, width: str, path: str) -> list[int]:
         raise refuse(ErrorCode.BAD_LENGTH, path, f"a multiple of {kind.itemsize} bytes", f"{len(frame)} bytes")
     if len(frame) > _MOST_NUMBERS * kind.itemsize:
         raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_NUMBERS} numbers", len(frame) // kind.itemsize)
-    found: list[int] = np.frombuffer(frame, kind).tolist()
-    return found
+    numbers: list[int] = np.frombuffer(frame, kind).tolist()
+    return numbers
 
 
 def _lists(frame: bytes, width: str, path: str) -> list[list[int]]:
@@ -137,8 +141,12 @@ def from_value(type_: str, value: Any, path: str) -> Any:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "bool": (bool,), "text": (str,), "bytes": (bytes,),
-}  # fmt: skip
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "text": (str,),
+    "bytes": (bytes,),
+}
 
 
 def _kind(value: Any) -> str:
@@ -150,10 +158,8 @@ def from_msgpack(data: bytes, path: str) -> Any:
     if len(data) > _MOST_PACKED:
         raise refuse(ErrorCode.TOO_LARGE, path, f"at most {_MOST_PACKED} bytes of msgpack", len(data))
     try:
-        made = msgpack.unpackb(
-            data, strict_map_key=True, object_pairs_hook=lambda pairs: map_of(pairs, path), max_array_len=_MOST_NUMBERS,
-            max_map_len=_MOST_LISTS,
-        )  # fmt: skip
+        bounds = {"max_array_len": _MOST_NUMBERS, "max_map_len": _MOST_LISTS}
+        value = msgpack.unpackb(data, object_pairs_hook=lambda pairs: map_of(pairs, path), **bounds)
     except msgpack.ExtraData as error:
         raise refuse(ErrorCode.TRAILING_BYTES, path, "one value", f"{len(error.extra)} bytes more") from None
     except UnicodeDecodeError:
@@ -161,7 +167,7 @@ def from_msgpack(data: bytes, path: str) -> Any:
     except msgpack.StackError:
         raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
     except (ValueError, msgpack.UnpackException) as error:
-        named = {"incomplete": ErrorCode.TRUNCATED, "exceeds": ErrorCode.TOO_LARGE}
-        code = next((c for word, c in named.items() if word in str(error)), ErrorCode.BAD_TYPE)
+        codes = {"incomplete": ErrorCode.TRUNCATED, "exceeds": ErrorCode.TOO_LARGE}
+        code = next((code for word, code in codes.items() if word in str(error)), ErrorCode.BAD_TYPE)
         raise refuse(code, path, "msgpack", error or "another byte") from None
-    return plain(made, path)
+    return plain(value, path)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import attrs
 
 from kvproto.errors import U32, bad
 
-__all__ = [
-    "HYBRID", "MOST_LAYERS", "PREDICTING", "SAYS_LAYERS", "STATE_SIZE", "Config", "layer_kinds", "nested", "number",
-    "text",
-]  # fmt: skip
+__all__ = ["MOST_LAYERS", "STATE_SIZE", "Config", "draft_of", "layer_kinds", "nested", "number", "text"]
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
@@ -58,7 +53,7 @@ def layer_kinds(config: Config, count: int) -> list[str]:
         raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
     if unread := [name for name in UNREAD if config.get(name)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
-    kinds = next(kinds for read in _WAYS if (kinds := read(config, count)) is not None)
+    kinds = _stated_kinds(config, count)
     if len(kinds) != count:
         raise bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
     if config.get("_both"):
@@ -79,91 +74,69 @@ def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
     return kinds
 
 
-def _by_letters(config: Config, count: int) -> list[str] | None:
-    letters = config.get("hybrid_override_pattern")
-    return [_named(c, _LETTERS, "hybrid_override_pattern") for c in letters] if letters else None
-
-
-def _by_list(config: Config, count: int) -> list[str] | None:
-    listed = config.get("layers_block_type") or config.get("layer_types")
-    if not listed:
-        return None
-    linear = "linear" if any(config.get(name) for name in _DELTA) else "lightning"
-    return [linear if kind == "linear" else kind for kind in (_named(k, _KINDS, "layer_types") for k in listed)]
-
-
-def _by_indices(config: Config, count: int) -> list[str] | None:
-    indices, rest = next(((config[key], rest) for key, rest in _INDICES.items() if config.get(key)), (None, ""))
-    if indices is None:
-        return None
-    if beyond := [i for i in indices if i not in range(count)]:
-        raise bad("config.attn_layer_indices", f"layers of {count}", beyond[0])
-    return ["attention" if i in indices else rest for i in range(count)]
-
-
-def _by_period(config: Config, count: int) -> list[str] | None:
-    if not config.get("attn_layer_period"):
-        return None
-    period = number(config, "attn_layer_period")
-    offset = number(config, "attn_layer_offset") if config.get("attn_layer_offset") else 0
-    if offset >= period:
-        raise bad("config.attn_layer_offset", f"below attn_layer_period {period}", offset)
-    return ["attention" if i % period == offset else "mamba" for i in range(count)]
-
-
-def _by_interval(config: Config, count: int) -> list[str] | None:
-    """Every nth layer is full attention, and the name of the interval says what the others are."""
+def _stated_kinds(config: Config, count: int) -> list[str]:
+    """The kind of each layer, by the first field that says it."""
+    field, layers = config.get, range(count)
+    if letters := field("hybrid_override_pattern"):
+        return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]
+    if listed := field("layers_block_type") or field("layer_types"):
+        linear = "linear" if any(map(field, _DELTA)) else "lightning"
+        kinds = [_named(kind, _KINDS, "layer_types") for kind in listed]
+        return [linear if kind == "linear" else kind for kind in kinds]
+    for key, rest in _INDICES.items():
+        if indices := field(key):
+            if beyond := [i for i in indices if i not in layers]:
+                raise bad("config.attn_layer_indices", f"layers of {count}", beyond[0])
+            return ["attention" if i in indices else rest for i in layers]
+    if field("attn_layer_period"):
+        period = number(config, "attn_layer_period")
+        offset = number(config, "attn_layer_offset") if field("attn_layer_offset") else 0
+        if offset >= period:
+            raise bad("config.attn_layer_offset", f"below attn_layer_period {period}", offset)
+        return ["attention" if i % period == offset else "mamba" for i in layers]
     for key, rest in _INTERVALS.items():
-        if config.get(key) and (rest != "window" or config.get("sliding_window")):
-            if isinstance(config[key], str):  # LLLG
-                letters = {"L": rest, "G": "attention"}
-                return [_named(config[key][i % len(config[key])], letters, key) for i in range(count)]
+        if (interval := field(key)) and (rest != "window" or field("sliding_window")):
+            if isinstance(interval, str):  # LLLG
+                return [_named(interval[i % len(interval)], {"L": rest, "G": "attention"}, key) for i in layers]
             period = number(config, key)
-            return ["attention" if i % period == period - 1 else rest for i in range(count)]
-    return None
+            return ["attention" if i % period == period - 1 else rest for i in layers]
+    if delta := field("linear_attn_config"):  # counts layers from 1
+        kda = delta.get("kda_layers")
+        if not isinstance(kda, list) or not all(_is_whole(layer, 1, count) for layer in kda):
+            raise bad("config.linear_attn_config.kda_layers", f"a list of layers, 1 to {count}", repr(kda))
+        return ["kda" if i + 1 in kda else "attention" for i in layers]
+    if types := field("attn_type_list"):
+        return ["attention" if kind == 1 else "lightning" for kind in types]
+    if field("attention_chunk_size"):  # in every layer that rotates positions
+        period = number(config, "no_rope_layer_interval") if field("no_rope_layer_interval") else count + 1
+        rotated = field("no_rope_layers") or [(i + 1) % period for i in layers]
+        return ["chunked" if turn else "attention" for turn in rotated]
+    if field("sliding_window") and config.get("use_sliding_window", True):
+        return ["window"] * count
+    return [_only_kind(config)] * count
 
 
-def _by_numbers(config: Config, count: int) -> list[str] | None:
-    """1 stands for full attention, 0 for lightning attention."""
-    types = config.get("attn_type_list")
-    return ["attention" if kind == 1 else "lightning" for kind in types] if types else None
-
-
-def _by_delta(config: Config, count: int) -> list[str] | None:
-    """Kimi's delta attention in the layers that are listed, counted from 1."""
-    given = config.get("linear_attn_config")
-    if not given:
-        return None
-    layers = given.get("kda_layers")
-    if not isinstance(layers, list) or not all(_is_whole(layer, 1, count) for layer in layers):
-        raise bad("config.linear_attn_config.kda_layers", f"a list of layers, 1 to {count}", repr(layers))
-    return ["kda" if i + 1 in given["kda_layers"] else "attention" for i in range(count)]
-
-
-def _by_rope(config: Config, count: int) -> list[str] | None:
-    """Chunked attention in every layer that rotates positions."""
-    if not config.get("attention_chunk_size"):
-        return None
-    period = number(config, "no_rope_layer_interval") if config.get("no_rope_layer_interval") else count + 1
-    rotated = config.get("no_rope_layers") or [(i + 1) % period for i in range(count)]
-    return ["chunked" if turn else "attention" for turn in rotated]
-
-
-def _by_window(config: Config, count: int) -> list[str] | None:
-    """All layers have the window if nothing says which do."""
-    return ["window"] * count if config.get("sliding_window") and config.get("use_sliding_window", True) else None
-
-
-def _by_sizes(config: Config, count: int) -> list[str] | None:
-    """No list at all: all attention, or all Mamba."""
+def _only_kind(config: Config) -> str:
+    """The kind of all layers of a model that states none: attention, or Mamba."""
     if not config.get("num_attention_heads") and not config.get("kv_lora_rank"):
         if not any(config.get(name) for name in STATE_SIZE):
             raise bad("config.num_attention_heads", "a number, or the sizes of a Mamba", "absent")
-        return ["mamba"] * count
+        return "mamba"
     beside = sorted(name for name in config if name.startswith(HYBRID) and config[name])
     if beside and not config.get("_both"):
         raise bad(f"config.{beside[0]}", *_BY_HAND)
-    return ["attention"] * count
+    return "attention"
+
+
+def draft_of(config: Config) -> Config | None:
+    """The multi-token-prediction layers of a checkpoint as a draft of attention layers; None if it has none."""
+    config = {**text(config), "text_config": {}} if nested(config) else config
+    key = next((key for key in PREDICTING if config.get(key)), None)
+    if key is None:
+        return None
+    of_target = (*PREDICTING, *SAYS_LAYERS, "model_type")
+    kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(HYBRID)}
+    return {**kept, "num_hidden_layers": number(config, key)}
 
 
 _DELTA = ("linear_num_key_heads", "linear_num_value_heads")
@@ -184,56 +157,38 @@ _WHOLE = (
 _WORDS = ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
 
 
-@attrs.frozen
-class _Said:
-    """What a field may hold."""
-
-    mine: str
-    types: tuple[type, ...]
-    elements: Callable[[Any], bool] = lambda element: True
-
-
 def _is_whole(value: Any, least: int = 0, most: int = U32) -> bool:
     return type(value) is int and least <= value <= most
 
 
-_FIELDS: dict[str, _Said] = {
-    **dict.fromkeys(_WHOLE, _Said(f"a whole number, 0 to {U32}", (int,))),
-    **dict.fromkeys(_WORDS, _Said("a name", (str,))),
-    **dict.fromkeys(("use_cla", "use_sliding_window"), _Said("true or false", (bool,))),
-    **dict.fromkeys(_INDICES, _Said("a list of layers", (list, tuple), _is_whole)),
-    **dict.fromkeys(
-        ("attn_type_list", "no_rope_layers"),
-        _Said("a list of 0 and 1", (list, tuple), lambda element: _is_whole(element, 0, 1)),
-    ),
-    **dict.fromkeys(
-        ("layers_block_type", "layer_types"),
-        _Said("a list of names", (list, tuple), lambda element: isinstance(element, str)),
-    ),
-    "hybrid_override_pattern": _Said("letters", (str, list, tuple)),
-    "sliding_window_pattern": _Said("a whole number, or letters", (int, str)),
-    "linear_attn_config": _Said("an object", (dict,)),
-    "text_config": _Said("an object", (dict,)),
-}
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
+
+
+def _is_list(is_element: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(is_element, value))
+
+
+_FIELDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
+    (_WHOLE, f"a whole number, 0 to {U32}", _is_whole),
+    (_WORDS, "a name", _is(str)),
+    (("use_cla", "use_sliding_window"), "true or false", _is(bool)),
+    (_INDICES, "a list of layers", _is_list(_is_whole)),
+    (("attn_type_list", "no_rope_layers"), "a list of 0 and 1", _is_list(lambda element: _is_whole(element, 0, 1))),
+    (("layers_block_type", "layer_types"), "a list of names", _is_list(lambda element: isinstance(element, str))),
+    (("hybrid_override_pattern",), "letters", _is(str, list, tuple)),
+    (("sliding_window_pattern",), "a whole number, or letters", lambda value: type(value) is str or _is_whole(value)),
+    (("linear_attn_config", "text_config"), "an object", _is(dict)),
+)
 """Fields whose absence, 0 or null means something, which a value of a wrong type must not be taken for."""
 
 
 def _check(config: Config) -> None:
     """Raise LocalError for a field of a wrong type."""
-    for name, said in _FIELDS.items():
-        value = config.get(name)
-        if value is None:
-            continue
-        right = type(value) in said.types and (type(value) is not int or _is_whole(value))
-        if not right or (isinstance(value, list | tuple) and not all(map(said.elements, value))):
-            raise bad(f"config.{name}", said.mine, repr(value))
-
-
-_WAYS: tuple[Callable[[Config, int], list[str] | None], ...] = (
-    _by_letters, _by_list, _by_indices, _by_period, _by_interval, _by_delta, _by_numbers, _by_rope, _by_window,
-    _by_sizes,
-)  # fmt: skip
-"""The first of these that returns a list decides."""
+    for names, mine, is_right in _FIELDS:
+        for name in names:
+            if config.get(name) is not None and not is_right(config[name]):
+                raise bad(f"config.{name}", mine, repr(config[name]))
 
 
 def _named(name: object, kinds: Mapping[str, str], path: str) -> str:

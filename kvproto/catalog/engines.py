@@ -1,6 +1,6 @@
 """The pools of today's engines by name: `pools("vllm", config)` is a Description and the tensors of each rank.
 
-The tables say what the releases in `ENGINES` allocate; `make engines` compares them with the packages' own functions.
+The tables describe the releases in `ENGINES`; `make engines` compares them with the packages' own functions.
 State a pool that is not here with `Cache`, `lay_out` and the strides of its tensors.
 """
 
@@ -13,17 +13,7 @@ import attrs
 from kvproto.catalog import vllm
 from kvproto.catalog.config import Config, number, text
 from kvproto.catalog.models import with_windows
-from kvproto.catalog.setup import (
-    Arranged,
-    KvDtype,
-    Make,
-    Setup,
-    caches,
-    check_heads,
-    kind_of_cache,
-    kv_dtype,
-    model_dtype,
-)
+from kvproto.catalog.setup import Arranged, KvDtype, Make, Setup, cache_kind, caches, check_heads, kv_dtype, model_dtype
 from kvproto.catalog.tensors import RankMemory, Slab, rank_memory
 from kvproto.errors import bad, check_type
 from kvproto.planning.cache import Cache
@@ -49,7 +39,7 @@ class Pools:
 
 @attrs.frozen
 class EngineProfile:
-    """What one engine supports, and does unless its `Setup` says otherwise."""
+    """The cache dtypes and layouts of an engine, and how it arranges its pools."""
 
     releases: str
     dtypes: Mapping[str, KvDtype]
@@ -61,10 +51,14 @@ class EngineProfile:
 
 
 def pools(
-    engine: str, target: Config, drafts: Iterable[Config] = (), setup: Setup | None = None, replica: int = 0,
+    engine: str,
+    target: Config,
+    drafts: Iterable[Config] = (),
+    setup: Setup | None = None,
+    replica: int = 0,
     facts: Mapping[str, str] | None = None,
-) -> Pools:  # fmt: skip
-    """A model as an engine runs it: its Description, and where each rank's tensors hold it.
+) -> Pools:
+    """A model as an engine runs it: its Description, and the tensors of each rank.
 
     Raises LocalError(OUT_OF_RANGE) for an engine, config or setup that is not known or cannot be.
     """
@@ -85,10 +79,9 @@ def pools(
     if setup.state_layout != "SD" and engine != "vllm":
         raise bad("state_layout", "SD, except for vllm", setup.state_layout)
     kv = kv_dtype(setup.kv_dtype, row.dtypes, setup)
-    setup = attrs.evolve(
-        setup, parallel=attrs.evolve(setup.parallel, tp=tp // setup.dp), page=setup.page or kv.page,
-        backend=setup.backend or next(iter(kv.backends), None), layout=setup.layout or next(iter(kv.layouts), None),
-    )  # fmt: skip
+    parallel = attrs.evolve(setup.parallel, tp=tp // setup.dp)
+    backend, layout = setup.backend or next(iter(kv.backends), None), setup.layout or next(iter(kv.layouts), None)
+    setup = attrs.evolve(setup, parallel=parallel, page=setup.page or kv.page, backend=backend, layout=layout)
     setup.parallel.check()
     dtype = setup.state_dtype
 
@@ -112,7 +105,7 @@ _TRTLLM = {"attention": "BLPHN", "mla": "BLPHN", "scales": "BLPHN", "conv": "LBH
 
 
 def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
-    indexed = any(kind_of_cache(c) == "indexer" for c in make(setup.page or 64))
+    indexed = any(cache_kind(c) == "indexer" for c in make(setup.page or 64))
     page, dcp = setup.page or (64 if indexed else 1), setup.parallel.dcp
     if indexed and page != 64:
         raise bad("page", "64, with an index", page)
@@ -120,11 +113,11 @@ def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
         raise bad("dcp", "1 with an index, as its pages would differ from the latent's", dcp)
     # each rank stores the whole draft, in pages as long as those of all ranks together
     drafts = [c for c in make(page * dcp) if c.group.model]
-    made = [c for c in make(page) if not c.group.model] + drafts
+    stored = [c for c in make(page) if not c.group.model] + drafts
     orders = _SGLANG[setup.layout or "NHD"]
 
     def order(cache: Cache) -> str:
-        kind, sizes = kind_of_cache(cache), {p.lane_bytes for p in cache.group.parts}
+        kind, sizes = cache_kind(cache), {p.lane_bytes for p in cache.group.parts}
         names = {p.name for p in cache.group.parts}
         if kind == "scales" or names == {"latent", "latent_scale"}:
             return "LP|BNH"
@@ -132,41 +125,37 @@ def _sglang(make: Make, setup: Setup, target: Config) -> Arranged:
             return "LP|BNH" if setup.layout != "HND" else "LP|BHN"
         return "LBNH" if kind == "conv" and target.get("linear_attn_config") else orders[kind]
 
-    return _apart(made, order)
+    return _apart(stored, order)
 
 
 def _trtllm(make: Make, setup: Setup, target: Config) -> Arranged:
-    made = make(setup.page or 32)
-    if unknown := [c for c in made if kind_of_cache(c) not in _TRTLLM]:
+    stored = make(setup.page or 32)
+    if unknown := [c for c in stored if cache_kind(c) not in _TRTLLM]:
         raise bad("config", f"layers with {', '.join(_TRTLLM)}", unknown[0].group.name)
-    return _apart(made, lambda cache: _TRTLLM[kind_of_cache(cache)], joined=True)
+    return _apart(stored, lambda cache: _TRTLLM[cache_kind(cache)], joined=True)
 
 
-def _apart(made: list[Cache], order: Callable[[Cache], str], joined: bool = False) -> Arranged:
+def _apart(stored: list[Cache], order: Callable[[Cache], str], joined: bool = False) -> Arranged:
     """A pool for each cache; if `joined`, the scales of the same values share one."""
     pools: dict[str, list[int]] = {}
-    for i, c in enumerate(made):
+    for i, c in enumerate(stored):
         name = c.group.name
-        if joined and kind_of_cache(c) == "scales":
+        if joined and cache_kind(c) == "scales":
             name = name.removesuffix(c.group.parts[0].name) + "scales"
         pools.setdefault(name, []).append(i)
     slabs = [
-        Slab(name.replace(" ", "_"), order(made[ids[0]]), tuple((layer, tuple(ids)) for layer in made[ids[0]].layers))
-        for name, ids in pools.items()
+        Slab(name.replace(" ", "_"), order(stored[i]), tuple((layer, (i, *others)) for layer in stored[i].layers))
+        for name, (i, *others) in pools.items()
     ]
-    return Arranged(made, lambda geometry, rank, blocks: slabs)
+    return Arranged(stored, lambda geometry, rank, blocks: slabs)
 
 
 _NVFP4 = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E4M3), of=("attention",))
 _NVFP4_MIXED = attrs.evolve(_NVFP4, apart={"v_scale": 4})
 """As kernels for Blackwell's data-center GPUs need it: the scales of V are interleaved over four tokens of a head."""
 _DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-_VLLM_NVFP4 = KvDtype(
-    by_sm={
-        80: (_ANY := attrs.evolve(_NVFP4, backends=("FLASHINFER",), layouts=_DENSE)), 90: _ANY, 120: _ANY,
-        100: attrs.evolve(_NVFP4_MIXED, backends=("FLASHINFER",), layouts=("LBHNC", "BLHNC")),
-    }
-)  # fmt: skip
+_VLLM_PLAIN = attrs.evolve(_NVFP4, backends=("FLASHINFER",), layouts=_DENSE)
+_VLLM_MIXED = attrs.evolve(_NVFP4_MIXED, backends=("FLASHINFER",), layouts=("LBHNC", "BLHNC"))
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
 _BF16 = KvDtype(DType.BF16)
 _FP4_MX = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E8M0), of=("attention", "mla"), layouts=("NHD",))
@@ -178,8 +167,8 @@ ENGINES: dict[str, EngineProfile] = {
             "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),
             "int8_per_token_head": KvDtype(DType.I8, scaled=True),
             "fp8_ds_mla": KvDtype(row="always"),
-            "nvfp4": _VLLM_NVFP4,
-            "nvfp4_4over6": KvDtype(by_sm={100: _VLLM_NVFP4.by_sm[100]}),
+            "nvfp4": KvDtype(by_sm={80: _VLLM_PLAIN, 90: _VLLM_PLAIN, 120: _VLLM_PLAIN, 100: _VLLM_MIXED}),
+            "nvfp4_4over6": KvDtype(by_sm={100: _VLLM_MIXED}),
             "nvfp4_ds_mla": KvDtype(
                 row="always", of=("mla", "indexer"),
                 packed=(DType.F4E2M1, 16, DType.F8E4M3, DType.F8E4M3, "vllm.nvfp4_ds_mla"),

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import (
-    HYBRID,
-    PREDICTING,
-    SAYS_LAYERS,
-    STATE_SIZE,
-    Config,
-    layer_kinds,
-    nested,
-    number,
-    text,
-)  # fmt: skip
+from kvproto.catalog.config import STATE_SIZE, Config, draft_of, layer_kinds, nested, number, text
 from kvproto.errors import bad, check_whole
 from kvproto.planning.cache import BLOCK_SCALED, Cache, bytes_of
 from kvproto.planning.geometry import Geometry
@@ -29,54 +19,60 @@ __all__ = ["PRESETS", "Config", "Parallel", "describe", "draft_of", "element_typ
 
 
 def describe(
-    target: Config, drafts: Iterable[Config] = (), parallel: Parallel | None = None, page: int = 64,
-    kv_dtype: DType | str | None = None, replica: int = 0, facts: Mapping[str, str] | None = None,
-    sharded: Collection[str] = (), replicated: Collection[str] = (), own: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Geometry:  # fmt: skip
+    target: Config,
+    drafts: Iterable[Config] = (),
+    parallel: Parallel | None = None,
+    page: int = 64,
+    kv_dtype: DType | str | None = None,
+    replica: int = 0,
+    facts: Mapping[str, str] | None = None,
+    sharded: Collection[str] = (),
+    replicated: Collection[str] = (),
+    own: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Geometry:
     """The Geometry of one replica of a model and its drafts, from their config.json files.
 
     `page` is in tokens, and the peer must state equal `facts`. `sharded` and `replicated` name caches whose tokens
-    context-parallel ranks deal among themselves, or all store, where that is not the default (`Cache.dealt`); `own` has
+    context-parallel ranks deal among themselves, or all store, if that is not the default (`Cache.dealt`); `own` has
     arguments of `Cache.over` by cache name. Raises LocalError(OUT_OF_RANGE).
     """
-    drafts = tuple(drafts)
-    found = {
-        c.group.name: c for model, config in enumerate((target, *drafts)) for c in specs(config, model, page, kv_dtype)
-    }
-    for path, named in (("sharded", sharded), ("replicated", replicated), ("own", own or {})):
-        if unknown := [name for name in named if name not in found]:
-            raise bad(path, f"one of {', '.join(found)}", unknown[0])
+    configs = (target, *drafts)
+    caches = {c.group.name: c for model, config in enumerate(configs) for c in specs(config, model, page, kv_dtype)}
+    for path, names in (("sharded", sharded), ("replicated", replicated), ("own", own or {})):
+        if unknown := [name for name in names if name not in caches]:
+            raise bad(path, f"one of {', '.join(caches)}", unknown[0])
     if both := set(sharded) & set(replicated):
         raise bad("sharded", "caches that are not replicated too", min(both))
-    found |= {name: found[name].sharded() for name in sharded} | {name: found[name].replicated() for name in replicated}
+    caches |= {name: caches[name].sharded() for name in sharded}
+    caches |= {name: caches[name].replicated() for name in replicated}
     for name, sizes in (own or {}).items():
         if unknown := [size for size in sizes if size not in _OWN]:
             raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
-        found[name] = found[name].over(**sizes)
-    made = lay_out([*found.values()], parallel, replica, facts, number(text(target), "num_hidden_layers"))
-    return with_windows(made, (target, *drafts))
+        caches[name] = caches[name].over(**sizes)
+    depth = number(text(target), "num_hidden_layers")
+    return with_windows(lay_out([*caches.values()], parallel, replica, facts, depth), configs)
 
 
 def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
     """The Geometry with a WARN fact for each model with windowed or chunked layers, unless it states one already."""
     stated = {fact.name for fact in geometry.facts}
-    more = []
+    windows = []
     for model, config in enumerate(map(text, configs)):
         kinds = {
             kind for kinds in layer_kinds(config, number(config, "num_hidden_layers")) for kind in kinds.split("+")
         }
         reach = next((config[key] for kind, key in _REACH.items() if kind in kinds and config.get(key)), None)
-        name = f"window.{_named(model)}"
+        name = f"window.{_model_name(model)}"
         if reach is not None and name not in stated:
-            more.append(Fact(name=name, value=str(reach), rule=FactRule.WARN))
-    return attrs.evolve(geometry, facts=tuple(sorted((*geometry.facts, *more), key=lambda fact: fact.name)))
+            windows.append(Fact(name=name, value=str(reach), rule=FactRule.WARN))
+    return attrs.evolve(geometry, facts=tuple(sorted((*geometry.facts, *windows), key=lambda fact: fact.name)))
 
 
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 """Where a config says how many tokens a layer of each kind attends to."""
 
 
-def _named(model: int) -> str:
+def _model_name(model: int) -> str:
     return "target" if model == 0 else f"draft{model if model > 1 else ''}"
 
 
@@ -84,21 +80,13 @@ _OWN = ("tp", "cp", "dcp", "interleave", "origin", "deal", "stages", "virtual", 
 """Arguments of `Cache.over`."""
 
 
-def draft_of(config: Config) -> Config | None:
-    """The multi-token-prediction layers of a checkpoint as a draft of attention layers; None if it has none."""
-    config = {**text(config), "text_config": {}} if nested(config) else config
-    key = next((key for key in PREDICTING if config.get(key)), None)
-    if key is None:
-        return None
-    of_target = (*PREDICTING, *SAYS_LAYERS, "model_type")
-    kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(HYBRID)}
-    return {**kept, "num_hidden_layers": number(config, key)}
-
-
 def specs(
-    config: Config, model: int = 0, page: int = 64, kv_dtype: DType | str | None = None,
+    config: Config,
+    model: int = 0,
+    page: int = 64,
+    kv_dtype: DType | str | None = None,
     state_dtype: DType | None = None,
-) -> list[Cache]:  # fmt: skip
+) -> list[Cache]:
     """The caches of one model, attention first, in pages of `page` tokens.
 
     `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
@@ -106,23 +94,22 @@ def specs(
     """
     config = text(config)
     check_whole("page", page, 1)
-    name = _named(model)
+    name = _model_name(model)
     layers: dict[str, list[int]] = {}
     for i, kinds in enumerate(layer_kinds(config, number(config, "num_hidden_layers"))):
         for kind in kinds.split("+"):
             layers.setdefault(kind, []).append(i)
-    made: list[Cache] = []
-    for kind in _ATTENTION:
-        if some := layers.get(kind):
-            # windowed layers are a separate group, since a request may ask for their last tokens only
-            full = name if kind == "attention" else f"{name} {kind}"
-            made += _attention(config, full, some, model, page, _element(kv_dtype or element_type(config)))
-    for kind, recurrent in _RECURRENT.items():
-        if some := layers.get(kind):
-            made += recurrent(config, name, some, model, state_dtype or DType.F32)
-    if not made:
+    caches: list[Cache] = []
+    for kind in (kind for kind in _ATTENTION if kind in layers):
+        # windowed layers are a separate group, since a request may ask for their last tokens only
+        full = name if kind == "attention" else f"{name} {kind}"
+        element = _element(kv_dtype or element_type(config))
+        caches += _attention(config, full, layers[kind], {"page": page, "model": model}, element)
+    for kind in (kind for kind in _RECURRENT if kind in layers):
+        caches += _recurrent(kind, config, name, layers[kind], state_dtype or DType.F32, model)
+    if not caches:
         raise bad("config", "layers with a cache", "none")
-    return made
+    return caches
 
 
 def _element(kv_dtype: DType | str) -> Mapping[str, Any]:
@@ -135,78 +122,76 @@ def _element(kv_dtype: DType | str) -> Mapping[str, Any]:
 
 
 def _attention(
-    config: Config, name: str, layers: list[int], model: int, page: int, element: Mapping[str, Any]
+    config: Config, name: str, layers: list[int], more: Mapping[str, Any], element: Mapping[str, Any]
 ) -> Iterable[Cache]:
     if config.get("kv_lora_rank"):
-        latent, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
-        yield Cache.mla(name, layers, latent=latent, rope=rope, page=page, **element, model=model)
+        yield Cache.mla(name, layers, **_sizes(config, _LATENT), **element, **more)
         if config.get("index_head_dim"):
-            dim = number(config, "index_head_dim")
-            yield Cache.indexer(f"{name} index", layers, head_dim=dim, page=page, model=model)
+            yield Cache.indexer(f"{name} index", layers, head_dim=number(config, "index_head_dim"), **more)
         return
     v_dim = number(config, "v_head_dim") if config.get("v_head_dim") else None
-    yield Cache.gqa(
-        name, layers, kv_heads=_kv_heads(config), head_dim=_head_dim(config), v_head_dim=v_dim, page=page, model=model,
-        **element,
-    )  # fmt: skip
-
-
-def _mamba(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    kernel = number(config, "conv_kernel", "mamba_d_conv", "d_conv")
-    state = number(config, *STATE_SIZE)
-    heads, dims = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
-    if config.get("num_heads") and not config.get("num_attention_heads"):  # Mamba 2 alone has no prefix
-        heads, dims = ["num_heads"], ["head_dim"]
-    if not any(config.get(n) for n in heads):
-        if "mamba_expand" not in config and config.get("intermediate_size"):
-            channels = number(config, "intermediate_size")
-        else:
-            channels = number(config, "mamba_expand") * number(config, "hidden_size")
-        return Cache.mamba1(
-            name, layers, channels=channels, state=state, kernel=kernel, dtype=element_type(config), state_dtype=state_dtype,
-            model=model,
-        )  # fmt: skip
-    return Cache.mamba2(
-        name, layers, heads=number(config, *heads), head_dim=number(config, *dims),
-        groups=number(config, "n_groups", "mamba_n_groups"), state=state, kernel=kernel, dtype=element_type(config),
-        state_dtype=state_dtype, model=model,
-    )  # fmt: skip
-
-
-def _linear(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    return Cache.gdn(
-        name, layers, key_heads=number(config, "linear_num_key_heads"), key_dim=number(config, "linear_key_head_dim"),
-        value_heads=number(config, "linear_num_value_heads"), value_dim=number(config, "linear_value_head_dim"),
-        kernel=number(config, "linear_conv_kernel_dim"), dtype=element_type(config), state_dtype=state_dtype, model=model,
-    )  # fmt: skip
-
-
-def _kda(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    """Kimi delta attention: a gated delta net whose q, k and v have the same heads."""
-    sizes = config["linear_attn_config"]
-    heads, dim = number(sizes, "num_heads"), number(sizes, "head_dim")
-    return Cache.gdn(
-        name, layers, key_heads=heads, key_dim=dim, value_heads=heads, value_dim=dim,
-        kernel=number(sizes, "short_conv_kernel_size"), dtype=element_type(config), state_dtype=state_dtype, model=model,
-    )  # fmt: skip
-
-
-def _lightning(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    """Lightning attention: a square state for each query head."""
-    heads, dim = number(config, "num_attention_heads"), _head_dim(config)
-    parts = {"ssm": (state_dtype, heads, bytes_of(state_dtype, dim * dim))}
-    yield Cache.state(f"{name} ssm", layers, parts=parts, model=model)
-
-
-def _short_conv(config: Config, name: str, layers: list[int], model: int, state_dtype: DType) -> Iterable[Cache]:
-    """A gated short convolution over the hidden size: it has no other state."""
-    dtype, channels = element_type(config), number(config, "conv_dim", "hidden_size")
-    parts = {"conv": (dtype, channels, bytes_of(dtype, 1))}
-    yield Cache.state(f"{name} conv", layers, parts=parts, rows=number(config, "conv_L_cache") - 1, model=model)
+    heads, dim = _kv_heads(config), _head_dim(config)
+    yield Cache.gqa(name, layers, kv_heads=heads, head_dim=dim, v_head_dim=v_dim, **element, **more)
 
 
 _ATTENTION = ("attention", "window", "chunked")
-_RECURRENT = {"mamba": _mamba, "linear": _linear, "kda": _kda, "lightning": _lightning, "conv": _short_conv}
+_RECURRENT = ("mamba", "linear", "kda", "lightning", "conv")
+_LATENT = {"latent": ("kv_lora_rank",), "rope": ("qk_rope_head_dim",)}
+_KERNEL = ("conv_kernel", "mamba_d_conv", "d_conv")
+_MAMBA_HEADS, _MAMBA_DIMS = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
+_DELTA = {
+    "key_heads": ("linear_num_key_heads",),
+    "key_dim": ("linear_key_head_dim",),
+    "value_heads": ("linear_num_value_heads",),
+    "value_dim": ("linear_value_head_dim",),
+    "kernel": ("linear_conv_kernel_dim",),
+}
+"""By argument of a constructor: the fields that state it, in order of preference."""
+
+
+def _sizes(config: Config, fields: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    return {argument: number(config, *names) for argument, names in fields.items()}
+
+
+def _recurrent(
+    kind: str, config: Config, name: str, layers: list[int], state_dtype: DType, model: int
+) -> Iterable[Cache]:
+    """The recurrent caches of some layers of one kind."""
+    dtype = element_type(config)
+    more: dict[str, Any] = {"dtype": dtype, "state_dtype": state_dtype, "model": model}
+    match kind:
+        case "mamba":
+            return _mamba(config, name, layers, more)
+        case "linear":
+            return Cache.gdn(name, layers, **_sizes(config, _DELTA), **more)
+        case "kda":  # a gated delta net whose q, k and v have the same heads
+            kda = _sizes(config["linear_attn_config"], {"n": ("num_heads",), "dim": ("head_dim",)})
+            kernel = number(config["linear_attn_config"], "short_conv_kernel_size")
+            heads = {"key_heads": kda["n"], "value_heads": kda["n"], "key_dim": kda["dim"], "value_dim": kda["dim"]}
+            return Cache.gdn(name, layers, **heads, kernel=kernel, **more)
+        case "lightning":  # a square state for each query head
+            size = bytes_of(state_dtype, _head_dim(config) ** 2)
+            parts = {"ssm": (state_dtype, number(config, "num_attention_heads"), size)}
+            return [Cache.state(f"{name} ssm", layers, parts=parts, model=model)]
+    # a gated short convolution over the hidden size, which has no other state
+    parts = {"conv": (dtype, number(config, "conv_dim", "hidden_size"), bytes_of(dtype, 1))}
+    rows = number(config, "conv_L_cache") - 1
+    return [Cache.state(f"{name} conv", layers, parts=parts, rows=rows, model=model)]
+
+
+def _mamba(config: Config, name: str, layers: list[int], more: Mapping[str, Any]) -> Iterable[Cache]:
+    sizes = _sizes(config, {"kernel": _KERNEL, "state": STATE_SIZE})
+    heads, dims = _MAMBA_HEADS, _MAMBA_DIMS
+    if config.get("num_heads") and not config.get("num_attention_heads"):  # Mamba 2 alone has no prefix
+        heads, dims = ["num_heads"], ["head_dim"]
+    if any(config.get(n) for n in heads):
+        sizes |= _sizes(config, {"heads": heads, "head_dim": dims, "groups": ("n_groups", "mamba_n_groups")})
+        return Cache.mamba2(name, layers, **sizes, **more)
+    if "mamba_expand" not in config and config.get("intermediate_size"):
+        channels = number(config, "intermediate_size")
+    else:
+        channels = number(config, "mamba_expand") * number(config, "hidden_size")
+    return Cache.mamba1(name, layers, channels=channels, **sizes, **more)
 
 
 def _kv_heads(config: Config) -> int:
@@ -221,16 +206,14 @@ def _kv_heads(config: Config) -> int:
 
 
 _KV_HEADS = {"step3_text": "num_attention_groups", "falcon": "num_kv_heads"}
-"""By model type: what a config.json calls num_key_value_heads if it lacks that."""
+"""By model type: the field that stands for num_key_value_heads."""
 
 
 def _head_dim(config: Config) -> int:
+    """Elements of a head: as stated, or a head's share of the hidden size."""
     own = [name for name in ("head_dim", "attention_head_dim") if config.get(name)]
-    return _divided(config) if not own and not nested(config) else number(config, *own, "head_dim")
-
-
-def _divided(config: Config) -> int:
-    """A head's share of the hidden size."""
+    if own or nested(config):
+        return number(config, *own, "head_dim")
     size, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
     if size % heads:
         raise bad("config.head_dim", f"a number: {heads} heads do not divide {size}", "absent")
@@ -246,21 +229,12 @@ def element_type(config: Config) -> DType:
     return known[name]
 
 
-def _llama(layers: int, hidden: int, heads: int, kv: int, dim: int = 128) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": dim,
-    }
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, dim: int = 128) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "head_dim": dim}
+    return sizes | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 _DEEPSEEK_V3 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 1}
-_QWEN3_NEXT = {
-    **_llama(48, 2048, 16, 2, 256), "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
-    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
 PRESETS: dict[str, tuple[Config, ...]] = {
     "llama-3-70b": (_llama(80, 8192, 64, 8),),
     "qwen3-235b-a22b": (_llama(94, 4096, 64, 4),),
@@ -268,12 +242,14 @@ PRESETS: dict[str, tuple[Config, ...]] = {
     "deepseek-v3-nextn": (_DEEPSEEK_V3, draft_of(_DEEPSEEK_V3) or {}),
     "deepseek-v3-eagle3": (_DEEPSEEK_V3, _llama(1, 7168, 56, 8)),
     "deepseek-v3.2": ({**_DEEPSEEK_V3, "index_head_dim": 128},),
-    "qwen3-next-80b-a3b": (_QWEN3_NEXT,),
-    "nemotron-h-8b": (
-        {
-            **_llama(52, 4096, 32, 8), "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
-        },
-    ),
+    "qwen3-next-80b-a3b": ({
+        **_llama(48, 2048, 16, 2, 256), "full_attention_interval": 4, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },),
+    "nemotron-h-8b": ({
+        **_llama(52, 4096, 32, 8), "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+    },),
 }  # fmt: skip
 """Shapes of well-known models by name: the target, then its drafts. Dtypes are bfloat16 unless `kv_dtype` is given."""

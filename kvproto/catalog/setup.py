@@ -17,7 +17,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.layout import Parallel
 from kvproto.wire.enums import DType
 
-__all__ = ["Arranged", "KvDtype", "Make", "Setup", "caches", "check_heads", "kind_of_cache", "kv_dtype", "model_dtype"]
+__all__ = ["Arranged", "KvDtype", "Make", "Setup", "cache_kind", "caches", "check_heads", "kv_dtype", "model_dtype"]
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class Setup:
 
 @attrs.frozen
 class KvDtype:
-    """What a cache dtype of an engine makes of K and V, and of a latent."""
+    """The form of K and V, and of a latent, under one cache dtype of an engine."""
 
     element: DType | None = None
     """Element type of K and V; None for that of the model."""
@@ -82,7 +82,7 @@ class KvDtype:
     page: int | None = None
     """Tokens of its pages, if it supports only one size."""
     by_sm: Mapping[int, KvDtype] = {}
-    """What it is by compute capability, if it is not the same on all GPUs."""
+    """Its form by compute capability, if it is not the same on all GPUs."""
 
 
 Make = Callable[[int], list[Cache]]
@@ -102,19 +102,19 @@ class Arranged:
 
 def caches(configs: Sequence[Config], page: int, kv: KvDtype, state: Callable[[Config], DType]) -> list[Cache]:
     """The caches of a target and its drafts, in the element types of an engine."""
-    made = []
+    stored = []
     for model, config in enumerate(configs):
         for cache in specs(config, model, page, kv.element, state(text(config))):
-            kind = kind_of_cache(cache)
+            kind = cache_kind(cache)
             if kind == "attention" and kv.scaled:
-                cache = _scaled(cache)
+                cache = _with_scales(cache)
             if kind == "mla" and (kv.row == "always" or (kv.row == "indexed" and config.get("index_head_dim"))):
                 sizes = number(text(config), "kv_lora_rank"), number(text(config), "qk_rope_head_dim")
                 cache = _row(cache, *sizes, kv.packed)
             if kind not in kv.of:
                 raise bad("kv_dtype", f"one that supports layers of kind {kind}", "one that does not")
-            made += _blocks(cache, kv) if kv.blocks and kind in ("attention", "mla") else [cache]
-    return made
+            stored += _blocks(cache, kv) if kv.blocks and kind in ("attention", "mla") else [cache]
+    return stored
 
 
 def kv_dtype(name: str, known: Mapping[str, KvDtype], setup: Setup) -> KvDtype:
@@ -135,7 +135,7 @@ def kv_dtype(name: str, known: Mapping[str, KvDtype], setup: Setup) -> KvDtype:
     return kv
 
 
-def kind_of_cache(cache: Cache) -> str:
+def cache_kind(cache: Cache) -> str:
     """attention, mla, indexer, conv or ssm, as the registry groups parts; scales for a cache of scales alone."""
     first = cache.group.parts[0].name
     kinds = {"k": "attention", "latent": "mla", "index": "indexer", "k_scale": "scales", "v_scale": "scales"}
@@ -150,29 +150,32 @@ def model_dtype(config: Config) -> DType:
     return DType.F32 if config.get("linear_attn_config") else element_type(config)
 
 
-def _with_parts(cache: Cache, parts: Sequence[tuple[str, DType, int]]) -> Cache:
-    lanes = cache.group.parts[0].lanes
-    made = tuple(Part(name=n, dtype=d, lanes=lanes, lane_bytes=size) for n, d, size in parts)
-    return attrs.evolve(cache, group=attrs.evolve(cache.group, parts=made), blocks=tuple((Block(lanes),) for _ in made))
+def _with_parts(
+    cache: Cache, parts: Sequence[tuple[str, DType, int]], encodings: Mapping[str, str] | None = None
+) -> Cache:
+    """The same cache with parts of these names, types and bytes of a lane."""
+    lanes, encoding = cache.group.parts[0].lanes, encodings or {}
+    stated = tuple(
+        Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=size, encoding=encoding.get(name))
+        for name, dtype, size in parts
+    )
+    blocks = tuple((Block(lanes),) for _ in stated)
+    return attrs.evolve(cache, group=attrs.evolve(cache.group, parts=stated), blocks=blocks)
 
 
-def _scaled(cache: Cache) -> Cache:
+def _with_scales(cache: Cache) -> Cache:
     sizes = [(p.name, DType(p.dtype), p.lane_bytes) for p in cache.group.parts]
     return _with_parts(cache, [row for n, d, size in sizes for row in ((n, d, size), (f"{n}_scale", DType.F32, 4))])
 
 
 def _row(cache: Cache, latent: int, rope: int, packed: tuple[DType, int, DType, DType, str | None]) -> Cache:
     element, block, scale, rotary, encoding = packed
-    rows = [
-        ("latent", element, bytes_of(element, latent)), ("latent_scale", scale, bytes_of(scale, -(-latent // block))),
-        ("rope", rotary, bytes_of(rotary, rope)),
-    ]  # fmt: skip
+    values = "latent", element, bytes_of(element, latent)
+    scales = "latent_scale", scale, bytes_of(scale, -(-latent // block))
+    key = "rope", rotary, bytes_of(rotary, rope)
     if encoding is None:
-        return _with_parts(cache, rows)
-    made = _with_parts(cache, [rows[0], rows[2], rows[1]])  # behind the rotary key
-    *before, scales = made.group.parts
-    parts = (*before, attrs.evolve(scales, encoding=encoding))
-    return attrs.evolve(made, group=attrs.evolve(made.group, parts=parts))
+        return _with_parts(cache, [values, scales, key])
+    return _with_parts(cache, [values, key, scales], {"latent_scale": encoding})
 
 
 def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
@@ -185,23 +188,22 @@ def _blocks(cache: Cache, kv: KvDtype) -> list[Cache]:
         if elements % block:
             raise bad("kv_dtype", f"one whose blocks divide {elements} elements of {part.name}", f"blocks of {block}")
         scales[part.name] = f"{part.name}_scale", dtype, bytes_of(dtype, elements // block)
-    rows = [
-        row
+    parts = [
+        part
         for p in cache.group.parts
-        for row in ((p.name, DType(p.dtype), p.lane_bytes), scales[p.name])
-        if row[0] not in kv.apart
+        for part in ((p.name, DType(p.dtype), p.lane_bytes), scales[p.name])
+        if part[0] not in kv.apart
     ]
-    made = [_with_parts(cache, rows)]
+    stored = [_with_parts(cache, parts)]
     for name, tokens in kv.apart.items():
         if cache.group.rows % tokens:
             raise bad("page", f"a multiple of {tokens}, as {name} lies by so many tokens", cache.group.rows)
-        one = _with_parts(cache, [(name, dtype, scales[name.removesuffix("_scale")][2] * tokens)])
-        group = attrs.evolve(
-            one.group, name=f"{one.group.name} {name}", rows=cache.group.rows // tokens, tokens_per_row=tokens,
-            partial=True if tokens > 1 else None,
-        )  # fmt: skip
-        made.append(attrs.evolve(one, group=group))
-    return made
+        apart = _with_parts(cache, [(name, dtype, scales[name.removesuffix("_scale")][2] * tokens)])
+        name, partial = f"{apart.group.name} {name}", tokens > 1 or None
+        rows = cache.group.rows // tokens
+        group = attrs.evolve(apart.group, name=name, rows=rows, tokens_per_row=tokens, partial=partial)
+        stored.append(attrs.evolve(apart, group=group))
+    return stored
 
 
 def check_heads(cache: Cache, ranks: int) -> None:

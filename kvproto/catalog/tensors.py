@@ -16,7 +16,7 @@ import numpy as np
 from kvproto.errors import bad
 from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import kind_of
-from kvproto.wire.messages import Columns, UIntArray
+from kvproto.wire.messages import Columns
 
 __all__ = ["Array", "RankMemory", "Slab", "rank_memory"]
 
@@ -55,7 +55,7 @@ class Array:
 
 @attrs.frozen
 class RankMemory:
-    """What a rank registers: its allocations, the views of them, and columns group by group."""
+    """The memory that a rank registers: allocations, the views of them, and columns group by group."""
 
     regions: tuple[tuple[str, int], ...]
     """Name and bytes of each allocation; its region id is its index."""
@@ -65,7 +65,7 @@ class RankMemory:
 
 @attrs.define
 class _PlacedPart:
-    """One part on axis P: its extents, the strides found so far, and the bytes that they span."""
+    """One part on axis P: its extents, the strides so far, and the bytes that they span."""
 
     nth: int
     """Index of its group among those of the layer."""
@@ -80,7 +80,7 @@ class _PlacedPart:
 
 @attrs.define
 class _Regions:
-    """Allocations by name, with ascending ids and bytes that grow with what is put into them."""
+    """Allocations by name, with ascending ids; they grow to hold their contents."""
 
     sizes: dict[str, int] = attrs.field(factory=dict)
     ids: dict[str, int] = attrs.field(factory=dict)
@@ -100,7 +100,7 @@ def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Map
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
     owned = {o.group: o for o in shares if kind_of(groups[o.group]).has_memory}
     regions, arrays = _Regions(), dict[str, Array]()
-    found: dict[int, dict[tuple[int, int], tuple[int, int, _PlacedPart]]] = {id: {} for id in owned}
+    places: dict[int, dict[tuple[int, int], _Place]] = {id: {} for id in owned}
     for slab in slabs:
         split, _, inner = slab.order.rpartition("|")
         here = [(layer, ids) for layer, ids in slab.layers if all(i in owned and layer in owned[i].layers for i in ids)]
@@ -116,11 +116,11 @@ def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Map
                 name = slab.name + f".{layer}" * ("L" in split) + f".{part.name}" * ("P" in split)
                 region = regions.hold(slab.arena or name, slab.offset + part.span)
                 at = slab.offset + part.offset + part.stride.get("L", 0) * place
-                found[ids[part.nth]][layer, part.index] = region, at, part
+                places[ids[part.nth]][layer, part.index] = region, at, part.stride
                 if name not in arrays:
-                    held = [p for p in parts if p is part or "P" not in split]
-                    arrays[name] = _view(name, inner, held, region, slab.offset)
-    columns = tuple(_columns(groups[id], share, items[id], found[id]) for id, share in owned.items())
+                    shown = [p for p in parts if p is part or "P" not in split]
+                    arrays[name] = _view(name, inner, shown, region, slab.offset)
+    columns = tuple(_columns(groups[id], share, items[id], places[id]) for id, share in owned.items())
     return RankMemory(tuple(regions.sizes.items()), tuple(arrays.values()), columns)
 
 
@@ -169,23 +169,21 @@ def _view(name: str, inner: str, parts: Sequence[_PlacedPart], region: int, offs
     return Array(name, tuple(WORDS[a] for a in (*axes, "C")), (*shape, last), (*strides, 1), region, offset)
 
 
-def _columns(
-    group: Group, share: Owns, items: int, found: Mapping[tuple[int, int], tuple[int, int, _PlacedPart]]
-) -> Columns:
+_Place = tuple[int, int, dict[str, int]]
+"""Region, offset, and the stride of each axis."""
+
+
+def _columns(group: Group, share: Owns, items: int, places: Mapping[tuple[int, int], _Place]) -> Columns:
     """One entry for each owned layer and, within it, each part."""
     entries = [(layer, part) for layer in share.layers.tolist() for part in range(len(group.parts))]
-    if missing := [entry for entry in entries if entry not in found]:
+    if missing := [entry for entry in entries if entry not in places]:
         raise bad(f"pools of {group.name!r}", f"a tensor with part {missing[0][1]}", f"none of layer {missing[0][0]}")
-    rows = [found[entry] for entry in entries]
+    rows = [
+        (region, offset, *(stride[axis] for axis in "BNH"))
+        for region, offset, stride in map(places.__getitem__, entries)
+    ]
+    arrays = dict(zip(_ARRAYS, np.array(rows, np.uint64).reshape(-1, len(_ARRAYS)).T.copy(), strict=True))
+    return Columns(group=group.id, items=items, **arrays)
 
-    def numbers(values: Iterable[int]) -> UIntArray:
-        return np.array([*values], np.uint64)
 
-    return Columns(
-        group=group.id, items=items,
-        region=numbers(region for region, _, _ in rows),
-        offset=numbers(offset for _, offset, _ in rows),
-        item_stride=numbers(part.stride["B"] for _, _, part in rows),
-        row_stride=numbers(part.stride["N"] for _, _, part in rows),
-        lane_stride=numbers(part.stride["H"] for _, _, part in rows),
-    )  # fmt: skip
+_ARRAYS = ("region", "offset", "item_stride", "row_stride", "lane_stride")

@@ -6,12 +6,13 @@ Layers that need equal blocks share a block table; hybrids have several tables w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import lcm
 
 import attrs
 
 from kvproto.catalog.config import Config
-from kvproto.catalog.setup import Arranged, Make, Setup, kind_of_cache
+from kvproto.catalog.setup import Arranged, Make, Setup, cache_kind
 from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache
@@ -81,18 +82,19 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "FLASHINFER_MLA_SPARSE_SM120": Backend(multiple=64),
         "FLASHINFER_MLA_SPARSE_SM90": Backend(multiple=64),
     },
-}  # fmt: skip
-"""By what a model caches: K and V, a latent, or a latent with an index; the default first."""
+}
+"""By kind of attention: K and V, a latent, or a latent with an index; the default first."""
 _BLOCK = 16
+"""Tokens of a block, unless the kernels of a backend need more."""
 _MLA_BLOCK = 128
 _BY_PLANES = ("nvfp4", "nvfp4_4over6")
 """Cache dtypes whose blocks are all of K, the scales of K, all of V, and the scales of V."""
 
 
 def _values(cache: Cache) -> str:
-    """The name of the group in whose blocks a cache lies: for separate scales, that of what they scale."""
+    """The name of the group in whose blocks a cache lies: for separate scales, the group that they scale."""
     name = cache.group.name
-    return name.removesuffix(f" {cache.group.parts[0].name}") if kind_of_cache(cache) == "scales" else name
+    return name.removesuffix(f" {cache.group.parts[0].name}") if cache_kind(cache) == "scales" else name
 
 
 @attrs.frozen
@@ -109,26 +111,26 @@ class _Layer:
 
 def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
     """The caches, divided into a group for each block table, and the slabs of the one allocation; raises LocalError."""
-    block = setup.page or _default_block(make(_BLOCK), setup)
+    backends = _backends(make(_BLOCK), setup)
+    block = setup.page or max([_BLOCK, *(backend.least for backend in backends.values())])
     caches = make(block)
-    backends = _backends(caches, setup)
     states = [c for c in caches if kind_of(c.group).is_state]
     if states and len(states) < len(caches):
         block = _aligned(make, block, [*backends.values()], setup)
         caches = make(block)
-    caches = [c.sharded() if kind_of_cache(c) == "indexer" else c for c in caches]  # dealt with what it indexes
+    caches = [c.sharded() if cache_kind(c) == "indexer" else c for c in caches]  # dealt like the latent that it indexes
     layout = _layout([*backends.values()], caches, setup)
     layers = _layers(caches, backends, layout, setup)
     if states:
-        widest = max(one.page for one in layers)
-        layers = [attrs.evolve(one, page=widest) if one.table[0] == "state" else one for one in layers]
-    return _divided(caches, _tables(layers, layout), backends, layout, block, setup)
+        widest = max(layer.page for layer in layers)
+        layers = [attrs.evolve(layer, page=widest) if layer.table[0] == "state" else layer for layer in layers]
+    return _divided(caches, _tables(layers), backends, layout, block, setup)
 
 
 def _needs(cache: Cache, caches: list[Cache]) -> str:
     """The kind of attention backend that a cache needs."""
-    indexed = {c.group.model for c in caches if kind_of_cache(c) == "indexer"}
-    kind = kind_of_cache(cache)
+    indexed = {c.group.model for c in caches if cache_kind(c) == "indexer"}
+    kind = cache_kind(cache)
     if kind == "scales":
         return "attention"
     return "sparse" if kind in ("mla", "indexer") and cache.group.model in indexed else kind
@@ -140,11 +142,6 @@ def _backends(caches: list[Cache], setup: Setup) -> dict[str, Backend]:
     if setup.backend and not any(setup.backend in BACKENDS[kind] for kind in kinds):
         raise bad("backend", ", ".join(name for kind in kinds for name in BACKENDS[kind]), setup.backend)
     return {kind: BACKENDS[kind].get(setup.backend or "", next(iter(BACKENDS[kind].values()))) for kind in kinds}
-
-
-def _default_block(caches: list[Cache], setup: Setup) -> int:
-    """16 tokens, or more if the kernels of a backend need more."""
-    return max([_BLOCK, *(b.least for b in _backends(caches, setup).values())])
 
 
 def _layout(backends: list[Backend], caches: list[Cache], setup: Setup) -> str:
@@ -162,7 +159,7 @@ def _layout(backends: list[Backend], caches: list[Cache], setup: Setup) -> str:
 def _aligned(make: Make, block: int, backends: list[Backend], setup: Setup) -> int:
     """Tokens of a block that is at least as large as a recurrent layer's state."""
     least = max(backends[0].least, block)
-    latent = any(kind_of_cache(c) == "mla" for c in make(block))
+    latent = any(cache_kind(c) == "mla" for c in make(block))
     least = max(least, _MLA_BLOCK) if latent else least
     ranks = setup.parallel.tp
     caches = make(least)
@@ -185,10 +182,10 @@ def _bytes(cache: Cache, ranks: int) -> int:
 
 def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setup: Setup) -> list[_Layer]:
     """All layers, the target's first; the conv and recurrent states of a layer count as one."""
-    made: dict[tuple[int, bool, str, int], _Layer] = {}
+    layers: dict[tuple[int, bool, str, int], _Layer] = {}
     outer = layout.translate({ord(c): None for c in "HNC"})
     for i, cache in enumerate(caches):
-        group, kind = cache.group, kind_of_cache(cache)
+        group, kind = cache.group, cache_kind(cache)
         is_state = kind_of(group).is_state
         dealt = setup.parallel.dcp > 1 and not is_state and (cache.dealt or group.model == 0)
         ranks = setup.parallel.tp // (setup.parallel.dcp if dealt else 1)
@@ -203,78 +200,99 @@ def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setu
         table = "state" if is_state else last if last in ("window", "chunked") else "full"
         for layer in cache.layers:
             key = group.model, is_state, "state" if is_state else name, layer
-            before = made.get(key)
+            before = layers.get(key)
             page = _bytes(cache, ranks) + (before.page if before else 0)
-            made[key] = _Layer((table, dealt), page, order, layer, (*(before.caches if before else ()), i))
-    return sorted(made.values(), key=lambda one: (caches[one.caches[0]].group.model, one.layer))
+            layers[key] = _Layer((table, dealt), page, order, layer, (*(before.caches if before else ()), i))
+    return sorted(layers.values(), key=lambda layer: (caches[layer.caches[0]].group.model, layer.layer))
 
 
-def _tables(layers: list[_Layer], layout: str) -> list[list[_Layer]]:
+def _tables(layers: list[_Layer]) -> list[list[_Layer]]:
     """The layers of each block table: one table if all are of one kind, else tables of equally many layers."""
-    if len({one.table for one in layers}) == 1:
+    if len({layer.table for layer in layers}) == 1:
         return [layers]
-    if len({one.page for one in layers}) > 1:
-        sizes = ", ".join(str(n) for n in sorted({one.page for one in layers}))
-        raise bad("config", "layers of several kinds with blocks of one size", f"blocks of {sizes} bytes")
+    if len(sizes := sorted({layer.page for layer in layers})) > 1:
+        blocks = f"blocks of {', '.join(map(str, sizes))} bytes"
+        raise bad("config", "layers of several kinds with blocks of one size", blocks)
     kinds: dict[tuple[tuple[str, bool], str], list[_Layer]] = {}
-    for one in layers:
-        kinds.setdefault((one.table, one.order), []).append(one)
-    fewest, most = (f(len(some) for some in kinds.values()) for f in (min, max))
+    for layer in layers:
+        kinds.setdefault((layer.table, layer.order), []).append(layer)
+    fewest, most = (f(map(len, kinds.values())) for f in (min, max))
     number = most if most < fewest * 1.5 else fewest
     tables = []
-    for some in kinds.values():
-        count = -(-len(some) // number)
-        tables += [some[i::count] for i in range(count)]
+    for of_kind in kinds.values():
+        count = -(-len(of_kind) // number)
+        tables += [of_kind[i::count] for i in range(count)]
     return tables
 
 
 def _divided(
-    caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int,
+    caches: list[Cache],
+    tables: list[list[_Layer]],
+    backends: dict[str, Backend],
+    layout: str,
+    block: int,
     setup: Setup,
-) -> Arranged:  # fmt: skip
+) -> Arranged:
     """A group for each cache and block table, and the slabs that hold the tables' layers."""
-    made: list[Cache] = []
+    divided: list[Cache] = []
     pieces: dict[int, int] = {}
     ids: dict[tuple[int, int], int] = {}
     for c, cache in enumerate(caches):
-        homes = [t for t, table in enumerate(tables) if any(c in one.caches for one in table)]
+        homes = [t for t, table in enumerate(tables) if any(c in layer.caches for layer in table)]
+        group, kind = cache.group, cache_kind(cache)
+        backend = backends.get(_needs(cache, caches))
+        rows = block
+        if backend is not None and kind_of(group).paged:
+            kernel_rows = backend.kernel_block(block)
+            planes = backend.planes or setup.kv_dtype in _BY_PLANES
+            if kind in ("attention", "scales") and (planes or "HN" in layout):
+                rows = kernel_rows
+            if backend.encoding and kind == "attention":
+                parts = tuple(attrs.evolve(part, encoding=backend.encoding) for part in group.parts)
+                group = attrs.evolve(group, parts=parts)
+        if rows < block:
+            group = attrs.evolve(group, rows=rows // group.tokens_per_row)
         for n, t in enumerate(homes):
-            layers = tuple(one.layer for one in tables[t] if c in one.caches)
-            group = cache.group if len(homes) == 1 else attrs.evolve(cache.group, name=f"{cache.group.name} {n}")
-            backend = backends.get(_needs(cache, caches))
-            if backend is not None and kind_of(group).paged:
-                rows = backend.kernel_block(block)
-                planes = backend.planes or setup.kv_dtype in _BY_PLANES
-                parts = tuple(attrs.evolve(p, encoding=backend.encoding) for p in group.parts)
-                outside = kind_of_cache(cache) in ("attention", "scales") and (planes or "HN" in layout)
-                if rows < block and outside:
-                    pieces[len(made)] = block // rows
-                    group = attrs.evolve(group, rows=rows // group.tokens_per_row)
-                if backend.encoding and kind_of_cache(cache) == "attention":
-                    group = attrs.evolve(group, parts=parts)
-            ids[c, t] = len(made)
-            made.append(attrs.evolve(cache, group=group, layers=layers))
+            ids[c, t] = len(divided)
+            if rows < block:
+                pieces[len(divided)] = block // rows
+            name = group.name if len(homes) == 1 else f"{group.name} {n}"
+            layers = tuple(layer.layer for layer in tables[t] if c in layer.caches)
+            divided.append(attrs.evolve(cache, group=attrs.evolve(group, name=name), layers=layers))
+    return Arranged(divided, _BlockTables(tables, ids, divided, pieces).slabs, pieces)
 
-    def slabs(geometry: Geometry, rank: int, blocks: int) -> list[Slab]:
+
+@attrs.frozen
+class _BlockTables:
+    """The layers of each block table, and the groups of their caches."""
+
+    tables: list[list[_Layer]]
+    ids: Mapping[tuple[int, int], int]
+    """Group ids by index of the cache and of the table."""
+    groups: list[Cache]
+    pieces: Mapping[int, int]
+    """Items of a block, by group id, if more than one."""
+
+    def slabs(self, geometry: Geometry, rank: int, blocks: int) -> list[Slab]:
         """All tables begin at byte 0; within one, layers of another size follow the others."""
         owned = {o.group: set(o.layers.tolist()) for r in geometry.ranks if r.rank == rank for o in r.owns}
         mine = [
-            [one for one in table if all(one.layer in owned.get(ids[c, t], ()) for c in one.caches)]
-            for t, table in enumerate(tables)
+            [layer for layer in table if all(layer.layer in owned.get(self.ids[c, t], ()) for c in layer.caches)]
+            for t, table in enumerate(self.tables)
         ]
-        widest = max(sum(one.page for one in table) for table in mine)
-        found = []
+        widest = max(sum(layer.page for layer in table) for table in mine)
+        slabs = []
         for t, table in enumerate(mine):
-            offset, sizes = 0, dict.fromkeys((one.order, one.page, one.table) for one in table)
-            for order, page, kind in sizes:
-                some = [one for one in table if (one.order, one.page, one.table) == (order, page, kind)]
-                split = any(ids[c, t] in pieces for one in some for c in one.caches)
-                places = tuple((one.layer, tuple(ids[c, t] for c in one.caches)) for one in some)
+            offset = 0
+            shapes: dict[tuple[str, int, tuple[str, bool]], list[_Layer]] = {}
+            for layer in table:
+                shapes.setdefault((layer.order, layer.page, layer.table), []).append(layer)
+            for (order, page, _), layers in shapes.items():
+                places = tuple((layer.layer, tuple(self.ids[c, t] for c in layer.caches)) for layer in layers)
+                ids = dict.fromkeys(id for _, of_layer in places for id in of_layer)
                 outermost = order.startswith("B")
-                names = dict.fromkeys(made[i].group.name for _, held in places for i in held)
-                apart = 0 if split else page, widest if outermost else 0
-                found.append(Slab("+".join(names), order, places, *apart, "kv", offset))
-                offset += len(some) * page * (1 if outermost else blocks)
-        return found
-
-    return Arranged(made, slabs, pieces)
+                least = 0 if ids.keys() & self.pieces.keys() else page, widest if outermost else 0
+                name = "+".join(dict.fromkeys(self.groups[id].group.name for id in ids))
+                slabs.append(Slab(name, order, places, *least, "kv", offset))
+                offset += len(layers) * page * (1 if outermost else blocks)
+        return slabs

@@ -31,8 +31,8 @@ def check_columns(
     groups = {g.id: g for g in geometry.groups}
     shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if kind_of(groups[o.group]).has_memory]
     if [o.group for o in shares] != [c.group for c in columns]:
-        ours, theirs = (f"groups {[x.group for x in found]}" for found in (shares, columns))
-        raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", ours, theirs, _ORDER)
+        mine, yours = (f"groups {[x.group for x in sequence]}" for sequence in (shares, columns))
+        raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, _ORDER)
     for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
         _check_group(f"columns[{i}]", groups[share.group], share, regions, own)
     return Overlaps.of(geometry, rank, {c.group: c for c in columns})
@@ -63,7 +63,7 @@ def _doubtful(
     regions: Mapping[int, Region],
     own: Columns,
 ) -> npt.NDArray[np.bool_]:
-    """Entries [entries] that `_check_entry` has to look at: all that it refuses, and few others."""
+    """The entries, as bool [entries], that `_check_entry` must look at: all that it refuses, and few others."""
     part = np.arange(own.region.size) % len(group.parts)
     ids, where = np.unique(own.region, return_inverse=True)
     # float64 holds sums beyond 64 bits too; what it may round is checked exactly

@@ -1,7 +1,7 @@
 """Items that are granted after their Transfer: at once (feature INTENT), or piece by piece (feature SPANS).
 
-What is granted so far is kept as grants whose windows begin where the Transfer's do and end where the last Grant said.
-They are whole when they end where the Transfer's do and no item is missing.
+The grants so far have windows that begin with the Transfer's and end where the last Grant said. They are complete when
+they end with the Transfer's and no item is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
 
 
 def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
-    """What is granted of a Transfer's windows before its first Grant: no tokens and no items."""
+    """The grants of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
         attrs.evolve(g, count=0, items=_NO_ITEMS) if kind_of(side.group(g.group)).has_memory else g for g in asked
     )
@@ -59,20 +59,19 @@ def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Gra
 
 def with_grant(
     side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants], more: Sequence[Grants], spans: bool
-) -> tuple[Grants, ...]:  # fmt: skip
-    """What is granted of `asked` after a Grant that says `more`; its items are checked elsewhere.
+) -> tuple[Grants, ...]:
+    """The grants of `asked` after a Grant with `more`, whose items are checked elsewhere.
 
     Raises BAD_GRANT for other groups or windows (KVP-INT-WINDOW, KVP-SPN-GROW).
     """
     if tuple(g.group for g in more) != tuple(g.group for g in asked):
-        mine, yours = (f"groups {tuple(g.group for g in some)}" for some in (asked, more))
-        raise RemoteError(
-            ErrorCode.BAD_GRANT, "grants", mine, yours, "name the groups of the Transfer, by ascending id"
-        )
-    found = []
+        mine, yours = (f"groups {tuple(g.group for g in grants)}" for grants in (asked, more))
+        advice = "name the groups of the Transfer, by ascending id"
+        raise RemoteError(ErrorCode.BAD_GRANT, "grants", mine, yours, advice)
+    granted_now = []
     for i, (before, all_, new) in enumerate(zip(granted, asked, more, strict=True)):
         if not kind_of(side.group(all_.group)).has_memory:  # its window says nothing (KVP-HND-WINDOW)
-            found.append(all_)
+            granted_now.append(all_)
             continue
         least = before.count if spans else all_.count
         same = all(getattr(new, name) == getattr(all_, name) for name in ("first", "valid", "state_after"))
@@ -82,14 +81,14 @@ def with_grant(
             yours = f"first {new.first}, count {new.count}, valid {new.valid}"
             advice = "keep the windows of the Transfer" + ", each as long as before at least" * spans
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}]", mine, yours, advice)
-        joined = [some.items for some in (before, new) if some.items is not None and some.items.size]
-        items = np.concatenate(joined) if joined else _NO_ITEMS
-        found.append(attrs.evolve(all_, count=new.count, items=items))
-    return tuple(found)
+        items = [grant.items for grant in (before, new) if grant.items is not None and grant.items.size]
+        joined = np.concatenate(items) if items else _NO_ITEMS
+        granted_now.append(attrs.evolve(all_, count=new.count, items=joined))
+    return tuple(granted_now)
 
 
 def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
-    """What a Grant says once `before` has been granted: the windows of `now`, and the items that are new."""
+    """The contents of a Grant after `before`: the windows of `now`, and the items that are new."""
     return tuple(
         attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
         for old, g in zip(before, now, strict=True)
@@ -99,11 +98,11 @@ def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Gran
 def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
     """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
 
-    What moves only when prefill is over is granted last: slots, opaque pages, and pages of other axes.
+    Slots, opaque pages and pages of other axes move when prefill is over, and so are granted last.
     """
     if tokens >= end:
         return tuple(asked)
-    found = []
+    below = []
     for grant in asked:
         group = side.group(grant.group)
         if kind_of(group).has_memory:
@@ -111,8 +110,8 @@ def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: i
             part = attrs.evolve(grant, count=count)
             items = None if grant.items is None else grant.items[: _need(side, part, grant)]
             grant = attrs.evolve(part, items=items)
-        found.append(grant)
-    return tuple(found)
+        below.append(grant)
+    return tuple(below)
 
 
 def granted_until(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> int | None:

@@ -28,15 +28,11 @@ def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mappi
     `groups` are the sink's by id, and `since` has the first token held by the source's group id. Groups held from token
     0 on are left out. A row, or an opaque item, is held whole or not at all.
     """
-    found = {}
-    for route in routes:
-        first = max((since.get(box.source_group, 0) for box in route.boxes), default=0)
-        if first:
-            found[route.group] = _whole(groups[route.group], first)
-    return found
+    firsts = ((route.group, max((since.get(b.source_group, 0) for b in route.boxes), default=0)) for route in routes)
+    return {id: _next_start(groups[id], first) for id, first in firsts if first}
 
 
-def _whole(group: Group, first: int) -> int:
+def _next_start(group: Group, first: int) -> int:
     """The next token at which a row begins; with opaque items, a turn of the deal and an item of every cp rank."""
     step, origin = group.tokens_per_row, 0
     if any(part.encoding for part in group.parts):

@@ -1,4 +1,4 @@
-"""Helpers for columns of tables: which rows are equal, where stretches begin, and indices that repeat."""
+"""Tables as columns: equal rows, stretches of rows, rows repeated by a count, and merged intervals."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def merged_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, with those that touch merged."""
-    made: list[tuple[int, int]] = []
+    """The same ascending intervals, with neighbours that touch merged into one."""
+    merged: list[tuple[int, int]] = []
     for lo, hi in intervals:
-        if made and made[-1][1] == lo:
-            made[-1] = (made[-1][0], hi)
+        if merged and merged[-1][1] == lo:
+            merged[-1] = (merged[-1][0], hi)
         else:
-            made.append((lo, hi))
-    return made
+            merged.append((lo, hi))
+    return merged
 
 
 def repeated_index(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Each index repeated by its count, and the number of each repetition from 0 on: both [sum of counts]."""
-    which = np.repeat(np.arange(counts.size), counts)
-    return which, np.arange(which.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    index = np.repeat(np.arange(counts.size), counts)
+    return index, np.arange(index.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def distinct_rows(*columns: IntArray) -> tuple[IntArray, IntArray]:
@@ -41,7 +41,7 @@ def distinct_rows(*columns: IntArray) -> tuple[IntArray, IntArray]:
     return order[new], number
 
 
-def stretch_bounds(goes_on: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-    """The first and the last row of each stretch, where `goes_on` [n - 1] says which rows continue the one before."""
-    breaks = np.flatnonzero(~goes_on)
-    return np.append(0, breaks + 1), np.append(breaks, goes_on.size)
+def stretch_bounds(continues: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    """The first and the last row of each stretch; `continues` [n - 1] says which rows continue the one before."""
+    breaks = np.flatnonzero(~continues)
+    return np.append(0, breaks + 1), np.append(breaks, continues.size)

@@ -1,4 +1,4 @@
-"""Joins what is sent of each piece into boxes, as long as they can be and so unique (spec/v1/planning.md, step 5)."""
+"""Joins the shares of pieces into boxes, as long as they can be and so unique (spec/v1/planning.md, step 5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bytes = npt.NDArray[Any]
 
 @attrs.frozen(eq=False)
 class BoxTable:
-    """BoxTable in ascending order, without what all boxes of a sink group share: columns [n]."""
+    """Boxes in ascending order, without what all boxes of a sink group share: columns [n]."""
 
     source: IntArray
     sink: IntArray

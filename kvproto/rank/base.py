@@ -1,4 +1,4 @@
-"""What Source and Sink have in common: their turns, events and handles, and how they are closed."""
+"""What Source and Sink have in common: their turns, events and pools, and how they are closed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import starmap
 from types import NoneType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
-from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, type_name
-from kvproto.events import Event
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
+from kvproto.events import Event, PoolFree
 from kvproto.observability.counts import Counts, MetricSample, sample
 from kvproto.observability.feed import FeedServer
 from kvproto.observability.names import BASE
@@ -25,6 +25,9 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
+from kvproto.rank.events import PoolReturned
+from kvproto.rank.handles import Handle, Withdrawal
+from kvproto.rank.lent import Lent
 from kvproto.rank.pool import Pool
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
@@ -33,18 +36,14 @@ from kvproto.transport.loading import opened
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "Door",
-    "Handle",
+    "EngineRank",
     "RankNode",
-    "TicketHandle",
     "check_request",
     "ends_of",
     "options_of",
     "party_of",
     "transports_of",
 ]
-
-Result = TypeVar("Result")
 
 _KEPT = 4096
 """The most events kept for `events`; older ones are dropped."""
@@ -104,93 +103,6 @@ def transports_of(options: Options, pool: Pool) -> list[Transport]:
         raise error.at("Options.transports") from error
 
 
-class Handle(Generic[Result]):
-    """An operation of a Source or Sink: wait for its end, poll it, or add a callback."""
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self.began = time.monotonic()
-        """When the operation was requested, in seconds of `time.monotonic`."""
-        self._ended = threading.Event()
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-
-    def __repr__(self) -> str:
-        state = "waiting" if not self.done else f"lost: {self._error}" if self._error is not None else "done"
-        return f"<{type(self).__name__} of {self._door.name}, {state}>"  # the ticket's key is a secret
-
-    @property
-    def done(self) -> bool:
-        """Whether the operation has ended, successfully or not."""
-        return self._ended.is_set()
-
-    @property
-    def result(self) -> Result | None:
-        """The event that ended the operation, or None while it is under way; raises its error if it failed."""
-        if self._error is not None:
-            raise self._error.again() if isinstance(self._error, KvprotoError) else self._error
-        return self._result
-
-    def wait(self, timeout: float | None = None) -> Result:
-        """Wait up to `timeout` seconds (None: without limit) until the operation has ended, and return its event.
-
-        Without an I/O thread this steps the Source or Sink. Raises the operation's error if it failed, TimeoutError,
-        or LocalError(UNEXPECTED_MESSAGE) where it can never end: in a callback, after `close`, or in a forked process.
-        """
-        check_type("timeout", timeout, (int, float, NoneType), "seconds, or None")
-        if not self.done:
-            self._door._wait(self._ended, timeout)
-        if not self.done:
-            raise TimeoutError(f"{self!r} after {timeout} s")
-        found = self.result
-        assert found is not None
-        return found
-
-    def add_done_callback(self, call: Callable[[Self], object]) -> None:
-        """Call `call` with this handle when it has ended, or at once if it has, where `Options.callbacks` says."""
-        with self._door._handles_lock:
-            if not self.done:
-                self._callbacks.append(call)
-                return
-        self._door._driver.later(lambda: call(self), wake=True)
-
-    def _post(self, work: Callable[[], None], *, wait: bool = True) -> None:
-        """Run `work` on the node unless the request has ended; with `wait` in this thread, if the node is free."""
-        post = self._door._driver.post if wait else self._door._driver.leave
-        post(lambda: None if self.done else work(), self._failed)
-
-    def _failed(self, error: Exception) -> None:
-        """On the node: a posted call raised. End this handle with the error, and stop the node's work for it."""
-        self._end(None, error)
-        wrapped = error if isinstance(error, KvprotoError) else LocalError(ErrorCode.ABORTED, "", advice=repr(error))
-        with contextlib.suppress(Exception):
-            self._give_up(wrapped)
-
-    def _give_up(self, error: KvprotoError) -> None:
-        raise NotImplementedError
-
-    def _end(self, result: Result | None, error: BaseException | None = None) -> None:
-        if isinstance(error, KvprotoError):
-            error.kept()  # its frames would keep the pool's memory as long as the handle
-        with self._door._handles_lock:
-            if self.done:
-                return
-            self._result, self._error = result, error
-            self._ended.set()
-            calls, self._callbacks = self._callbacks, []
-        for call in calls:
-            self._door._driver.later(lambda call=call: call(self))  # type: ignore[misc]
-
-
-class TicketHandle(Handle[Result]):
-    """The handle of a request, which its ticket names."""
-
-    def __init__(self, door: Door, ticket: Ticket) -> None:
-        super().__init__(door)
-        self.ticket, self._key = ticket, bytes(ticket.key)
-
-
 class RankNode(Node, Protocol):
     """The node of a rank."""
 
@@ -198,8 +110,12 @@ class RankNode(Node, Protocol):
         """Count the peers, and the messages that were sent again so far."""
 
 
-class Door:
-    """A Source or a Sink: one rank's node, and the driver that gives it turns."""
+class EngineRank:
+    """A Source or a Sink: one rank's node, the driver that gives it turns, and a pool that may be taken back.
+
+    Engines lend their memory to something else for a while, such as a trainer between rollouts: `sleep` and `wake_up`
+    of vLLM, `release_memory_occupation` and `resume_memory_occupation` of SGLang. Sessions with peers outlive that.
+    """
 
     def __init__(self, name: str, pool: Pool, node: RankNode, options: Options) -> None:
         self.name, self.pool, self.options = name, pool, options
@@ -209,20 +125,28 @@ class Door:
         self._bell: int | None = None
         """An eventfd that is readable while there are events; made by the first call of `fileno`."""
         self._who = f"{type(self).__name__} {name!r}"
+        self._asleep, self._epoch = False, 1
+        self._withdrawals: dict[int, Withdrawal] = {}
+        """Withdrawals by the epoch of their pool."""
         self._census, self._samples = node.census, list[MetricSample]()
         self._pools = [pool]
         """The current pool, last, after earlier ones that peers may still read or write."""
-        pool._use(self._who)
+        self._observer = self._observed()
+        self._driver = Driver(node, self._who, self._deliver, options.thread, options.callbacks)
+
+    def _start(self) -> None:
+        """Take the first turn, and start the I/O thread; releases what was opened if that fails."""
         try:
-            self._observer = self._observed()
+            self.pool._use(self._who)
             try:
-                self._driver = Driver(node, self._who, self._deliver, options.thread, options.callbacks)
+                self._driver.start()
                 self._observer.start()
             except BaseException:
-                self._observer.close()
+                self.pool._unuse(self._who)
                 raise
         except BaseException:
-            pool._unuse(self._who)
+            self._driver.abandon()
+            self._observer.close()
             raise
 
     @property
@@ -335,6 +259,10 @@ class Door:
         if self._draining:
             raise LocalError(ErrorCode.DRAINING, self._who, "no new request while draining", "one", "send it elsewhere")
 
+    def call_back(self, call: Callable[[], object], wake: bool = False) -> None:
+        """Run a callback of the engine where `Options.callbacks` says; `wake` if no turn is under way."""
+        self._driver.later(call, wake)
+
     def __enter__(self) -> Self:
         return self
 
@@ -396,5 +324,93 @@ class Door:
         raise NotImplementedError
 
     def _all_handles(self) -> Iterator[Handle[Any]]:
-        """The handles of requests and, in subclasses, of anything else that can end."""
+        """The handles of requests and of pools that are taken back."""
         yield from list(self._handles())
+        yield from list(self._withdrawals.values())
+
+    # pools
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has no pool: true from `sleep` to `wake`."""
+        return self._asleep
+
+    def sleep(self, reason: str = "asleep") -> Withdrawal:
+        """End what is under way with POOL_MOVED, and take the pool back from all peers until `wake`.
+
+        The memory may be freed once the returned handle is done. New requests raise POOL_MOVED until `wake`. Raises
+        LocalError(UNEXPECTED_MESSAGE) while asleep.
+        """
+        check_type("reason", reason, str, "a str")
+        error = RemoteError(ErrorCode.POOL_MOVED, "", "memory for it", reason, "make a new ticket once it is awake")
+        with self._handles_lock:
+            self._check_awake("sleep", ErrorCode.UNEXPECTED_MESSAGE)
+            self._asleep = True
+            made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
+        self._post_withdrawal(made, lambda: self._sleep(error))
+        return made
+
+    def wake(self, pool: Pool) -> None:
+        """Go on with a pool of the same rank on the same device: the old one, or another.
+
+        Its caches may differ: a draft that was loaded or dropped, more layers, ranks that came or went. Sessions go on
+        with peers that support it (feature EPOCHS), and are opened again with others. Raises LocalError:
+        UNEXPECTED_MESSAGE while awake, FIELD_CONFLICT for a pool of another rank or replica, NO_TRANSPORT for another
+        device.
+        """
+        self._check_pool(pool)
+        with self._handles_lock:
+            if not self._asleep:
+                mine, advice = "a sleeping Source or Sink", "call sleep first, or move, of a Sink"
+                raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "wake", mine, f"{self._who} is awake", advice)
+            self._replace(pool)
+            self._asleep, epoch = False, self._epoch
+        self._driver.post(lambda: self._wake(pool, epoch))
+
+    def _sleep(self, error: KvprotoError) -> Lent | None:
+        """On the node: end what is under way and ask for the pool back."""
+        raise NotImplementedError
+
+    def _wake(self, pool: Pool, epoch: int) -> None:
+        """On the node: go on with this pool."""
+        raise NotImplementedError
+
+    def _post_withdrawal(self, made: Withdrawal, work: Callable[[], Lent | None]) -> None:
+        def run() -> None:
+            made._lent = work()
+
+        self._driver.post(run, made._failed)
+
+    def _replace(self, pool: Pool) -> None:
+        """With the lock held: make this the current pool."""
+        pool._use(self._who)
+        self._pools.append(pool)
+        self.pool, self._epoch = pool, self._epoch + 1
+
+    def _check_awake(self, call: str, code: ErrorCode = ErrorCode.POOL_MOVED) -> None:
+        if self._asleep:
+            raise LocalError(code, call, "a pool", f"{self._who} is asleep", "wake it with a pool first")
+
+    def _check_pool(self, pool: Pool) -> None:
+        """Raise LocalError for a pool that cannot replace the current one."""
+        check_type("pool", pool, Pool, "a kvproto.Pool")
+        self._driver.check()
+        for what, mine, yours in (
+            ("rank", self.pool.rank, pool.rank),
+            ("replica", self.geometry.replica, pool.geometry.replica),
+        ):
+            if mine != yours:
+                advice = "open another Source or Sink"
+                raise LocalError(ErrorCode.FIELD_CONFLICT, f"pool.{what}", str(mine), str(yours), advice)
+        mine_, yours_ = (sorted({str(m.device) for m in each.memories.values()}) for each in (self.pool, pool))
+        if mine_ != yours_:
+            advice = "open another Source or Sink for memory of another device"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory of device {mine_}", str(yours_), advice)
+
+    def _returned(self, event: PoolReturned) -> PoolFree:
+        """On the node: nothing can read or write a pool any more, so its withdrawal ends."""
+        made = self._withdrawals.pop(event.epoch)
+        self._drop(made.pool)
+        free = PoolFree(made)
+        made._end(free)
+        return free

@@ -50,12 +50,16 @@ class Node(Protocol):
 
 
 class Driver:
-    """Gives turns to one node."""
+    """Gives turns to one node, from `start` on."""
 
     def __init__(
-        self, node: Node, name: str, deliver: Callable[[Any], None], thread: bool,
+        self,
+        node: Node,
+        name: str,
+        deliver: Callable[[Any], None],
+        thread: bool,
         callbacks: Callable[[Callable[[], object]], object] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`deliver` receives each event, under the lock; what it passes to `later` runs where `callbacks` says."""
         self._node, self._name, self._deliver, self._callbacks = node, name, deliver, callbacks
         self._lock = threading.Lock()
@@ -63,6 +67,8 @@ class Driver:
         """Work, and what to call with the exception that it raises."""
         self._later: deque[Callable[[], object]] = deque()
         self._epoll, self._watched = select.epoll(), set[int]()
+        self._filenos: Collection[int] = ()
+        """What the node returned last; the same object means that nothing has changed."""
         self._ready: list[int] = []
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
@@ -71,21 +77,29 @@ class Driver:
         self._restless = 0
         self._calling: int | None = None
         """The thread that runs callbacks."""
+        self._due: float | None = 0.0
+        """When the next turn is due, as the last one left it; None if no timer is set."""
         self.stepped = False
         """Whether `step` was ever called."""
         self.failure: BaseException | None = None
         """The error after which no further turn is possible."""
+        self._uncalled: BaseException | None = None
+        """Why a callback could not be run; the next turn fails with it."""
         self._exit = partial(_at_exit, weakref.WeakMethod(self.close))  # an object that atexit.unregister recognizes
-        atexit.register(self._exit)
         self._thread = threading.Thread(target=self._run, name=f"kvproto {name}", daemon=True) if thread else None
-        try:
-            with self._lock:
-                self._turn()
-        except BaseException:
-            self._release()
-            raise
+
+    def start(self) -> None:
+        """Take the first turn, and start the I/O thread if there is one."""
+        with self._lock:
+            self._turn()
+        atexit.register(self._exit)
         if self._thread is not None:
             self._thread.start()
+
+    def abandon(self) -> None:
+        """Release what the driver itself holds, after `start` has failed."""
+        self._closed = True
+        self._release()
 
     # for the engine
 
@@ -128,9 +142,17 @@ class Driver:
             self._lock.release()
 
     def later(self, call: Callable[[], object], wake: bool = False) -> None:
-        """Run a callback of the engine outside the lock; `wake` if no turn is under way that would run it."""
+        """Run a callback of the engine outside the lock; `wake` if no turn is under way that would run it.
+
+        If `Options.callbacks` does not take it, because its executor or loop has ended, the next turn fails.
+        """
         if self._callbacks is not None:
-            self._callbacks(call)
+            try:
+                self._callbacks(call)
+            except Exception as error:
+                _log.exception("Options.callbacks of %s has not taken a callback", self._name)
+                self._uncalled = self._uncalled or error
+                self._ring()
             return
         self._later.append(call)
         if wake:
@@ -143,7 +165,7 @@ class Driver:
             advice = "pass Options(thread=False)"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "step", "no I/O thread", f"{self._name} has one", advice)
         self.stepped = True
-        planned = self._node.timeout()
+        planned = None if self._due is None else max(self._due - time.monotonic(), 0.0)
         self._rest(timeout if planned is None else min(timeout, planned), planned)
         with self._lock:
             self._turn()
@@ -212,19 +234,29 @@ class Driver:
         if self.failure is not None:
             raise self.failure
         try:
+            if self._uncalled is not None:
+                mine, advice = "a place that takes callbacks", "end it after the Source or Sink, or open another"
+                raise LocalError(ErrorCode.ABORTED, "Options.callbacks", mine, repr(self._uncalled), advice)
             while self._inbox:
                 self._work(*self._inbox.popleft())
             ready, self._ready = self._ready, []
             for event in self._node.turn(ready):
                 self._deliver(event)
-            watched = set(self._node.filenos())
-            if watched != self._watched:
-                self._watch(watched)
-            return self._node.timeout()
+            filenos = self._node.filenos()
+            if filenos is not self._filenos:
+                self._filenos = filenos
+                self._watch(set(filenos))
+            wait = self._node.timeout()
+            self._due = None if wait is None else time.monotonic() + wait if wait else 0.0
+            return wait
         except BaseException as error:
-            self.failure = error.error if isinstance(error, DeviceFault) else error
-            self._deliver(self.failure)
+            self._fail(error.error if isinstance(error, DeviceFault) else error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """With the lock: end all turns with this error, which every handle and every later call raises."""
+        self.failure = error
+        self._deliver(error)
 
     def _work(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
         """Run posted work; an exception goes only to the one who posted it."""
@@ -238,6 +270,8 @@ class Driver:
             failed(error)
 
     def _watch(self, watched: set[int]) -> None:
+        if watched == self._watched:
+            return
         for fd in self._watched - watched:
             with contextlib.suppress(OSError):  # already closed, which has removed it
                 self._epoll.unregister(fd)
@@ -261,10 +295,14 @@ class Driver:
                     return
                 self._rest(nap, wait)
                 self._asleep_until = 0.0
-        except BaseException:
-            if self.failure is None:
-                raise
-        self._call_back()
+        except BaseException as error:
+            with self._lock:
+                if self.failure is None:  # a callback has raised what ends a thread, such as SystemExit
+                    mine, advice = "callbacks that return, or raise an Exception", "open another"
+                    self._fail(LocalError(ErrorCode.ABORTED, self._name, mine, repr(error), advice))
+        while self._later:
+            with contextlib.suppress(BaseException):
+                self._call_back()
 
     def _rest(self, seconds: float, planned: float | None) -> None:
         """Sleep unless the node has something to do: next to a computing thread, even the shortest sleep costs 5 ms."""

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvproto.copying.deferred_grants import all_granted, granted_until, lacks_items, newly_granted, no_items, with_grant
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Extension, Session
+from kvproto.session.core import Extension
 from kvproto.session.error_fields import refusal
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkTransfers, SourceTransfers
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, RequestState
+
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
 
 __all__ = ["SinkIntent", "SourceIntent", "useful"]
 
@@ -29,11 +33,9 @@ _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 
 class SourceIntent(Extension):
-    """The source's half; `granted` is called with each attempt for which more may be written."""
+    """The source's half."""
 
-    def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
-        super().__init__(session)
-        self._granted = granted
+    _session: SourceSession
 
     def progress(self, attempt: SourceAttempt, tokens: int | None, now: float) -> None:
         """Send Progress, repeatedly until they are granted, for items up to this token (None: for all)."""
@@ -65,7 +67,7 @@ class SourceIntent(Extension):
         return RankLayout(described.sink, described.ranks[1], columns)
 
     def _grant(self, message: m.Grant, now: float) -> None:
-        session, attempt = self._session, self._session.part(SourceTransfers).find(message)
+        session, attempt = self._session, self._session.transfers.find(message)
         try:
             if attempt is None or attempt.transfer is None or attempt.progress is None:
                 mine, advice = "no such attempt, or one that is over", "send a Transfer first"
@@ -84,7 +86,7 @@ class SourceIntent(Extension):
                 session.move(attempt, "Grant")
             except RemoteError as error:
                 if attempt.state == TransferState.ACCEPTED:
-                    session.part(SourceTransfers).fail(attempt, error, now, message)
+                    session.transfers.fail(attempt, error, now, message)
                 else:
                     session.reply(m.Failed, message, **refusal(error))
                 return
@@ -92,7 +94,7 @@ class SourceIntent(Extension):
             attempt.whole = all_granted(self._side(attempt), granted, attempt.transfer.grants)
             attempt.end = granted_until(self._side(attempt), granted, attempt.transfer.grants)
             session.move(attempt, "Accepted")
-            self._granted(attempt)
+            self._session.tickets_of_rank.granted(attempt)
         session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check(self, attempt: SourceAttempt, transfer: m.Transfer, message: m.Grant) -> tuple[m.Grants, ...]:

@@ -38,7 +38,6 @@ from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.head import Head
 
 __all__ = ["Exposed", "SinkCalls", "SinkEndpoint", "gone"]
 
@@ -172,6 +171,10 @@ class SinkEndpoint(Endpoint):
     def tell(self, session: SinkSession, event: Event) -> None:
         """Queue an event of a session, for the endpoint itself and for the engine."""
         self._unhandled.append((session, event))
+
+    def report(self, event: Any) -> None:
+        """Report an event to the engine."""
+        self._calls.report(event)
 
     def map_memory(self, session: SinkSession, register: m.Register, described: Described) -> None:
         """Have the source's memory mapped, and then Registered or Refused sent."""
@@ -560,14 +563,6 @@ class SinkEndpoint(Endpoint):
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
         self._calls.report(event)
-
-    def _report(
-        self, conn: Hashable, session: Any, frame: bytes, message: m.Message | None, error: RemoteError
-    ) -> Head:
-        head = super()._report(conn, session, frame, message, error)
-        for event in self.take_events():
-            self._calls.report(event)
-        return head
 
     def _planned(self, session: SinkSession, now: float) -> None:
         """Act on a plan: register if there are routes, and greet the other ranks that have some."""

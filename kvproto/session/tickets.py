@@ -1,76 +1,79 @@
 """Tickets at a source rank: who may use one, who waits for its request, and when the request may be freed.
 
-A claim is a ticket that the engine expects, or that a Transfer names. It lives until every sink rank that this rank
-serves has ended its part, or until its deadline. Only claims that have changed are examined, so that the cost of a
-frame does not grow with the number of waiting Transfers.
+A ticket has a state from when the engine expects its request, or a Transfer names it, until every sink rank that this
+rank serves has ended its part, or until its deadline. Only tickets that have changed are examined, so that the cost of
+a frame does not grow with the number of waiting Transfers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Protocol
 
 import attrs
 
 from kvproto.copying.window_start import held_from
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Declined, Event, Unwanted
 from kvproto.planning.axes import NO_AXES, axis_of, length_of
-from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.session import limits
-from kvproto.session.descriptions import Party
-from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import mismatch
-from kvproto.session.events import Changed, Declined, Expired, Released, TransferRequested, Unwanted
-from kvproto.session.intent import SourceIntent
-from kvproto.session.pull import SourcePull
 from kvproto.session.records import SourceAttempt
-from kvproto.session.source import SourceSession
 from kvproto.session.table import TransferState
-from kvproto.session.timers import Timer
-from kvproto.session.transfers import SourceTransfers, changed
+from kvproto.session.timers import Timer, Timers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
 
-__all__ = ["Claims", "check_held"]
+__all__ = ["TicketCalls", "TicketState", "Tickets", "check_held"]
 
 _GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
 
 
-class _User(NamedTuple):
-    """A transfer that uses a ticket."""
+class TicketCalls(Protocol):
+    """The calls that tickets make on the rank whose requests they are for; `request` is the engine's own record."""
 
-    session: SourceSession
-    attempt: SourceAttempt
-    transfer: m.Transfer
+    def report(self, event: Event) -> None:
+        """Report an event to the engine."""
 
-    def fail(self, error: KvprotoError, now: float) -> None:
-        self.session.part(SourceTransfers).fail(self.attempt, error, now)
+    def request_changed(self, request: Any) -> None:
+        """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
+
+    def transfer_due(self, attempt: SourceAttempt) -> None:
+        """Copy the rows of a transfer whose items are all granted, as prefill is over."""
+
+    def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
+        """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
+
+    def request_expired(self, request: Any) -> None:
+        """Note that the deadline passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
 
 @attrs.define(eq=False)
-class _Claim:
+class TicketState:
     """One ticket."""
 
     key: bytes = attrs.field(repr=False)
     deadline: float
     timer: Timer
+    request: Any = None
+    """The engine's record of the request; None until it expects one."""
     content: bytes | None = None
-    """None until the engine expects the request."""
+    """The digest of the prompt; None until the engine expects the request."""
     tokens: int | None = None
     """The length of the prompt, if the engine has stated it."""
     axes: Mapping[str, int] = {}
     """The lengths of its other axes."""
     bound: tuple[str, int] | None = None
     """The engine and replica of the sink that used the ticket first."""
-    users: dict[int, _User] = attrs.Factory(dict)
+    users: dict[int, SourceAttempt] = attrs.Factory(dict)
     """The transfers that use the ticket, by session."""
-    waiting: dict[int, _User] = attrs.Factory(dict)
-    """Those of the users that are accepted but not answered."""
+    waiting: dict[int, SourceAttempt] = attrs.Factory(dict)
+    """The users that are accepted but not answered."""
     finished: bool = False
     unwanted: bool = False
     """Whether Unwanted was reported: every transfer that asked has been aborted or lost."""
@@ -85,264 +88,260 @@ class _Claim:
             return RequestState.PENDING
         return RequestState.READY if self.finished else RequestState.RUNNING
 
-    def take_waiting(self) -> list[_User]:
-        """Remove all waiting users, and return those that are still wanted."""
+    def take_waiting(self) -> list[SourceAttempt]:
+        """Remove all waiting transfers, and return the ones that are still wanted."""
         waiting, self.waiting = self.waiting, {}
-        return [user for user in waiting.values() if user.session.open and user.attempt.running]
+        return [attempt for attempt in waiting.values() if attempt.session.open and attempt.running]
+
+    def asking(self) -> list[SourceAttempt]:
+        """The transfers that wait for the request, which may get some rows before all are computed."""
+        if self.waiting and self.content is not None:
+            self.waiting = {attempt.session.session: attempt for attempt in self.take_waiting()}
+            return list(self.waiting.values())
+        return []
 
     def served(self, now: float) -> bool:
-        """Whether a transfer of the request has not ended, so that its items are still needed."""
-        return any(a.state != TransferState.ENDED and (s.open or a.lent(now)) for s, a, _ in self.users.values())
-
-    def asked_by(self, user: _User) -> TransferRequested:
-        """The event that reports a user to the engine."""
-        transfer, granted = user.transfer, user.attempt.granted
-        if granted is not transfer.grants:
-            transfer = attrs.evolve(transfer, grants=granted)
-        return TransferRequested(self.key, user.session.session, transfer, user.attempt.whole, user.attempt.end)
+        """Whether any transfer of the request is still under way."""
+        return any(a.state != TransferState.ENDED and (a.session.open or a.lent(now)) for a in self.users.values())
 
 
-class Claims(Endpoint):
+class Tickets:
     """All tickets of a source rank."""
 
-    def __init__(self, me: Party, geometry: Geometry) -> None:
-        super().__init__(me, geometry)
-        self.ticket_wait: float | None = None
+    def __init__(self, rank: int, timers: Timers, calls: TicketCalls, closed: set[int]) -> None:
+        """`closed` collects the ids of sessions that have ended and may be forgotten, as no ticket needs them."""
+        self._rank, self._timers, self._calls, self._closed = rank, timers, calls, closed
+        self.wait: float | None = None
         """Seconds that a Transfer waits for the prompt of its ticket; None: what `limits` says."""
-        self._claims: dict[bytes, _Claim] = {}
+        self._states: dict[bytes, TicketState] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Deadlines of tickets whose claims have ended (KVP-TKT-USED)."""
-        self._touched: set[bytes] = set()
-        """Keys of claims to examine in the next `_settle`."""
-        self._closed: set[int] = set()
-        """Sessions that have ended and may be forgotten; one that is still needed is added again later."""
+        """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
+        self.touched: set[TicketState] = set()
+        """States to examine in the next `settle`."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[TicketState]:
+        return iter(self._states.values())
+
+    # calls of the engine
 
     def expect(
-        self, ticket: m.Ticket, content: bytes, now: float, tokens: int | None = None, axes: Mapping[str, int] = NO_AXES
-    ) -> None:
+        self,
+        ticket: m.Ticket,
+        request: Any,
+        content: bytes,
+        now: float,
+        tokens: int | None = None,
+        axes: Mapping[str, int] = NO_AXES,
+    ) -> TicketState:
         """Accept the engine's request for a ticket; its first use by a Transfer binds it to one sink.
 
         `tokens` and `axes` are the lengths of its prompt and of its other axes. If `tokens` is given, a Transfer for
         more is refused at once (KVP-GRANT-PROMPT).
         """
-        claim = self._claim(bytes(ticket.key), now)
-        claim.timer.cancel()
-        claim.deadline = now + ticket.deadline / 1000
-        claim.timer = self.timers.at(claim.deadline, partial(self._expire, claim))
-        claim.content, claim.tokens, claim.axes = content, tokens, axes
-        self._touched.add(claim.key)
-        for user in claim.take_waiting():
-            self._match(claim, user, now)
-        self._after(now)
+        state = self._state(bytes(ticket.key), now)
+        state.timer.cancel()
+        state.deadline = now + ticket.deadline / 1000
+        state.timer = self._timers.at(state.deadline, partial(self._expire, state))
+        state.request, state.content, state.tokens, state.axes = request, content, tokens, axes
+        self.touched.add(state)
+        for attempt in state.take_waiting():
+            self._match(state, attempt, now)
+        return state
 
     def used(self, key: bytes, now: float) -> bool:
         """Whether a request used this ticket and its deadline has not passed; may be called from any thread."""
-        claim = self._claims.get(key)
-        return now < self._used.get(key, now) or (claim is not None and claim.content is not None)
+        state = self._states.get(key)
+        return now < self._used.get(key, now) or (state is not None and state.content is not None)
+
+    def hold(self, state: TicketState, since: Mapping[int, int], now: float) -> None:
+        """Record the first token, by group id, whose items the engine still holds; fail Transfers for earlier ones."""
+        if state.since == since:
+            return
+        state.since = dict(since)
+        for attempt in state.take_waiting():
+            try:
+                _check_held(state, attempt)
+                state.waiting[attempt.session.session] = attempt
+            except RemoteError as error:
+                attempt.fail(error, now)
+        self.touched.add(state)
+
+    def finish(self, state: TicketState) -> None:
+        """Serve the transfers that wait for this request, as its prefill is over."""
+        state.finished = True
+        self._serve(state)
+        self.touched.add(state)
+
+    def refuse(self, state: TicketState, error: KvprotoError, now: float) -> None:
+        """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it."""
+        state.error = error
+        for attempt in state.take_waiting():
+            attempt.fail(error, now)
+        self.touched.add(state)
+
+    def unasked(self) -> list[Any]:
+        """Requests that the engine has accepted but no sink has asked for."""
+        return [state.request for state in self._states.values() if state.content is not None and not state.users]
+
+    # transfers
+
+    def is_asked(self, key: bytes) -> bool:
+        """Whether a rank of a sink uses this ticket."""
+        state = self._states.get(key)
+        return state is not None and bool(state.users)
+
+    def seek(self, attempt: SourceAttempt, transfer: m.Transfer, now: float) -> None:
+        """Match a Transfer with its ticket, and accept or fail it."""
+        key = bytes(transfer.ticket)
+        if now < self._used.get(key, now):
+            attempt.fail(_used("no more transfers, as all of this ticket are over", transfer), now)
+            return
+        state = attempt.ticket = self._state(key, now)
+        self._match(state, attempt, now)
+        self.touched.add(state)
+
+    def granted(self, attempt: SourceAttempt) -> None:
+        """Serve a transfer whose sink rank has granted more items."""
+        if attempt.ticket is not None:
+            self._serve(attempt.ticket)
+            self.touched.add(attempt.ticket)
+
+    def touch(self, attempt: SourceAttempt) -> None:
+        """Examine the request of this attempt in the next `settle`."""
+        if attempt.ticket is not None:
+            self.touched.add(attempt.ticket)
+
+    def restated(self, version: int, error: Any, now: float) -> None:
+        """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
+
+        `error` makes the reason from the version and the Transfer. Clauses KVP-TRN-CHANGED and KVP-TKT-CHANGED.
+        """
+        for state in [state for state in self._states.values() if state.content is None]:
+            for attempt in list(state.users.values()):
+                if attempt.session.open and attempt.running:
+                    attempt.fail(error(version, attempt.transfer), now)
+                del state.users[attempt.session.session]
+                state.waiting.pop(attempt.session.session, None)
+                self._leave(attempt)
+            state.bound = None
+
+    def settle(self, now: float) -> None:
+        """Release requests that every routed sink rank has ended."""
+        while self.touched:
+            state = self.touched.pop()
+            if state.request is not None:
+                self._calls.request_changed(state.request)
+            if not state.users or self._states.get(state.key) is not state:
+                continue
+            if state.finished and state.content is not None:
+                for attempt in state.asking():  # prefill is over: ask for the items that are not granted yet
+                    attempt.want_all(now)
+            if state.served(now):
+                continue
+            if not state.finished and state.content is not None and state.error is None and not state.unwanted:
+                state.unwanted = True
+                self._calls.report(Unwanted(state.request))
+            if state.finished and not state.waiting:
+                self._conclude(state, now)
+
+    def _conclude(self, state: TicketState, now: float) -> None:
+        """Release a request if all sink ranks that the plan names have ended."""
+        attempts = sorted(state.users.values(), key=lambda attempt: attempt.lost is None)
+        plan = attempts[0].described.plan
+        lost_by = {attempt.session.peer.rank: attempt.lost for attempt in attempts}  # a rank may use two sessions
+        if lost_by.keys() >= set(plan.served(self._rank)):
+            self._release(state, now)
+            lost = {rank: error for rank, error in lost_by.items() if error is not None}
+            routed = tuple(sorted({route.source for route in plan.routes}))
+            self._calls.request_released(state.request, routed, lost)
 
     @property
     def _wait(self) -> float:
-        return limits.TICKET_WAIT if self.ticket_wait is None else self.ticket_wait
+        return limits.TICKET_WAIT if self.wait is None else self.wait
 
-    def _claim(self, key: bytes, now: float) -> _Claim:
-        if key not in self._claims:
+    def _state(self, key: bytes, now: float) -> TicketState:
+        state = self._states.get(key)
+        if state is None:
             deadline = now + self._wait
-            timer = self.timers.at(deadline, lambda at: self._expire(self._claims[key], at))
-            self._claims[key] = _Claim(key, deadline, timer)
-        return self._claims[key]
+            timer = self._timers.at(deadline, lambda at: self._expire(self._states[key], at))
+            state = self._states[key] = TicketState(key, deadline, timer)
+        return state
 
-    def _seek(self, session: SourceSession, attempt: SourceAttempt, transfer: m.Transfer, now: float) -> None:
-        """Match a Transfer with its ticket, and accept or fail it."""
-        key, user = bytes(transfer.ticket), _User(session, attempt, transfer)
-        if now < self._used.get(key, now):
-            user.fail(_used("no more transfers, as all of this ticket are over", transfer), now)
-        else:
-            self._match(self._claim(key, now), user, now)
-        self._touched.add(key)
-
-    def _match(self, claim: _Claim, user: _User, now: float) -> None:
+    def _match(self, state: TicketState, attempt: SourceAttempt, now: float) -> None:
         """Accept a Transfer whose ticket, sink, prompt and tokens are right, and fail others.
 
         A Transfer that is wrong only in its tokens has used the ticket, whether it came before the prompt or later.
         """
-        session, attempt, transfer = user
+        session, peer = attempt.session, attempt.session.peer
         try:
-            _check(claim, user)
+            _check(state, attempt, (peer.engine, peer.replica))
         except KvprotoError as error:
-            user.fail(error, now)
-            if claim.content is not None and claim.error is None:
-                self._events.append(Declined(claim.key, session.name, error.kept()))
+            attempt.fail(error, now)
+            if state.content is not None and state.error is None:
+                self._calls.report(Declined(state.request, session.name, error.kept()))
             return
-        if session.session not in claim.users:
-            session.claims += 1
-        claim.users[session.session], claim.unwanted = user, False
-        claim.bound = session.peer.engine, session.peer.replica
+        if session.session not in state.users:
+            session.tickets += 1
+        state.users[session.session], state.unwanted = attempt, False
+        state.bound = peer.engine, peer.replica
         try:
-            _check_windows(claim, user)
+            if state.tokens is not None:
+                _check_ends(state.tokens, state.axes, attempt)
+            _check_held(state, attempt)
         except KvprotoError as error:
-            user.fail(error, now)
+            attempt.fail(error, now)
             return
         if attempt.state == TransferState.ASKED:
-            session.part(SourceTransfers).accept(attempt, transfer, claim.progress)
-        claim.waiting[session.session] = user
-        self._serve(claim)
+            attempt.accept(state.progress)
+        state.waiting[session.session] = attempt
+        self._serve(state)
 
-    def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
-        """Record the first token, by group id, whose items the engine still holds; fail Transfers for earlier ones."""
-        claim = self._claims.get(key)
-        if claim is None or claim.since == since:
-            return
-        claim.since = dict(since)
-        for user in claim.take_waiting():
-            try:
-                _check_held(claim, user)
-                claim.waiting[user.session.session] = user
-            except RemoteError as error:
-                user.fail(error, now)
-        self._touched.add(key)
-
-    def _restated(self, now: float) -> None:
-        """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
-
-        Clauses KVP-TRN-CHANGED and KVP-TKT-CHANGED.
-        """
-        for claim in [each for each in self._claims.values() if each.content is None]:
-            for user in list(claim.users.values()):
-                if user.session.open and user.attempt.running:
-                    user.fail(changed(self.stated.version, user.transfer), now)
-                self._drop(claim, user)
-            claim.bound = None
-
-    def _drop(self, claim: _Claim, user: _User) -> None:
-        """Remove a transfer from its claim, as if it had never used the ticket."""
-        del claim.users[user.session.session]
-        claim.waiting.pop(user.session.session, None)
-        self._left(user.session)
-
-    def _left(self, session: SourceSession) -> None:
-        """Note that one claim fewer needs this session."""
-        session.claims -= 1
-        if not session.open:
-            self._closed.add(session.session)
-
-    def finish(self, key: bytes) -> None:
-        """Serve the transfers that wait for this request, as its prefill is over."""
-        claim = self._claims.get(key)
-        if claim is not None:
-            claim.finished = True
-            self._serve(claim)
-            self._touched.add(key)
-
-    def _serve(self, claim: _Claim) -> None:
-        if claim.finished and claim.content is not None:
-            for user in claim.take_waiting():
-                if user.attempt.whole:
-                    self._events.append(claim.asked_by(user))
+    def _serve(self, state: TicketState) -> None:
+        if state.finished and state.content is not None:
+            for attempt in state.take_waiting():
+                if attempt.whole:
+                    self._calls.transfer_due(attempt)
                 else:
-                    claim.waiting[user.session.session] = user
+                    state.waiting[attempt.session.session] = attempt
 
-    def _granted(self, attempt: SourceAttempt) -> None:
-        """Handle a sink rank's Grant."""
-        claim = self._claims.get(bytes(attempt.transfer.ticket)) if attempt.transfer is not None else None
-        if claim is not None:
-            self._serve(claim)
-            self._touched.add(claim.key)
+    def _expire(self, state: TicketState, now: float) -> None:
+        """End a ticket whose deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
+        self._release(state, now)
+        self.touched.add(state)
+        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
+        if state.content is None:
+            wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"
+            advice = "the prompt never came to this source: route it here too, under a new ticket"
+            error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", wanted, "only Transfers", advice)
+        for attempt in state.take_waiting():
+            attempt.fail(error, now)
+        if state.content is not None and (state.error is None or state.finished):
+            self._calls.request_expired(state.request)
 
-    def asking(self, key: bytes) -> list[TransferRequested]:
-        """The transfers that wait for this request, which may get some rows before all are computed."""
-        claim = self._claims.get(key)
-        if claim is None or claim.content is None:
-            return []
-        claim.waiting = {user.session.session: user for user in claim.take_waiting()}
-        return [claim.asked_by(user) for user in claim.waiting.values()]
-
-    def refuse(self, key: bytes, error: KvprotoError, now: float) -> bool:
-        """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it.
-
-        Returns whether no transfer of it is still being served.
-        """
-        claim = self._claims.get(key)
-        if claim is None:
-            return True
-        claim.error = error
-        for user in claim.take_waiting():
-            user.fail(error, now)
-        served = claim.served(now)
-        self._touched.add(key)
-        self._after(now)
-        return not served
-
-    def unasked(self) -> list[bytes]:
-        """Keys of requests that the engine has accepted but no sink has asked for."""
-        return [key for key, claim in self._claims.items() if claim.content is not None and not claim.users]
-
-    def _touch(self, attempt: SourceAttempt) -> None:
-        """Examine the request of this attempt in the next `_settle`."""
-        if attempt.transfer is not None:
-            self._touched.add(bytes(attempt.transfer.ticket))
-
-    def _settle(self, now: float) -> None:
-        """Release requests that every routed sink rank has ended."""
-        while self._touched:
-            key = self._touched.pop()
-            self._events.append(Changed(key))
-            claim = self._claims.get(key)
-            if claim is None or not claim.users:
-                continue
-            if claim.finished and claim.content is not None:
-                self._ask_for_items(claim, now)
-            if claim.served(now):
-                continue
-            if not claim.finished and claim.content is not None and claim.error is None and not claim.unwanted:
-                claim.unwanted = True
-                self._events.append(Unwanted(claim.key))
-            if not claim.finished or claim.waiting:
-                continue
-            users = sorted(claim.users.values(), key=lambda user: user.attempt.lost is None)
-            plan = users[0].attempt.described.plan
-            said = {user.session.peer.rank: user.attempt.lost for user in users}  # a rank may have used two sessions
-            if said.keys() >= set(plan.served(self.me.rank)):
-                self._release(claim, now)
-                lost = {rank: error for rank, error in said.items() if error is not None}
-                self._events.append(Released(claim.key, tuple(sorted({r.source for r in plan.routes})), lost))
-
-    @staticmethod
-    def _ask_for_items(claim: _Claim, now: float) -> None:
-        """Ask the sinks that have not granted all items for the rest, as prefill is over."""
-        claim.waiting = {user.session.session: user for user in claim.take_waiting()}
-        for session, attempt, _ in claim.waiting.values():
-            session.part(SourceIntent).progress(attempt, None, now)
-
-    def _expire(self, claim: _Claim, now: float) -> None:
-        """End a claim whose ticket's deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
-        self._release(claim, now)
-        self._touched.add(claim.key)
-        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if claim.finished else _LATE)
-        if claim.content is None:
-            error = RemoteError(
-                ErrorCode.UNKNOWN_TICKET, "ticket",
-                f"a prompt with this ticket within {self._wait:g} s of the first Transfer", "only Transfers",
-                "the prompt never came to this source: route it here too, under a new ticket",
-            )  # fmt: skip
-        for user in claim.take_waiting():
-            user.fail(error, now)
-        if claim.content is not None and (claim.error is None or claim.finished):
-            self._events.append(Expired(claim.key))
-
-    def _release(self, claim: _Claim, now: float) -> None:
-        del self._claims[claim.key]
-        claim.timer.cancel()
-        if (claim.users or claim.content is not None) and now < claim.deadline:
-            self._used[claim.key] = claim.deadline
+    def _release(self, state: TicketState, now: float) -> None:
+        del self._states[state.key]
+        state.timer.cancel()
+        if (state.users or state.content is not None) and now < state.deadline:
+            self._used[state.key] = state.deadline
             if len(self._used) > limits.MAX_USED_TICKETS:
                 self._used.popitem(last=False)
         while self._used and next(iter(self._used.values())) <= now:
             self._used.popitem(last=False)
-        for session, attempt, _ in claim.users.values():
-            self._left(session)
+        for attempt in state.users.values():
+            self._leave(attempt)
             if attempt.fetched:
-                session.part(SourcePull).released(attempt)
-        claim.users.clear()  # breaks a reference cycle, as each attempt refers to the claim
+                attempt.free_offered()
+        state.users.clear()  # breaks a reference cycle, as each attempt refers to its ticket
+
+    def _leave(self, attempt: SourceAttempt) -> None:
+        """Note that one ticket fewer needs the session of an attempt."""
+        session = attempt.session
+        session.tickets -= 1
+        if not session.open:
+            self._closed.add(session.session)
 
 
 def _used(mine: str, transfer: m.Transfer) -> RemoteError:
@@ -350,33 +349,25 @@ def _used(mine: str, transfer: m.Transfer) -> RemoteError:
     return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
 
 
-def _check(claim: _Claim, asking: _User) -> None:
+def _check(state: TicketState, attempt: SourceAttempt, sink: tuple[str, int]) -> None:
     """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS)."""
-    session, _, transfer = asking
-    if claim.error is not None:
-        raise claim.error.again()
-    if claim.content is not None and claim.content != transfer.content:
-        raise mismatch(claim.content, claim.tokens, transfer, asking.attempt.described.sink)
-    sink = session.peer.engine, session.peer.replica
-    if claim.bound not in (None, sink):
+    session, transfer = attempt.session, attempt.asked
+    if state.error is not None:
+        raise state.error.again()
+    if state.content is not None and state.content != transfer.content:
+        raise mismatch(state.content, state.tokens, transfer, attempt.described.sink)
+    if state.bound not in (None, sink):
         yours = f"{sink[0]} replica {sink[1]}"
         raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "the sink that it is bound to", yours, "make a new ticket")
-    user = claim.users.get(session.session)
-    if user is not None and user.attempt.sequence != transfer.sequence:
-        raise _used(f"only sequence {user.attempt.sequence}, which uses it", transfer)
+    user = state.users.get(session.session)
+    if user is not None and user.sequence != transfer.sequence:
+        raise _used(f"only sequence {user.sequence}, which uses it", transfer)
 
 
-def _check_windows(claim: _Claim, user: _User) -> None:
-    """Raise if a Transfer asks for tokens that the request does not have: the last two of those checks."""
-    if claim.tokens is not None:
-        _check_ends(claim.tokens, claim.axes, user)
-    _check_held(claim, user)
-
-
-def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
+def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) -> None:
     """Raise BAD_GRANT if a window ends beyond its axis (KVP-GRANT-PROMPT)."""
-    groups = {g.id: g for g in user.attempt.described.sink.groups}
-    for i, grant in enumerate(user.transfer.grants):
+    groups = {group.id: group for group in attempt.described.sink.groups}
+    for i, grant in enumerate(attempt.asked.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
         most, axis = length_of(group, tokens, axes), axis_of(group)
         if end > most and kind_of(group).has_memory:
@@ -385,11 +376,10 @@ def _check_ends(tokens: int, axes: Mapping[str, int], user: _User) -> None:
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
 
 
-def _check_held(claim: _Claim, user: _User) -> None:
-    if claim.since:
-        described = user.attempt.described
-        groups = {g.id: g for g in described.sink.groups}
-        check_held(held_from(described.routes, groups, claim.since), user.transfer.grants)
+def _check_held(state: TicketState, attempt: SourceAttempt) -> None:
+    if state.since:
+        groups = {group.id: group for group in attempt.described.sink.groups}
+        check_held(held_from(attempt.described.routes, groups, state.since), attempt.asked.grants)
 
 
 def check_held(held: Mapping[int, int], grants: Sequence[m.Grants]) -> None:

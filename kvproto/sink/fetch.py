@@ -16,7 +16,8 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, ch
 from kvproto.events import Arrived, Lost, PagesFree, PagesWanted
 from kvproto.planning.kinds import kind_of
 from kvproto.prompt import Ticket
-from kvproto.rank.base import Door, TicketHandle
+from kvproto.rank.base import EngineRank
+from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageTables, check_distinct, check_pages, table_of
 from kvproto.rank.pool import Pool
 from kvproto.session.records import SinkAttempt, SinkTransfer
@@ -51,7 +52,7 @@ class Fetch(TicketHandle[Arrived]):
 
     def __init__(
         self,
-        door: Door,
+        rank: EngineRank,
         ticket: Ticket,
         content: bytes,
         pool: Pool,
@@ -70,7 +71,7 @@ class Fetch(TicketHandle[Arrived]):
         `content` is the prompt's digest, `end` the end of the fetch in tokens, and `axes` are those whose lengths the
         prompt states. The source has `seconds` to accept it (None: without limit).
         """
-        super().__init__(door, ticket)
+        super().__init__(rank, ticket)
         self.pool = pool
         self.pages_free = False
         """Whether the pages of a lost request may be reused; PagesFree reports it as well.
@@ -127,7 +128,7 @@ class Fetch(TicketHandle[Arrived]):
             return False
         with self._granting:
             grants = self._named(pages, end)
-            with self._door._handles_lock:
+            with self._rank._handles_lock:
                 if self.done or not self._tracked:
                     return False
                 self.pool._pages.take(self._more(grants), pages)
@@ -161,7 +162,7 @@ class Fetch(TicketHandle[Arrived]):
             advice = "the callable that names pages has raised"
             own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
             cause = error if isinstance(error, KvprotoError) else own
-            if not self._door._driver.closed:
+            if not self._rank._driver.closed:
                 self._post(lambda: self._give_up(cause))
 
     # on the node
@@ -173,7 +174,7 @@ class Fetch(TicketHandle[Arrived]):
         self.wanted, self._useful = (tokens,), self.end if tokens is None else tokens
         event = PagesWanted(self, self._useful, self._lengths(self._useful))
         if self._on_wanted is not None:
-            self._door._driver.later(lambda: self._ask(event))
+            self._rank.call_back(lambda: self._ask(event))
         return event
 
     def arrive(self, event: Arrived) -> Arrived:
@@ -198,7 +199,7 @@ class Fetch(TicketHandle[Arrived]):
 
     def release(self) -> None:
         """Mark its pages as not in use: nothing writes them any more, or this sink can no longer find out."""
-        with self._door._handles_lock:
+        with self._rank._handles_lock:
             if self._tracked:
                 self._tracked = False
                 self.pool._pages.free(self._granted)

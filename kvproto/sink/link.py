@@ -15,7 +15,7 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError,
 from kvproto.events import Connected, Event, Refused
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.descriptions import Described
 from kvproto.session.records import SinkAttempt, SinkTransfer

@@ -11,12 +11,12 @@ from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
-from kvproto.rank.base import Handle, check_request, ends_of, options_of, party_of, transports_of
+from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
 from kvproto.rank.events import PoolReturned
+from kvproto.rank.handles import Handle, Withdrawal
 from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
-from kvproto.rank.withdrawal import Sleeper, Withdrawal
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode
@@ -24,7 +24,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
 
 
-class Sink(Sleeper):
+class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
@@ -58,6 +58,7 @@ class Sink(Sleeper):
             ticket_wait=chosen.ticket_wait,
         )  # fmt: skip
         super().__init__(name, pool, self._node, chosen)
+        self._start()
         for (engine, replica), _, seed in named:
             self.connect(engine, replica, address=seed.address, key=seed.key)
 
@@ -172,7 +173,7 @@ class Sink(Sleeper):
         """
         self._check_pool(pool)
         with self._handles_lock:
-            self._check_awake("move")
+            self._check_awake("move", ErrorCode.UNEXPECTED_MESSAGE)
             made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
             self._replace(pool)
             epoch = self._epoch

@@ -3,6 +3,7 @@
 It reads from the public class down to its copies: `source`, `request`, `node` (a turn), `schedule`, `copies`.
 """
 
-from kvproto.source.source import Request, Source
+from kvproto.source.request import Request
+from kvproto.source.source import Source
 
 __all__ = ["Request", "Source"]

@@ -1,4 +1,4 @@
-"""Copies under way at a source: started for the attempts that they serve, advanced, and stopped when not wanted."""
+"""Copies under way at a source: started for the sends that they serve, advanced, and stopped when not wanted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.rank.lent import Lent
-from kvproto.source.progress import Part
-from kvproto.source.schedule import Attempt
+from kvproto.source.progress import CopyStep
+from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move, Piece
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Dispatcher", "Read"]
+__all__ = ["Copies", "Read"]
 
 _RETRY = 1e-3
 """Seconds before a copy that could not be started is tried again."""
@@ -23,25 +23,23 @@ _TURN = 0.02
 
 
 @attrs.define(eq=False)
-class _Launch:
-    """A copy, and the attempts that it serves."""
+class _CopyUnderWay:
+    """A copy, and the sends that it serves."""
 
-    attempts: list[Attempt]
+    sends: list[Send]
     copying: Copying
     stopping: KvprotoError | None = None
     """The reason why it is being stopped."""
 
 
-class Dispatcher:
-    """Starts copies from this rank's memory, and reports the attempts whose copies have ended."""
+class Copies:
+    """Starts copies from this rank's memory, and reports the sends whose copies have ended."""
 
-    def __init__(
-        self, memories: Mapping[int, Memory], unwanted: Callable[[Attempt], KvprotoError | None],
-        arrived: Callable[[Attempt, Piece], None],
-    ) -> None:  # fmt: skip
-        """`unwanted` returns why an attempt is not wanted any more, or None; `arrived` receives pieces of streams."""
-        self.memories, self._unwanted, self._arrived = memories, unwanted, arrived
-        self._launches: list[_Launch] = []
+    def __init__(self, memories: Mapping[int, Memory], packed: Callable[[Send, Piece], None]) -> None:
+        """`packed` receives the pieces of streams."""
+        self.memories, self._packed = memories, packed
+        self.under_way: list[_CopyUnderWay] = []
+        """Copies that have not ended."""
         self._refused = False
         """Whether a copy could not be started and has to be tried again."""
         self._behind = False
@@ -50,87 +48,89 @@ class Dispatcher:
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
-        return bool(self._launches)
+        return bool(self.under_way)
 
-    @property
     def poll_interval(self) -> float | None:
         """Seconds until `advance` should be called, for copies whose progress no descriptor announces."""
-        found = [a.peer.transport.capabilities.poll_interval for each in self._launches for a in each.attempts]
-        found += [_RETRY] * self._refused + [0.0] * self._behind
-        return min((seconds for seconds in found if seconds is not None), default=None)
+        if not (self.under_way or self._refused):
+            return None
+        transports = {send.peer.transport for copy in self.under_way for send in copy.sends}
+        intervals = [transport.capabilities.poll_interval for transport in transports]
+        intervals += [_RETRY] * self._refused + [0.0] * self._behind
+        return min((seconds for seconds in intervals if seconds is not None), default=None)
 
-    def reads(self, key: bytes) -> bool:
-        """Whether a copy still reads the items of this request."""
-        return any(attempt.asked.key == key for each in self._launches for attempt in each.attempts)
-
-    def start(
-        self, batch: Sequence[tuple[Attempt, Sequence[Part]]], background: Callable[[Attempt], bool]
-    ) -> Copying | None:
+    def start(self, batch: Sequence[tuple[Send, Sequence[CopyStep]]]) -> Copying | None:
         """Start one copy for a batch; None if it cannot start now (BUSY) or has failed, which sets `failure`."""
-        moves = [
-            Move(p.program, self.memories, a.peer.connection.mapped, p.after, p.layers, p.grows, background(a))
-            for a, parts in batch for p in parts
-        ]  # fmt: skip
+        moves = []
+        for send, steps in batch:
+            background, mapped = send.prefill.finished is None, send.peer.connection.mapped
+            moves += [
+                Move(step.program, self.memories, mapped, step.after, step.layers, step.grows, background)
+                for step in steps
+            ]
         try:
             copying = batch[0][0].peer.transport.start(moves)
         except KvprotoError as error:
             self._refused = error.code == ErrorCode.BUSY
-            for attempt, _ in batch:
-                attempt.failure = None if self._refused else error.kept()
-                attempt.seen = 0
+            for send, _ in batch:
+                send.failure = None if self._refused else error.kept()
+                send.seen = 0
             return None
         self._refused = False
-        attempts = [attempt for attempt, _ in batch]
-        for attempt in attempts:
-            attempt.copies += 1
-        self._launches.append(_Launch(attempts, copying))
+        sends = [send for send, _ in batch]
+        for send in sends:
+            send.copies += 1
+            send.attempt.copying = True
+        self.under_way.append(_CopyUnderWay(sends, copying))
         return copying
 
-    def stop(self, attempt: Attempt, error: KvprotoError) -> None:
-        """Stop the copies that serve an attempt."""
-        for each in self._launches:
-            if attempt in each.attempts:
-                each.stopping = each.stopping or error
+    def stop(self, send: Send, error: KvprotoError) -> None:
+        """Stop the copies that serve a send."""
+        for copy in self.under_way:
+            if send in copy.sends:
+                copy.stopping = copy.stopping or error
 
     def close(self) -> None:
         """Stop all copies, and forget those that have ended by that."""
-        self._launches = [each for each in self._launches if each.copying.stop() is None]
+        self.under_way = [copy for copy in self.under_way if copy.copying.stop() is None]
 
-    def advance(self) -> list[Attempt]:
-        """Note which copies are complete and stop those that nobody wants; return the attempts of copies that ended."""
-        over, until, launches = [], time.monotonic() + _TURN, self._launches
+    def advance(self) -> list[Send]:
+        """Note which copies are complete and stop those that nobody wants; return the sends of copies that ended."""
+        ended, until, copies = [], time.monotonic() + _TURN, self.under_way
         self._behind = False
-        for n, each in enumerate(launches):
+        for n, copy in enumerate(copies):
             if n and time.monotonic() > until:
-                self._launches, self._behind = [*launches[n:], *launches[:n]], True
+                self.under_way, self._behind = [*copies[n:], *copies[:n]], True
                 break
-            proof = Proof.PROVEN if each.stopping is None and self._complete(each) else None
-            if each.stopping is not None:
-                proof = each.copying.stop()
+            proof = Proof.PROVEN if copy.stopping is None and self._complete(copy) else None
+            if copy.stopping is not None:
+                proof = copy.copying.stop()
             if proof is not None:
-                over.append(each)
-                for attempt in each.attempts:
-                    attempt.copies -= 1
-                    attempt.failure = attempt.failure or each.stopping
-                    attempt.proof = attempt.proof if proof == Proof.PROVEN else proof
-        for each in over:
-            self._launches.remove(each)
-        return [attempt for each in over for attempt in each.attempts]
+                ended.append(copy)
+                for send in copy.sends:
+                    send.copies -= 1
+                    send.failure = send.failure or copy.stopping
+                    send.proof = send.proof if proof == Proof.PROVEN else proof
+        for copy in ended:
+            self.under_way.remove(copy)
+        return [send for copy in ended for send in copy.sends]
 
-    def _complete(self, launch: _Launch) -> bool:
+    def _complete(self, copy: _CopyUnderWay) -> bool:
         """Whether every byte is at its destination; sets `stopping` if that is not wanted any more, or failed."""
-        reasons = [self._unwanted(attempt) for attempt in launch.attempts]
-        if all(reason is not None for reason in reasons):
-            launch.stopping = reasons[0]
+        for send in copy.sends:
+            if (reason := send.unwanted()) is None:
+                break
+        else:
+            copy.stopping = reason
             return False
         done = False
         try:
-            done = launch.copying.done
+            done = copy.copying.done
         except KvprotoError as error:
-            launch.stopping = error.kept()
-        if launch.copying.stream is not None:
-            for piece in launch.copying.stream.take():
-                self._arrived(launch.attempts[0], piece)
+            copy.stopping = error.kept()
+        if copy.copying.stream is not None:
+            for piece in copy.copying.stream.take():
+                self._packed(copy.sends[0], piece)
         return done
 
 
@@ -138,11 +138,11 @@ class Dispatcher:
 class Read(Lent):
     """A pool of a source, which its own copies read, or sinks do."""
 
-    attempts: tuple[Attempt, ...] = ()
-    """Attempts with copies that were under way when it was taken back and have not ended since."""
+    sends: tuple[Send, ...] = ()
+    """Sends with copies that were under way when it was taken back and have not ended since."""
 
     @property
     def copied(self) -> bool:
         """Whether a copy from it is under way."""
-        self.attempts = tuple(attempt for attempt in self.attempts if attempt.copies)
-        return bool(self.attempts)
+        self.sends = tuple(send for send in self.sends if send.copies)
+        return bool(self.sends)

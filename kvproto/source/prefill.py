@@ -1,4 +1,4 @@
-"""A request at a source: what the engine has reported of it, and which of its rows go to one sink."""
+"""The rows of a request that prefill has computed, and the program that copies them to one sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvproto.wire.messages import Begin, Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["Computed", "Finished", "Request", "asked_tokens", "check_ends"]
+__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends"]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
@@ -50,14 +50,14 @@ class Finished:
 
     def handoffs(self, pair: Pair) -> tuple[HandOff, ...]:
         """The hand-off groups that go to the pair's sink, with their bytes."""
-        found = []
-        for route in pair.routes:
+        handoffs = []
+        for route in pair.routes if self.handoff else ():
             group = pair.sink.group(route.group)
             if not kind_of(group).has_memory:
                 parts = sorted({(box.part, box.source_group) for box in route.boxes})
                 data = b"".join(self.handoff[source, group.parts[p].name] for p, source in parts)
-                found.append(HandOff(group=group.id, data=data))
-        return tuple(found)
+                handoffs.append(HandOff(group=group.id, data=data))
+        return tuple(handoffs)
 
 
 @attrs.frozen
@@ -77,7 +77,7 @@ class Computed:
 
 
 @attrs.define(eq=False)
-class Request:
+class Prefill:
     """How much of a request is computed."""
 
     axes: Mapping[str, int] = NO_AXES
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def reach(self) -> tuple[dict[int, int], dict[int, int], bool]:
-        """Which rows there are: the tokens of each model, where groups begin, and whether prefill is over."""
+        """The tokens of each model, where groups begin, and whether prefill is over: which rows there are."""
         return dict(self.tokens), dict(self.since), self.finished is not None
 
     def add(self, computed: Computed) -> None:
@@ -102,9 +102,14 @@ class Request:
         self.items, self.since = computed.items, computed.since
         self.version += 1
         self.tokens[computed.model] = max(self.tokens.get(computed.model, 0), computed.tokens)
-        there = Available(computed.tokens, () if computed.after is None else (computed.after,))
+        available = Available(computed.tokens, () if computed.after is None else (computed.after,))
         for layer in range(*computed.layers):
-            self.available[computed.model, layer] = there
+            self.available[computed.model, layer] = available
+
+    def finish(self, finished: Finished) -> None:
+        """Record that prefill is over."""
+        self.finished, self.since = finished, finished.since
+        self.version += 1
 
     def program(self, pair: Pair, grants: Sequence[Grants], whole: bool) -> CopyProgram:
         """The program that copies a request's rows to a sink.
@@ -112,29 +117,42 @@ class Request:
         Before prefill is over, it has the rows that any layer has, or with `whole` all that are to come. Raises
         BAD_GRANT or STATE_POSITION.
         """
-        ends, sources = asked_tokens(pair, grants), {}
-        sinks = windows(g for g in self.begun(pair, grants) if not _lacks_state(pair, g))
-        if self.finished is not None:
-            check_ends(pair, grants, self.finished.tokens, self.axes)
+        finished, sources = self.finished, {}
+        begun = self.begun(pair, grants) if self.since else grants
+        if finished is not None:
+            check_ends(pair, grants, finished.tokens, self.axes)
+            sinks, items = windows(begun), finished.items
+        else:
+            sinks, items = windows(grant for grant in begun if not _lacks_state(pair, grant)), self.items
+        ends = asked_tokens(pair, grants) if finished is None and whole else {}
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if not kind_of(group).has_memory:
+                if group.id in sources or not kind_of(group).has_memory:
                     continue
-                items, end = self.items, length_of(group, self.tokens.get(group.model, 0), NO_AXES)
-                if self.finished is not None:
-                    items, end = self.finished.items, length_of(group, self.finished.tokens, self.axes)
+                if finished is not None:
+                    end = length_of(group, finished.tokens, self.axes)
                 elif whole:
                     end = length_of(group, ends.get(group.model, (0, 0))[1], self.axes)
-                elif route.group in sinks and not kind_of(group).is_state:
-                    window = sinks[route.group]
-                    count = max(min(window.count, end - window.first), 0)
-                    sinks[route.group] = attrs.evolve(window, count=count)
+                else:
+                    end = length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                 first = self.since.get(group.id, 0)
                 skip = items_before(group, pair.source.owns(group.id).cp_rank, first) if first else 0
                 table = items.get(group.id, _NO_ITEMS)[skip:]
                 sources[group.id] = Window(first, max(end - first, 0), table)
+        if finished is None and not whole:
+            self._cut(pair, sinks)
         return pair.lower(sources, sinks)
+
+    def _cut(self, pair: Pair, sinks: dict[int, Window]) -> None:
+        """Cut the sink's windows to the rows that are computed, for a program of what there is."""
+        for route in pair.routes:
+            for box in route.boxes:
+                group = pair.source.group(box.source_group)
+                if route.group in sinks and kind_of(group).has_memory and not kind_of(group).is_state:
+                    window, end = sinks[route.group], length_of(group, self.tokens.get(group.model, 0), NO_AXES)
+                    count = max(min(window.count, end - window.first), 0)
+                    sinks[route.group] = attrs.evolve(window, count=count)
 
     def begins(self, pair: Pair, grants: Sequence[Grants]) -> tuple[Begin, ...]:
         """Where the late windows of a sink begin, as Done states it (KVP-GRANT-LATE)."""
@@ -151,21 +169,24 @@ class Request:
         """The layers whose rows for a sink are all computed, with the device events that those wait for."""
         ends, ops = asked_tokens(pair, grants), pair.nothing.ops
         later = layers_of(ops[np.isin(ops["map"], list(pair.nothing.others))])
-        there = {layer: t for layer, t in self.available.items() if layer not in later}
-        return {layer: t.after for layer, t in there.items() if t.tokens >= ends.get(layer[0], (0, 0))[1]}
+        early = {layer: available for layer, available in self.available.items() if layer not in later}
+        return {
+            layer: available.after
+            for layer, available in early.items()
+            if available.tokens >= ends.get(layer[0], (0, 0))[1]
+        }
 
 
 def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, int]]:
     """The tokens [first, end) that a sink asked for, by model."""
-    found: dict[int, tuple[int, int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     for grant in grants:
         group = pair.sink.group(grant.group)
         if not kind_of(group).has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
             continue
-        model = group.model
-        first, end = found.get(model, (grant.first, grant.valid))
-        found[model] = min(first, grant.first), max(end, grant.valid)
-    return found
+        first, end = spans.get(group.model, (grant.first, grant.valid))
+        spans[group.model] = min(first, grant.first), max(end, grant.valid)
+    return spans
 
 
 def _lacks_state(pair: Pair, grant: Grants) -> bool:
@@ -179,9 +200,9 @@ def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[
         group = pair.sink.group(grant.group)
         if not kind_of(group).has_memory:  # its window has no meaning (KVP-HND-WINDOW)
             continue
-        there = length_of(group, tokens, axes)
-        if grant.valid > there:
-            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(there), str(grant.valid), _MORE)
+        most = length_of(group, tokens, axes)
+        if grant.valid > most:
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", str(most), str(grant.valid), _MORE)
         if grant.state_after not in (None, tokens):
             path = f"grants[{i}].state_after"
             raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))

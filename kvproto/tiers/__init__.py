@@ -1,7 +1,21 @@
-"""Cached pages of target and draft as one object, from the device to storage (spec/v1/tiers.md, draft)."""
+"""Cached pages of target and draft as one object, from the device to storage (spec/v1/tiers.md, draft).
 
-from kvproto.tiers.page_cache import PageLease, StorageRead, WritePolicy, patience
+A page goes from the device through the host to storage, and back:
+
+* `tiers`, `page_cache`: the engine's calls, leases of pages, and which pages move in a step.
+* `page_ids`, `page_layout`: the ids of a prompt's pages, and the components of a page.
+* `index`: the pages that are on the device, and those that are on the host.
+* `host_copies`: copies between the device and the host.
+* `storage_io`, `workers`: threads between the host and storage.
+* `page_store`, `manifest`: pages as keys and bytes in a store, checked at every read.
+* `store`, with `file_store`, `pack_store`, `lmdb_store`, `object_store`: the back ends.
+* `relayout`: pages in storage that other geometries wrote.
+* `fsck`: the check behind `kvproto tiers`.
+"""
+
+from kvproto.tiers.page_cache import PageLease, WritePolicy, patience
 from kvproto.tiers.page_ids import Chain
+from kvproto.tiers.storage_io import StorageRead
 from kvproto.tiers.tiers import Tiers
 
 __all__ = ["Chain", "PageLease", "StorageRead", "Tiers", "WritePolicy", "patience"]

@@ -1,4 +1,4 @@
-"""What a store of pages holds, whoever wrote it: whole pages by namespace, damaged ones, and what belongs to none."""
+"""A check of all pages in a store, whichever engine wrote them: whole pages, damaged ones, and orphaned objects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from hashlib import sha256
 import attrs
 
 from kvproto.tiers.manifest import ObjectReferences, object_key
-from kvproto.tiers.store import Store, manifest_at
+from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.messages import Manifest
 
-__all__ = ["DamagedPage", "StoreReport", "drop", "prune", "survey"]
+__all__ = ["GRACE", "DamagedPage", "StoreReport", "check_store", "delete_page", "prune"]
 
-_LOOKS = 3
-"""Others evict a page while we look at it, and write it again."""
+GRACE = 600.0
+"""Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""
+_TRIES = 3
+"""How often a page is checked: others may evict it meanwhile, and write it again."""
 
 
 @attrs.frozen
@@ -24,80 +26,80 @@ class DamagedPage:
     key: str
     why: str
     manifest: Manifest | None = None
-    """As far as it can be read."""
+    """None if it cannot be read."""
 
 
 @attrs.frozen
 class StoreReport:
-    """All that lies in a store."""
+    """The contents of a store."""
 
     pages: list[Manifest]
-    """Whole ones, as far as was looked."""
+    """Pages without damage, as far as was checked."""
     damaged: list[DamagedPage]
     orphans: dict[str, int]
-    """Bytes of objects that no manifest names, by key: a writer that died, or is not done yet."""
+    """Bytes of objects that no manifest refers to, by key: their writer died, or is not done yet."""
     unfinished: dict[str, int]
-    """The same of files that were being written."""
+    """Bytes of files that were being written, by key."""
     newer: list[str]
-    """Manifests of a later version, which are left alone (KVP-TIER-NEWER)."""
+    """Keys of manifests of a later version, which are left alone (KVP-TIER-NEWER)."""
 
 
-def survey(store: Store, verify: bool = False) -> StoreReport:
-    """Look at names, lengths and manifests, and with `verify` at every byte; raises OSError.
+def check_store(store: Store, verify: bool = False) -> StoreReport:
+    """Check names, lengths and manifests, and with `verify` every byte; raises OSError.
 
     Others may write and evict pages meanwhile: a page that has gone is not damaged.
     """
-    named = ObjectReferences()
-    pages, damaged = _looked(store, sorted(store.keys("m")), named, verify)
-    orphans = {key: store.size(key) or 0 for key in sorted(store.keys("o")) if key not in named}
+    references = ObjectReferences()
+    pages, damaged = _check_pages(store, sorted(store.keys("m")), references, verify)
+    orphans = {key: store.size(key) or 0 for key in sorted(store.keys("o")) if key not in references}
     unfinished = {key: store.size(key) or 0 for key in sorted(store.keys("t"))}
-    return StoreReport(pages, damaged, orphans, unfinished, sorted(named.newer))
+    return StoreReport(pages, damaged, orphans, unfinished, sorted(references.newer))
 
 
-def prune(store: Store, found: StoreReport, grace: float, verify: bool = False) -> tuple[int, int]:
-    """Delete damaged pages, and what belongs to none and is older than `grace` seconds; how many of both.
+def prune(store: Store, report: StoreReport, grace: float = GRACE, verify: bool = False) -> tuple[int, int]:
+    """Delete damaged pages, and orphans and unfinished files older than `grace` seconds; returns how many of both.
 
-    A page that somebody has mended since stays. Raises OSError.
+    A page that was mended since stays. Raises OSError.
     """
-    gone, (_, damaged) = 0, _looked(store, [page.key for page in found.damaged], ObjectReferences(), verify)
+    _, damaged = _check_pages(store, [page.key for page in report.damaged], ObjectReferences(), verify)
     for page in damaged:
-        drop(store, page.key, page.manifest)
-    named = ObjectReferences()
+        delete_page(store, page.key, page.manifest)
+    references, deleted = ObjectReferences(), 0
     for key in store.keys("m"):
-        named.add(key, manifest_at(store, key))
-    for key in (*found.orphans, *found.unfinished):
-        if key not in named and store.age(key) > grace:
+        references.add(key, get_manifest(store, key))
+    for key in (*report.orphans, *report.unfinished):
+        if key not in references and store.age(key) > grace:
             store.delete(key)
-            gone += 1
-    return len(damaged), gone
+            deleted += 1
+    return len(damaged), deleted
 
 
-def drop(store: Store, key: str, manifest: Manifest | None) -> None:
-    """Delete a page: its manifest, then its objects (KVP-TIER-GONE)."""
+def delete_page(store: Store, key: str, manifest: Manifest | None) -> None:
+    """Delete the manifest of a page, then its objects (KVP-TIER-GONE)."""
     store.delete(key)
     if manifest is not None:
         for component in manifest.components:
             store.delete(object_key(manifest, component))
 
 
-def _looked(
-    store: Store, keys: Iterable[str], named: ObjectReferences, verify: bool
+def _check_pages(
+    store: Store, keys: Iterable[str], references: ObjectReferences, verify: bool
 ) -> tuple[list[Manifest], list[DamagedPage]]:
-    """Whole pages, and damaged ones; none that has gone, or is of a later version."""
-    found = [_look(store, key, named, verify) for key in keys]
-    damaged = [each for each in found if isinstance(each, DamagedPage)]
-    if any(each.manifest is None for each in damaged):  # what cannot be read is listed, and what has gone is not
-        there = {*store.keys("m")}
-        damaged = [each for each in damaged if each.manifest is not None or each.key in there]
-    return [each for each in found if isinstance(each, Manifest)], damaged
+    """Whole pages and damaged ones; leaves out pages that have gone or are of a later version."""
+    checked = [_check_page(store, key, references, verify) for key in keys]
+    damaged = [page for page in checked if isinstance(page, DamagedPage)]
+    if any(page.manifest is None for page in damaged):  # a manifest that cannot be read is listed, a deleted one is not
+        listed = {*store.keys("m")}
+        damaged = [page for page in damaged if page.manifest is not None or page.key in listed]
+    return [page for page in checked if isinstance(page, Manifest)], damaged
 
 
-def _look(store: Store, key: str, named: ObjectReferences, verify: bool) -> Manifest | DamagedPage | None:
-    """A page, which is damaged if it looks so each of a few times; None for one of a later version."""
+def _check_page(store: Store, key: str, references: ObjectReferences, verify: bool) -> Manifest | DamagedPage | None:
+    """A page, which counts as damaged if it looks so at each of a few tries; None for one of a later version."""
     damaged = None
-    for _ in range(_LOOKS):
-        manifest = named.add(key, manifest_at(store, key))
-        if key in named.newer:
+    for _ in range(_TRIES):
+        manifest = references.add(key, get_manifest(store, key))
+        if key in references.newer:
             return None
         if manifest is None:
             damaged = DamagedPage(key, "no manifest of this name")

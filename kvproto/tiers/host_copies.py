@@ -1,4 +1,4 @@
-"""Pages between an engine's pool and memory of the host: one copy program for all components of all pages.
+"""Copies between an engine's pool and host memory: one copy program for all components of all pages.
 
 In the pool, component c of slot s is the items [s * k, (s + 1) * k) of its group, where k items hold a page; of a
 recurrent state it is item s, the state after the page's last token. On the host it is one run of bytes, in the order in
@@ -28,73 +28,74 @@ __all__ = ["HostCopies", "as_pool"]
 
 
 class HostCopies:
-    """The pool of one rank, memory of the host for `slots` pages, and what copies between them."""
+    """The pool of one rank, host memory for `slots` pages, and the copies between them."""
 
     def __init__(self, layout: PageLayout, pool: RankLayout, regions: Regions, slots: int, pager: Pager) -> None:
         """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
         self.layout, self.pager, self._regions = layout, pager, regions
-        states = {part.group for part in layout.parts if kind_of(pool.group(part.group)).is_state}
-        pool = _paged(pool, states)
+        lengths = layout.lengths
+        states = {group for group in lengths if kind_of(pool.group(group)).is_state}
+        pool = _states_as_pages(pool, states)
         self.programs = self.bytes = 0
-        """How many were started, and what they move."""
-        rows = {part.group: _rows(pool.group(part.group), pool.owns(part.group), part.length) for part in layout.parts}
+        """Copy programs that were started, and the bytes that they move."""
+        rows = {group: _rows(pool.group(group), pool.owns(group), length) for group, length in lengths.items()}
         self._items = {group: count // pool.group(group).rows for group, count in rows.items()}
-        """Items of the pool that hold a page."""
+        """Items of the pool in a page, by group."""
         self._tokens = {group: count if group in states else layout.page for group, count in rows.items()}
-        """Of a page, as windows count them."""
+        """Tokens in a page, as windows count them, by group."""
         self.slots = slots
         self.pages = min(pool.columns[group].items // count for group, count in self._items.items())
-        """How many the pool holds."""
-        self.memory = {part.group: pager.allocate(max(part.length * slots, 1)) for part in layout.parts}
-        """Of the host, by group: a page after the other."""
+        """Pages that the pool has room for."""
+        self.memory = {group: pager.allocate(max(length * slots, 1)) for group, length in lengths.items()}
+        """Host memory by group, one page after the other."""
         self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
-        host = as_pool(pool, {part.group: part.length for part in layout.parts}, slots)
+        host = as_pool(pool, lengths, slots)
         routes = tuple(_route(pool.group(group), pool.owns(group)) for group in rows)
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
 
     def page(self, slot: int) -> dict[int, memoryview]:
-        """The bytes of a slot of the host, by group."""
+        """The bytes of a host slot, by group."""
         return {
-            part.group: self._bytes[part.group][slot * part.length : (slot + 1) * part.length]
-            for part in self.layout.parts
+            group: self._bytes[group][slot * length : (slot + 1) * length]
+            for group, length in self.layout.lengths.items()
         }
 
     def to_host(self, pool: Sequence[int], host: Sequence[int]) -> Paging:
         """Start to copy slots of the pool into slots of the host."""
-        program = self._out.lower(self._in_pool(pool), self._on_host(host))
-        return self._started(self.pager.save(program, self._regions, self.memory))
+        program = self._out.lower(self._pool_windows(pool), self._host_windows(host))
+        return self._count(self.pager.save(program, self._regions, self.memory))
 
     def to_pool(self, host: Sequence[int], pool: Sequence[int]) -> Paging:
         """Start to copy slots of the host into slots of the pool."""
-        program = self._in.lower(self._on_host(host), self._in_pool(pool))
-        return self._started(self.pager.load(program, self.memory, self._regions))
+        program = self._in.lower(self._host_windows(host), self._pool_windows(pool))
+        return self._count(self.pager.load(program, self.memory, self._regions))
 
     def close(self) -> None:
-        """Let go of the memory of the host, once all copies are over; what somebody still views goes with the view."""
+        """Free the host memory, once all copies are over; memory with live views is freed with the last of them."""
         self.pager.close()
         self._bytes.clear()
         while self.memory:
             with suppress(BufferError):
                 self.memory.popitem()[1].close()
 
-    def _started(self, copy: Paging) -> Paging:
+    def _count(self, copy: Paging) -> Paging:
         self.programs += 1
         self.bytes += copy.bytes
         return copy
 
-    def _in_pool(self, slots: Sequence[int]) -> dict[int, Window]:
-        """The pages as if they were those of one prompt: each is whole turns, so none is dealt otherwise for that."""
+    def _pool_windows(self, slots: Sequence[int]) -> dict[int, Window]:
+        """The pages as if they were pages of one prompt: each is whole turns, so the deal of none changes by that."""
         at = np.asarray(slots, np.int64)[:, None]
         items = {group: (at * count + np.arange(count)).reshape(-1) for group, count in self._items.items()}
         return {group: Window(0, len(slots) * self._tokens[group], held) for group, held in items.items()}
 
-    def _on_host(self, slots: Sequence[int]) -> dict[int, Window]:
+    def _host_windows(self, slots: Sequence[int]) -> dict[int, Window]:
         at = np.asarray(slots, np.int64)
         return {group: Window(0, len(slots) * count, at) for group, count in self._tokens.items()}
 
 
-def _paged(side: RankLayout, states: Collection[int]) -> RankLayout:
-    """A pool whose states are pages of as many tokens as they have rows, so that a copy takes many of them."""
+def _states_as_pages(side: RankLayout, states: Collection[int]) -> RankLayout:
+    """A pool whose states are pages with as many tokens as rows, so that one program copies many of them."""
     groups = tuple(
         attrs.evolve(g, kind=ItemKind.PAGE, rows=g.live_rows or g.rows, live_rows=None, tokens_per_row=1)
         if g.id in states
@@ -105,7 +106,7 @@ def _paged(side: RankLayout, states: Collection[int]) -> RankLayout:
 
 
 def _rows(group: Group, share: Owns, length: int) -> int:
-    """Rows of a page that the rank has; raises LocalError for a ring, and for pages that cut an item."""
+    """The rows of a page that the rank has; raises LocalError for a ring, and for pages that cut an item."""
     if not kind_of(group).paged:
         raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens, or states", "a ring")
     rows = length // _width(group, share)
@@ -116,7 +117,7 @@ def _rows(group: Group, share: Owns, length: int) -> int:
 
 
 def _width(group: Group, share: Owns) -> int:
-    """Bytes of a row of all layers that the rank has."""
+    """The bytes of a row over all layers that the rank has."""
     return sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes) * len(share.layers)
 
 
@@ -135,25 +136,28 @@ def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLay
         sizes = np.array([part.lane_bytes for part in spec.parts] * len(share.layers), np.uint64)
         widths = sizes * np.array(lanes * len(share.layers), np.uint64)
         columns[group] = Columns(
-            group=group, items=slots, region=np.full(len(sizes), group, np.uint32),
+            group=group,
+            items=slots,
+            region=np.full(len(sizes), group, np.uint32),
             offset=(np.cumsum(widths) - widths) * np.uint64(count),
-            item_stride=np.full(len(sizes), lengths[group], np.uint64), row_stride=widths, lane_stride=sizes,
-        )  # fmt: skip
+            item_stride=np.full(len(sizes), lengths[group], np.uint64),
+            row_stride=widths,
+            lane_stride=sizes,
+        )
     return RankLayout(geometry, side.rank, columns)
 
 
 def _route(group: Group, share: Owns) -> Route:
-    """All that a rank owns of a group, to itself."""
+    """A route from a rank to itself with everything that it owns of a group."""
     return Route(0, 0, group.id, tuple(_boxes(group, share)), bytes(32))
 
 
 def _boxes(group: Group, share: Owns) -> Iterator[Box]:
     layers, names = share.layers.astype(np.int64), [part.name for part in group.parts]
     for run in np.split(layers, np.flatnonzero(np.diff(layers) != 1) + 1):
+        begin, end = int(run[0]), int(run[-1]) + 1
         for span in share.lanes:
             if names.index(names[span.part]) == span.part:  # the first section stands for all
-                size = lane_bytes(group.parts[span.part])
-                yield Box(
-                    group.model, int(run[0]), int(run[-1]) + 1, span.part, span.lo * size, span.hi * size,
-                    share.cp_rank, share.cp_rank, group.id,
-                )  # fmt: skip
+                size, rank = lane_bytes(group.parts[span.part]), share.cp_rank
+                lo, hi = span.lo * size, span.hi * size
+                yield Box(group.model, begin, end, span.part, lo, hi, rank, rank, group.id)

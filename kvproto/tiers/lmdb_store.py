@@ -1,8 +1,8 @@
 """Pages in LMDB: one file, which is read through the page cache of the system; `pip install 'kvproto[lmdb]'`.
 
-Processes share it, and one that is killed while it writes holds up nobody. Beside files, keys that are not there cost
-microseconds, and no page is a file of its own. What is written is synced before `put` returns, since a file that is
-not could be past reading after a loss of power; the last calls may be lost then.
+Any number of processes share it, and one that is killed while it writes blocks none of the others. A key that is not
+there costs microseconds, and no page is a file of its own. Pages are synced before `put` returns, because a loss of
+power could make an unsynced file unreadable; it may still undo the last calls.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.store import GROUP
+from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 
 __all__ = ["LmdbStore"]
 
 ROOM = 1 << 38
-"""Bytes of address space, above which nothing is stored; the file is as long as what it holds needs."""
+"""Bytes of address space, and the most that is stored; the file grows with its pages."""
 READERS = 1024
-"""Threads of all processes that may read at once."""
+"""Threads of all processes that may read at the same time."""
 _STAMP = struct.Struct("<d")
-"""Behind the bytes of a key: when it was written, in seconds of the system's clock."""
-_AT_ONCE = 256
+"""The time at which a key was written, in seconds of the system's clock; it follows the bytes."""
+_LISTED = 256
 """Keys that are listed in one transaction."""
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 _open: WeakValueDictionary[tuple[int, str], _Environment] = WeakValueDictionary()
 _opening = Lock()
 
 
 class _Environment:
-    """One for each folder and process, as LMDB wants it."""
+    """An open LMDB file; LMDB allows one for each folder and process."""
 
     def __init__(self, root: Path, room: int, durable: bool) -> None:
         self.env = lmdb.open(
             str(root), map_size=room, max_readers=READERS, metasync=durable, max_spare_txns=8, readahead=True
         )
-        self.env.reader_check()  # of processes that were killed
+        self.env.reader_check()  # frees the slots of processes that were killed
 
     def __del__(self) -> None:
         if env := getattr(self, "env", None):
             env.close()
 
 
-class LmdbStore:
-    """A folder with one LMDB file; a process has it open once, however many of these there are."""
+class LmdbStore(BatchStore, IntoStore):
+    """A folder with one LMDB file, which a process opens once for any number of these stores."""
 
-    group = GROUP
+    batch = BATCH
 
     def __init__(self, root: Path, durable: bool = False, room: int = ROOM) -> None:
         """Makes the folder; raises OSError.
@@ -64,78 +64,69 @@ class LmdbStore:
         A loss of power may undo the latest calls, each of them as a whole; with `durable` it undoes none that returned.
         """
         root.mkdir(parents=True, exist_ok=True)
-        with _opening, _failing():
+        with _opening, _os_errors():
             name = os.getpid(), str(root.resolve())
-            held = _open.get(name)
-            if held is None:
-                held = _open[name] = _Environment(root, room, durable)
-            self._held = held
-
-    def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        self.put_all([(key, data)])
+            environment = _open.get(name)
+            if environment is None:
+                environment = _open[name] = _Environment(root, room, durable)
+            self._environment = environment
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
-        """See `Grouped`; all of them or none."""
-        stamp, made = _STAMP.pack(time.time()), [*pairs]  # others may write until all are there
-        with _failing(), self._held.env.begin(write=True) as done:
-            for key, data in made:
-                done.put(key.encode(), b"".join((data, stamp)))
+        """See `BatchStore`; keeps all of them or none."""
+        stamp, listed = _STAMP.pack(time.time()), [*pairs]  # other writers are blocked only after all pairs are made
+        with _os_errors(), self._environment.env.begin(write=True) as transaction:
+            for key, data in listed:
+                transaction.put(key.encode(), b"".join((data, stamp)))
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
-        return self._look(key, lambda found: bytes(found[: -_STAMP.size]))
+        return self._read(key, lambda stored: bytes(stored[: -_STAMP.size]))
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """See `Filling`."""
-
-        def fill(found: memoryview) -> int:
-            size = len(found) - _STAMP.size
+        def fill(stored: memoryview) -> int:
+            size = len(stored) - _STAMP.size
             if size <= len(room):
-                room[:size] = found[:size]
+                room[:size] = stored[:size]
             return size
 
-        return self._look(key, fill)
+        return self._read(key, fill)
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
-        with _failing(), self._held.env.begin(write=True) as done:
-            done.delete(key.encode())
+        with _os_errors(), self._environment.env.begin(write=True) as transaction:
+            transaction.delete(key.encode())
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`; no transaction is open between the pieces, so that what is deleted meanwhile can be reused."""
-        last = after = f"{kind}/".encode()
+        """See `Store`; no transaction stays open between pieces, so that LMDB can reuse what is deleted meanwhile."""
+        prefix = after = f"{kind}/".encode()
         while True:
-            with _failing(), self._held.env.begin() as seen, seen.cursor() as cursor:
-                there = cursor.set_range(after)
-                if there and after != last and cursor.key() == after:
-                    there = cursor.next()
+            with _os_errors(), self._environment.env.begin() as transaction, transaction.cursor() as cursor:
+                more = cursor.set_range(after)
+                if more and after != prefix and cursor.key() == after:
+                    more = cursor.next()
                 names: list[bytes] = []
-                while there and len(names) < _AT_ONCE and cursor.key().startswith(last):
+                while more and len(names) < _LISTED and cursor.key().startswith(prefix):
                     names.append(bytes(cursor.key()))
-                    there = cursor.next()
+                    more = cursor.next()
             yield from (name.decode() for name in names)
-            if len(names) < _AT_ONCE:
+            if len(names) < _LISTED:
                 return
             after = names[-1]
 
     def age(self, key: str) -> float:
-        """See `Store`."""
-        written = self._look(key, lambda found: float(_STAMP.unpack(found[-_STAMP.size :])[0]))
+        written = self._read(key, lambda stored: float(_STAMP.unpack(stored[-_STAMP.size :])[0]))
         return 0.0 if written is None else time.time() - written
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
-        return self._look(key, lambda found: len(found) - _STAMP.size)
+        return self._read(key, lambda stored: len(stored) - _STAMP.size)
 
-    def _look(self, key: str, take: Callable[[memoryview], _Made]) -> _Made | None:
-        with _failing(), self._held.env.begin(buffers=True) as seen:
-            found = seen.get(key.encode())
-            return None if found is None or len(found) < _STAMP.size else take(found)
+    def _read(self, key: str, take: Callable[[memoryview], _Result]) -> _Result | None:
+        with _os_errors(), self._environment.env.begin(buffers=True) as transaction:
+            stored = transaction.get(key.encode())
+            return None if stored is None or len(stored) < _STAMP.size else take(stored)
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
+def _os_errors() -> Iterator[None]:
+    """Raise errors of LMDB as OSError."""
     try:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:

@@ -1,8 +1,8 @@
-"""Pages in an object store: S3 and what speaks as it does, Google's, Azure's; `pip install 'kvproto[objects]'`.
+"""Pages in an object store: S3 or a compatible server, Google's or Azure's; `pip install 'kvproto[objects]'`.
 
-By obstore, the Python face of Apache Arrow's `object_store`: one wheel without dependencies, calls without the GIL, and
-limits of time of its own, so that no call hangs for longer than TIMEOUT and its retries. A store puts an object whole
-or not at all, and shows it to whoever asks after that.
+The client is obstore, Apache Arrow's `object_store` in Python: one wheel without dependencies, calls without the GIL,
+and time limits of its own, so that no call takes longer than TIMEOUT and its retries. A store puts an object whole or
+not at all, and every later read sees it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from secrets import token_hex
 from threading import Lock
@@ -21,6 +21,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from kvproto.tiers.manifest import Data
+from kvproto.tiers.store import Store
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -31,90 +32,77 @@ __all__ = ["ObjectStore"]
 TIMEOUT, CONNECT = timedelta(seconds=10), timedelta(seconds=3)
 RETRIES = 2
 _CLOCK = 60.0
-"""Seconds for which a look at the store's clock is good."""
+"""Seconds after which the store's clock is read again."""
 
 
-class ObjectStore:
-    """A bucket, or what lies below a prefix of one."""
+class ObjectStore(Store):
+    """A bucket, or the objects below a prefix of one."""
 
     def __init__(self, store: Bucket) -> None:
-        """`store` is obstore's; `at` makes one that gives up in time."""
+        """`store` is obstore's; `at` makes one with time limits."""
         self._store = store
         self._lock = Lock()
-        self._seen = -_CLOCK
+        self._read_at = -_CLOCK
         self._ahead = 0.0
         """Seconds by which the store's clock is ahead of the monotonic one."""
 
     @classmethod
     def at(cls, url: str, timeout: timedelta = TIMEOUT, retries: int = RETRIES, **config: Any) -> ObjectStore:
-        """As `s3://bucket/prefix`, with a limit for each try; raises OSError.
+        """Open a URL such as `s3://bucket/prefix`, with a time limit for each try; raises OSError.
 
-        `config` is obstore's; keys, region and endpoint that it lacks are those of the environment.
+        `config` is obstore's; keys, region and endpoint that it lacks come from the environment.
         """
         client: ClientConfig = {"timeout": timeout, "connect_timeout": min(CONNECT, timeout), "allow_http": True}
         retry: RetryConfig = {"max_retries": retries, "retry_timeout": timeout}
-        with _failing():
+        with _os_errors():
             return cls(from_url(url, client_options=client, retry_config=retry, **config))
 
     def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        with _failing():
+        with _os_errors():
             obstore.put(self._store, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
-        with _failing():
-            try:
-                return bytes(obstore.get(self._store, key).bytes())
-            except FileNotFoundError:
-                return None
+        with _os_errors(), suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, key).bytes())
+        return None
 
     def delete(self, key: str) -> None:
-        """See `Store`."""
-        with _failing():
-            try:
-                obstore.delete(self._store, key)
-            except FileNotFoundError:
-                return
+        with _os_errors(), suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`."""
-        with _failing():
-            for some in obstore.list(self._store, kind):
-                yield from (each["path"] for each in some)
+        with _os_errors():
+            for listed in obstore.list(self._store, kind):
+                yield from (entry["path"] for entry in listed)
 
     def age(self, key: str) -> float:
-        """See `Store`; the store's clock is asked by an object, once in a while."""
-        with _failing():
-            try:
-                written = obstore.head(self._store, key)["last_modified"].timestamp()
-            except FileNotFoundError:
-                return 0.0
+        """See `Store`; an object that is written now and then tells the time of the store's clock."""
+        with _os_errors(), suppress(FileNotFoundError):
+            written = obstore.head(self._store, key)["last_modified"].timestamp()
             return time.monotonic() + self._clock() - written
+        return 0.0
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
-        with _failing():
-            try:
-                return obstore.head(self._store, key)["size"]
-            except FileNotFoundError:
-                return None
+        with _os_errors(), suppress(FileNotFoundError):
+            return obstore.head(self._store, key)["size"]
+        return None
 
     def _clock(self) -> float:
         with self._lock:
-            if time.monotonic() - self._seen > _CLOCK:
+            if time.monotonic() - self._read_at > _CLOCK:
                 mark = f"t/now{token_hex(8)}"
                 obstore.put(self._store, mark, b"")
                 try:
                     self._ahead = obstore.head(self._store, mark)["last_modified"].timestamp() - time.monotonic()
                 finally:
                     obstore.delete(self._store, mark)
-                self._seen = time.monotonic()
+                self._read_at = time.monotonic()
             return self._ahead
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
+def _os_errors() -> Iterator[None]:
+    """Raise errors of obstore as OSError."""
     try:
         yield
     except BaseError as error:

@@ -1,7 +1,8 @@
 """Pages in packs: one file for all that is written together, so that the disk writes and reads long runs.
 
-A pack is written under another name and then renamed, and only marks of what was deleted are changed in it later. What
-is deleted gives its space back at once where the file system has holes, and else with the last key of its pack.
+A pack holds the bytes of many keys, then an index, a mark for each key (1: present), and a tail. It is written under
+another name and then renamed, and only its marks change later. A deleted key frees its space at once on file systems
+with holes, and else with the last key of its pack.
 """
 
 from __future__ import annotations
@@ -12,55 +13,164 @@ import math
 import os
 import re
 import secrets
+import stat
+import struct
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
-from typing import ParamSpec, TypeVar
+from threading import RLock
+from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import msgpack
+
+from kvproto.tiers.file_store import make_folders, sync_folder, write_whole
 from kvproto.tiers.manifest import Data
-from kvproto.tiers.pack_file import PackFile, TornPack, ending
-from kvproto.tiers.store import make_folders, sync_folder, write_whole
+from kvproto.tiers.store import BatchStore, IntoStore
 
-__all__ = ["PackStore"]
+__all__ = ["PackFile", "PackStore"]
 
+_TAIL = struct.Struct("<QId8s")
+"""Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
+_MAGIC, _FAMILY = b"kvpack1\n", b"kvpack"
+_LONGEST_KEY, _LONGEST_INDEX = 1 << 12, 1 << 26
 _NAME = re.compile(r"[0-7][0-9a-f]{15}\.[0-9a-f]{8}")
-"""A number that rises, by which the latest of two packs with one key is known, and a random one."""
+"""A number that rises, so that it shows the latest of two packs with one key, and a random one."""
 _GREATEST = (1 << 63) - 1
 _OPEN = 32
-"""Packs that are held open, so that pages of a prompt are read from one, one after the other."""
+"""Packs that are held open, so that the pages of a prompt are read from one pack after the other."""
 _LONG = 1 << 16
-"""Bytes from which on it is worth while to have the disk begin at once."""
+"""Least bytes of a key for which the disk is told to begin at once."""
 _RELIST = 1.0
-"""Seconds after which a miss lists the folder again, whatever its time says."""
+"""Seconds after which a miss lists the folder again, even if its modification time has not changed."""
 _TICK = 50_000_000
 """Nanoseconds within which a file system may give two changes of a folder the same time."""
 _TRIES = 8
-"""How often somebody may write a key anew while it is read."""
+"""How often another process may write a key anew while it is read."""
 _HOLE = 3
 """FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What the process lacks for a while, which says nothing about a pack."""
+"""Errors of a process that lacks a resource for a while; they say nothing about a pack."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 _stores: WeakSet[PackStore] = WeakSet()
 
 
-class PackStore:
+class TornPack(ValueError):
+    """A pack that was cut short by a loss of power, or changed."""
+
+
+class _Entry(NamedTuple):
+    """The place of a key in a pack."""
+
+    number: int
+    at: int
+    length: int
+
+
+class PackFile:
+    """An open pack, closed with its last reference."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError, TornPack, and ValueError for a file that is no pack of this version."""
+        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(self.file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path} is no file")
+        self.inode = status.st_dev, status.st_ino
+        tail = os.pread(self.file, _TAIL.size, max(status.st_size - _TAIL.size, 0))
+        if len(tail) == _TAIL.size and tail[-len(_MAGIC) :].startswith(_FAMILY) and not tail.endswith(_MAGIC):
+            raise ValueError(f"{path} is of another version")
+        if len(tail) != _TAIL.size or not tail.endswith(_MAGIC):
+            raise TornPack(f"{path} has no tail")
+        self.end, self.count, self.stamp, _ = _TAIL.unpack(tail)
+        """Where the bytes of keys end; how many keys there are; when they were written."""
+        self.marks = status.st_size - _TAIL.size - self.count
+        """Where the marks begin."""
+        length = self.marks - self.end
+        if not 0 < length <= min(self.count * _LONGEST_KEY, _LONGEST_INDEX) or not math.isfinite(self.stamp):
+            raise TornPack(f"{path} has {self.count} keys in {length} bytes, written at {self.stamp}")
+        self.entries = _parse_index(os.pread(self.file, length, self.end), self.end, self.count)
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            os.close(self.file)
+
+    def present(self, number: int) -> bool:
+        """Whether the key of this number has not been deleted."""
+        return os.pread(self.file, 1, self.marks + number) == b"\1"
+
+    def present_keys(self) -> list[str]:
+        """The keys that have not been deleted."""
+        marks = os.pread(self.file, self.count, self.marks)
+        return [key for key, entry in self.entries.items() if marks[entry.number : entry.number + 1] == b"\1"]
+
+    def gap(self, marks: bytes, start: int, end: int) -> tuple[int, int]:
+        """The bytes around [start, end) that belong to no key, so that keys which share a block free it together."""
+        held = [
+            (at, at + length) for number, at, length in self.entries.values() if marks[number : number + 1] == b"\1"
+        ]
+        before, after = [stop for _, stop in held if stop <= start], [at for at, _ in held if at >= end]
+        return max(before, default=0), min(after, default=self.end)
+
+    def read(self, entry: _Entry) -> bytes:
+        """The bytes of a key, fewer if the file ends before."""
+        room = memoryview(bytearray(entry.length))
+        return bytes(room[: self.read_into(entry, room)])
+
+    def read_into(self, entry: _Entry, room: memoryview) -> int:
+        """Read the bytes of a key into `room`, if they fit; returns how many there are."""
+        if entry.length > len(room):
+            return entry.length
+        done = 0
+        while done < entry.length and (n := os.preadv(self.file, [room[done : entry.length]], entry.at + done)):
+            done += n
+        return done
+
+
+def _parse_index(data: bytes, end: int, count: int) -> dict[str, _Entry]:
+    entries, at, number = dict[str, _Entry](), 0, 0
+    try:
+        for key, length in msgpack.unpackb(data):
+            if type(key) is not str or type(length) is not int or length < 0:
+                raise TornPack(f"{length!r} bytes of {key!r}")
+            entries[key] = _Entry(number, at, length)
+            number, at = number + 1, at + length
+    except (TypeError, ValueError) as error:
+        raise TornPack(f"no index: {error}") from error
+    if (number, at) != (count, end):
+        raise TornPack(f"an index of {number} keys and {at} bytes, not {count} and {end}")
+    return entries
+
+
+def _ending(sizes: Sequence[tuple[str, int]]) -> bytes:
+    """The index, marks and tail for keys of these lengths; of two equal keys, the latter is present.
+
+    Raises OSError for a longer index than a reader accepts.
+    """
+    last = {key: number for number, (key, _) in enumerate(sizes)}
+    marks = bytes(last[key] == number for number, (key, _) in enumerate(sizes))
+    index = msgpack.packb(sizes)
+    if len(index) > min(len(sizes) * _LONGEST_KEY, _LONGEST_INDEX) and sizes:
+        raise OSError(errno.EFBIG, f"{len(sizes)} keys in {len(index)} bytes")
+    end = sum(length for _, length in sizes)
+    return b"".join((index, marks, _TAIL.pack(end, len(sizes), time.time(), _MAGIC)))
+
+
+class PackStore(BatchStore, IntoStore):
     """A folder of packs, for any number of processes of one machine.
 
     With `durable`, `put_all` syncs the pack and then the folder before it returns. Without it, the death of a process
     loses nothing, and a loss of power may lose or damage the latest pages, which their digests reveal.
     """
 
-    group = 64
+    batch = 64
     """Pages of a pack: the system reads a file in requests that grow, so that long ones are read faster."""
 
     def __init__(self, root: Path, durable: bool = False) -> None:
@@ -72,180 +182,163 @@ class PackStore:
         _stores.add(self)
 
     def forget(self) -> None:
-        """Know nothing: what another thread holds of it is not in a process that was forked meanwhile."""
-        self._lock = Lock()
-        self._where: dict[int, str] = {}
-        """Name of the latest pack of a key, by the key's hash: keys of a million pages are a gigabyte."""
+        """Start empty: after a fork, other threads' locks and caches are gone."""
+        self._lock = RLock()
+        self._latest: dict[int, str] = {}
+        """Name of the latest pack with a key, by the key's hash: the keys of a million pages are a gigabyte."""
         self._older: dict[int, set[str]] = {}
-        """Other packs that have the key, since a writer died or two wrote at once."""
+        """Other packs with the key, left by a writer that died or by two that wrote at once."""
         self._known: dict[str, array[int]] = {}
-        """Hashes of the keys of each pack; none of one that cannot be read."""
+        """Hashes of the keys of each pack; none for a pack that cannot be read."""
         self._last = 0
-        """The greatest number that any pack had."""
+        """The greatest number of any pack."""
         self._open: OrderedDict[str, PackFile] = OrderedDict()
-        self._seen, self._listed = 0, -math.inf
-        """Time of the folder when it was listed, and when that was by our clock."""
-
-    def put(self, key: str, data: Data) -> None:
-        """See `Store`."""
-        self.put_all([(key, data)])
+        self._modified, self._listed = 0, -math.inf
+        """Modification time of the folder when it was listed, and when that was by our clock."""
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
-        """See `Grouped`; all of them or none."""
-        draft, listed, size = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]](), 0
-        file = self._sparing(os.open, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        """See `BatchStore`; keeps all of them or none."""
+        draft, sizes, size = f"{self._drafts}/{secrets.token_hex(12)}", list[tuple[str, int]](), 0
+        file = self._retrying(os.open, draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             try:
                 for key, data in pairs:
                     length = write_whole(file, data)
-                    listed.append((key, length))
+                    sizes.append((key, length))
                     if self.durable and length >= _LONG:  # the disk begins with it while the next is made
                         os.posix_fadvise(file, size, length, os.POSIX_FADV_DONTNEED)
                     size += length
-                write_whole(file, ending(listed))
+                write_whole(file, _ending(sizes))
                 if self.durable:
                     os.fsync(file)
             finally:
                 os.close(file)
-            if not listed:
+            if not sizes:
                 os.unlink(draft)
                 return
-            former = self._name(draft, [*dict(listed)])
+            former = self._rename(draft, [*dict(sizes)])
         except BaseException:
             with suppress(OSError):
                 os.unlink(draft)
             raise
         if self.durable:
-            self._sparing(sync_folder, self._packs)
+            self._retrying(sync_folder, self._packs)
         for name, key in former:
-            with suppress(OSError):  # it counts no more, and space is all that it costs
-                self._mark(name, key)
+            with suppress(OSError):  # an older pack is not read any more, and costs only space
+                self._delete_from(name, key)
 
-    def _name(self, draft: str, keys: list[str]) -> list[tuple[str, str]]:
-        """Give a pack its name, after all that are known, and say which packs have had its keys before.
+    def _rename(self, draft: str, keys: list[str]) -> list[tuple[str, str]]:
+        """Give a pack a name that sorts after all known packs, and return the (pack, key) pairs that it replaces.
 
-        The time puts it after packs that others have made since we last looked.
+        The time puts it after packs that others have made since we last listed the folder.
         """
         with self._lock:
             number = min(max(self._last + 1, time.time_ns()), _GREATEST)
             name = f"{number:016x}.{secrets.token_hex(4)}"
             os.replace(draft, f"{self._packs}/{name}")
-            former = [(other, key) for key in keys for other in self._having(key)]
+            former = [(other, key) for key in keys for other in self._packs_with(key)]
             for key in keys:
                 self._older.pop(hash(key), None)
-            self._where.update(dict.fromkeys(map(hash, keys), name))
-            self._meet(name, keys)
+            self._latest.update(dict.fromkeys(map(hash, keys), name))
+            self._add(name, keys)
         return former
 
     def get(self, key: str) -> bytes | None:
-        """See `Store`."""
-
-        def take(pack: PackFile, at: int, length: int) -> bytes:
-            room = memoryview(bytearray(length))
-            return bytes(room[: pack.read(room, at)])
-
-        return self._use(key, take)
+        return self._with_entry(key, lambda pack, entry: pack.read(entry))
 
     def get_into(self, key: str, room: memoryview) -> int | None:
-        """See `Filling`."""
-
-        def fill(pack: PackFile, at: int, length: int) -> int:
-            return length if length > len(room) else pack.read(room[:length], at)
-
-        return self._use(key, fill)
+        return self._with_entry(key, lambda pack, entry: pack.read_into(entry, room))
 
     def delete(self, key: str) -> None:
-        """See `Store`; what others have written since we last saw the key stays, as it may mend what we saw."""
+        """See `Store`; a copy that others have written since we last saw the key stays, as it may mend what we saw."""
         if key.startswith("t/"):
             with suppress(FileNotFoundError):
                 os.unlink(f"{self._drafts}/{key[2:]}")
             return
-        for look in (False, True):
+        for relist in (False, True):
             with self._lock:
-                if look:
+                if relist:
                     self._list()
-                names = self._having(key)
-            marked = [self._mark(name, key) for name in sorted(names)]  # the latest last, or another comes to light
-            if any(marked):
+                names = self._packs_with(key)
+            deleted = [self._delete_from(name, key) for name in sorted(names)]  # the latest last: it hides the others
+            if any(deleted):
                 break
         with self._lock:
             self._older.get(hash(key), set()).difference_update(names)
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`; of kind `t` are packs that a writer had not finished.
+        """See `Store`; kind `t` lists packs that a writer has not finished.
 
-        Packs that come meanwhile are looked at too, since keys of others may have moved there.
+        Packs that come meanwhile are listed too, because keys of others may have moved there.
         """
         if kind == "t":
-            with self._sparing(os.scandir, self._drafts) as found:
-                names = [each.name for each in found if each.is_file(follow_symlinks=False)]
+            with self._retrying(os.scandir, self._drafts) as drafts:
+                names = [draft.name for draft in drafts if draft.is_file(follow_symlinks=False)]
             yield from (f"t/{name}" for name in names)
             return
-        told, seen = set[int](), set[str]()
+        listed, visited = set[int](), set[str]()
         for _ in range(_TRIES):
             with self._lock:
                 self._list(always=True)
-                some = {name for name, keys in self._known.items() if keys} - seen
-            for name in sorted(some, reverse=True):
+                new = {name for name, keys in self._known.items() if keys} - visited
+            for name in sorted(new, reverse=True):
                 pack = self._pack(name)
-                for key in pack.kept() if pack else ():
-                    if key.startswith(f"{kind}/") and hash(key) not in told:
-                        told.add(hash(key))
+                for key in pack.present_keys() if pack else ():
+                    if key.startswith(f"{kind}/") and hash(key) not in listed:
+                        listed.add(hash(key))
                         yield key
-            seen |= some
+            visited |= new
 
     def age(self, key: str) -> float:
-        """See `Store`."""
         if key.startswith("t/"):
-            about = self._draft(key)
-            return 0.0 if about is None else time.time() - about.st_mtime
-        return self._use(key, lambda pack, at, length: time.time() - pack.stamp) or 0.0
+            draft = self._draft(key)
+            return 0.0 if draft is None else time.time() - draft.st_mtime
+        return self._with_entry(key, lambda pack, entry: time.time() - pack.stamp) or 0.0
 
     def size(self, key: str) -> int | None:
-        """See `Store`."""
         if key.startswith("t/"):
-            about = self._draft(key)
-            return None if about is None else about.st_size
-        return self._use(key, lambda pack, at, length: length)
+            draft = self._draft(key)
+            return None if draft is None else draft.st_size
+        return self._with_entry(key, lambda pack, entry: entry.length)
 
     def _draft(self, key: str) -> os.stat_result | None:
         with suppress(FileNotFoundError):
             return os.stat(f"{self._drafts}/{key[2:]}", follow_symlinks=False)
         return None
 
-    def _use(self, key: str, use: Callable[[PackFile, int, int], _Made]) -> _Made | None:
-        """What `use` makes of the pack, place and length of a key, if it is there before and after."""
+    def _with_entry(self, key: str, use: Callable[[PackFile, _Entry], _Result]) -> _Result | None:
+        """The result of `use` on the latest entry of a key that is present before and after."""
         tried: set[str] = set()
         for _ in range(_TRIES):
             with self._lock:
-                names, came = self._having(key) - tried, False
+                names, came = self._packs_with(key) - tried, False
                 if not names:
                     came = self._list()
-                    names = self._having(key) - tried
+                    names = self._packs_with(key) - tried
             if not names and not came:
                 return None
             for name in sorted(names, reverse=True):
                 pack = self._pack(name)
                 entry = pack.entries.get(key) if pack else None
-                if pack and entry and pack.there(entry[0]):
-                    made = use(pack, *entry[1:])
-                    if pack.there(entry[0]):
-                        return made
+                if pack and entry and pack.present(entry.number):
+                    result = use(pack, entry)
+                    if pack.present(entry.number):
+                        return result
             tried |= names
         return None
 
-    def _having(self, key: str) -> set[str]:
-        """Packs that had a key when we last looked, the latest of which counts; the lock is held."""
-        return {self._where.get(hash(key), ""), *self._older.get(hash(key), ())} - {""}
+    def _packs_with(self, key: str) -> set[str]:
+        """The known packs that may have a key, the latest of which counts; the caller holds the lock."""
+        return {self._latest.get(hash(key), ""), *self._older.get(hash(key), ())} - {""}
 
     def _pack(self, name: str) -> PackFile | None:
-        """A pack that is known; None if it has gone, or is none any more."""
+        """Open a known pack; returns None if it is gone or no longer a pack."""
         with self._lock:
             if name in self._open:
                 self._open.move_to_end(name)
                 return self._open[name]
         try:
-            pack = self._sparing(PackFile, f"{self._packs}/{name}")
+            pack = self._retrying(PackFile, f"{self._packs}/{name}")
         except (FileNotFoundError, ValueError):
             return None
         with self._lock:
@@ -255,8 +348,8 @@ class PackStore:
                 self._open.popitem(last=False)
         return pack
 
-    def _sparing(self, call: Callable[_Given, _Made], *args: _Given.args, **named: _Given.kwargs) -> _Made:
-        """Call this, and once more without the packs that are held open if it lacks a descriptor."""
+    def _retrying(self, call: Callable[_Params, _Result], *args: _Params.args, **named: _Params.kwargs) -> _Result:
+        """Call this; if it lacks a descriptor, close the packs that are held open and call it again."""
         try:
             return call(*args, **named)
         except OSError as error:
@@ -267,46 +360,43 @@ class PackStore:
         return call(*args, **named)
 
     def _list(self, always: bool = False) -> bool:
-        """Know the packs that others have made, and forget those that have gone; whether any came. The lock is held."""
-        changed = os.stat(self._packs).st_mtime_ns
-        if not always and changed == self._seen and time.monotonic() < self._listed + _RELIST:
+        """Add packs that others have made and drop those that are gone, if the folder may have changed.
+
+        Returns whether any was added. The caller holds the lock.
+        """
+        modified = os.stat(self._packs).st_mtime_ns
+        if not always and modified == self._modified and time.monotonic() < self._listed + _RELIST:
             return False
-        try:
-            came = self._look()
-        except OSError as error:
-            if error.errno not in _SHORT:
-                raise
-            self._open.clear()
-            came = self._look()
+        came = self._retrying(self._list_folder)
         self._listed = time.monotonic()
-        self._seen = changed if abs(time.time_ns() - changed) > _TICK else 0
+        self._modified = modified if abs(time.time_ns() - modified) > _TICK else 0
         return came
 
-    def _look(self) -> bool:
-        """List the folder, whatever we know; whether any came. The lock is held."""
+    def _list_folder(self) -> bool:
+        """List the folder; returns whether any pack was added. The caller holds the lock."""
         came = False
         for _ in range(_TRIES):
             names = {name for name in os.listdir(self._packs) if _NAME.fullmatch(name)}
             for name in self._known.keys() - names:
-                self._drop(name)
+                self._forget_pack(name)
             new = sorted(names - self._known.keys())
-            here = [self._open_new(name) for name in new]
+            present = [self._open_new(name) for name in new]
             came = came or not self._known.keys().isdisjoint(new)
-            if all(here):
-                break  # else there may be another in place of one that has gone meanwhile
+            if all(present):
+                break  # else another pack may have taken the place of one that has gone meanwhile
         return came
 
     def _open_new(self, name: str) -> bool:
-        """Know what is in a pack, and say whether it is still there.
+        """Add the keys of a pack; returns whether it is still there.
 
-        One that we cannot read is left alone, and tried again next time; one without keys is deleted.
+        A pack that we cannot read is left alone, and tried again next time; one without keys is deleted.
         """
         path = f"{self._packs}/{name}"
         try:
             pack = PackFile(path)
-            keys = pack.kept()
+            keys = pack.present_keys()
         except TornPack:
-            with suppress(OSError):  # where what is unfinished is looked for, and deleted in time
+            with suppress(OSError):  # to the drafts, which are swept in time
                 os.replace(path, f"{self._drafts}/{name}")
             return True
         except FileNotFoundError:
@@ -318,69 +408,69 @@ class PackStore:
         except ValueError:
             keys = []
         else:
-            if not keys:  # whoever deleted the last of them was killed
+            if not keys:  # the process that deleted the last of them was killed
                 with suppress(OSError):
                     os.unlink(path)
                 return False
-        self._meet(name, keys)
+        self._add(name, keys)
         for key in keys:
-            other = self._where.setdefault(hash(key), name)
+            other = self._latest.setdefault(hash(key), name)
             if other != name:
-                self._where[hash(key)] = max(name, other)
+                self._latest[hash(key)] = max(name, other)
                 self._older.setdefault(hash(key), set()).add(min(name, other))
         return True
 
-    def _meet(self, name: str, keys: list[str]) -> None:
+    def _add(self, name: str, keys: list[str]) -> None:
         self._known[name] = array("q", map(hash, keys))
         self._last = max(self._last, int(name.partition(".")[0], 16))
 
-    def _drop(self, name: str) -> None:
-        """Forget a pack; the lock is held."""
+    def _forget_pack(self, name: str) -> None:
+        """Drop what is known of a pack; the caller holds the lock."""
         for key in self._known.pop(name, ()):
-            if self._where.get(key) == name:
-                del self._where[key]
+            if self._latest.get(key) == name:
+                del self._latest[key]
             others = self._older.get(key, set())
             others.discard(name)
             if not others:
                 self._older.pop(key, None)
-            elif key not in self._where:
-                self._where[key] = max(others)
+            elif key not in self._latest:
+                self._latest[key] = max(others)
                 others.discard(max(others))
         self._open.pop(name, None)
 
-    def _mark(self, name: str, key: str) -> bool:
-        """Mark a key of a pack as deleted, give its space back, and delete a pack that has none left.
+    def _delete_from(self, name: str, key: str) -> bool:
+        """Mark a key of a pack as deleted, free its space, and delete a pack that has no other key.
 
-        Returns whether it was there.
+        Returns whether the key was there.
         """
         path, pack = f"{self._packs}/{name}", self._pack(name)
         if pack is None or key not in pack.entries:
             return False
         try:
-            file = self._sparing(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = self._retrying(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
-            about = os.fstat(file)
-            if (about.st_dev, about.st_ino) != pack.place:  # somebody has put another file in its place
+            status = os.fstat(file)
+            if (status.st_dev, status.st_ino) != pack.inode:  # another file has taken its place
                 with self._lock:
-                    self._drop(name)
+                    self._forget_pack(name)
                 return False
-            number, at, length = pack.entries[key]
-            if not pack.there(number):
+            entry = pack.entries[key]
+            if not pack.present(entry.number):
                 return False
-            os.pwrite(file, b"\0", pack.marks + number)
+            os.pwrite(file, b"\0", pack.marks + entry.number)
             marks = os.pread(file, pack.count, pack.marks)
-            start, end = pack.free(marks, at, at + length)
+            start, end = pack.gap(marks, entry.at, entry.at + entry.length)
             if start < end:
-                _libc.fallocate(file, _HOLE, start, end - start)  # where that fails, space is given back later
+                _libc.fallocate(file, _HOLE, start, end - start)  # if it fails, the space is freed with the pack
         finally:
             os.close(file)
         if b"\1" not in marks:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             with self._lock:
-                self._drop(name)
+                self._forget_pack(name)
         return True
 
 

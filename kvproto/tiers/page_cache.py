@@ -2,54 +2,65 @@
 
 A request opens a `PageLease`: the pages of its prompt that were found, and room for the rest. Copies for all requests
 wait for `PageCache.step`, which starts one program from the host and one to it, for any number of pages and components.
-While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only slots of the host
-that are pinned for them. Nothing here may be called by two threads at once.
+While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only host slots that are
+pinned for them. Nothing here may be called by two threads at once.
+
+Each rank finds other pages, and has other slots to spare. An `Agreement` states in a vector which prompts the rank was
+given, how many slots it has, and at which lengths of each prompt it could continue; the MIN of these vectors is what
+all ranks can do. Every rank decides by that alone, so all decide the same, and a page that one rank lacks shortens the
+hit on all.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import takewhile
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from kvproto.errors import KvprotoError
-from kvproto.tiers.agreement import LENGTHS, Agreement
+from kvproto.errors import KvprotoError, LocalError
 from kvproto.tiers.host_copies import HostCopies
-from kvproto.tiers.index import Hit, Index, Reservation, filling, seal
-from kvproto.tiers.lease import PageLease
+from kvproto.tiers.index import Hit, Index, Reservation
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
-from kvproto.wire.enums import Tier
+from kvproto.wire.enums import ErrorCode, LengthRule, Tier
 
-__all__ = ["Agreement", "PageCache", "PageLease", "StorageRead", "WritePolicy", "patience"]
+__all__ = ["Agreement", "PageCache", "PageLease", "WritePolicy", "patience"]
+
+LENGTHS = 8192
+"""Lengths that one vector has room for: 16 prompts of 32K tokens in pages of 64. Pages beyond are computed."""
+_DIGEST, _SLOTS, _HEAD = slice(0, 16), 16, 17
 
 
 class WritePolicy(Enum):
     """When a page of the device is copied to the host, and from there to storage."""
 
-    WRITE_THROUGH = "at once"
-    """At the next step after it was published: write-through."""
-    SELECTIVE = "when used"
-    """At the next step after a second request has found it: selective write-through."""
-    WRITE_BACK = "when given up"
-    """Just before its slot is given to another request: write-back."""
+    WRITE_THROUGH = "write-through"
+    """At the next step after it was published."""
+    SELECTIVE = "selective write-through"
+    """At the next step after a second request has found it."""
+    WRITE_BACK = "write-back"
+    """Just before its slot is given to another request."""
 
 
 def patience(tokens: int) -> float:
-    """Seconds that storage may take for this many tokens, as a default."""
+    """Default number of seconds that storage may take for this many tokens."""
     return 1.0 + tokens / 4096
 
 
 @attrs.define(eq=False)
 class _HostBackup:
-    """Pages [0, len(slots)) of a prompt to copy to the host; `hit` pins them on the device, if they need it."""
+    """The first pages of a prompt, to be copied to the host; `hit` pins them on the device if they need it."""
 
     chain: Chain
     slots: list[int]
@@ -57,9 +68,14 @@ class _HostBackup:
     """Components that each page has."""
     hit: Hit | None = None
 
+    def close(self) -> None:
+        """Unpin the pages."""
+        if self.hit is not None:
+            self.hit.close()
+
 
 class PageCache:
-    """The pages of one rank in its pool, in memory of the host, and on a shelf."""
+    """The pages of one rank in its pool, in host memory, and in a page store."""
 
     def __init__(
         self,
@@ -73,304 +89,480 @@ class PageCache:
     ) -> None:
         """`threads` threads read and write storage, with at most `most` pages under way; further pages are not stored.
 
-        Storage hangs if a call takes more than `limit` seconds: until it returns, nobody waits for storage or uses it.
-        Pages that are not there are taken from `others`.
+        Storage hangs if a call takes more than `limit` seconds: until it returns, nothing waits for storage or uses it.
+        Pages that the page store lacks are read from `others`.
         """
         self.copies, self.page_store, self.policy = copies, page_store, policy
-        self.storing = StorageIO(page_store, threads, most, limit, others) if page_store else None
+        self.io = StorageIO(page_store, threads, most, limit, others) if page_store else None
         self.device, self.host = Index(copies.layout, copies.pages), Index(copies.layout, copies.slots)
-        self.device.on_gone = self._gone
+        self.device.on_evict = self._before_evict
         self.counts: Counter[str] = Counter()
-        """Pages that requests found on the `device`, on the `host`, and not at all (`new`); that were `fetched` from
-        storage, and `stored`; that were `not kept` for want of room; and copies that `failed`."""
+        """Pages that requests found on the `device`, on the `host`, and not at all (`new`); pages `fetched` from
+        storage and `stored`; pages `not kept` and `not stored` for want of room; and copies that `failed`."""
         self.moved: Counter[tuple[str, int]] = Counter()
-        """Bytes that were copied `to_host`, `from_host`, `to_storage` and `from_storage`, by that and component."""
-        self._of: dict[bytes, tuple[Chain, int]] = {}
-        """Of which prompt the pages of the device are."""
-        self._moving: list[tuple[Paging, Callable[[bool], None]]] = []
-        """Copies under way, and what is told whether their bytes are there."""
-        self._jobs: list[_HostBackup] = []
+        """Bytes copied `to_host`, `from_host`, `to_storage` and `from_storage`, by direction and component."""
+        self._origins: dict[bytes, tuple[Chain, int]] = {}
+        """The prompt and page number of each page on the device, by id."""
+        self._running: list[tuple[Paging, Callable[[bool], None]]] = []
+        """Copies under way, and what to call with whether their bytes have arrived."""
+        self._backups: list[_HostBackup] = []
         self._loads: list[PageLease] = []
         self._listeners: list[Callable[[dict[bytes, Tier | None]], object]] = []
 
     @property
     def busy(self) -> bool:
         """Whether anything is waiting for a step, a copy, or storage."""
-        return bool(self._jobs or self._loads or self._moving or (self.storing and self.storing.busy))
+        return bool(self._backups or self._loads or self._running or (self.io and self.io.busy))
 
     def subscribe(self, listener: Callable[[dict[bytes, Tier | None]], object]) -> None:
-        """Tell of all pages after which a request can go on, now and with each step that changes some (KVP-CAT-TELL).
+        """Report pages after which a request can continue: all of them now, changes with each step (KVP-CAT-TELL).
 
-        The listener gets the nearest tier by id; None means that no tier has the page any more.
+        The listener gets the nearest tier by page id; None means that no tier has the page any more.
         """
-        self._notify()  # the others hear of what has changed since the last step
+        self._notify()  # the other listeners get the changes since the last step
         for index in (self.device, self.host):
-            index.news = {}
+            index.changes = {}
         self._listeners.append(listener)
         listener(self._nearest({*self.device.ids(), *self.host.ids()}))
 
     def _nearest(self, ids: Iterable[bytes]) -> dict[bytes, Tier | None]:
-        """The nearest tier in which a request can go on after each of these pages."""
-        return {id: Tier.DEVICE if self.device.ends(id) else Tier.HOST if self.host.ends(id) else None for id in ids}
+        """The nearest tier in which a request can continue after each of these pages."""
+
+        def tier(id: bytes) -> Tier | None:
+            if self.device.can_continue_after(id):
+                return Tier.DEVICE
+            return Tier.HOST if self.host.can_continue_after(id) else None
+
+        return {id: tier(id) for id in ids}
 
     def _notify(self) -> None:
-        ids = {*(self.device.news or ()), *(self.host.news or ())}
+        ids = {*(self.device.changes or ()), *(self.host.changes or ())}
         if ids:
-            self.device.news, self.host.news = {}, {}
-            news = self._nearest(ids)
+            self.device.changes, self.host.changes = {}, {}
+            nearest = self._nearest(ids)
             for listener in self._listeners:
-                listener(news)
+                listener(nearest)
 
     def agreement(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Agreement:
-        """What this rank could go on with of these prompts, each with its room, for all ranks to agree."""
+        """The lengths at which this rank could continue prompts, each with its room, for all ranks to agree on."""
         self.settle()
         return Agreement(self, prompts, lengths)
 
     def open(self, chain: Chain, room: int, most: int | None = None) -> PageLease | None:
-        """The pages of a prompt that are there, and slots for the rest of `room` pages; None while too few are free.
+        """A lease of the pages of a prompt that are there, with slots for the rest of `room` pages.
 
-        Pages on the host are in the pool after the next `step` and `PageLease.wait`. `most` limits how many of
-        the pages that are there are used.
+        Returns None while too few slots are free. Pages on the host are in the pool after the next `step` and
+        `PageLease.wait`. `most` limits how many of the pages that are there are used.
         """
         self.settle()
-        some = room if most is None else min(room, most)
-        near, far = self.device.find(chain, some), self.host.find(chain, some)
-        first = len(near.pages)
-        last = max(first, len(far.pages))
+        usable = room if most is None else min(room, most)
+        on_device, on_host = self.device.find(chain, usable), self.host.find(chain, usable)
+        first = len(on_device.pages)
+        last = max(first, len(on_host.pages))
         rest = self.reserve(room - first)
         if rest is None:
-            near.close()
-            far.close()
+            on_device.close()
+            on_host.close()
             return None
         self.counts["device"] += first
         self.counts["host"] += last - first
         self.counts["new"] += max(min(room, len(chain.ids(self.device.layout.form))) - last, 0)
         if self.policy is WritePolicy.SELECTIVE and first:
-            self._queue(chain, first)
-        lease = PageLease(self, chain, near, far, rest.split(last - first), rest)
+            self._queue_backup(chain, first)
+        lease = PageLease(self, chain, on_device, on_host, rest.split(last - first), rest)
         if not lease.ready:
             self._loads.append(lease)
         return lease
 
     def reserve(self, count: int) -> Reservation | None:
-        """Slots of the pool; pages that are evicted for them go to the host before their slots are written."""
-        claim = self.device.reserve(count)
-        self._back_up(written=False)
-        return claim
+        """Reserve slots of the pool; pages that are evicted for them go to the host before their slots are written."""
+        reservation = self.device.reserve(count)
+        self._back_up(pinned=False)
+        return reservation
 
     def step(self) -> None:
-        """Start all copies that wait: one program to the host, one from it; then see to storage."""
+        """Start all copies that wait, as one program to the host and one from it; then see to storage and listeners."""
         self.settle()
         self._back_up()
         self._load()
-        self._reap()
+        self._collect_stored()
         self._notify()
 
     def settle(self) -> None:
         """Check which copies are over; their pages can be found from now on."""
-        moving, self._moving = self._moving, []
-        for copy, over in moving:
-            self._look(copy, over)
+        running, self._running = self._running, []
+        for copy, finish in running:
+            self._check(copy, finish)
 
     def fetch(self, chain: Chain, deadline: float = 0.0) -> StorageRead:
         """Begin to read the pages of a prompt from storage that the host lacks.
 
-        `deadline` is a time of the engine's clock: 0 takes what has arrived, infinity waits for everything.
+        `deadline` is a time of the engine's clock: 0 takes the pages that have arrived, infinity waits for all of them.
         """
         with self.host.find(chain) as hit:
             first = len(hit.pages)
-        last = min(len(chain.ids(self.host.layout.form)), first + self._room_for_io())
-        return StorageRead(self.storing, chain, range(first, last), deadline, self.arrived)
+        last = min(len(chain.ids(self.host.layout.form)), first + self._io_room())
+        return StorageRead(self.io, chain, range(first, last), deadline, self._put_on_host)
 
     def drain(self) -> None:
         """Step until nothing waits and everything is stored, unless storage hangs."""
         while self.busy:
             self.step()
-            for copy, _ in self._moving:
+            for copy, _ in self._running:
                 copy.wait()
-            if self.storing and not self.storing.wait() and not (self._jobs or self._loads or self._moving):
+            if self.io and not self.io.wait() and not (self._backups or self._loads or self._running):
                 break
-        self._reap()
+        self._collect_stored()
 
     def close(self) -> None:
-        """Wait for copies, and for storage unless it hangs; drop what waits, and free the memory on the host."""
-        for copy, _ in self._moving:
+        """Wait for copies, and for storage unless it hangs; drop waiting work, and free the host memory."""
+        for copy, _ in self._running:
             copy.wait()
         self.settle()
-        if self.storing:
-            self.storing.close()
-        for job in self._jobs:
-            self._end(job)
-        self._jobs = []
-        self._reap()
-        if not (self.storing and self.storing.busy):  # a write that hangs still reads there
+        if self.io:
+            self.io.close()
+        for backup in self._backups:
+            backup.close()
+        self._backups = []
+        self._collect_stored()
+        if not (self.io and self.io.busy):  # a write that hangs still reads that memory
             self.copies.close()
 
-    def _queue(self, chain: Chain, length: int) -> None:
+    def _queue_backup(self, chain: Chain, length: int) -> None:
         hit = self.device.find(chain)
         hit.cut(length)
         slots = [page.slot for page in hit.pages]
-        self._jobs.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots], hit))
+        self._backups.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots], hit))
 
-    def left(self, lease: PageLease) -> None:
-        """A lease no longer waits for its pages."""
+    def _put_on_host(self, chain: Chain, first: int, pages: Sequence[Mapping[int, Data]]) -> int:
+        """Put pages of a prompt, from `first` on, on the host; returns how many were not there before."""
+        with self.host.find(chain) as hit:
+            start = len(hit.pages)
+            new = pages[start - first :] if start >= first else []
+            new = new[: self.host.slots.free + self.host.slots.idle]
+            reservation = self.host.reserve_pages(chain, start, len(new))
+            if reservation is None:
+                return 0
+            with reservation:
+                for slot, data in zip(reservation.fill_all(), new, strict=True):
+                    for group, view in self.copies.page(slot).items():
+                        view[:] = data.get(group, bytes(len(view)))
+                reservation.seal_all([[*data] for data in new])
+                published = reservation.publish()
+        self.counts["fetched"] += published
+        self._count_moved("from_storage", new[:published])
+        return published
+
+    def _io_room(self) -> int:
+        """How many more pages may be under way to or from storage."""
+        return self.io.workers.room if self.io else 0
+
+    def published(self, chain: Chain, length: int, on_host: bool = False) -> None:
+        """Note that the first pages of a prompt can be found on the device now; `on_host`: the host has them too."""
+        for i, id in enumerate(chain.ids(self.device.layout.form)[:length]):
+            if self.device.slot(id) is not None:
+                self._origins.setdefault(id, (chain, i))
+        if self.policy is WritePolicy.WRITE_THROUGH and not on_host:
+            self._queue_backup(chain, length)
+
+    def cancel_load(self, lease: PageLease) -> None:
+        """Note that a lease no longer waits for pages from the host."""
         if lease in self._loads:
             self._loads.remove(lease)
 
-    def arrived(self, chain: Chain, first: int, came: Sequence[Mapping[int, Data]]) -> int:
-        """Put pages of a prompt, from `first` on, on the host; return how many can be found there only now."""
-        with self.host.find(chain) as hit:
-            start = len(hit.pages)
-            some = came[start - first :] if start >= first else []
-            some = some[: self.host.slots.free + self.host.slots.idle]
-            claim = self.host.claim(chain, start, len(some))
-            if claim is None:
-                return 0
-            with claim:
-                for slot, data in zip(filling([claim]), some, strict=True):
-                    for group, view in self.copies.page(slot).items():
-                        view[:] = data.get(group, bytes(len(view)))
-                seal(claim, [[*data] for data in some])
-                done = claim.publish()
-        self.counts["fetched"] += done
-        self._move("from_storage", some[:done])
-        return done
-
-    def _room_for_io(self) -> int:
-        """How many more pages may be under way to or from storage."""
-        return self.storing.workers.room if self.storing else 0
-
-    def published(self, chain: Chain, length: int, copied: bool = False) -> None:
-        """The first pages of a prompt can be found on the device now; `copied`: the host has them too."""
-        for i, id in enumerate(chain.ids(self.device.layout.form)[:length]):
-            if self.device.slot(id) is not None:
-                self._of.setdefault(id, (chain, i))
-        if self.policy is WritePolicy.WRITE_THROUGH and not copied:
-            self._queue(chain, length)
-
-    def _gone(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Pages of the device are evicted; their bytes stay until the slots are written."""
+    def _before_evict(self, pages: Sequence[tuple[bytes, int]]) -> None:
+        """Queue backups of device pages about to be evicted; their bytes stay until the slots are written."""
         for id, _ in pages:
-            chain, i = self._of[id]
+            chain, i = self._origins[id]
             if self.policy is WritePolicy.WRITE_BACK and self.host.slot(id) is None:
                 path = (self.device.slot(id) for id in chain.ids(self.device.layout.form)[: i + 1])
                 slots = [slot for slot in path if slot is not None]
-                self._jobs.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots]))
+                self._backups.append(_HostBackup(chain, slots, [self.device.groups(slot) for slot in slots]))
         for id, _ in pages:
-            del self._of[id]
+            del self._origins[id]
 
-    def _back_up(self, written: bool = True) -> None:
-        """Copy to the host what is not there yet, of all jobs at once; `written`: of pinned pages too."""
-        jobs = [job for job in self._jobs if written or job.hit is None]
-        self._jobs = [job for job in self._jobs if not written and job.hit is not None]
+    def _back_up(self, pinned: bool = True) -> None:
+        """Copy the pages of all backups to the host that it lacks; without `pinned`, only of backups without a hit."""
+        backups = [backup for backup in self._backups if pinned or backup.hit is None]
+        self._backups = [backup for backup in self._backups if not pinned and backup.hit is not None]
         flying: set[bytes] = set()
-        claims: list[tuple[_HostBackup, Hit, range, Reservation]] = []
-        for job in jobs:
-            ids = job.chain.ids(self.host.layout.form)[: len(job.slots)]
-            hit = self.host.hold(job.chain, job.groups)
+        started: list[tuple[_HostBackup, Hit, range, Reservation]] = []
+        for backup in backups:
+            ids = backup.chain.ids(self.host.layout.form)[: len(backup.slots)]
+            hit = self.host.find_with(backup.chain, backup.groups)
             first = len(hit.pages)
             first += len([*takewhile(flying.__contains__, ids[first:])])
             wanted = range(first, min(len(ids), first + self.host.slots.free + self.host.slots.idle))
             self.counts["not kept"] += len(ids) - wanted.stop
-            claim = self.host.claim(job.chain, first, len(wanted)) if wanted else None
-            if claim is None:
+            reservation = self.host.reserve_pages(backup.chain, first, len(wanted)) if wanted else None
+            if reservation is None:
                 hit.close()
-                self._end(job)
+                backup.close()
             else:
                 flying.update(ids[first : wanted.stop])
-                claims.append((job, hit, wanted, claim))
-        ours = [slot for job, _, pages, _ in claims for slot in job.slots[pages.start : pages.stop]]
+                started.append((backup, hit, wanted, reservation))
+        sources = [slot for backup, _, pages, _ in started for slot in backup.slots[pages.start : pages.stop]]
+        sinks = [slot for *_, reservation in started for slot in reservation.fill_all()]
 
-        def saved(done: bool) -> None:
-            for job, hit, pages, claim in claims:
-                with hit, claim:
-                    if done:
-                        self._move("to_host", job.groups[pages.start : pages.stop])
-                        seal(claim, job.groups[pages.start : pages.stop])
-                        claim.publish()
-                        self._store(job.chain, pages)
-                self._end(job)
+        def finish(arrived: bool) -> None:
+            for backup, hit, pages, reservation in started:
+                with hit, reservation:
+                    if arrived:
+                        groups = backup.groups[pages.start : pages.stop]
+                        self._count_moved("to_host", groups)
+                        reservation.seal_all(groups)
+                        reservation.publish()
+                        self._store(backup.chain, pages)
+                backup.close()
 
-        copy = self._begin(self.copies.to_host, ours, filling(claim for *_, claim in claims), saved)
-        if copy is not None and any(job.hit is None for job, *_ in claims):
-            copy.hold()  # nobody has pinned what it reads
+        copy = self._start(self.copies.to_host, sources, sinks, finish)
+        if copy is not None and any(backup.hit is None for backup, *_ in started):
+            copy.hold()  # the pages that it reads are not pinned
 
     def _load(self) -> None:
-        """Copy to the pool what leases wait for, of all of them at once."""
+        """Copy the pages that all leases wait for to the pool."""
         loads, self._loads = self._loads, []
-        theirs = [page.slot for lease in loads for page in lease.coming]
-        groups = [self.host.groups(slot) for slot in theirs]
+        sources = [page.slot for lease in loads for page in lease.coming]
+        groups = [self.host.groups(slot) for slot in sources]
+        sinks = [slot for lease in loads for slot in lease.load.fill_all()]
 
-        def loaded(done: bool) -> None:
-            if done:
-                self._move("from_host", groups)
+        def finish(arrived: bool) -> None:
+            if arrived:
+                self._count_moved("from_host", groups)
             for lease in loads:
-                lease.loaded(done)
+                lease.load_ended(arrived)
 
-        copy = self._begin(self.copies.to_pool, theirs, filling(lease.load for lease in loads), loaded)
+        copy = self._start(self.copies.to_pool, sources, sinks, finish)
         for lease in loads:
-            lease.started(copy)
+            lease.load_started(copy)
 
-    def _begin(
+    def _start(
         self,
         copy: Callable[[Sequence[int], Sequence[int]], Paging],
-        source: list[int],
-        sink: list[int],
-        over: Callable[[bool], None],
+        sources: list[int],
+        sinks: list[int],
+        finish: Callable[[bool], None],
     ) -> Paging | None:
-        """Start a copy, unless it is empty; one that fails loses its pages and nothing else."""
-        if not source:
-            over(True)
+        """Start a copy, unless it is empty; a copy that fails loses its pages and nothing else."""
+        if not sources:
+            finish(True)
             return None
         try:
-            made = copy(source, sink)
+            paging = copy(sources, sinks)
         except KvprotoError:
             self.counts["failed"] += 1
-            over(False)
+            finish(False)
             return None
-        self._look(made, over)
-        return made
+        self._check(paging, finish)
+        return paging
 
-    def _look(self, copy: Paging, over: Callable[[bool], None]) -> None:
+    def _check(self, copy: Paging, finish: Callable[[bool], None]) -> None:
+        """Finish a copy that is over or has failed, or keep it among those that run."""
         try:
             done = copy.done
         except KvprotoError:
             self.counts["failed"] += 1
-            over(False)
+            finish(False)
             return
         if done:
-            over(True)
+            finish(True)
         else:
-            self._moving.append((copy, over))
+            self._running.append((copy, finish))
 
     def _store(self, chain: Chain, pages: range) -> None:
         """Have threads write pages of the host, which stay pinned meanwhile."""
-        if self.storing is None:
+        if self.io is None:
             return
         hit = self.host.find(chain)
         hit.cut(pages.stop)
-        some = range(pages.start, min(len(hit.pages), pages.start + self._room_for_io()))
-        self.counts["not stored"] += len(pages) - len(some)
-        given = [(i, self._bytes(hit.pages[i].slot)) for i in some]
-        self._move("to_storage", [views for _, views in given])
-        self.storing.store(hit, chain, given)
+        numbers = range(pages.start, min(len(hit.pages), pages.start + self._io_room()))
+        self.counts["not stored"] += len(pages) - len(numbers)
+        views = [self._host_views(hit.pages[i].slot) for i in numbers]
+        self._count_moved("to_storage", views)
+        self.io.write(hit, chain, zip(numbers, views, strict=True))
 
-    def _bytes(self, slot: int) -> dict[int, memoryview]:
-        """Those of a page of the host, of the components that it has."""
+    def _host_views(self, slot: int) -> dict[int, memoryview]:
+        """The bytes of each component that a host page holds."""
         held = self.host.groups(slot)
         return {group: view for group, view in self.copies.page(slot).items() if group in held}
 
-    def _move(self, way: str, pages: Iterable[Iterable[int]]) -> None:
-        """Count the components of pages that were copied."""
+    def _count_moved(self, way: str, pages: Iterable[Iterable[int]]) -> None:
+        """Count the bytes of these components of pages that were copied."""
         for group in (group for page in pages for group in page):
-            self.moved[way, group] += self.host.layout.part(group).length
+            self.moved[way, group] += self.host.layout.component(group).length
 
-    def _reap(self) -> None:
-        """Unpin pages that storage is done with."""
-        if self.storing:
-            self.counts["stored"] += self.storing.reap()
+    def _collect_stored(self) -> None:
+        """Unpin pages whose writes to storage are over."""
+        if self.io:
+            self.counts["stored"] += self.io.collect()
 
-    @staticmethod
-    def _end(job: _HostBackup) -> None:
-        if job.hit is not None:
-            job.hit.close()
+
+class PageLease:
+    """The slots of one request: pages of its prompt that were found, pages that come from the host, and room."""
+
+    def __init__(
+        self, cache: PageCache, chain: Chain, on_device: Hit, on_host: Hit, load: Reservation, rest: Reservation
+    ) -> None:
+        self._cache, self.chain = cache, chain
+        self._on_device, self._on_host, self._rest = on_device, on_host, rest
+        self.load = load
+        self.coming = on_host.pages[len(on_device.pages) :]
+        """Pages of the host that are copied into the slots of `load`."""
+        self.found = {"device": len(on_device.pages), "host": 0}
+        """How many pages of the prompt were found, by tier."""
+        self.ready = not self.coming
+        """Whether all pages that were found are in the pool."""
+        self._copy: Paging | None = None
+        self._over = self._loading = False
+        if self.ready:
+            on_host.close()
+
+    @property
+    def pages(self) -> int:
+        """How many pages of the prompt are in the pool, for work that follows `wait`."""
+        return len(self._on_device.pages) + (len(self.load.pages) if self._loading else 0)
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots in the order of the prompt: pages that are there or are coming, then room."""
+        return [page.slot for page in (*self._on_device.pages, *self.load.pages, *self._rest.pages)]
+
+    def wait(self, layer: int | None = None) -> None:
+        """Make the engine's stream wait for coming pages, or their layers up to `layer`; the host does not wait.
+
+        A pool in host memory has nothing to wait for.
+        """
+        if self._copy is not None:
+            self._copy.hold(layer)
+
+    def load_started(self, copy: Paging | None) -> None:
+        """Note that the copy of the coming pages is under way, or over."""
+        if copy is not None and not self.ready:
+            self._copy, self._loading = copy, True
+            self.found["host"] = len(self.coming)
+
+    def load_ended(self, arrived: bool) -> None:
+        """Note that the copy of the coming pages is over, or has failed."""
+        used = self._loading
+        self._copy, self.ready, self._loading = None, True, arrived
+        if self._over:
+            self.load.close()
+            self._on_host.close()
+            return
+        first, last = len(self._on_device.pages), len(self._on_device.pages) + len(self.coming)
+        device = self._cache.device
+        with self._on_host:
+            if arrived:
+                self.load.seal_all([self._cache.host.groups(page.slot) for page in self.coming])
+                ids = self.chain.ids(device.layout.form)[first:last]
+                # if others have brought a page meanwhile, ours stay private copies once their slots are in use
+                if not used or not any(device.slot(id) is not None for id in ids):
+                    self.load.assign(self.chain, first)
+                    self.load.publish()
+                    self._cache.published(self.chain, last, on_host=True)
+                    former, self._on_device = self._on_device, device.find(self.chain, last)
+                    former.close()
+            else:
+                self.load.close()
+        self.coming = []
+        self.found["host"] = self.pages - first
+        if missing := last - self.pages:  # the slots of the load are free again, or idle
+            more = self._cache.reserve(missing)
+            assert more is not None
+            self._rest.prepend(more)
+
+    def leave(self, rows: int = 0, states: Collection[int] | None = None, windows: int = 0) -> None:
+        """Return all slots, and keep the whole pages of the first `rows` tokens of `chain`, which may have grown.
+
+        `states` are the token counts after which a recurrent state was kept; None: after every page. `windows` is the
+        token from which rows of sliding windows are there; pages that begin before it lack them.
+        """
+        self._cache.settle()
+        ids, slots = self.chain.ids(self._cache.device.layout.form), len(self.slots)
+        whole = min(rows // self.chain.page, len(ids), slots) if self.ready else 0
+        self._cache.cancel_load(self)
+        self._over = True
+        with self._on_device, self._rest as rest:
+            if whole > self.pages:
+                rest.assign(self.chain, self.pages)
+                for i in range(whole - self.pages):
+                    rest.fill(i)
+                    rest.seal(i, self._computed(self.pages + i, states, windows))
+                rest.publish()
+            if whole:
+                self._cache.published(self.chain, whole)
+        if self._copy is None:  # else the copy still writes to these slots
+            self.load.close()
+            self._on_host.close()
+
+    def _computed(self, i: int, states: Collection[int] | None, windows: int) -> list[int]:
+        """The components of page i after it was computed."""
+        page = self.chain.page
+        missing = set() if states is None or (i + 1) * page in states else {LengthRule.STATE}
+        missing |= {LengthRule.WINDOW} if i * page < windows else set()
+        return [c.group for c in self._cache.device.layout.components if c.rule not in missing]
+
+
+class Agreement:
+    """The prompts of one step on one rank, with the lengths that it offers; its pages are pinned until it is opened."""
+
+    def __init__(self, cache: PageCache, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> None:
+        """`prompts` are chains with the room that each needs, in pages; the same on all ranks, in the same order."""
+        self._cache, self._prompts = cache, list(prompts)
+        slots = cache.device.slots
+        self.vector: npt.NDArray[np.int32] = np.zeros(_HEAD + lengths, np.int32)
+        """To be replaced by the MIN over all ranks, in place."""
+        digest = hashlib.sha256(b"".join(_prompt_record(*prompt) for prompt in self._prompts)).digest()
+        words = np.frombuffer(digest, "<u4").astype(np.int64) >> 1
+        self._digest = np.concatenate([words, -words]).astype(np.int32)
+        self.vector[_DIGEST], self.vector[_SLOTS] = self._digest, slots.free + slots.idle
+        self._hits: list[tuple[Hit, Hit]] = []
+        at = _HEAD
+        for chain, room in self._prompts:
+            on_device, on_host = cache.device.find(chain, room), cache.host.find(chain, room)
+            self._hits.append((on_device, on_host))
+            flags = self.vector[at : at + len(chain.own)]
+            bits = on_device.lengths | on_host.lengths
+            flags[:] = [bits >> n & 1 for n in range(1, len(flags) + 1)]
+            at += len(chain.own)
+
+    def open(self) -> list[PageLease | None]:
+        """A lease of each prompt, of the same length on all ranks, or None for prompts that do not fit on every rank.
+
+        Raises LocalError(CONTENT_MISMATCH), on every rank, if ranks were given different prompts.
+        """
+        try:
+            if (self.vector[_DIGEST] != self._digest).any():
+                advice = "let every rank ask for the same prompts and room, in the same order"
+                raise LocalError(ErrorCode.CONTENT_MISMATCH, "prompts", "those of all ranks", "others", advice)
+            left, at, lengths, fits = int(self.vector[_SLOTS]), _HEAD, list[int](), list[bool]()
+            for chain, room in self._prompts:
+                flags = np.flatnonzero(self.vector[at : at + len(chain.own)])
+                lengths.append(int(flags[-1]) + 1 if flags.size else 0)
+                at += len(chain.own)
+                fits.append(room <= left)
+                left -= room if fits[-1] else 0
+            for hits, length, fit in zip(self._hits, lengths, fits, strict=True):
+                for hit in hits:
+                    hit.cut(length if fit else 0)
+            leases = []
+            for prompt, hits, length, fit in zip(self._prompts, self._hits, lengths, fits, strict=True):
+                leases.append(self._cache.open(*prompt, most=length) if fit else None)
+                assert (leases[-1] is not None) == fit
+                for hit in hits:
+                    hit.close()
+            return leases
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Unpin the pages that were found."""
+        for hits in self._hits:
+            for hit in hits:
+                hit.close()
+        self._hits = []
+
+
+def _prompt_record(chain: Chain, room: int) -> bytes:
+    """The request of a rank for one prompt, which must be the same on all ranks."""
+    return chain.space + struct.pack("<III", chain.page, len(chain.own), room) + b"".join(chain.own[-1:])

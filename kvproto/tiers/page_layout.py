@@ -1,9 +1,9 @@
-"""What a page is made of: a component for each group of a Description, as one rank owns it."""
+"""The components of a page, one for each group that a rank owns."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -14,78 +14,82 @@ from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = ["PageComponent", "PageLayout", "alone", "components"]
+__all__ = ["PageComponent", "PageLayout", "page_layout", "single_rank", "usable_lengths"]
 
 
 @attrs.frozen
 class PageComponent:
-    """One component of every page of a rank: its group, and how it counts."""
+    """The share of one group in every page of a rank."""
 
     group: int
     form: KeyForm
     rule: LengthRule
     length: int
-    """Bytes of a page."""
+    """Bytes in a page."""
     reach: int | None = None
     """Tokens of a window."""
 
 
 @attrs.frozen
 class PageLayout:
-    """What all pages of one rank are made of."""
+    """The components of every page of one rank."""
 
     page: int
     """Tokens."""
     geometry: bytes
-    """Digest of what the rank owns."""
-    parts: tuple[PageComponent, ...]
+    """Digest of the record of what the rank owns."""
+    components: tuple[PageComponent, ...]
     """By ascending group."""
 
     @property
     def form(self) -> KeyForm:
-        """The form by which its pages are found (KVP-TIER-AHEAD)."""
-        return KeyForm.AHEAD if any(p.form is KeyForm.AHEAD for p in self.parts) else KeyForm.OWN
+        """The form of the ids that name its pages (KVP-TIER-AHEAD)."""
+        return KeyForm.AHEAD if any(c.form is KeyForm.AHEAD for c in self.components) else KeyForm.OWN
 
     @property
-    def must(self) -> frozenset[int]:
-        """Groups of which every page has a component."""
-        return frozenset(p.group for p in self.parts if p.rule is LengthRule.PREFIX)
+    def required(self) -> frozenset[int]:
+        """The groups that every page has."""
+        return frozenset(c.group for c in self.components if c.rule is LengthRule.PREFIX)
 
-    def part(self, group: int) -> PageComponent:
-        """That of a group; raises LocalError."""
-        for each in self.parts:
-            if each.group == group:
-                return each
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "group", f"one of {[p.group for p in self.parts]}", str(group))
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Bytes in a page, by group."""
+        return {c.group: c.length for c in self.components}
+
+    def component(self, group: int) -> PageComponent:
+        """The component of a group; raises LocalError for a group without one."""
+        for component in self.components:
+            if component.group == group:
+                return component
+        wants = f"one of {[c.group for c in self.components]}"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "group", wants, str(group))
 
 
-def components(
+def page_layout(
     geometry: Geometry, rank: int, page: int, ahead: Collection[int] = (), windows: Mapping[int, int] | None = None
 ) -> PageLayout:
-    """The components of a rank's pages of `page` tokens; `ahead` are groups that look ahead, `windows` tokens by group.
+    """The layout of a rank's pages of `page` tokens; `ahead` lists groups that look ahead, `windows` tokens by group.
 
     Raises PlanError for a page that cuts rows or turns, or a group whose bytes have no order (KVP-TIER-WHOLE).
     """
-    kept = tuple(group for group in geometry.groups if kind_of(group).has_memory)
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     shares = {share.group: share for share in own.owns}
-    parts = tuple(
-        _part(group, shares[group.id], page, group.id in ahead, (windows or {}).get(group.id))
-        for group in kept
-        if group.id in shares
+    components = tuple(
+        _component(group, shares[group.id], page, group.id in ahead, (windows or {}).get(group.id))
+        for group in geometry.groups
+        if kind_of(group).has_memory and group.id in shares
     )
-    record = encode_geometry(alone(geometry, rank, [part.group for part in parts]))
-    return PageLayout(page, hashlib.sha256(record).digest(), parts)
+    record = encode_geometry(single_rank(geometry, rank, [c.group for c in components]))
+    return PageLayout(page, hashlib.sha256(record).digest(), components)
 
 
-def _part(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> PageComponent:
+def _component(group: Group, share: Owns, page: int, ahead: bool, reach: int | None) -> PageComponent:
     if group.axis is not None:
         raise PlanError(ErrorCode.AXIS_MISMATCH, f"groups[{group.name}]", "rows of the prompt's tokens", group.axis)
     form = KeyForm.AHEAD if ahead else KeyForm.OWN
     rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if kind_of(group).paged else LengthRule.STATE
-    return PageComponent(
-        group.id, form, rule, _rows(group, share, page) * len(share.layers) * _row_bytes(group, share), reach
-    )
+    length = _rows(group, share, page) * len(share.layers) * _row_bytes(group, share)
+    return PageComponent(group.id, form, rule, length, reach)
 
 
 def _row_bytes(group: Group, share: Owns) -> int:
@@ -95,7 +99,7 @@ def _row_bytes(group: Group, share: Owns) -> int:
 
 
 def _rows(group: Group, share: Owns, page: int) -> int:
-    """Rows of a page that a rank owns."""
+    """The rows of a page that a rank owns."""
     if not kind_of(group).paged:
         return group.live_rows or group.rows
     step, origin = group.tokens_per_row, 0
@@ -108,13 +112,26 @@ def _rows(group: Group, share: Owns, page: int) -> int:
     return owned_before(group, share.cp_rank, page // group.tokens_per_row)
 
 
-def alone(geometry: Geometry, rank: int, groups: Collection[int]) -> Geometry:
-    """What a rank owns of some groups, as if it were alone (KVP-TIER-GEOMETRY)."""
+def single_rank(geometry: Geometry, rank: int, groups: Collection[int]) -> Geometry:
+    """The Description of what one rank owns of some groups, as if it were the only rank (KVP-TIER-GEOMETRY)."""
     ranks = tuple(
         attrs.evolve(r, rank=0, owns=tuple(share for share in r.owns if share.group in groups))
         for r in geometry.ranks
         if r.rank == rank
     )
-    named = {share.group for r in ranks for share in r.owns}
-    kept = tuple(g for g in geometry.groups if g.id in named)
+    owned = {share.group for r in ranks for share in r.owns}
+    kept = tuple(g for g in geometry.groups if g.id in owned)
     return attrs.evolve(geometry, replica=0, facts=(), groups=kept, ranks=ranks)
+
+
+def usable_lengths(component: PageComponent, page: int, has: Sequence[bool | int]) -> int:
+    """The lengths for which all pages that a WINDOW or STATE component needs are there, as a bitmap.
+
+    Bit n is set if a request can continue after n pages; bit 0 is always set. `has` states which pages have it.
+    """
+    bits, run = 1, 0
+    for n in range(1, len(has) + 1):
+        run = run + 1 if has[n - 1] else 0
+        first = n - 1 if component.reach is None else max(n * page - component.reach, 0) // page
+        bits |= (run >= n - first) << n
+    return bits

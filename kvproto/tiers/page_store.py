@@ -1,99 +1,117 @@
-"""Pages in a store: objects first, the manifest last, nothing used that was not checked, and the oldest given up.
+"""Pages in a store: objects are written first and the manifest last, every byte is checked, the oldest are evicted.
 
-No failure of the store leaves this module: a page that cannot be written is not kept, and one that cannot be read is a
-miss. `PageStore.counts` says how often. Any number of threads may call at once, so that one reads while another
-computes digests; other processes may use the same store.
+No failure of the back end leaves this module: a page that cannot be written is not kept, and one that cannot be read is
+a miss. `PageStore.counts` counts failures. Any number of threads may call at once, so that one reads while another
+computes digests; other processes may use the same back end.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
-import attrs
-
 from kvproto.errors import LocalError
-from kvproto.tiers.buffer_pool import PageBuffers
-from kvproto.tiers.lengths import Found, found
-from kvproto.tiers.manifest import Data, ObjectReferences, describe, encode, fits, manifest_key, object_key, take
+from kvproto.tiers.manifest import (
+    Data,
+    ObjectReferences,
+    make_manifest,
+    manifest_key,
+    matches,
+    object_key,
+    parse_manifest,
+)
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
-from kvproto.tiers.store import Grouped, Store, manifest_at
+from kvproto.tiers.store import BatchStore, Store, get_manifest
+from kvproto.wire import encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["PageStore"]
+__all__ = ["BufferPool", "PageBuffers", "PageStore"]
 
-GRACE = 600.0
-"""Seconds before an object without a manifest is swept, as its writer may not be done yet."""
-
+SPARE = 256 << 20
+"""Most bytes of buffers that are kept for later."""
 
 StoredPage = tuple[Chain, int, Mapping[int, Data]]
-"""Of a prompt, by its number, and the bytes of its groups."""
+"""A page to write: its prompt, its number there, and its bytes by group."""
+PageBuffers = dict[int, memoryview]
+"""Memory for one page, by group."""
 
 
-@attrs.define
-class _Known:
-    """A manifest that this process has seen."""
+class BufferPool:
+    """Memory for pages from storage, reused because the first use of memory costs more than a read. Thread-safe."""
 
-    manifest: Manifest
-    held: frozenset[int]
-    """Groups that it names."""
-    size: int
-    """Bytes of its objects."""
-    pins: int = 0
+    def __init__(self, layout: PageLayout) -> None:
+        self._lengths = layout.lengths
+        self._most = SPARE // max(sum(self._lengths.values()), 1)
+        self._lock = Lock()
+        self._spare: list[PageBuffers] = []
+
+    def take(self) -> PageBuffers:
+        """Buffers for one page, with undefined bytes; buffers that are never returned are freed."""
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+        return {group: memoryview(bytearray(length)) for group, length in self._lengths.items()}
+
+    def give_back(self, buffers: PageBuffers) -> None:
+        """Return buffers that nothing uses any more."""
+        with self._lock:
+            if len(self._spare) < self._most:
+                self._spare.append(buffers)
 
 
 class PageStore:
-    """The pages of one rank's layout in a store that may hold others' as well."""
+    """The pages of one rank's layout, in a back end that may hold pages of others as well."""
 
-    def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, look: bool = True) -> None:
-        """Above `high` bytes pages are given up until there are `low`; 0: never. With `look` see what is there."""
+    def __init__(self, store: Store, layout: PageLayout, low: int = 0, high: int = 0, *, scan: bool = True) -> None:
+        """Above `high` bytes, pages are evicted down to `low`; 0: never. With `scan`, list the pages that are there."""
         if not 0 <= low <= high:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "low", f"within [0, {high}]", str(low))
         self.store, self.layout, self.low, self.high = store, layout, low, high
         self.counts: Counter[str] = Counter()
-        """How many pages were `written`, `read`, `missed`, `damaged`, `evicted`, and calls that `failed`."""
+        """Pages that were `written`, `read`, `missed`, `damaged` and `evicted`, and calls that `failed`."""
         self.bytes = 0
-        """Of the pages that are known, whoever wrote them."""
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        """Bytes of the pages that this process knows, whichever process wrote them."""
+        self._known: OrderedDict[bytes, Manifest] = OrderedDict()
+        """Manifests by id and geometry of the page, least recently used first."""
         self._lock = Lock()
-        if look:
-            self.look()
+        if scan:
+            self.scan()
 
-    def look(self) -> None:
-        """List the pages that are there, whoever wrote them, and evict what exceeds the high mark."""
-        with self._failing():
+    def scan(self) -> None:
+        """List the pages that are there, whichever process wrote them, and evict down from the high mark."""
+        with self._counting_failures():
             for key in self.store.keys("m"):
-                manifest = ObjectReferences().add(key, manifest_at(self.store, key))
+                manifest = ObjectReferences().add(key, get_manifest(self.store, key))
                 if manifest is not None and self._plausible(manifest):
                     self._note(manifest)
         self._evict()
 
     def write(self, chain: Chain, i: int, data: Mapping[int, Data]) -> bool:
-        """Keep page i, bytes by group; whether it is kept. Raises LocalError for other bytes than the layout's.
+        """Write page i, bytes by group; returns whether it is kept. Raises LocalError for wrong sizes.
 
         A page that is there already is written again, so that a damaged page becomes whole (KVP-TIER-REWRITE).
         """
         return self._write([(chain, i, data)])
 
     def write_all(self, pages: Sequence[StoredPage]) -> list[bool]:
-        """As `write`, several pages for little more than the price of one where the store can do that.
+        """Write several pages, for little more than the price of one if the back end can; returns which are kept.
 
-        Where that fails, each is tried by itself, so that no page is lost to a fault of another.
+        If writing them together fails, each is tried by itself, so that no page is lost to a fault of another.
         """
-        if len(pages) > 1 and isinstance(self.store, Grouped) and self._write(pages):
+        if len(pages) > 1 and isinstance(self.store, BatchStore) and self._write(pages):
             return [True] * len(pages)
         return [self._write([page]) for page in pages]
 
     def _write(self, pages: Sequence[StoredPage]) -> bool:
-        """All objects, then all manifests (KVP-TIER-LAST)."""
+        """Write all objects, then all manifests (KVP-TIER-LAST)."""
         manifests: list[Manifest] = []
-        with self._failing():
-            if isinstance(self.store, Grouped):
+        with self._counting_failures():
+            if isinstance(self.store, BatchStore):
                 self.store.put_all(self._pairs(pages, manifests))
             else:
                 for key, data in self._pairs(pages, manifests):
@@ -106,31 +124,28 @@ class PageStore:
         return False
 
     def _pairs(self, pages: Sequence[StoredPage], manifests: list[Manifest]) -> Iterator[tuple[str, Data]]:
-        """What is stored under which key; the digests of a page are computed when the page before it has been taken."""
+        """The keys and bytes to store; the digests of a page are computed once the page before it has been taken."""
         for chain, i, data in pages:
-            manifest = describe(self.layout, chain, i, data)
+            manifest = make_manifest(self.layout, chain, i, data)
             manifests.append(manifest)
             for component in manifest.components:
                 yield object_key(manifest, component), data[component.group]
         for manifest in manifests:
-            yield manifest_key(manifest.id, manifest.geometry), encode(manifest)
+            yield manifest_key(manifest.id, manifest.geometry), encode_struct(manifest)
 
-    def read(
-        self, chain: Chain, i: int, groups: Collection[int] | None = None, room: PageBuffers | None = None
-    ) -> dict[int, Data] | None:
-        """Page i, bytes by group, of these groups or of all that it has; None if it is not there whole.
+    def read(self, chain: Chain, i: int, buffers: PageBuffers | None = None) -> dict[int, Data] | None:
+        """The bytes of page i by group, of all groups that it has; None if it is not there whole.
 
-        The bytes are in `room`, if there is one and the store can read into it. A page that is found damaged, twice as
-        somebody may have mended it meanwhile, is there no more (KVP-TIER-CHECK).
+        The bytes are in `buffers`, if they are given and the back end can read into them. A page that is damaged at two
+        reads, because another process may have mended it after the first, is deleted (KVP-TIER-CHECK).
         """
-        with self._failing():
+        with self._counting_failures():
             for last in (False, True):
-                known = self._take(chain, i)
-                manifest = known.manifest if known else None
-                if manifest is None or (groups is not None and {*groups} - {c.group for c in manifest.components}):
+                manifest = self._manifest(chain, i)
+                if manifest is None:
                     self._count("missed")
                     return None
-                if (data := self._whole(manifest, groups, room)) is not None:
+                if (data := self._checked(manifest, buffers)) is not None:
                     self._count("read")
                     return data
                 if last:
@@ -139,121 +154,69 @@ class PageStore:
                     self.store.delete(manifest_key(manifest.id, manifest.geometry))
         return None
 
-    def _whole(
-        self, manifest: Manifest, groups: Collection[int] | None, room: PageBuffers | None
-    ) -> dict[int, Data] | None:
-        """The bytes of a page by group, None if one of them is not right."""
+    def _checked(self, manifest: Manifest, buffers: PageBuffers | None) -> dict[int, Data] | None:
+        """The bytes of a page by group, None if any of them are wrong."""
         data: dict[int, Data] = {}
         for component in manifest.components:
-            if groups is None or component.group in groups:
-                got = self._get(manifest, component, room)
-                if got is None or len(got) != component.length or hashlib.sha256(got).digest() != component.digest:
-                    return None
-                data[component.group] = got
+            stored = self._get(manifest, component, buffers)
+            if stored is None or len(stored) != component.length:
+                return None
+            if hashlib.sha256(stored).digest() != component.digest:
+                return None
+            data[component.group] = stored
         return data
 
-    def _get(self, manifest: Manifest, component: Component, room: PageBuffers | None) -> Data | None:
-        """The bytes of an object, as many as there are; fewer or more than its length are not right."""
-        key, fill = object_key(manifest, component), getattr(self.store, "get_into", None)  # of a Filling
-        if room is None or fill is None:
+    def _get(self, manifest: Manifest, component: Component, buffers: PageBuffers | None) -> Data | None:
+        """The bytes of an object; None, or another length, if they are wrong."""
+        key, get_into = object_key(manifest, component), getattr(self.store, "get_into", None)  # of an IntoStore
+        if buffers is None or get_into is None:
             return self.store.get(key)
-        there = fill(key, room[component.group])
-        return None if there != component.length else room[component.group]
+        length = get_into(key, buffers[component.group])
+        return None if length != component.length else buffers[component.group]
 
-    def find(self, chain: Chain) -> Found:
-        """How many leading pages are there, and the sets of the other components; `read` has the last word."""
-        held, names = [], []
-        for i, id in enumerate(chain.ids(self.layout.form)):
-            names.append(id + self.layout.geometry)
-            known = self._known.get(names[-1])
-            if known is None:
-                with self._failing():
-                    known = self._take(chain, i)
-            if known is None:
-                break
-            held.append(known.held)
-        with self._lock:
-            for name in reversed(names):
-                if name in self._known:
-                    self._known.move_to_end(name)
-        return found(self.layout, {part.group: [part.group in each for each in held] for part in self.layout.parts})
-
-    @contextmanager
-    def hold(self, chain: Chain, length: int) -> Iterator[None]:
-        """Keep this process from evicting pages [0, length) meanwhile."""
-        with self._lock:
-            names = [id + self.layout.geometry for id in chain.ids(self.layout.form)[:length]]
-            held = [self._known[name] for name in names if name in self._known]
-            for known in held:
-                known.pins += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                for known in held:
-                    known.pins -= 1
-            self._evict()
-
-    def sweep(self, grace: float = GRACE) -> int:
-        """Delete objects that no manifest names and that are older than `grace` seconds; return how many."""
-        gone = 0
-        with self._failing():
-            named = ObjectReferences()
-            for key in self.store.keys("m"):
-                named.add(key, manifest_at(self.store, key))
-            for kind in ("o", "t"):
-                for key in [key for key in self.store.keys(kind) if key not in named and self.store.age(key) > grace]:
-                    self.store.delete(key)
-                    gone += 1
-        return gone
-
-    def _take(self, chain: Chain, i: int) -> _Known | None:
-        """The manifest of page i as the store has it now, which may be another's since."""
+    def _manifest(self, chain: Chain, i: int) -> Manifest | None:
+        """Read the manifest of page i from the back end, where another process may have changed it."""
         id = chain.ids(self.layout.form)[i]
-        data = manifest_at(self.store, manifest_key(id, self.layout.geometry))
-        manifest = None if data is None else take(data, self.layout, chain, i)
+        data = get_manifest(self.store, manifest_key(id, self.layout.geometry))
+        manifest = None if data is None else parse_manifest(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)
-            return None
-        return self._note(manifest)
+        else:
+            self._note(manifest)
+        return manifest
 
     def _plausible(self, manifest: Manifest) -> bool:
-        """Whether its lengths can be right: nobody checks them, and whole pages would be evicted for wrong ones."""
+        """Whether its lengths can be true: no reader checks them, and false ones would evict whole pages."""
         if manifest.geometry == self.layout.geometry:
-            return fits(manifest, self.layout)
-        return not self.high or sum(c.length for c in manifest.components) <= self.high
+            return matches(manifest, self.layout)
+        return not self.high or _size(manifest) <= self.high
 
-    def _note(self, manifest: Manifest) -> _Known:
-        """Know this manifest, in place of an earlier one of the page."""
-        held, size = frozenset(c.group for c in manifest.components), sum(c.length for c in manifest.components)
+    def _note(self, manifest: Manifest) -> None:
+        """Remember a manifest as the most recently used, in place of an earlier one of the page."""
         name = manifest.id + manifest.geometry
         with self._lock:
-            known = self._known.setdefault(name, _Known(manifest, held, 0))
-            self.bytes += size - known.size
-            known.manifest, known.held, known.size = manifest, held, size
-            self._known.move_to_end(name)
-        return known
+            if former := self._known.pop(name, None):
+                self.bytes -= _size(former)
+            self._known[name] = manifest
+            self.bytes += _size(manifest)
 
     def _forget(self, name: bytes) -> None:
         with self._lock:
-            if known := self._known.pop(name, None):
-                self.bytes -= known.size
+            if manifest := self._known.pop(name, None):
+                self.bytes -= _size(manifest)
 
     def _evict(self) -> None:
-        """Above the high mark, evict the least recently used pages that are not held, down to the low mark."""
-        gone = []
+        """Above the high mark, evict the least recently used pages down to the low mark."""
+        evicted = []
         with self._lock:
             if not self.high or self.bytes <= self.high:
                 return
-            for name, known in [*self._known.items()]:
-                if self.bytes <= self.low:
-                    break
-                if not known.pins:
-                    self.bytes -= self._known.pop(name).size
-                    gone.append(known.manifest)
-        for manifest in gone:
+            while self._known and self.bytes > self.low:
+                evicted.append(self._known.popitem(last=False)[1])
+                self.bytes -= _size(evicted[-1])
+        for manifest in evicted:
             self._count("evicted")
-            with self._failing():
+            with self._counting_failures():
                 self.store.delete(manifest_key(manifest.id, manifest.geometry))
                 for component in manifest.components:
                     self.store.delete(object_key(manifest, component))
@@ -263,8 +226,13 @@ class PageStore:
             self.counts[what] += 1
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _counting_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError:
             self._count("failed")
+
+
+def _size(manifest: Manifest) -> int:
+    """The bytes of a page's objects."""
+    return sum(component.length for component in manifest.components)

@@ -1,14 +1,15 @@
-"""Pages that ranks of other sizes, deals and page sizes wrote, cut as a plan says.
+"""Pages that ranks of other sizes, deals, page lengths or pool layouts wrote, cut as a plan says.
 
-A writer keeps what it owns as `g/<geometry>.<page>` beside its pages. A reader takes such records for the ranks of an
-engine, plans from them to itself as for a transfer, and runs the copy program from objects to pages of its own.
+A writer keeps the Description of what it owns as `g/<geometry>.<page>` beside its pages. A reader joins such
+Descriptions into engines, plans from each of them to itself as for a transfer, and runs the copy program from objects
+to pages of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from math import lcm
 
@@ -24,75 +25,73 @@ from kvproto.planning.plan import Route, plan
 from kvproto.tiers.host_copies import as_pool
 from kvproto.tiers.manifest import ObjectReferences, manifest_key, object_key
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import PageLayout, alone, components
-from kvproto.tiers.store import Store, manifest_at
+from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
+from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
 __all__ = ["RelayoutReader", "geometry_key"]
 
 FRESH = 5.0
-"""Seconds for which a look at the records is good."""
+"""Seconds after which the Descriptions in the store are listed again."""
 
 Pages = list[dict[int, bytes]]
 
 
 def geometry_key(geometry: bytes, page: int) -> str:
-    """Under which what a writer owns is stored."""
+    """The key of a writer's Description in a store."""
     return f"g/{geometry.hex()}.{page}"
 
 
 @attrs.define
 class _WriterEngine:
-    """Ranks that can be of one engine: their groups do not contradict each other."""
+    """Ranks that may belong to one engine, because their groups do not contradict each other."""
 
     page: int
     geometry: Geometry
     digests: list[bytes]
-    """Of the ranks, by number."""
+    """Geometry digests of the ranks, by number."""
 
-    def joins(self, page: int, one: Geometry, digest: bytes) -> bool:
-        """Whether a rank was taken in."""
+    def add(self, page: int, rank: Geometry, digest: bytes) -> bool:
+        """Add a rank if it fits; returns whether it was added."""
         ours = {group.id: group for group in self.geometry.groups}
-        theirs = {group.id: group for group in one.groups}
-        rest = attrs.evolve(one, groups=self.geometry.groups, ranks=self.geometry.ranks)
-        if (
-            page != self.page
-            or rest != self.geometry
-            or any(ours.get(id, group) != group for id, group in theirs.items())
-        ):
+        theirs = {group.id: group for group in rank.groups}
+        rest = attrs.evolve(rank, groups=self.geometry.groups, ranks=self.geometry.ranks)
+        if page != self.page or rest != self.geometry:
+            return False
+        if any(ours.get(id, group) != group for id, group in theirs.items()):
             return False
         groups = tuple(group for _, group in sorted((ours | theirs).items()))
-        ranks = (*self.geometry.ranks, attrs.evolve(one.ranks[0], rank=len(self.digests)))
+        ranks = (*self.geometry.ranks, attrs.evolve(rank.ranks[0], rank=len(self.digests)))
         self.geometry = attrs.evolve(self.geometry, groups=groups, ranks=ranks)
         self.digests.append(digest)
         return True
 
 
 class RelayoutReader:
-    """The pages of all other geometries in a store, for one rank. Any thread may read."""
+    """The pages of all other geometries in a store, cut for one rank. Any thread may read."""
 
     def __init__(self, store: Store, geometry: Geometry, rank: int, layout: PageLayout) -> None:
-        """`geometry` is our engine's Description, `layout` what our pages are made of."""
+        """`geometry` is our engine's Description, `layout` the layout of our pages."""
         self.store, self.layout = store, layout
-        self.own = alone(geometry, rank, [part.group for part in layout.parts])
+        self.own = single_rank(geometry, rank, [*layout.lengths])
         self._engines: list[_WriterEngine] = []
-        self._seen = -FRESH
+        self._listed = -FRESH
 
     def publish_geometry(self) -> None:
-        """Keep what we own where our pages are; raises OSError."""
+        """Write our Description beside our pages; raises OSError."""
         self.store.put(geometry_key(self.layout.geometry, self.layout.page), encode_geometry(self.own))
 
     def read(self, chain: Chain, first: int) -> Pages:
-        """Pages of a prompt from `first` on, as many as others have, by group; raises OSError."""
+        """The pages of a prompt from `first` on that any other engine has, by group; raises OSError."""
         best: Pages = []
-        for engine in self._look():
-            with suppress(KvprotoError):  # what does not fit together, or not to us
-                best = max(best, self._of(engine, chain, first), key=len)
+        for engine in self._writers():
+            with suppress(KvprotoError):  # ranks that do not fit together, or not to ours
+                best = max(best, self._read_from(engine, chain, first), key=len)
         return best
 
-    def _look(self) -> list[_WriterEngine]:
-        if time.monotonic() - self._seen > FRESH:
+    def _writers(self) -> list[_WriterEngine]:
+        if time.monotonic() - self._listed > FRESH:
             engines: list[_WriterEngine] = []
             for key in sorted(self.store.keys("g")):
                 digest, _, page = key[2:].partition(".")
@@ -100,159 +99,164 @@ class RelayoutReader:
                 if digest == self.layout.geometry.hex() or data is None or hashlib.sha256(data).hexdigest() != digest:
                     continue
                 with suppress(KvprotoError, ValueError):
-                    one, tokens = decode_geometry(data), check_whole("page", int(page), 1, U32)
-                    if one != alone(one, 0, [group.id for group in one.groups]):
+                    rank, tokens = decode_geometry(data), check_whole("page", int(page), 1, U32)
+                    if rank != single_rank(rank, 0, [group.id for group in rank.groups]):
                         continue
-                    if not any(engine.joins(tokens, one, bytes.fromhex(digest)) for engine in engines):
-                        engines.append(_WriterEngine(tokens, one, [bytes.fromhex(digest)]))
-            self._engines, self._seen = engines, time.monotonic()
+                    if not any(engine.add(tokens, rank, bytes.fromhex(digest)) for engine in engines):
+                        engines.append(_WriterEngine(tokens, rank, [bytes.fromhex(digest)]))
+            self._engines, self._listed = engines, time.monotonic()
         return self._engines
 
-    def _of(self, engine: _WriterEngine, chain: Chain, first: int) -> Pages:
-        """What one engine has; raises PlanError where its ranks and ours have no plan."""
+    def _read_from(self, engine: _WriterEngine, chain: Chain, first: int) -> Pages:
+        """The pages that one engine has; raises PlanError if its ranks and ours have no plan."""
         mine, theirs = self.layout.page, engine.page
-        base = first * mine // lcm(mine, theirs) * lcm(mine, theirs)  # where a page of both begins
-        prompt = chain if theirs == mine else chain.of(theirs)
-        begin = base // theirs
-        found = {rank: self._manifests(engine, rank, prompt, begin) for rank in range(len(engine.digests))}
-        for count in sorted({len(some) for some in found.values()} - {0}, reverse=True):
-            with suppress(PlanError):  # those that have so many pages do not own all of ours
-                there = tuple(one for one in engine.geometry.ranks if len(found[one.rank]) >= count)
-                routes = plan(attrs.evolve(engine.geometry, ranks=there), self.own).routes
+        base = first * mine // lcm(mine, theirs) * lcm(mine, theirs)  # the token at which a page of both begins
+        prompt = chain if theirs == mine else chain.with_page(theirs)
+        manifests = {
+            rank: self._manifests(prompt, base // theirs, digest) for rank, digest in enumerate(engine.digests)
+        }
+        for count in sorted({len(listed) for listed in manifests.values()} - {0}, reverse=True):
+            with suppress(PlanError):  # the ranks with so many pages do not own all of ours
+                ranks = tuple(rank for rank in engine.geometry.ranks if len(manifests[rank.rank]) >= count)
+                routes = plan(attrs.evolve(engine.geometry, ranks=ranks), self.own).routes
                 break
         else:
             return []
-        tokens = min(base + count * theirs, len(chain.ids(self.layout.form)) * mine) - base
-        pages = tokens // mine
+        pages = (min(base + count * theirs, len(chain.ids(self.layout.form)) * mine) - base) // mine
         if pages <= 0 or base // mine + pages <= first:
             return []
-        count = -(-pages * mine // theirs)
-        made = {part.group: memoryview(bytearray(part.length * pages)) for part in self.layout.parts}
-        cut = _Cut(self, engine, routes, found)
-        rules = {part.group: part.rule for part in self.layout.parts}
-        must = {group for group, rule in rules.items() if rule is LengthRule.PREFIX}
-        if not cut.run(must, range(count), Window(0, pages * mine, np.arange(pages)), made):
+        cut = _Cut(self, engine, routes, manifests, pages, -(-pages * mine // theirs))
+        missing = cut.fill()
+        if missing is None:
             return []
-        lacks: dict[int, set[int]] = {i: set() for i in range(pages)}
-        for group in (group for group, rule in rules.items() if rule is LengthRule.WINDOW):
-            since = cut.since(group, range(count), lcm(mine, theirs) // theirs)
-            begins = min(since * theirs // mine, pages)
-            window = Window(0, (pages - begins) * mine, np.arange(begins, pages))
-            if begins == pages or not cut.run({group}, range(since, count), window, made):
-                begins = pages
-            for i in range(begins):
-                lacks[i].add(group)
-        states = {group for group, rule in rules.items() if rule is LengthRule.STATE}
-        for i in range(pages):  # a state is after the last token of a page, which may be in the middle of one of theirs
-            at, middle = divmod((i + 1) * mine, theirs)
-            for group in states:
-                window = Window(0, (i + 1) * mine, np.array([i]))
-                if middle or not cut.run({group}, range(at - 1, at), window, made):
-                    lacks[i].add(group)
         return [
             {
-                part.group: bytes(made[part.group][i * part.length : (i + 1) * part.length])
-                for part in self.layout.parts
-                if part.group not in lacks[i]
+                group: bytes(cut.memory[group][i * length : (i + 1) * length])
+                for group, length in self.layout.lengths.items()
+                if group not in missing[i]
             }
             for i in range(first - base // mine, pages)
         ]
 
-    def _manifests(self, engine: _WriterEngine, rank: int, chain: Chain, begin: int) -> list[Manifest]:
-        """Those of a rank's pages from `begin` on, up to the first that is not there or not as it should be."""
-        found: list[Manifest] = []
+    def _manifests(self, chain: Chain, begin: int, geometry: bytes) -> list[Manifest]:
+        """The manifests of a rank's pages from `begin` on, up to the first page that is missing or wrong."""
+        manifests: list[Manifest] = []
         for i in range(begin, len(chain.own)):
             for form in (KeyForm.AHEAD, KeyForm.OWN):
                 if i >= len(chain.ids(form)):
                     continue
-                key = manifest_key(chain.ids(form)[i], engine.digests[rank])
-                manifest = ObjectReferences().add(key, manifest_at(self.store, key))
+                key = manifest_key(chain.ids(form)[i], geometry)
+                manifest = ObjectReferences().add(key, get_manifest(self.store, key))
                 if manifest is not None and _right(manifest, form, chain, i):
-                    found.append(manifest)
+                    manifests.append(manifest)
                     break
             else:
-                return found
-        return found
+                break
+        return manifests
 
 
-@attrs.frozen
 class _Cut:
-    """Copies from the objects of an engine's pages, as routes say."""
+    """A copy from the objects of an engine's pages into pages of ours, as routes say."""
 
-    ours: RelayoutReader
-    engine: _WriterEngine
-    routes: Sequence[Route]
-    found: Mapping[int, Sequence[Manifest]]
-    """Of their ranks, the pages that are there."""
+    def __init__(
+        self,
+        reader: RelayoutReader,
+        engine: _WriterEngine,
+        routes: Sequence[Route],
+        manifests: Mapping[int, Sequence[Manifest]],
+        pages: int,
+        count: int,
+    ) -> None:
+        """`manifests` are by rank of the engine; its first `count` pages fill `pages` of ours."""
+        self._reader, self._engine, self._routes, self._manifests = reader, engine, routes, manifests
+        self._pages, self._count = pages, count
+        self.memory = {group: memoryview(bytearray(n * pages)) for group, n in reader.layout.lengths.items()}
+        """Our pages by group, one after the other."""
 
-    def run(self, groups: Collection[int], pages: range, want: Window, made: Mapping[int, memoryview]) -> bool:
-        """Fill some of our groups from some of their pages; whether all objects were there whole (KVP-TIER-CHECK)."""
-        layout, routes = self.ours.layout, [route for route in self.routes if route.group in groups]
-        lengths = {part.group: part.length for part in layout.parts}
+    def fill(self) -> list[set[int]] | None:
+        """Fill our pages; returns the groups that each lacks, or None if a required group is missing or damaged."""
+        layout, theirs, pages = self._reader.layout, self._engine.page, self._pages
+        mine = layout.page
+        if not self._copy(layout.required, range(self._count), Window(0, pages * mine, np.arange(pages))):
+            return None
+        missing: list[set[int]] = [set() for _ in range(pages)]
+        for group in (c.group for c in layout.components if c.rule is LengthRule.WINDOW):
+            since = self._complete_since(group, lcm(mine, theirs) // theirs)
+            begin = min(since * theirs // mine, pages)
+            window = Window(0, (pages - begin) * mine, np.arange(begin, pages))
+            if begin == pages or not self._copy({group}, range(since, self._count), window):
+                begin = pages
+            for lacking in missing[:begin]:
+                lacking.add(group)
+        states = {c.group for c in layout.components if c.rule is LengthRule.STATE}
+        for i in range(pages):  # a state follows the last token of a page, which may be inside one of their pages
+            at, inside = divmod((i + 1) * mine, theirs)
+            for group in states:
+                window = Window(0, (i + 1) * mine, np.array([i]))
+                if inside or not self._copy({group}, range(at - 1, at), window):
+                    missing[i].add(group)
+        return missing
+
+    def _copy(self, groups: Collection[int], pages: range, window: Window) -> bool:
+        """Fill some of our groups from some of their pages; False if an object is missing or wrong (KVP-TIER-CHECK)."""
+        layout, engine = self._reader.layout, self._engine
+        routes = [route for route in self._routes if route.group in groups]
         for rank in sorted({route.source for route in routes}):
-            some = tuple(route for route in routes if route.source == rank)
-            manifests = self.found[rank][pages.start : pages.stop]
-            parts = components(self.engine.geometry, rank, self.engine.page)
-            theirs = {box.source_group for route in some for box in route.boxes}
-            if not self._alike(some, manifests[0]):
+            from_rank = tuple(route for route in routes if route.source == rank)
+            manifests = self._manifests[rank][pages.start : pages.stop]
+            theirs = page_layout(engine.geometry, rank, engine.page)
+            sources = {box.source_group for route in from_rank for box in route.boxes}
+            if not self._same_rules(from_rank, manifests[0]):
                 return False
-            memory = self._memory(parts, manifests, theirs)
-            if memory is None:
+            lengths = {group: theirs.component(group).length for group in sources}
+            objects = self._load(manifests, lengths)
+            if objects is None:
                 return False
-            source = as_pool(
-                RankLayout(self.engine.geometry, rank, {}),
-                {part.group: part.length for part in parts.parts if part.group in theirs},
-                len(pages),
-            )
-            sink = as_pool(
-                RankLayout(self.ours.own, 0, {}), lengths, made[routes[0].group].nbytes // lengths[routes[0].group]
-            )
-            have = Window(0, len(pages) * self.engine.page, np.arange(len(pages)))
-            program = Pair(some, source, sink).lower(dict.fromkeys(theirs, have), dict.fromkeys(groups, want))
-            execute(program, memory, made)
+            source = as_pool(RankLayout(engine.geometry, rank, {}), lengths, len(pages))
+            sink = as_pool(RankLayout(self._reader.own, 0, {}), layout.lengths, self._pages)
+            have = Window(0, len(pages) * engine.page, np.arange(len(pages)))
+            program = Pair(from_rank, source, sink).lower(dict.fromkeys(sources, have), dict.fromkeys(groups, window))
+            execute(program, objects, self.memory)
         return True
 
-    def since(self, group: int, pages: range, step: int) -> int:
-        """From which of their pages on all have what our group comes from, where a page of both lengths begins."""
-        theirs = {
-            (route.source, box.source_group) for route in self.routes if route.group == group for box in route.boxes
+    def _complete_since(self, group: int, step: int) -> int:
+        """The first page, rounded up to where pages of both begin, from which every writer has what `group` needs."""
+        needed = {
+            (route.source, box.source_group) for route in self._routes if route.group == group for box in route.boxes
         }
         since = 0
-        for i in pages:
-            held = {(rank, c.group) for rank, _ in theirs for c in self.found[rank][i].components}
-            since = since if theirs <= held else i + 1
+        for i in range(self._count):
+            held = {(rank, c.group) for rank, _ in needed for c in self._manifests[rank][i].components}
+            since = since if needed <= held else i + 1
         return -(-since // step) * step
 
-    def _alike(self, routes: Sequence[Route], manifest: Manifest) -> bool:
-        """Whether what a page has counts as ours does (KVP-TIER-PARTS)."""
-        stated = {c.group: (c.form, c.rule, c.reach) for c in manifest.components}
+    def _same_rules(self, routes: Sequence[Route], manifest: Manifest) -> bool:
+        """Whether the components of a page count as ours do (KVP-TIER-PARTS)."""
+        theirs = {c.group: (c.form, c.rule, c.reach) for c in manifest.components}
+        ours = {c.group: (c.form, c.rule, c.reach) for c in self._reader.layout.components}
         pairs = {(route.group, box.source_group) for route in routes for box in route.boxes}
-        ours = {part.group: (part.form, part.rule, part.reach) for part in self.ours.layout.parts}
-        return all(stated.get(there) == ours[here] for here, there in pairs)
+        return all(theirs.get(source) == ours[group] for group, source in pairs)
 
-    def _memory(
-        self, layout: PageLayout, manifests: Sequence[Manifest], groups: Collection[int]
-    ) -> Mapping[int, memoryview] | None:
-        """The objects of a rank's pages, one after the other; None where one is not whole."""
-        made = {}
-        for group in groups:
-            length = layout.part(group).length
-            objects = [*self._objects(manifests, group, length)]
-            if any(data is None for data in objects):
-                return None
-            made[group] = memoryview(bytearray(b"".join(data for data in objects if data is not None)))
-        return made
-
-    def _objects(self, manifests: Sequence[Manifest], group: int, length: int) -> Iterator[bytes | None]:
-        for manifest in manifests:
-            component = next((c for c in manifest.components if c.group == group), None)
-            data = None if component is None else self.ours.store.get(object_key(manifest, component))
-            whole = component and data and len(data) == length and hashlib.sha256(data).digest() == component.digest
-            yield data if whole else None
+    def _load(self, manifests: Sequence[Manifest], lengths: Mapping[int, int]) -> Mapping[int, memoryview] | None:
+        """The objects of a rank's pages by group, one after the other; None if one is missing or damaged."""
+        memory = {}
+        for group, length in lengths.items():
+            objects = bytearray()
+            for manifest in manifests:
+                component = next((c for c in manifest.components if c.group == group), None)
+                data = None if component is None else self._reader.store.get(object_key(manifest, component))
+                if component is None or not data or len(data) != length:
+                    return None
+                if hashlib.sha256(data).digest() != component.digest:
+                    return None
+                objects += data
+            memory[group] = memoryview(objects)
+        return memory
 
 
 def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
+    """Whether a manifest is that of page i of a prompt, with ids of this form."""
     ahead = any(component.form is KeyForm.AHEAD for component in manifest.components)
-    asked = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
+    wanted = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
     stated = (manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page)
-    return stated == asked and (form is KeyForm.AHEAD or not ahead)  # it may lack the component that looks ahead
+    return stated == wanted and (form is KeyForm.AHEAD or not ahead)  # it may lack the component that looks ahead

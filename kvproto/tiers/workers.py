@@ -1,4 +1,4 @@
-"""Threads that wait for storage, so that nobody else has to.
+"""Threads that wait for storage, so that nothing else has to.
 
 A call that hangs delays neither a request nor the end of the process: calls that wait behind it are dropped, no more
 are accepted while it hangs, and the threads are daemons.
@@ -11,73 +11,73 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from threading import Condition, Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 __all__ = ["Workers"]
 
 _Params = ParamSpec("_Params")
-_Made = TypeVar("_Made")
-_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 
 LEAVE = 1.0
-"""Seconds that the end of a process waits for calls that run."""
+"""Seconds that the end of a process waits for running calls."""
 
 
 class _Call(NamedTuple):
-    """A call of `work()`; or a share in a call of `work([given, ..])`."""
+    """One item of a call of `work([item, ..])`."""
 
     future: Future[Any]
-    work: Callable[..., Any]
-    given: Any
-    most: int = 0
-    """How many may share a call; 0: none."""
+    work: Callable[[list[Any]], Sequence[Any]]
+    item: Any
+    most: int
+    """The most items in one call."""
 
 
-class _Shared:
-    """What the threads know; they do not refer to the `Workers`, so that it can be collected."""
+class _Queue:
+    """The calls of the threads; the threads do not refer to their `Workers`, so that it can be collected."""
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.waiting: deque[_Call] = deque()
         self.running: dict[Future[Any], float] = {}
-        """Since when, on the monotonic clock."""
+        """Start of each call, on the monotonic clock."""
         self.over = False
 
     def serve(self) -> None:
+        """Run calls until the queue has ended: the body of each thread."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or self.over)
                 if not self.waiting:
                     return
-                some = self._next()
-                self.running.update(dict.fromkeys((call.future for call in some), time.monotonic()))
-            if some:
-                self._do(some)
-            del some
+                calls = self._next()
+                self.running.update(dict.fromkeys((call.future for call in calls), time.monotonic()))
+            if calls:
+                self._run(calls)
+            del calls
 
     def _next(self) -> list[_Call]:
-        """The next call, with those right behind it that can be done together with it."""
+        """The next call, with those right behind it that can share it."""
         first = self.waiting.popleft()
-        some = [first]
-        while self.waiting and len(some) < first.most and self.waiting[0].work == first.work:
-            some.append(self.waiting.popleft())
-        return [call for call in some if call.future.set_running_or_notify_cancel()]
+        calls = [first]
+        while self.waiting and len(calls) < first.most and self.waiting[0].work == first.work:
+            calls.append(self.waiting.popleft())
+        return [call for call in calls if call.future.set_running_or_notify_cancel()]
 
-    def _do(self, some: Sequence[_Call]) -> None:
-        first, made, error = some[0], list[Any](), None
+    def _run(self, calls: Sequence[_Call]) -> None:
+        first, results, error = calls[0], list[Any](), None
         try:
-            made = first.work([call.given for call in some]) if first.most else [first.work()]
+            results = [*first.work([call.item for call in calls])]
         except BaseException as raised:
             error = raised
         with self.changed:
-            for call in some:
+            for call in calls:
                 del self.running[call.future]
             self.changed.notify_all()
-        for i, call in enumerate(some):
+        for i, call in enumerate(calls):
             if error is None:
-                call.future.set_result(made[i])
+                call.future.set_result(results[i])
             else:
                 call.future.set_exception(error)
 
@@ -93,58 +93,56 @@ class _Shared:
 
 
 class Workers:
-    """A few threads; any thread may call what is here."""
+    """A few threads that run calls; thread-safe."""
 
     def __init__(self, count: int, limit: float, most: int) -> None:
-        """A call that takes more than `limit` seconds hangs; `most` may be under way at a time."""
+        """A call that takes more than `limit` seconds hangs; at most `most` calls may be waiting or running."""
         self.limit, self.most = limit, most
-        self._shared = _Shared()
-        self._end = weakref.finalize(self, self._shared.end, LEAVE)
+        self._queue = _Queue()
+        self._end = weakref.finalize(self, self._queue.end, LEAVE)
         for i in range(count):
-            Thread(target=self._shared.serve, name=f"tiers-{i}", daemon=True).start()
+            Thread(target=self._queue.serve, name=f"tiers-{i}", daemon=True).start()
 
     @property
     def hangs(self) -> bool:
         """Whether a call has run for longer than the limit."""
-        with self._shared.changed:
-            since = min(self._shared.running.values(), default=None)
+        with self._queue.changed:
+            since = min(self._queue.running.values(), default=None)
         return since is not None and time.monotonic() - since > self.limit
 
     @property
     def room(self) -> int:
-        """How many more calls are accepted; none while one hangs."""
+        """The number of calls that are still accepted; none while one hangs."""
         if self.hangs:
             return 0
-        with self._shared.changed:
-            return max(self.most - len(self._shared.waiting) - len(self._shared.running), 0)
+        with self._queue.changed:
+            return max(self.most - len(self._queue.waiting) - len(self._queue.running), 0)
 
-    def submit(self, work: Callable[_Params, _Made], *args: _Params.args, **named: _Params.kwargs) -> Future[_Made]:
-        """Have a thread do this; the future is cancelled if the workers are closed."""
-        return self._submit(_Call(Future(), partial(work, *args, **named), None))
+    def submit(self, work: Callable[_Params, _Result], *args: _Params.args, **named: _Params.kwargs) -> Future[_Result]:
+        """Have a thread run a call; the future is cancelled if the workers are closed."""
+        return self.gather(lambda _: [work(*args, **named)], None, 1)
 
-    def gather(self, work: Callable[[list[_Given]], Sequence[_Made]], given: _Given, most: int) -> Future[_Made]:
-        """Have a thread do this together with other waiting calls of the same work, at most `most` at a time."""
-        return self._submit(_Call(Future(), work, given, most))
-
-    def _submit(self, call: _Call) -> Future[Any]:
-        with self._shared.changed:
-            if not self._shared.over:
-                self._shared.waiting.append(call)
-                self._shared.changed.notify()
+    def gather(self, work: Callable[[list[_Item]], Sequence[_Result]], item: _Item, most: int) -> Future[_Result]:
+        """Have a thread process an item, in one call with up to `most` waiting items of the same work."""
+        call = _Call(Future(), work, item, most)
+        with self._queue.changed:
+            if not self._queue.over:
+                self._queue.waiting.append(call)
+                self._queue.changed.notify()
                 return call.future
         _cancel([call])
         return call.future
 
     def drop(self) -> None:
-        """Cancel what waits."""
-        with self._shared.changed:
-            dropped, self._shared.waiting = self._shared.waiting, deque()
+        """Cancel the calls that wait."""
+        with self._queue.changed:
+            dropped, self._queue.waiting = self._queue.waiting, deque()
         _cancel(dropped)
 
     def close(self, seconds: float) -> None:
         """Accept no more, drop waiting calls, and give running calls this many seconds."""
         self._end.detach()
-        self._shared.end(seconds)
+        self._queue.end(seconds)
 
 
 def _cancel(calls: Iterable[_Call]) -> None:

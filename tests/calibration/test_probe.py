@@ -282,7 +282,7 @@ import os, sys
 from pathlib import Path
 from kvproto.calibration import probe
 link = lambda n: os.readlink("/proc/self/fd/" + n) if os.path.lexists("/proc/self/fd/" + n) else ""
-import kvproto.transport.shm.bench
+import kvproto.transport.shm.provider
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 before = peak()
 probe(("shm",), quick=True, memory=128 << 20)

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from kvproto_captures.captures import Raw, messages
-from kvproto_captures.reading import Reading, read
+from kvproto_captures.capture import RawMessage, messages
+from kvproto_captures.interpreter import Interpretation, read
 
 CAPTURES = Path(__file__).with_name("recordings")
 ENGINES = {
@@ -20,17 +20,17 @@ ENGINES = {
 class Kept:
     """One record of a capture file."""
 
-    raw: Raw
+    raw: RawMessage
     record: dict[str, Any]
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> Interpretation:
         """How its own release reads it."""
         (only,) = read(self.raw)
         return only
 
     @property
-    def blind(self) -> Raw:
+    def blind(self) -> RawMessage:
         """The same without a note of where it comes from."""
         return attrs.evolve(self.raw, engine="", release="")
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvproto.cli.main import main
 from kvproto.errors import KvprotoError
-from kvproto_captures.captures import messages
-from kvproto_captures.reading import read
-from kvproto_captures.unpickle import records
+from kvproto_captures.capture import messages
+from kvproto_captures.interpreter import read
+from kvproto_captures.pickles import objects
 
 from .shelf import one
 
@@ -47,7 +47,7 @@ def test_a_key_of_a_pickle_is_text_or_a_small_number() -> None:
     for key in (*large, b"J\xff\xff\xff\xff", b"\x88", b"C\x01a", b"K\x01\x85", text("a" * 1000) + b"\x85"):
         error = refused(within(b"}" + key + b"Ns"))
         assert (error.code.name, error.path) == ("BAD_TYPE", "messages[0]")
-    ((_, state),) = records(within(b"}(J\xff\xff\x00\x00K\x01K\x02K\x03u"), "x")
+    ((_, state),) = objects(within(b"}(J\xff\xff\x00\x00K\x01K\x02K\x03u"), "x")
     assert state == {"a": {"65535": 1, "2": 3}}
 
 
@@ -65,7 +65,7 @@ def test_text_that_a_pickle_shares_is_counted_each_time() -> None:
     shared = b"](" + text("a" * (1 << 16)) + b"\x94" + b"h\x00" * 127 + b"e"
     error = refused(within(shared))
     assert (error.code.name, error.path) == ("TOO_LARGE", "messages[0]")
-    ((_, state),) = records(within(shared.replace(b"h\x00" * 127, b"h\x00" * 125)), "x")
+    ((_, state),) = objects(within(shared.replace(b"h\x00" * 127, b"h\x00" * 125)), "x")
     assert len(state["a"]) == 126
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,23 @@ def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, capsys: pyte
         cut.write_bytes(data)
         assert main(["check", SGLANG, str(cut)]) == 1
         assert said.replace("at ", f"at {cut}: ") in capsys.readouterr().err
+
+
+def test_without_the_package_the_command_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvproto.cli.main.entry_points", lambda group: ())
+    assert main(["import", SGLANG, "--json"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: 'import' of the entry points kvproto.commands: no installed package has it")
+    assert "pip install" in error
+
+
+def test_a_package_that_cannot_be_loaded_leaves_the_other_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("weather", "no_such_package:add", "kvproto.commands")
+    monkeypatch.setattr("kvproto.cli.main.entry_points", lambda group: (broken,))
+    assert main(["errors", "UNKNOWN_TICKET"]) == 0
+    assert main(["weather"]) == 1
+    assert "'weather' of the entry points kvproto.commands: No module named" in capsys.readouterr().err

@@ -14,10 +14,10 @@ from kvproto.planning.geometry import encode_geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
-from kvproto_captures.captures import messages
+from kvproto_captures.capture import messages
 from kvproto_captures.compare import compare
 from kvproto_captures.fleet import Fleet
-from kvproto_captures.reading import read, resolve
+from kvproto_captures.interpreter import read, resolve
 from kvproto_captures.tables import engines, words
 
 from .shelf import CAPTURES, lines, one
@@ -144,7 +144,7 @@ def test_a_log_of_sglang_is_read_line_by_line(stamp: str) -> None:
     before = "[2025-05-06 06:24:24] Attention backend not specified. Use fa3 backend by default.\n"
     said = "server_args=ServerArgs(model_path='m', dtype='auto', kv_cache_dtype='fp8_e5m2', page_size=64, pp_size=2)"
     logged = of(f"{before}{stamp}{said}\n".encode())
-    assert (logged.name, logged.readings[0].message.name) == ("sglang 0.4.6.post5 to 0.5.22", "log.server_args")
+    assert (logged.name, logged.messages[0].message.name) == ("sglang 0.4.6.post5 to 0.5.22", "log.server_args")
     assert {"page": 64, "dtype": "F8E5M2", "pp": 2}.items() <= logged.known().items()
     with pytest.raises(KvprotoError, match=r"MISSING_FIELD at messages\[0\].model_path.*page_size, kv_cache_dtype"):
         of(f"{before}{stamp}server_args=ServerArgs(tp_size=8)\n".encode())
@@ -183,7 +183,7 @@ def test_windowed_layers_are_not_held_against_the_buffers() -> None:
 def test_each_sample_line_of_the_documentation_is_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "import.md").read_text()
     samples = page.partition("```text\n")[2].partition("```")[0].splitlines()
-    read_as = {of(line.encode()).readings[0].message.name for line in samples}
+    read_as = {of(line.encode()).messages[0].message.name for line in samples}
     logs = {message.name for engine in engines().values() for message in engine.messages if message.form == "log"}
     assert read_as == {"nixl.transfer", "bootstrap.put", "nixl.params"} | logs
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import DEPTH
-from kvproto_captures.captures import messages
+from kvproto_captures.capture import messages
 from kvproto_captures.fleet import Fleet
-from kvproto_captures.reading import read, resolve
+from kvproto_captures.interpreter import read, resolve
 
 from .shelf import ENGINES, lines, one
 

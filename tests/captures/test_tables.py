@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvproto.errors import KvprotoError
-from kvproto_captures.reading import Reading, read
-from kvproto_captures.tables import Engine, Message, engines
+from kvproto_captures.interpreter import Interpretation, read
+from kvproto_captures.tables import EngineTable, MessageTable, engines
 
 from .shelf import ENGINES, Kept, full_name, kept
 
@@ -86,7 +86,7 @@ def _theirs(parsed: dict[str, Any], name: str) -> Any:
     return _ABSENT
 
 
-def _inner(reading: Reading) -> dict[str, Any]:
+def _inner(reading: Interpretation) -> dict[str, Any]:
     """Values of the innermost map: what vLLM's metadata holds."""
     values: Any = reading.values
     for name in ("payload", "agent_metadata_bytes", "metadata"):
@@ -94,8 +94,8 @@ def _inner(reading: Reading) -> dict[str, Any]:
     return dict(values)
 
 
-def _fields(table: Engine, reading: Reading, release: str) -> Iterator[tuple[Message, str]]:
-    def walk(of: Message, values: Any) -> Iterator[tuple[Message, str]]:
+def _fields(table: EngineTable, reading: Interpretation, release: str) -> Iterator[tuple[MessageTable, str]]:
+    def walk(of: MessageTable, values: Any) -> Iterator[tuple[MessageTable, str]]:
         for row in table.rows(of, release):
             if row.name in values or row.optional:
                 yield of, row.name
@@ -105,7 +105,7 @@ def _fields(table: Engine, reading: Reading, release: str) -> Iterator[tuple[Mes
     return walk(reading.message, reading.values)
 
 
-def _rows(table: Engine, of: Message, release: str) -> Any:
+def _rows(table: EngineTable, of: MessageTable, release: str) -> Any:
     inner = [table.message(row.type[8:]) for row in table.rows(of, release) if row.type.startswith("msgpack:nixl")]
     return [row for row in table.rows(of, release) if not row.optional], [_rows(table, m, release) for m in inner]
 

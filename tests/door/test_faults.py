@@ -240,7 +240,7 @@ def test_a_source_drains(tmp_path: Path) -> None:
         asked, ticket = both.source.request(both.ticket, PROMPT), new_ticket("prefill")
         unasked = both.source.request(ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        both.until(lambda: both.source._node.endpoint.unasked() == [bytes(ticket.key)])
+        both.until(lambda: both.source._node.tickets.unasked() == [unasked])
         both.source.drain()
         with pytest.raises(KvprotoError) as caught:
             both.source.request(new_ticket("prefill"), PROMPT)

@@ -99,7 +99,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     request = pair.source.request(made, PROMPT)
     request.computed({"kv": HERE}, 4)
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-    pair.until(lambda: fetch.began and request._door is pair.source)
+    pair.until(lambda: fetch.began and request._rank is pair.source)
     old = pair.source.pool
     sleeping = pair.source.sleep()
     pair.until(lambda: fetch.done and request.done and sleeping.done)
@@ -158,7 +158,7 @@ def test_both_sides_sleep_and_wake_many_times(pair: Two) -> None:
         pair.sink.wake(another(PAGES + n))
         pair.source.wake(filled(PAGES + n))
         hand_over(pair)
-    assert len(pair.source._node._peers) == 1
+    assert len(pair.source._node.memory) == 1
 
 
 def test_the_same_pool_wakes_again(pair: Two) -> None:
@@ -548,7 +548,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
             return [session.state for session in node.endpoint.sessions.values()]
 
         pair.until(lambda: state() == [SessionState.DESCRIBED])
-        node._backstage.defer(lambda: held.wait(60), lambda done: None)
+        node._background.defer(lambda: held.wait(60), lambda done: None)
         pair.until(lambda: state() == [SessionState.REGISTERING])
         end = pair.source.sleep()
         pair.until(lambda: end.done)

@@ -15,7 +15,7 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.messages import Ticket
 from tests import pools
 from tests.gpu.memory import Bytes, get, put
-from tests.node.nodes import PREFILL, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
 from tests.session.driver import geometry
 
 ITEMS = {0: 12, 1: 12}
@@ -90,7 +90,7 @@ OPEN: list[Sink] = []
 
 def source(address: str, pool: Pool) -> SourceNode:
     """A source node that hands over every part at once."""
-    return SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, part_bytes=1, first_part_ratio=0)
+    return DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, part_bytes=1, first_part_ratio=0)
 
 
 def place(folder: Path) -> str:

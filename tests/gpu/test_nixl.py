@@ -18,7 +18,6 @@ from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
 from kvproto.sink.node import SinkNode
-from kvproto.source.node import SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
@@ -32,7 +31,17 @@ from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
-from tests.node.nodes import PREFILL, SINK, Nodes, Received, TransferLost, ahead, finished, serve
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    ahead,
+    finished,
+    serve,
+)
 from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
@@ -202,7 +211,7 @@ def source_node(
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(on_gpu(pool), noise(0, on_gpu(pool).length, 5))
     transport = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
-    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
+    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
     chunks = Chunks(node)
     node.expect(made, CONTENT, TOKENS)
     node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))

@@ -23,14 +23,16 @@ import kvproto.sink.link
 import kvproto.sink.node
 import kvproto.sink.reads
 import kvproto.source.node
-from kvproto import Pool, Ticket
+from kvproto import Options, Pool, Prompt, Ticket
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesFree
+from kvproto.planning.axes import NO_AXES
 from kvproto.rank.page_tables import grants_of
 from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
-from kvproto.source.prefill import Finished
+from kvproto.source.prefill import Computed, Finished
+from kvproto.source.request import Request
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from tests.pools import contents
 from tests.processes import FORKED
@@ -116,7 +118,7 @@ class Caller:
     def post(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
         work()
 
-    def later(self, call: Callable[[], object]) -> None:
+    def call_back(self, call: Callable[[], object]) -> None:
         call()
 
 
@@ -129,6 +131,53 @@ def sleep(nodes: Iterable[Driven], longest: float) -> list[int]:
         if (seconds := node.timeout()) is not None:
             planned.append(seconds)
     return [fd for fd, _ in poll.poll(min(planned) * 1000)]
+
+
+class Owner:
+    """What the requests of a source need of its public class; callbacks run at once."""
+
+    name = "p"
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self._handles_lock, self._driver = pool, threading.Lock(), self
+
+    def later(self, call: Callable[[], object], wake: bool = False) -> None:
+        call()
+
+
+class DrivenSource(SourceNode):
+    """A source rank that tests drive by keys of tickets."""
+
+    def __init__(
+        self, party: Any, pool: Any, listener: Any, endpoints: Any, *, transports: Any = (), **options: Any
+    ) -> None:
+        super().__init__(party, pool, listener, endpoints, Options(**options), transports)
+        self.by_key: dict[bytes, Request] = {}
+
+    def expect(self, made: Ticket, content: bytes, tokens: int | None = None, axes: Any = NO_AXES) -> None:  # type: ignore[override]
+        request = self.by_key.get(bytes(made.key))
+        if request is None:
+            prompt = Prompt(range(tokens or 1), axes=axes)
+            request = self.by_key[bytes(made.key)] = Request(Owner(self.pool), self, made, prompt)  # type: ignore[arg-type]
+        super().expect(request, content, tokens, axes)
+
+    def computed(self, key: bytes, computed: Computed) -> None:  # type: ignore[override]
+        super().computed(self.by_key[key], computed)
+
+    def finish(self, key: bytes, finished: Finished) -> None:  # type: ignore[override]
+        super().finish(self.by_key[key], finished)
+
+    def refuse(self, request: Any, error: KvprotoError) -> None:
+        super().refuse(self.by_key[request] if isinstance(request, bytes) else request, error)
+
+    def reads(self, key: bytes) -> bool:
+        """Whether a copy reads the items of a request."""
+        return any(send.copies for send in self.by_key[key].sends)
+
+    def asking(self, key: bytes) -> Any:
+        """The transfers that wait for a request."""
+        request = self.by_key.get(key)
+        return request.state.asking() if request is not None and request.state is not None else []
 
 
 class Nodes:

@@ -143,9 +143,9 @@ def test_what_is_under_way(tmp_path: Path) -> None:
 def test_pages_that_may_still_be_written(tmp_path: Path) -> None:
     with two(tmp_path, SEEN) as both:
         connected(both)
-        both.source.request(both.ticket, PROMPT)
+        request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        both.until(lambda: both.source._node.endpoint.asking(bytes(both.ticket.key)))
+        both.until(lambda: request.state is not None and request.state.asking())
         both.sink.disconnect("prefill")
         while not found.done:
             both.sink.step(0.005)
@@ -221,10 +221,10 @@ def test_codes_that_nobody_knows_share_one_value(tmp_path: Path) -> None:
             ticket = new_ticket("prefill")
             request = both.source.request(ticket, PROMPT)
             lost = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
-            both.until(lambda ticket=ticket: both.source._node.endpoint.asking(bytes(ticket.key)))
-            [session] = both.source._node.endpoint.sessions.values()
-            [asked] = both.source._node.endpoint.asking(bytes(ticket.key))
-            ids = {"sequence": asked.transfer.sequence, "attempt": asked.transfer.attempt}
+            both.until(lambda request=request: request.state is not None and request.state.asking())
+            assert request.state is not None
+            [asked] = request.state.asking()
+            session, ids = asked.session, asked.ids
             refusal = {"code": code, "path": "", "mine": "", "yours": ""}
             session.notice(m.Failed(session=session.session, request=asked.transfer.request, **ids, **refusal))
             both.until(lambda lost=lost: lost.done)

@@ -18,7 +18,7 @@ from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, owned_before, owner
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType
 
 TOKENS = 23
@@ -37,7 +37,7 @@ class Memory:
         groups = {g.id: g for g in geometry.groups}
         share_of = next(r for r in geometry.ranks if r.rank == rank)
         need = {o.group: items_needed(groups[o.group], o.cp_rank, first, count) for o in share_of.owns}
-        columns, length = pack(geometry, rank, {g: n + 2 for g, n in need.items()})
+        columns, length = columns_without_gaps(geometry, rank, {g: n + 2 for g, n in need.items()})
         self.side = RankLayout(geometry, rank, columns)
         self.data = np.full(length, 0xFF, np.uint8)
         self.windows = {g: Window(first, count, (np.arange(n)[::-1] * 5 + 3) % (n + 2)) for g, n in need.items()}
@@ -199,25 +199,24 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "heads_dropped", "planning/cutting.py", "have[i].get(c)\n", "have[i].get(c)\n"
         "                if candidates is not None and self._sets[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "planning/cutting.py", "some, candidates, needy)",
-        "some, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
+        "heads_dropped", "planning/cutting.py", "layers_index, candidates, needy)",
+        "layers_index, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
     "each replica sends": (
-        "replicas_written_again", "planning/election.py", "sink[row], lo[row], hi[row])", "sink[row], np.full(row.size, lo.min()), np.full(row.size, hi.max()))"),
+        "replicas_written_again", "planning/election.py", "*(column[row] for column in by_kind.columns[1:]))", "*(column[row] for column in by_kind.columns[1:3]), np.full(row.size, by_kind.layer_lo.min()), np.full(row.size, by_kind.layer_hi.max()))"),
     "a rank with a layer has all of its heads": (
-        "empty_ranks_shadow", "planning/cutting.py", "have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)",
+        "empty_ranks_shadow", "planning/cutting.py", "have, want = self._ranks_by_cut(sources, cuts), self._ranks_by_cut(sinks, cuts)",
         "sources = tuple(c._replace(lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
-        "        have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)"),
+        "        have, want = self._ranks_by_cut(sources, cuts), self._ranks_by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
         "draft_shards_lost", "planning/cutting.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
         "draft_shards_lost", "planning/plan.py", "    models = np",
-        "    some = found.source.tolist(), found.sink.tolist(), found.group.tolist()\n"
+        "    some = boxes.source.tolist(), boxes.sink.tolist(), boxes.group.tolist()\n"
         "    firsts = dict(reversed(list(zip(some[1], some[0]))))\n"
         "    kept = [group == 0 or a == firsts[b] for a, b, group in zip(*some)]\n"
-        "    found = BoxTable(*(getattr(found, column.name)[kept] for column in attrs.fields(BoxTable)))\n    models = np"),
+        "    boxes = BoxTable(*(getattr(boxes, column.name)[kept] for column in attrs.fields(BoxTable)))\n    models = np"),
     "parts pair by position": (
-        "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
-        "parts = [[box.part], [box.part]]"),
+        "v_over_k", "copying/lowering.py", "parts = [p for p, part in enumerate(group.parts) if part.name == name]", "parts = [box.part]"),
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (
@@ -230,14 +229,14 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base\n"
         "    low, high, base = items.size - 1 - high + low, items.size - 1, base - (items.size - 1 - high)"),
     "the first n pages of many": (
-        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
+        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, begin) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
         "tokens_by_position", "planning/deals.py", "turn = run * runs(group)", "turn, origin = run * runs(group), lo"),
     "runs of a table are dealt in turn": (
         "tokens_by_a_table", "planning/deals.py", "np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()", "a + cp_rank * run"),
     "a rank's rows without those of its earlier runs": (
-        "tokens_by_a_table", "planning/deals.py", "made.taken[made.order[nth]] + made.nth[nth])", "made.taken[made.order[nth]])"),
+        "tokens_by_a_table", "planning/deals.py", "table.taken[table.order[nth]] + table.nth[nth])", "table.taken[table.order[nth]])"),
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Watching(Reconnected):
         return known[rank].pages
 
     def is_right(self) -> bool:
-        known, catalogue = self.watchers[0].known(), self.sources["s0"]._catalogue
+        known, catalogue = self.watchers[0].known(), self.sources["s0"].catalogue
         assert catalogue is not None
         told = {bytes(page.id): page.tier for bucket in [catalogue] for page in all_of(bucket)}
         return known is not None and known[0].pages == told
@@ -130,7 +130,7 @@ def test_a_gap_between_two_pieces_asks_from_the_beginning() -> None:
     """KVP-CAT-GAP: what changed in the first piece was lost before the second came."""
     world = Watching()
     world.kept(*ids(2 * MAX_TOLD))
-    first = all_of(world.sources["s0"]._catalogue)[0].id  # type: ignore[arg-type]
+    first = all_of(world.sources["s0"].catalogue)[0].id  # type: ignore[arg-type]
 
     def lose(to: str, frame: bytes) -> int:
         message = decode(frame)

@@ -6,13 +6,13 @@ import attrs
 import pytest
 
 from kvproto.planning.geometry import Geometry, facts, mla, owns
-from kvproto.session import Party, SourceEndpoint
+from kvproto.session import Party
 from kvproto.session.limits import PATIENCE
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof
 from kvproto.wire.messages import Describe, Description, Error, Failed, Refused, Register, Transfer
-from tests.session.driver import World, geometry, ticket, without_draft
+from tests.session.driver import DrivenSource, World, geometry, ticket, without_draft
 from tests.session.test_epochs import CONTENT, Epochs
 
 
@@ -123,7 +123,7 @@ def test_a_transfer_that_waits_for_its_prompt_ends_with_the_plan_and_its_ticket_
     for address in world.sources:
         world.serve(address)
     assert len(world.events("d0", "Arrived")) == 1
-    assert all(not session.claims for source in world.sources.values() for session in source.sessions.values())
+    assert all(not session.tickets for source in world.sources.values() for session in source.sessions.values())
 
 
 def test_a_transfer_of_a_plan_that_is_over_is_refused() -> None:
@@ -280,7 +280,7 @@ def test_a_plan_of_what_a_side_stated_before_is_made_again() -> None:
 def contradicting(other: Geometry) -> World:
     """Source rank 1 was started with another geometry than rank 0, and a sink has greeted both."""
     world = World(geometry(2))
-    world.sources["s1"] = SourceEndpoint(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
+    world.sources["s1"] = DrivenSource(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
     world.sink("d0", geometry(1))
     world.run()
     return world

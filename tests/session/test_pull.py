@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from kvproto import Pool
 from kvproto.errors import RemoteError
-from kvproto.session.events import RegisterAsked, TransferRequested
+from kvproto.session.events import RegisterAsked
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from kvproto.wire.messages import Abort, Begin, Done, Error, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
-from tests.session.driver import PAGES, Offered, World, geometry, grants, ticket
+from tests.session.driver import PAGES, Offered, TransferRequested, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 LEASE = 10.0
@@ -580,7 +580,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         for name in world.sinks:
             world.read(name)
     source = world.sources["s0"]
-    assert not len(source._claims)
+    assert not len(source.tickets)
     for session in source.sessions.values():
         assert (session.attempts, session._pending) == ({}, {})
     for sink in world.sinks.values():

@@ -412,8 +412,8 @@ def test_attempts_of_one_sequence_leave_one_record() -> None:
         abort(2, attempt)
         abort(3, attempt)
     assert sorted(session.attempts) == [1, 2, 3]
-    claims = world.sources["s0"]._claims.values()
-    assert [(len(claim.users), len(claim.waiting)) for claim in claims] == [(1, 1), (1, 1)]
+    tickets = world.sources["s0"].tickets
+    assert [(len(state.users), len(state.waiting)) for state in tickets] == [(1, 1), (1, 1)]
 
 
 def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:

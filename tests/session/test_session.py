@@ -82,7 +82,7 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
     assert event.error.mine == "a prompt, digest 787878787878"
     assert event.error.yours == f"one fetched up to token 6, digest {CONTENT.hex()[:12]}"
     (told,) = world.events("s0", "Declined")
-    assert (told.key, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
+    assert (told.request, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
 
 
 def test_a_transfer_with_another_prompt_has_not_used_the_ticket() -> None:
@@ -444,7 +444,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
             world.transfer(name, made, CONTENT)
         world.run()
         world.serve()
-    assert not len(source._claims)
+    assert not len(source.tickets)
     for session in source.sessions.values():
         assert (session.attempts, session.low_water) == ({}, 100)
     for sink in world.sinks.values():

@@ -10,12 +10,11 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers.host_copies import HostCopies
-from kvproto.tiers.lease import PageLease
-from kvproto.tiers.page_cache import PageCache, WritePolicy
+from kvproto.tiers.page_cache import PageCache, PageLease, WritePolicy
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
@@ -42,21 +41,30 @@ class Engine:
     """A target and its draft on one rank, in pools of any order of axes, dealt or not."""
 
     def __init__(
-        self, pages: int, slots: int, page_store: bool | PageStore = False, policy: WritePolicy = WritePolicy.WRITE_THROUGH, heads_first: bool = False,
-        dcp: int = 1, store: object = None, draft: bool = True, reach: int = 0, pager: Callable[[], Failing] = Failing,
+        self,
+        pages: int,
+        slots: int,
+        page_store: bool | PageStore = False,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        heads_first: bool = False,
+        dcp: int = 1,
+        store: object = None,
+        draft: bool = True,
+        reach: int = 0,
+        pager: Callable[[], Failing] = Failing,
         **more: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`reach`: tokens that the draft attends to, PAGE; 0: all. `more` is for the cache."""
         target = Group.gqa("target", 3, kv_heads=2, head_dim=3, page=2 // dcp)
         groups = [target.sharded() if dcp > 1 else target]
         if draft:
             groups.append(Group.gqa("draft", 1, kv_heads=1, head_dim=2, page=PAGE, model=1))
         self.geometry = lay_out(groups, Parallel(tp=dcp, dcp=dcp) if dcp > 1 else Parallel())
-        columns, length = pack(
+        columns, length = columns_without_gaps(
             self.geometry, dcp - 1, {0: 2 * pages, 1: pages} if draft else {0: 2 * pages}, heads_first
         )
         self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), allocate(length)
-        self.layout = components(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
+        self.layout = page_layout(self.geometry, dcp - 1, PAGE, [1] if draft else [], {1: reach} if reach else None)
         self.pager = pager()
         copies = HostCopies(self.layout, self.side, {0: self.memory}, slots, self.pager)
         self.cache = PageCache(copies, PageStore(store, self.layout) if store else None, policy, **more)  # type: ignore[arg-type]
@@ -69,7 +77,7 @@ class Engine:
     def right(self, chain: Chain, i: int) -> dict[int, bytes]:
         """The bytes of page i."""
         id = chain.ids(self.layout.form)[i]
-        return {p.group: hashlib.shake_128(id + bytes((p.group,))).digest(p.length) for p in self.layout.parts}
+        return {p.group: hashlib.shake_128(id + bytes((p.group,))).digest(p.length) for p in self.layout.components}
 
     def compute(self, chain: Chain, lease: PageLease, first: int, windows: int = 0) -> None:
         """Write pages from `first` on, as far as they have ids, into the pool; the draft's rows only from `windows` on."""
@@ -80,12 +88,12 @@ class Engine:
 
     def there(self, slot: int) -> dict[int, bytes]:
         """What a page of the pool has."""
-        return {part.group: self._rows(part.group, slot) for part in self.layout.parts}
+        return {part.group: self._rows(part.group, slot) for part in self.layout.components}
 
     def _rows(self, group: int, slot: int, data: bytes | None = None) -> bytes:
         """Rows of a page, in the order of storage: taken out by strides, or put in."""
         spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
-        count, out, at = self.layout.part(group).length // self.per_item(group), b"", 0
+        count, out, at = self.layout.component(group).length // self.per_item(group), b"", 0
         for k in range(len(share.layers) * len(spec.parts)):
             part = k % len(spec.parts)
             lanes, size = sum(s.hi - s.lo for s in share.lanes if s.part == part), spec.parts[part].lane_bytes
@@ -126,7 +134,7 @@ class Engine:
                 assert self.there(slot)[group] == right[group]
         if lease.pages:
             last = self.cache.device.groups(lease.slots[lease.pages - 1])
-            assert last == [part.group for part in self.layout.parts], "a window ends with the last page"
+            assert last == [part.group for part in self.layout.components], "a window ends with the last page"
 
     def check_bytes(self, chain: Chain, lease: PageLease) -> None:
         """All pages that are said to be there are right, be their copies over or not."""

@@ -1,4 +1,4 @@
-"""Faults in any back end, by seed, and what a shelf of pages must do under them.
+"""Faults in any back end, by seed, and what a page store must do under them.
 
 python -m tests.tiers.schedules 10000 [STORE ..]     runs so many schedules and prints what they met
 """
@@ -11,17 +11,18 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from kvproto.tiers.buffer_pool import PageBuffers
-from kvproto.tiers.lengths import usable
+from kvproto.tiers.fsck import GRACE, check_store, prune
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
-from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import Filling, Grouped, Store
+from kvproto.tiers.page_store import PageBuffers, PageStore
+from kvproto.tiers.store import BatchStore, IntoStore, Store
 from kvproto.wire.enums import KeyForm, LengthRule
 
+Kind = Callable[..., Store]
+"""A class of back ends."""
 LAYOUT = PageLayout(
     2, bytes(32),
     (
@@ -69,7 +70,7 @@ class Memory:
 class Faulty:
     """Another back end with faults: each call fails in one of the ways above, as often as `rate` says."""
 
-    group = 16
+    batch = 16
 
     def __init__(self, inner: Store, rng: random.Random, rate: float) -> None:
         self.inner, self.rng, self.rate = inner, rng, rate
@@ -81,7 +82,7 @@ class Faulty:
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
         pairs = [*pairs]
         faults = [self._fault("put") for _ in pairs]
-        if isinstance(self.inner, Grouped) and not any(faults):
+        if isinstance(self.inner, BatchStore) and not any(faults):
             self.inner.put_all(pairs)
         else:
             for (key, data), fault in zip(pairs, faults, strict=True):
@@ -103,7 +104,7 @@ class Faulty:
 
     def get_into(self, key: str, room: memoryview) -> int | None:
         fault, there = self._fault("get"), None
-        if isinstance(self.inner, Filling):
+        if isinstance(self.inner, IntoStore):
             there = self.inner.get_into(key, room)
         elif (data := self.inner.get(key)) is not None:
             there = len(data)
@@ -162,7 +163,7 @@ def prompt(*tokens: int) -> Chain:
 def page(chain: Chain, i: int, writer: int = 0) -> dict[int, bytes]:
     """The right bytes of a page, which depend on its tokens, its group and who computed them."""
     seed = chain.ids(LAYOUT.form)[i] + bytes((writer,))
-    return {p.group: hashlib.shake_128(seed + bytes((p.group,))).digest(p.length) for p in LAYOUT.parts}
+    return {p.group: hashlib.shake_128(seed + bytes((p.group,))).digest(p.length) for p in LAYOUT.components}
 
 
 def schedule(seed: int, store: Store) -> Counter[str]:
@@ -177,7 +178,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
     high = rng.choice((0, 150))
     shelves = [PageStore(faulty, LAYOUT, high // 2, high) for _ in range(2)]
     prompts = [prompt(*tokens) for tokens in ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 9, 9, 9), (8, 8, 8))]
-    room = {part.group: memoryview(bytearray(part.length)) for part in LAYOUT.parts}
+    room = {part.group: memoryview(bytearray(part.length)) for part in LAYOUT.components}
     for _ in range(25):
         which, chain = rng.randrange(2), rng.choice(prompts)
         try:
@@ -191,7 +192,7 @@ def schedule(seed: int, store: Store) -> Counter[str]:
                 if not together:
                     shelves[which].write(*given[0])
             elif rng.random() < 0.1:
-                shelves[which].sweep(-10.0)
+                sweep(shelves[which].store, -10.0)
             else:
                 _read(shelves[which], chain, met, rng.choice((None, room)))
         except Died:
@@ -203,14 +204,22 @@ def schedule(seed: int, store: Store) -> Counter[str]:
         for i in range(len(chain.ahead)):
             assert fresh.write(chain, i, page(chain, i))
         assert _read(fresh, chain, met) == len(chain.ahead), "what was damaged is whole again"
-    fresh.sweep(-10.0)
+    sweep(fresh.store, -10.0)
     pages = {id for chain in prompts for id in chain.ahead}
-    assert len(_all(store)) == (1 + len(LAYOUT.parts)) * len(pages), "nothing is left that no manifest names"
+    assert len(_all(store)) == (1 + len(LAYOUT.components)) * len(pages), "nothing is left that no manifest names"
     return met + faulty.met
 
 
+def sweep(store: Store, grace: float = GRACE) -> int:
+    """Delete orphans and unfinished files; returns how many, or 0 if the store fails."""
+    try:
+        return prune(store, check_store(store), grace)[1]
+    except OSError:
+        return 0
+
+
 def _born_again(store: Faulty, high: int, met: Counter[str]) -> PageStore:
-    """The shelf of the next process, which may die of what it does at first."""
+    """The page store of the next process, which may die of what it does at first."""
     while True:
         try:
             return PageStore(store, LAYOUT, high // 2, high)
@@ -222,18 +231,22 @@ def _all(store: Store) -> list[str]:
     return [key for kind in ("m", "o", "t") for key in store.keys(kind)]
 
 
+def stored(page_store: PageStore, chain: Chain) -> int:
+    """How many leading pages of a prompt come whole."""
+    count = len(chain.ids(page_store.layout.form))
+    return next((i for i in range(count) if page_store.read(chain, i) is None), count)
+
+
 def _read(page_store: PageStore, chain: Chain, met: Counter[str], room: PageBuffers | None = None) -> int:
     """Pages of a prompt that come whole, in `room` if there is one; each is one writer's, all of it."""
-    length = usable(page_store.find(chain))
-    for i in range(length):
-        got = page_store.read(chain, i, room=room)
+    for i in range(len(chain.ahead)):
+        got = page_store.read(chain, i, room)
         if got is None:
-            met["hits that got shorter"] += 1
             return i
         rights = [page(chain, i, writer) for writer in range(2)]
         assert any(got.items() <= right.items() for right in rights), "a wrong byte"
         met["pages read"] += 1
-    return length
+    return len(chain.ahead)
 
 
 def main() -> int:

@@ -13,11 +13,11 @@ import boto3
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
+from kvproto.tiers.file_store import FileStore, NixlFileStore
 from kvproto.tiers.lmdb_store import LmdbStore
-from kvproto.tiers.nixl_files import NixlFileStore
 from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.store import FileStore, Store
+from kvproto.tiers.store import Store
 from tests.tiers.schedules import Memory
 
 __all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]

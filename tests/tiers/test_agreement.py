@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.agreement import Agreement
+from kvproto.tiers.page_cache import Agreement
 from kvproto.wire.enums import ErrorCode
 from tests.tiers.engine import PAGE, Engine, Failing
 from tests.tiers.test_late import LatePager
@@ -136,7 +136,7 @@ def test_a_digest_that_is_the_least_in_every_number_is_told_from_others(monkeypa
     engine, made = Engine(8, 8), []
     for byte in (8, 16):
         digest = SimpleNamespace(digest=lambda byte=byte: bytes([byte]) * 32)
-        monkeypatch.setattr("kvproto.tiers.agreement.hashlib", SimpleNamespace(sha256=lambda data, d=digest: d))
+        monkeypatch.setattr("kvproto.tiers.page_cache.hashlib", SimpleNamespace(sha256=lambda data, d=digest: d))
         made.append(engine.cache.agreement([(engine.chain(*PROMPTS[0]), 2)]))
     for asked in joined(made):
         with pytest.raises(LocalError, match="those of all ranks"):

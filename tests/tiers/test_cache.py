@@ -14,11 +14,11 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import WritePolicy, patience
-from kvproto.tiers.page_layout import components
-from kvproto.tiers.store import FileStore
+from kvproto.tiers.page_layout import page_layout
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
 from tests.tiers.engine import PAGE, Engine
@@ -69,7 +69,7 @@ def test_what_two_prompts_share_is_copied_once() -> None:
     engine.turn(*A, 50, 51, 52, 53, step=False)
     engine.cache.step()
     assert len(engine.cache.host) == 3
-    assert engine.cache.copies.bytes == 3 * sum(part.length for part in engine.layout.parts)
+    assert engine.cache.copies.bytes == 3 * sum(part.length for part in engine.layout.components)
 
 
 def test_pages_are_written_when_the_policy_says() -> None:
@@ -272,7 +272,7 @@ def test_a_page_without_its_window_is_not_given_one_on_its_way(policy: WritePoli
     first.forget()
     first.cache.drain()
     assert [first.cache.host.groups(slot) for id in chain.ahead if (slot := first.cache.host.slot(id)) is not None] == [[0], [0], [0, 1]]  # fmt: skip
-    assert first.cache.page_store.find(chain) == (3, [0b1001])
+    assert [[*(first.cache.page_store.read(chain, i) or ())] for i in range(3)] == [[0], [0], [0, 1]]
     short = first.turn(*B[:9])
     assert short.found == {"device": 0, "host": 0}, "two pages cannot be used: the second lacks its window"
     first.cache.close()
@@ -351,7 +351,7 @@ def test_nobody_waits_for_a_storage_that_hangs_until_it_is_back() -> None:
     assert list(engine.free()) == [8, 8]
     store.left = 1000
     store.go_on.set()
-    while engine.cache.storing.workers.hangs:  # type: ignore[union-attr]
+    while engine.cache.io.workers.hangs:  # type: ignore[union-attr]
         continue
     fetch = engine.cache.fetch(engine.chain(*B), float("inf"))
     while not fetch.over(0.0):
@@ -426,10 +426,10 @@ def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path
 )
 def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) -> None:
     geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
-    columns, length = pack(geometry, 0, {0: 2, 1: 2})
+    columns, length = columns_without_gaps(geometry, 0, {0: 2, 1: 2})
     with pytest.raises(LocalError, match=says):
         HostCopies(
-            components(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager()
+            page_layout(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager()
         )
 
 

@@ -17,17 +17,18 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.plan import Route
 from kvproto.tiers import host_copies, lmdb_store
-from kvproto.tiers.lengths import usable
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
-from kvproto.tiers.manifest import Data, describe, encode, manifest_key, object_key
+from kvproto.tiers.manifest import Data, make_manifest, manifest_key, object_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import components
+from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
-from kvproto.tiers.store import FileStore, Store
+from kvproto.tiers.store import Store
+from kvproto.wire import encode_struct
 from tests.tiers import test_cache, test_groups, test_storage
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 from tests.tiers.test_storage import PROMPT, in_child, length
 
@@ -81,9 +82,7 @@ def test_pages_go_while_their_objects_are_read(store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_a_folder_that_can_only_be_read_serves_what_it_has(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:
+def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind: Kind) -> None:
     """The kernel refuses each write; whoever is root becomes nobody first."""
     assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     paths = [tmp_path, *tmp_path.rglob("*")]
@@ -99,7 +98,7 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(
         assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
         assert not page_store.write(PROMPT, 1, page(PROMPT, 1))
         assert not page_store.write(PROMPT, 0, page(PROMPT, 0, 1))
-        assert page_store.sweep(-1.0) == 0
+        assert sweep(page_store.store, -1.0) == 0
         assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
     status = in_child(use)
@@ -112,16 +111,13 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
 @pytest.mark.parametrize("kind", [FileStore, LmdbStore, PackStore])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    jump: float,
-    kind: type[FileStore] | type[LmdbStore] | type[PackStore],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: Kind
 ) -> None:
     """What is swept is what no manifest names, too soon or too late, and the page of that writer is a miss at worst."""
     store = kind(tmp_path)
     page_store = PageStore(store, LAYOUT)
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
-    manifest = describe(LAYOUT, PROMPT, 1, page(PROMPT, 1))
+    manifest = make_manifest(LAYOUT, PROMPT, 1, page(PROMPT, 1))
     for component in manifest.components:  # a writer that is not done yet
         store.put(object_key(manifest, component), page(PROMPT, 1)[component.group])
     now = time.time()
@@ -130,8 +126,8 @@ def test_a_clock_that_jumps_never_costs_a_whole_page(
     else:  # the file system's clock is another now than when these were written
         for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
             os.utime(path, (now - jump, now - jump))
-    assert page_store.sweep() == (3 if jump > 0 else 0)
-    store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
+    assert sweep(page_store.store) == (3 if jump > 0 else 0)
+    store.put(manifest_key(manifest.id, manifest.geometry), encode_struct(manifest))
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
     assert page_store.read(PROMPT, 1) == (None if jump > 0 else page(PROMPT, 1))
     assert page_store.write(PROMPT, 1, page(PROMPT, 1))
@@ -141,7 +137,7 @@ def test_a_clock_that_jumps_never_costs_a_whole_page(
 def test_what_is_given_up_does_not_depend_on_the_times_of_files(tmp_path: Path) -> None:
     """The order is that of use in this process, whatever the clock of the file system says of writing and reading."""
     chains = [prompt(n, n, n) for n in range(4)]
-    size = sum(part.length for part in LAYOUT.parts)
+    size = sum(part.length for part in LAYOUT.components)
     page_store = PageStore(FileStore(tmp_path), LAYOUT, 2 * size, 3 * size)
     for n, chain in enumerate(chains[:3]):
         assert page_store.write(chain, 0, page(chain, 0))
@@ -171,10 +167,10 @@ def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
     newer = lay_out([Group.gqa("target", 4, kv_heads=4, head_dim=3, page=4), draft], Parallel())
     store, chain = Memory(), Chain(bytes(32), size)
     chain.extend(range(33))
-    layouts = [components(older, 0, size), components(newer, 0, size)]
+    layouts = [page_layout(older, 0, size), page_layout(newer, 0, size)]
     assert layouts[0].geometry != layouts[1].geometry
     old, new = (PageStore(store, layout) for layout in layouts)
-    data = [{p.group: bytes((k + 1,)) * p.length for p in layout.parts} for k, layout in enumerate(layouts)]
+    data = [{p.group: bytes((k + 1,)) * p.length for p in layout.components} for k, layout in enumerate(layouts)]
     for geometry, layout in zip((older, newer), layouts, strict=True):
         RelayoutReader(store, geometry, 0, layout).publish_geometry()
     assert all(old.write(chain, i, data[0]) for i in range(2))
@@ -190,15 +186,15 @@ def test_pages_of_an_older_geometry_are_never_taken_for_ours(name: str) -> None:
 
 
 def length_of(page_store: PageStore, chain: Chain) -> int:
-    return usable(page_store.find(chain))
+    return stored(page_store, chain)
 
 
 def manifest_first(page_store: PageStore, pages: Sequence[tuple[Chain, int, Mapping[int, Data]]]) -> bool:
     """`PageStore._write` in the wrong order."""
-    with page_store._failing():
+    with page_store._counting_failures():
         for chain, i, data in pages:
-            manifest = describe(page_store.layout, chain, i, data)
-            page_store.store.put(manifest_key(manifest.id, manifest.geometry), encode(manifest))
+            manifest = make_manifest(page_store.layout, chain, i, data)
+            page_store.store.put(manifest_key(manifest.id, manifest.geometry), encode_struct(manifest))
             page_store._note(manifest)
             for component in manifest.components:
                 page_store.store.put(object_key(manifest, component), data[component.group])
@@ -219,13 +215,11 @@ def test_a_manifest_that_is_written_first_is_noticed(tmp_path: Path, monkeypatch
 def test_digests_that_are_not_checked_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedules find the wrong bytes."""
 
-    def unchecked(
-        page_store: PageStore, chain: Chain, i: int, groups: object = None, room: object = None
-    ) -> dict[int, bytes] | None:
-        with page_store._failing():
-            if known := page_store._take(chain, i):
-                held = known.manifest.components
-                return {c.group: page_store.store.get(object_key(known.manifest, c)) or b"" for c in held}
+    def unchecked(page_store: PageStore, chain: Chain, i: int, buffers: object = None) -> dict[int, bytes] | None:
+        with page_store._counting_failures():
+            if manifest := page_store._manifest(chain, i):
+                held = manifest.components
+                return {c.group: page_store.store.get(object_key(manifest, c)) or b"" for c in held}
         return None
 
     monkeypatch.setattr(PageStore, "read", unchecked)

@@ -11,11 +11,11 @@ import pytest
 
 from kvproto.errors import LocalError
 from kvproto.tiers import page_store
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore
 from kvproto.tiers.workers import Workers
 from kvproto.wire.messages import Manifest
 from tests.tiers.schedules import LAYOUT, Memory, page, prompt
@@ -57,7 +57,7 @@ def test_a_group_shares_what_waits_for_the_disk(tmp_path: Path, monkeypatch: pyt
     store, synced, chain = FileStore(tmp_path, durable=True), list[str](), prompt(*range(9))
     for folder in ((tmp_path / kind / f"{n:02x}") for kind in "om" for n in range(256)):
         folder.mkdir()
-        store._made.add(str(folder))
+        store._folders.add(str(folder))
     real = os.fsync
 
     def fsync(handle: int) -> None:
@@ -89,9 +89,9 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
 ) -> None:
     """Digests of a page are computed once the page before it has been written, and its syncs have been asked for."""
     chain, order, real = prompt(*range(9)), list[str](), os.write
-    described = page_store.describe
+    described = page_store.make_manifest
 
-    def describe(layout: PageLayout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
+    def make_manifest(layout: PageLayout, of: Chain, i: int, data: Mapping[int, Data]) -> Manifest:
         order.append(f"digests of {i}")
         return described(layout, of, i, data)
 
@@ -99,11 +99,11 @@ def test_the_disk_works_while_the_next_page_of_a_group_is_hashed(
         order.append("written")
         return real(file, data)
 
-    monkeypatch.setattr(page_store, "describe", describe)
+    monkeypatch.setattr(page_store, "make_manifest", make_manifest)
     monkeypatch.setattr(os, "write", write)
     store = PageStore(FileStore(tmp_path, durable=True), LAYOUT)
     assert store.write_all([(chain, i, page(chain, i)) for i in range(3)]) == [True] * 3
-    each = [step for i in range(3) for step in (f"digests of {i}", *["written"] * len(LAYOUT.parts))]
+    each = [step for i in range(3) for step in (f"digests of {i}", *["written"] * len(LAYOUT.components))]
     assert order == [*each, *["written"] * 3], "manifests are the last"
 
 
@@ -120,7 +120,7 @@ def test_a_page_of_the_wrong_size_leaves_nothing_of_its_group(tmp_path: Path) ->
 class Waiting(Memory):
     """A back end that keeps groups; the first waits until it is told to go on."""
 
-    group = 4
+    batch = 4
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ def test_pages_that_wait_are_written_together_whatever_their_prompts() -> None:
     store, chains = Waiting(), [prompt(n, n, n, n, n) for n in range(3)]
     page_store = PageStore(store, LAYOUT)
     workers = Workers(1, inf, 100)
-    first = workers.gather(page_store.write_all, (chains[0], 0, page(chains[0], 0)), store.group)
+    first = workers.gather(page_store.write_all, (chains[0], 0, page(chains[0], 0)), store.batch)
     store.begun.wait()
-    rest = [workers.gather(page_store.write_all, (c, i, page(c, i)), store.group) for c in chains for i in range(2)]
+    rest = [workers.gather(page_store.write_all, (c, i, page(c, i)), store.batch) for c in chains for i in range(2)]
     store.go_on.set()
     assert first.result()
     assert all(each.result() for each in rest)

@@ -1,6 +1,9 @@
 """Ids, geometry digests, manifests and lengths: the committed vectors, what the suite says of them, and kvproto."""
 
 import json
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import attrs
@@ -10,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvproto import Cache, Parallel, lay_out
 from kvproto.errors import LocalError, PlanError
-from kvproto.tiers.lengths import found, join, usable
-from kvproto.tiers.manifest import describe, encode, take
+from kvproto.tiers.index import Index
+from kvproto.tiers.manifest import make_manifest, parse_manifest
 from kvproto.tiers.page_ids import Chain, namespace
-from kvproto.tiers.page_layout import PageComponent, PageLayout, components
-from kvproto.wire import from_json
+from kvproto.tiers.page_layout import PageComponent, PageLayout, page_layout
+from kvproto.wire import encode_struct, from_json
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Geometry, Group
 from kvproto_conformance import tiers, tiers_vectors
@@ -64,18 +67,18 @@ def test_ids_do_not_depend_on_how_tokens_come(pieces: list[list[int]], page: int
 
 @cases("geometry")
 def test_a_geometry_and_the_bytes_of_its_components(case: dict[str, Any]) -> None:
-    layout = components(from_json(Geometry, case["geometry"]), int(case["rank"]), int(case["page"]))
+    layout = page_layout(from_json(Geometry, case["geometry"]), int(case["rank"]), int(case["page"]))
     assert layout.geometry.hex() == case["digest"]
-    assert {str(p.group): str(p.length) for p in layout.parts} == case["lengths"]
+    assert {str(p.group): str(p.length) for p in layout.components} == case["lengths"]
 
 
 def test_identity_does_not_contain_the_parallel_size() -> None:
     """KVP-TIER-SIZE, KVP-TIER-AHEAD: ranks of another engine find the page, and see that it is laid out in another way."""
     caches = [Cache.mla("t", 2, latent=4, rope=4, page=4), Cache.gqa("d", 1, kv_heads=4, head_dim=2, page=4, model=1)]
-    one, two = (components(lay_out(caches, Parallel(tp=tp)), 0, 8, ahead={1}) for tp in (1, 2))
+    one, two = (page_layout(lay_out(caches, Parallel(tp=tp)), 0, 8, ahead={1}) for tp in (1, 2))
     assert one.geometry != two.geometry
     assert one.form is two.form is KeyForm.AHEAD
-    replicated = [components(lay_out(caches[:1], Parallel(tp=2)), rank, 8).geometry for rank in range(2)]
+    replicated = [page_layout(lay_out(caches[:1], Parallel(tp=2)), rank, 8).geometry for rank in range(2)]
     assert replicated[0] == replicated[1]
 
 
@@ -99,7 +102,7 @@ def changed(**facts: Any) -> Geometry:
 def test_pages_that_cannot_be_kept_are_refused(geometry: Geometry, page: int) -> None:
     """KVP-TIER-WHOLE."""
     with pytest.raises(PlanError, match=r"groups\[t\]"):
-        components(geometry, 0, page)
+        page_layout(geometry, 0, page)
 
 
 @cases("manifest")
@@ -110,11 +113,11 @@ def test_a_manifest(case: dict[str, Any]) -> None:
     )
     chain = Chain(bytes.fromhex(want["namespace"]), layout.page)
     chain.extend(range(1, 10))
-    taken = take(bytes.fromhex(case["bytes"]), layout, chain, 1)
+    taken = parse_manifest(bytes.fromhex(case["bytes"]), layout, chain, 1)
     assert (taken is None) is case["absent"]
     if taken is not None:
         data = {c.group: bytes(range(c.length)) for c in taken.components}
-        assert encode(describe(layout, chain, 1, data)).hex() == case["bytes"]
+        assert encode_struct(make_manifest(layout, chain, 1, data)).hex() == case["bytes"]
 
 
 def test_a_page_without_its_draft_has_no_manifest() -> None:
@@ -129,18 +132,38 @@ def test_a_page_without_its_draft_has_no_manifest() -> None:
     )
     chain = Chain(bytes(32), 1)
     chain.extend([1, 2])
-    assert len(describe(layout, chain, 0, {0: b"a", 1: b"b"}).components) == 2
+    assert len(make_manifest(layout, chain, 0, {0: b"a", 1: b"b"}).components) == 2
     for data in ({0: b"a"}, {0: b"a", 1: b"bb"}, {0: b"a", 1: b"b", 2: b"c"}):
         with pytest.raises(LocalError, match=r"data|group"):
-            describe(layout, chain, 0, data)
+            make_manifest(layout, chain, 0, data)
+
+
+def common_length(layout: PageLayout, ranks: Sequence[Mapping[int, Sequence[int]]]) -> int:
+    """The greatest length at which all ranks can continue, with these pages in their indexes, by group."""
+    lengths = []
+    for has in ranks:
+        pages = min(map(len, has.values()))
+        count = next((i for i in range(pages) if not all(has[g][i] for g in layout.required)), pages)
+        index, chain = Index(layout, max(count, 1)), Chain(bytes(32), layout.page)
+        chain.extend(range(pages * layout.page + 1))
+        reservation = index.reserve_pages(chain, 0, count)
+        assert reservation is not None
+        reservation.fill_all()
+        reservation.seal_all([[g for g, there in has.items() if there[i]] for i in range(count)])
+        assert reservation.publish() == count
+        with index.find(chain) as hit:
+            lengths.append(hit.lengths)
+    return reduce(and_, lengths).bit_length() - 1
 
 
 @cases("length")
 def test_a_length_over_ranks(case: dict[str, Any]) -> None:
     parts = tuple(part(each) for each in case["parts"])
     layout = PageLayout(int(case["page"]), bytes(32), parts)
-    ranks = [found(layout, {int(g): has for g, has in rank.items()}) for rank in case["ranks"]]
-    assert str(usable(join(ranks))) == case["usable"]
+    assert (
+        str(common_length(layout, [{int(g): has for g, has in rank.items()} for rank in case["ranks"]]))
+        == case["usable"]
+    )
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 6), st.integers(1, 4), st.integers(1, 14))
@@ -153,5 +176,5 @@ def test_lengths_against_trying_each(data: st.DataObject, ranks: int, pages: int
     bits = st.lists(st.integers(0, 1), min_size=pages, max_size=pages)
     has = [{form["group"]: data.draw(bits) for form in forms} for _ in range(ranks)]
     layout = PageLayout(page, bytes(32), tuple(map(part, forms)))
-    said = join(found(layout, {int(g): one for g, one in rank.items()}) for rank in has)
-    assert usable(said) == tiers.lengths(page, forms, has)
+    ranks = [{int(g): one for g, one in rank.items()} for rank in has]
+    assert common_length(layout, ranks) == tiers.lengths(page, forms, has)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import LocalError
-from kvproto.tiers.index import Hit, Index, Reservation
+from kvproto.tiers.index import MOVES, Hit, Index, Reservation, Slots, SlotState
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
-from kvproto.tiers.slots import MOVES, Slots, SlotState
 from kvproto.wire.enums import KeyForm, LengthRule
 from tests.tiers.model import Model
 
@@ -36,7 +35,7 @@ def written(index: Index, *tokens: int, groups: tuple[int, ...] = ALL) -> int:
     """Pages of a prompt that are found already, and the rest written."""
     with index.find(chain(*tokens)) as hit:
         first = len(hit.pages)
-        claim = index.claim(chain(*tokens), first, len(tokens) - first)
+        claim = index.reserve_pages(chain(*tokens), first, len(tokens) - first)
         assert claim is not None
         for i in range(len(claim.pages)):
             claim.fill(i)
@@ -90,7 +89,7 @@ class Pair:
 
     def claim(self, tokens: tuple[int, ...], n: int) -> None:
         first = n % (len(tokens) + 1)
-        claim = self.index.claim(chain(*tokens), first, len(tokens) - first)
+        claim = self.index.reserve_pages(chain(*tokens), first, len(tokens) - first)
         assert (claim is not None) == self.model.claim(len(tokens) - first)
         if claim is not None:
             self.claims.append((claim, tokens, first, [None] * (len(tokens) - first)))
@@ -185,7 +184,7 @@ def test_every_slot_is_freed_once_whatever_fails_when(steps: Any, count: int) ->
 def test_a_page_is_found_once_all_of_it_is_written() -> None:
     """KVP-TIER-VISIBLE."""
     index, prompt = Index(LAYOUT, 4), chain(1, 2)
-    claim = index.claim(prompt, 0, 2)
+    claim = index.reserve_pages(prompt, 0, 2)
     assert claim is not None
     claim.fill(0)
     with pytest.raises(LocalError, match="groups"):
@@ -202,7 +201,7 @@ def test_a_page_is_not_found_before_the_one_before_it() -> None:
     """KVP-TIER-PARENT."""
     index = Index(LAYOUT, 8)
     written(index, 1, 2)
-    claim = index.claim(chain(1, 2, 3), 2, 1)
+    claim = index.reserve_pages(chain(1, 2, 3), 2, 1)
     assert claim is not None
     claim.fill(0)
     claim.seal(0, ALL)
@@ -217,11 +216,11 @@ def test_a_slot_that_is_read_is_not_used_again() -> None:
     index = Index(LAYOUT, 2)
     written(index, 1, 2)
     with index.find(chain(1, 2)) as hit:
-        assert index.claim(chain(3), 0, 1) is None
+        assert index.reserve_pages(chain(3), 0, 1) is None
         assert index.retire(chain(1).own[0]) == 2
         assert found(index, 1, 2) == 0
         assert index.slots.counts()[SlotState.RETIRING] == 2
-        assert index.claim(chain(3), 0, 1) is None
+        assert index.reserve_pages(chain(3), 0, 1) is None
         for page in hit.pages:
             index.check(page)
     assert index.slots.free == 2
@@ -233,10 +232,10 @@ def test_a_slot_of_another_generation_is_refused() -> None:
     written(index, 1)
     with index.find(chain(1)) as hit:
         (page,) = hit.pages
-    assert index.place(page, 1) == 4 * page.slot
+    index.check(page)
     written(index, 2)
     with pytest.raises(LocalError, match="generation 1"):
-        index.place(page, 1)
+        index.check(page)
 
 
 def test_what_was_not_used_for_longest_goes_first_and_leaves_before_what_they_hang_on() -> None:
@@ -259,7 +258,7 @@ def test_what_follows_a_page_goes_with_it() -> None:
 
 def test_the_second_writer_of_a_page_gives_its_slot_back() -> None:
     index = Index(LAYOUT, 4)
-    first, second = index.claim(chain(1), 0, 1), index.claim(chain(1, 2), 0, 2)
+    first, second = index.reserve_pages(chain(1), 0, 1), index.reserve_pages(chain(1, 2), 0, 2)
     assert first is not None
     assert second is not None
     for claim in (first, second):
@@ -275,7 +274,7 @@ def test_the_second_writer_of_a_page_gives_its_slot_back() -> None:
 def test_a_draft_computed_for_another_next_token_is_not_found() -> None:
     parts = (PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, 4), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, 4))
     index = Index(PageLayout(2, bytes(32), parts), 4)
-    claim = index.claim(chain(1, 2, 3, page=2), 0, 1)
+    claim = index.reserve_pages(chain(1, 2, 3, page=2), 0, 1)
     assert claim is not None
     claim.fill(0)
     claim.seal(0, (0, 1))
@@ -288,7 +287,7 @@ def test_pages_that_are_not_of_the_prompt_cannot_be_claimed() -> None:
     index = Index(LAYOUT, 4)
     for first, count in ((0, 3), (3, 0), (-1, 1), (1, -1)):
         with pytest.raises(LocalError, match="pages within 2"):
-            index.claim(chain(1, 2), first, count)
+            index.reserve_pages(chain(1, 2), first, count)
 
 
 @pytest.mark.parametrize("before", SlotState)
@@ -314,7 +313,7 @@ def test_states_change_by_the_table(before: SlotState, after: SlotState) -> None
 def test_a_prefix_that_is_cut_is_one_that_can_be_used() -> None:
     """KVP-TIER-LENGTH: of four pages the first and the last have the state after them."""
     index, prompt = Index(LAYOUT, 4), chain(1, 2, 3, 4)
-    claim = index.claim(prompt, 0, 4)
+    claim = index.reserve_pages(prompt, 0, 4)
     assert claim is not None
     for i in range(4):
         claim.fill(i)

@@ -18,14 +18,14 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import PageLayout, components
+from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader, geometry_key
-from kvproto.tiers.store import FileStore
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
@@ -35,7 +35,7 @@ TOKENS = np.arange(200, 200 + 97)
 
 def engine(
     tp: int = 1, dcp: int = 1, pp: int = 1, interleave: int = 1, mla: bool = False, cp: int = 1, heads: int = 4
-) -> Geometry:  # fmt: skip
+) -> Geometry:
     target = (
         Group.mla("target", 4, latent=6, rope=2, page=4)
         if mla
@@ -51,7 +51,7 @@ def right(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> dict[int
     """The bytes of page i, a byte at a time: what a byte is depends on its global coordinate alone."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     made = {}
-    for part in layout.parts:
+    for part in layout.components:
         (share,) = (s for s in own.owns if s.group == part.group)
         (group,) = (g for g in geometry.groups if g.id == part.group)
         out = bytearray()
@@ -83,7 +83,7 @@ def written(store: Memory | FileStore, geometry: Geometry, page: int, pages: int
     """What an engine's ranks leave in a store."""
     layouts = []
     for rank in [r.rank for r in geometry.ranks]:
-        layout = components(geometry, rank, page, draft_of(geometry))
+        layout = page_layout(geometry, rank, page, draft_of(geometry))
         RelayoutReader(store, geometry, rank, layout).publish_geometry()
         page_store = PageStore(store, layout)
         for i in range(min(pages, len(chain(page).ids(layout.form)))):
@@ -96,7 +96,7 @@ def read(store: Memory | FileStore, geometry: Geometry, page: int, first: int = 
     """How many pages from `first` on each rank of an engine finds; all of them are right."""
     found = []
     for rank in [r.rank for r in geometry.ranks]:
-        layout = components(geometry, rank, page, draft_of(geometry))
+        layout = page_layout(geometry, rank, page, draft_of(geometry))
         came = RelayoutReader(store, geometry, rank, layout).read(chain(page), first)
         for i, data in enumerate(came, first):
             assert data == right(geometry, rank, layout, i)
@@ -144,7 +144,7 @@ def test_windows_that_a_writer_lacks_at_first_come_from_where_it_has_them(theirs
     store, writer, reader = Memory(), engine(tp=2), engine(tp=4)
     draft = draft_of(writer)
     for rank in range(2):
-        layout = components(writer, rank, theirs, draft, dict.fromkeys(draft, 20))
+        layout = page_layout(writer, rank, theirs, draft, dict.fromkeys(draft, 20))
         RelayoutReader(store, writer, rank, layout).publish_geometry()
         for i in range(96 // theirs):
             data = right(writer, rank, layout, i)
@@ -154,7 +154,7 @@ def test_windows_that_a_writer_lacks_at_first_come_from_where_it_has_them(theirs
     both = lcm(theirs, ours)
     begins = -(-since * theirs // both) * both // ours
     for rank in range(4):
-        layout = components(reader, rank, ours, draft, dict.fromkeys(draft, 20))
+        layout = page_layout(reader, rank, ours, draft, dict.fromkeys(draft, 20))
         came = RelayoutReader(store, reader, rank, layout).read(chain(ours), 0)
         assert len(came) == whole
         for i, data in enumerate(came):
@@ -186,7 +186,7 @@ def test_whatever_the_sizes_are(
     layouts = written(store, writer, theirs, pages)
     there = min(pages, 96 // theirs) * theirs // ours
     for rank, count in enumerate(read(store, reader, ours, first)):
-        same = components(reader, rank, ours, draft_of(reader)).geometry in {layout.geometry for layout in layouts}
+        same = page_layout(reader, rank, ours, draft_of(reader)).geometry in {layout.geometry for layout in layouts}
         assert same or count == max(there - first, 0)
 
 
@@ -250,18 +250,18 @@ def test_another_namespace_is_another_prompt() -> None:
     one = engine(tp=4)
     other = Chain(b"\1" * 32, 8)
     other.extend(TOKENS)
-    assert RelayoutReader(store, one, 0, components(one, 0, 8, draft_of(one))).read(other, 0) == []
+    assert RelayoutReader(store, one, 0, page_layout(one, 0, 8, draft_of(one))).read(other, 0) == []
 
 
 def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
     """The first pages in its own geometry, the others from ranks of another; then they are in its pool."""
     store, reader = FileStore(tmp_path), engine(tp=4)
     written(store, engine(tp=2), 8, 5)
-    layout = components(reader, 1, 8, draft_of(reader))
+    layout = page_layout(reader, 1, 8, draft_of(reader))
     page_store = PageStore(store, layout)
     for i in range(2):
         assert page_store.write(chain(8), i, right(reader, 1, layout, i))
-    columns, length = pack(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
+    columns, length = columns_without_gaps(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
     for threads in (1, 4):
         copies = HostCopies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
         cache = PageCache(copies, page_store, threads=threads, others=RelayoutReader(store, reader, 1, layout))
@@ -287,8 +287,8 @@ def test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder(tmp_
 
     def run(number: int) -> tuple[int, int, int]:
         (geometry, page), rng = sizes_[number], random.Random(number)
-        layouts = [components(geometry, r.rank, page, draft_of(geometry)) for r in geometry.ranks]
-        most = 3 * 96 // page * sum(part.length for part in layouts[0].parts)  # three prompts of eight
+        layouts = [page_layout(geometry, r.rank, page, draft_of(geometry)) for r in geometry.ranks]
+        most = 3 * 96 // page * sum(part.length for part in layouts[0].components)  # three prompts of eight
         ranks = [
             (
                 rank,

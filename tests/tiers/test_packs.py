@@ -14,12 +14,10 @@ import msgpack
 import pytest
 
 import kvproto.tiers.pack_store
-from kvproto.tiers.fsck import survey
-from kvproto.tiers.lengths import usable
-from kvproto.tiers.pack_file import PackFile
-from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.fsck import check_store
+from kvproto.tiers.pack_store import PackFile, PackStore
 from kvproto.tiers.page_store import PageStore
-from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.schedules import LAYOUT, page, prompt, stored, sweep
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, die_at, in_child
 
 LONG = prompt(*range(9))
@@ -46,12 +44,12 @@ def test_a_writer_that_is_killed_leaves_all_of_a_pack_or_nothing(tmp_path: Path,
 
         status = in_child(write)
         after = PageStore(PackStore(root), LAYOUT)
-        kept.append(usable(after.find(LONG)))
+        kept.append(stored(after, LONG))
         whole = [page(LONG, i, 1) for i in range(3)]
         assert [after.read(LONG, i) for i in range(3)] == (whole if kept[-1] == 3 else [page(LONG, 0), None, None])
         assert after.write_all([(LONG, i, page(LONG, i)) for i in range(3)]) == [True] * 3
-        after.sweep(-1.0)
-        found = survey(PackStore(root), verify=True)
+        sweep(after.store, -1.0)
+        found = check_store(PackStore(root), verify=True)
         assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (3, [], {}, {})
         assert len(packs(root)) == 1
         if not status:
@@ -169,14 +167,14 @@ def test_a_page_that_is_written_anew_while_it_is_read_stays(tmp_path: Path, monk
     """What the reader has from the former pack is not taken for damage of the new one."""
     writer, reader = PageStore(PackStore(tmp_path), LAYOUT), PageStore(PackStore(tmp_path), LAYOUT)
     assert writer.write(LONG, 0, page(LONG, 0))
-    real, calls = PackFile.read, itertools.count()
+    real, calls = PackFile.read_into, itertools.count()
 
-    def read(self: PackFile, room: memoryview, at: int) -> int:
+    def read_into(self: PackFile, *args: Any) -> int:
         if next(calls) % 2:
             assert writer.write(LONG, 0, page(LONG, 0))
-        return real(self, room, at)
+        return real(self, *args)
 
-    monkeypatch.setattr(PackFile, "read", read)
+    monkeypatch.setattr(PackFile, "read_into", read_into)
     for _ in range(5):
         assert reader.read(LONG, 0) == page(LONG, 0)
     assert (reader.counts["damaged"], reader.counts["missed"]) == (0, 0)
@@ -302,9 +300,7 @@ def test_a_deleted_page_does_not_come_back(tmp_path: Path) -> None:
     assert packs(tmp_path) == []
 
 
-def test_changes_of_a_folder_whose_time_stands_still_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_changes_of_a_folder_whose_time_stands_still_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system may count in seconds: a miss lists again after a while."""
     ours, theirs = PackStore(tmp_path), PackStore(tmp_path)
     os.utime(tmp_path / "p", (1, 1))
@@ -377,6 +373,6 @@ def test_a_key_is_listed_whose_latest_pack_has_given_it_up(tmp_path: Path) -> No
     (one,) = packs(tmp_path)
     shutil.copy(one, one.with_name(f"{LATER:016x}.00000000"))
     assert sorted(store.keys("m")) == ["m/a", "m/b"]
-    store._mark(f"{LATER:016x}.00000000", "m/a")
+    store._delete_from(f"{LATER:016x}.00000000", "m/a")
     assert sorted(store.keys("m")) == ["m/a", "m/b"]
     assert store.get("m/a") == b"1"

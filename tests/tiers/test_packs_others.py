@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 import kvproto.tiers.pack_store
-from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.fsck import check_store, prune
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.pack_file import PackFile
-from kvproto.tiers.pack_store import PackStore
+from kvproto.tiers.pack_store import PackFile, PackStore
 from kvproto.tiers.page_store import PageStore
-from tests.tiers.schedules import LAYOUT, page
+from tests.tiers.schedules import LAYOUT, page, sweep
 from tests.tiers.test_packs import packs
 from tests.tiers.test_storage import PROMPT, in_child
 
@@ -29,8 +28,8 @@ def test_objects_that_are_written_again_while_they_are_swept_stay(tmp_path: Path
     half = PageStore(PackStore(tmp_path), LAYOUT)
     assert half.write(PROMPT, 0, page(PROMPT, 0))
     half.store.delete(MANIFEST)
-    writer, sweeper = PageStore(PackStore(tmp_path), LAYOUT, look=False), PackStore(tmp_path)
-    found, real = survey(sweeper), sweeper.age
+    writer, sweeper = PageStore(PackStore(tmp_path), LAYOUT, scan=False), PackStore(tmp_path)
+    found, real = check_store(sweeper), sweeper.age
 
     def age(key: str) -> float:
         if not writer.counts["written"]:
@@ -38,14 +37,14 @@ def test_objects_that_are_written_again_while_they_are_swept_stay(tmp_path: Path
         return real(key)
 
     sweeper.age = age  # type: ignore[method-assign]
-    assert prune(sweeper, found, -10.0) == (0, len(LAYOUT.parts))
+    assert prune(sweeper, found, -10.0) == (0, len(LAYOUT.components))
     assert PageStore(PackStore(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
 
 
 @pytest.mark.parametrize("knows", [False, True], ids=["unseen", "seen"])
 def test_a_page_that_is_mended_while_its_damage_is_found_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knows: bool
-) -> None:  # fmt: skip
+) -> None:
     """KVP-TIER-REWRITE: the reader has seen the old pack, and the new one has its name when the old one is deleted."""
     assert PageStore(PackStore(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
     (one,) = packs(tmp_path)
@@ -53,11 +52,11 @@ def test_a_page_that_is_mended_while_its_damage_is_found_stays(
     one.write_bytes(bytes((whole[0] ^ 1,)) + whole[1:])
     reader, writer = (
         PageStore(PackStore(tmp_path), LAYOUT),
-        PageStore(PackStore(tmp_path, durable=True), LAYOUT, look=False),
+        PageStore(PackStore(tmp_path, durable=True), LAYOUT, scan=False),
     )
-    real, reads = PackFile.read, 0
+    real, reads = PackFile.read_into, 0
 
-    def read(self: PackFile, room: memoryview, at: int) -> int:
+    def read_into(self: PackFile, *args: Any) -> int:
         nonlocal reads
         reads += 1
         if reads == 2:  # the first object
@@ -65,10 +64,10 @@ def test_a_page_that_is_mended_while_its_damage_is_found_stays(
             assert writer.write(PROMPT, 0, page(PROMPT, 0))
             if knows:
                 assert reader.store.get("o/another") is None
-        return real(self, room, at)
+        return real(self, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PackFile, "read", read)
+        patched.setattr(PackFile, "read_into", read_into)
         reader.read(PROMPT, 0)
     assert PageStore(PackStore(tmp_path), LAYOUT).read(PROMPT, 0) == page(PROMPT, 0)
     assert reader.read(PROMPT, 0) == page(PROMPT, 0)
@@ -137,7 +136,7 @@ def test_keys_that_no_reader_would_take_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str]
 ) -> None:
     """They would be lost after they had been said to be kept."""
-    monkeypatch.setattr("kvproto.tiers.pack_file._LONGEST_INDEX", 1 << 15)
+    monkeypatch.setattr("kvproto.tiers.pack_store._LONGEST_INDEX", 1 << 15)
     store = PackStore(tmp_path)
     store.put("o/a", b"1")
     with pytest.raises(OSError, match="keys in") as caught:
@@ -232,7 +231,7 @@ def test_a_pack_whose_time_is_no_number_is_none(tmp_path: Path, stamp: float, mo
     store = PackStore(tmp_path)
     assert store.get("o/a") is None
     assert len([*store.keys("t")]) == 1
-    assert PageStore(store, LAYOUT).sweep(-1.0) == 1
+    assert sweep(store, -1.0) == 1
 
 
 def test_deletions_of_others_cost_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

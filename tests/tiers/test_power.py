@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.file_store import FileStore
+from kvproto.tiers.fsck import check_store, prune
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore, Store
+from kvproto.tiers.store import Store
 from tests.tiers.power import Disk
-from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.schedules import LAYOUT, Kind, page, prompt
 
 PAGES = 4
 CHAIN = prompt(*range(9))
@@ -28,9 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.mark.parametrize("durable", [True, False], ids=["durable", "not durable"])
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_power_is_lost_at_any_time(
-    tmp_path: Path, disk: Disk, kind: type[FileStore] | type[PackStore], durable: bool
-) -> None:  # fmt: skip
+def test_power_is_lost_at_any_time(tmp_path: Path, disk: Disk, kind: Kind, durable: bool) -> None:
     """What comes is right, with `durable` all that was stored comes, and the folder can be used and cleaned."""
     rng, root, after = random.Random(1), tmp_path / "disk" / "new" / "folder", tmp_path / "after"
     stored: dict[int, set[int]] = {}
@@ -50,8 +49,8 @@ def test_power_is_lost_at_any_time(
             assert not (durable and i in must and got is None), f"page {i} was stored, and is lost"
         assert page_store.write(CHAIN, 0, page(CHAIN, 0, 9))
         assert page_store.read(CHAIN, 0) == page(CHAIN, 0, 9)
-        prune(page_store.store, survey(page_store.store, verify=True), -10.0, verify=True)
-        left = survey(page_store.store, verify=True)
+        prune(page_store.store, check_store(page_store.store, verify=True), -10.0, verify=True)
+        left = check_store(page_store.store, verify=True)
         assert (left.damaged, left.orphans, left.unfinished) == ([], {}, {})
 
     with disk.watched(lose):

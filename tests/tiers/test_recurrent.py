@@ -14,17 +14,16 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Route
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers import host_copies
 from kvproto.tiers.host_copies import HostCopies
-from kvproto.tiers.lengths import usable
 from kvproto.tiers.page_ids import Chain
-from kvproto.tiers.page_layout import PageLayout, components
+from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.transport.memory import allocate
 from kvproto.transport.shm.transport import HostPager
-from tests.tiers.schedules import Memory
+from tests.tiers.schedules import Memory, stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -156,8 +155,8 @@ def test_scratch_rows_of_a_state_stay_where_they_are() -> None:
     spec = Group.state("state", [0, 1], parts={"s": (DType.F32, 2, 12)}, rows=3, scratch_rows=2)
     geometry = lay_out([Group.gqa("kv", 1, kv_heads=1, head_dim=2, page=4), spec], Parallel())
     for heads_first in (False, True):
-        columns, length = pack(geometry, 0, {0: 6, 1: 6}, heads_first)
-        memory, layout = allocate(length), components(geometry, 0, 4)
+        columns, length = columns_without_gaps(geometry, 0, {0: 6, 1: 6}, heads_first)
+        memory, layout = allocate(length), page_layout(geometry, 0, 4)
         made = HostCopies(layout, RankLayout(geometry, 0, columns), {0: memory}, 6, HostPager())
         seen = np.from_dlpack(memory).view(np.uint8)
         seen[:] = before = np.random.default_rng(1).integers(0, 256, length, np.uint8)
@@ -173,7 +172,7 @@ def test_scratch_rows_of_a_state_stay_where_they_are() -> None:
         assert np.array_equal(states[1][:, [1, 4], :3], states[0][:, [1, 4], :3])
         assert not states[1][:, [0, 2, 3, 5]].any()
         assert not states[1][:, :, 3:].any(), "scratch is no part of a page"
-        assert layout.part(1).length == 2 * 3 * 2 * 12
+        assert layout.component(1).length == 2 * 3 * 2 * 12
 
 
 def hybrid(tp: int) -> Geometry:
@@ -185,7 +184,7 @@ def coordinates(geometry: Geometry, rank: int, layout: PageLayout, i: int) -> di
     """The bytes of page i; what a byte is depends on its layer, row, lane and token alone, not on who has it."""
     (own,) = (r for r in geometry.ranks if r.rank == rank)
     made = {}
-    for part, share in zip(layout.parts, own.owns, strict=True):
+    for part, share in zip(layout.components, own.owns, strict=True):
         (group,) = (g for g in geometry.groups if g.id == part.group)
         tokens = range(i * layout.page, (i + 1) * layout.page)
         rows = tokens if part.group == 0 else [1000 + 2 * (tokens.stop) + row for row in range(2)]
@@ -204,15 +203,15 @@ def test_states_are_found_by_ranks_of_other_sizes(writers: int, readers: int, th
     store, chain = Memory(), Chain(bytes(32), theirs)
     chain.extend(range(65))
     for rank in range(writers):
-        layout = components(hybrid(writers), rank, theirs)
+        layout = page_layout(hybrid(writers), rank, theirs)
         RelayoutReader(store, hybrid(writers), rank, layout).publish_geometry()
         page_store = PageStore(store, layout)
         for i in range(64 // theirs):
             data = coordinates(hybrid(writers), rank, layout, i)
             assert page_store.write(chain, i, {0: data[0]} if i == 2 else data)
     for rank in range(readers):
-        layout = components(hybrid(readers), rank, ours)
-        came = RelayoutReader(store, hybrid(readers), rank, layout).read(chain.of(ours), 0)
+        layout = page_layout(hybrid(readers), rank, ours)
+        came = RelayoutReader(store, hybrid(readers), rank, layout).read(chain.with_page(ours), 0)
         assert len(came) == 64 // ours
         for i, data in enumerate(came):
             right = coordinates(hybrid(readers), rank, layout, i)
@@ -221,5 +220,5 @@ def test_states_are_found_by_ranks_of_other_sizes(writers: int, readers: int, th
             assert data == (right if there else {0: right[0]})
         page_store = PageStore(store, layout)
         for i, data in enumerate(came):
-            page_store.write(chain.of(ours), i, data)
-        assert usable(page_store.find(chain.of(ours))) == 64 // ours
+            page_store.write(chain.with_page(ours), i, data)
+        assert stored(page_store, chain.with_page(ours)) == 64 // ours

@@ -8,19 +8,18 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvproto.tiers.fsck import prune, survey
-from kvproto.tiers.manifest import describe, encode, manifest_key
+from kvproto.tiers.file_store import FileStore
+from kvproto.tiers.fsck import GRACE, check_store, prune
+from kvproto.tiers.manifest import make_manifest, manifest_key
 from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.page_store import GRACE, PageStore
-from kvproto.tiers.store import FileStore
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt
+from kvproto.tiers.page_store import PageStore
+from kvproto.wire import encode_struct
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt
 from tests.tiers.test_storage import PAGE_BYTES, PROMPT, in_child, length
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_pages_are_pruned_while_two_processes_write_and_evict(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+def test_pages_are_pruned_while_two_processes_write_and_evict(tmp_path: Path, kind: Kind) -> None:
     """What comes is right throughout; nothing that the writers still need is deleted, and at the end all is whole."""
     chain = prompt(*range(9))
     pids = []
@@ -38,13 +37,13 @@ def test_pages_are_pruned_while_two_processes_write_and_evict(
         for pid in [pid for pid in left if (ended := os.waitpid(pid, os.WNOHANG))[0]]:
             assert ended[1] == 0, "no write failed"
             left.remove(pid)
-        found = survey(store, verify=True)
+        found = check_store(store, verify=True)
         prune(store, found, GRACE, verify=True)
         for i in range(4):
-            got = PageStore(store, LAYOUT, look=False).read(chain, i)
+            got = PageStore(store, LAYOUT, scan=False).read(chain, i)
             assert got is None or got in [page(chain, i, writer) for writer in range(2)]
-    prune(store, survey(store, verify=True), -10.0, verify=True)
-    last = survey(store, verify=True)
+    prune(store, check_store(store, verify=True), -10.0, verify=True)
+    last = check_store(store, verify=True)
     assert (last.damaged, last.orphans, last.unfinished) == ([], {}, {})
     page_store = PageStore(store, LAYOUT)
     assert page_store.write_all([(chain, i, page(chain, i)) for i in range(4)]) == [True] * 4
@@ -53,10 +52,10 @@ def test_pages_are_pruned_while_two_processes_write_and_evict(
 
 def test_a_page_that_is_evicted_while_it_is_looked_at_is_not_damaged() -> None:
     """Before its manifest is read, and before each of its objects is."""
-    for at in range(len(LAYOUT.parts) + 1):
+    for at in range(len(LAYOUT.components) + 1):
         store = Leaving(at)
         assert PageStore(store, LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
-        found = survey(store)
+        found = check_store(store)
         assert store.data == {}
         assert (found.pages, found.damaged) == ([], [])
 
@@ -97,7 +96,7 @@ def room_for(files: int) -> None:
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_disk_that_is_full_in_the_middle_of_a_group(tmp_path: Path, durable: bool) -> None:
     """At each write of four pages: half files are deleted, and the pages that there is room for are kept."""
-    chain, files = prompt(*range(9)), 1 + len(LAYOUT.parts)
+    chain, files = prompt(*range(9)), 1 + len(LAYOUT.components)
 
     def use(root: Path, room: int) -> None:
         page_store = PageStore(FileStore(root, durable), LAYOUT)
@@ -110,7 +109,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_group(tmp_path: Path, durable: b
     for room in range(4 * files + 1):
         root = tmp_path / f"{room}"
         assert in_child(partial(use, root, room)) == 0, f"room for {room} files"
-        found = survey(FileStore(root), verify=True)
+        found = check_store(FileStore(root), verify=True)
         assert (len(found.pages), found.damaged, found.orphans, found.unfinished) == (room // files, [], {}, {})
 
 
@@ -120,9 +119,9 @@ def test_a_manifest_whose_lengths_are_wrong_costs_no_other_page(tmp_path: Path, 
     page_store, store = PageStore(FileStore(tmp_path), LAYOUT), FileStore(tmp_path)
     assert all(page_store.write(PROMPT, i, page(PROMPT, i)) for i in range(2))
     other = prompt(7, 7, 7)
-    right = describe(LAYOUT if ours else attrs.evolve(LAYOUT, geometry=b"\1" * 32), other, 0, page(other, 0))
+    right = make_manifest(LAYOUT if ours else attrs.evolve(LAYOUT, geometry=b"\1" * 32), other, 0, page(other, 0))
     wrong = attrs.evolve(right, components=tuple(attrs.evolve(c, length=1 << 50) for c in right.components))
-    store.put(manifest_key(wrong.id, wrong.geometry), encode(wrong))
+    store.put(manifest_key(wrong.id, wrong.geometry), encode_struct(wrong))
     later = PageStore(store, LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     assert (later.bytes, later.counts["evicted"]) == (2 * PAGE_BYTES, 0)
     assert length(later) == 2

@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.fsck import survey
-from kvproto.tiers.lengths import usable
+from kvproto.tiers.file_store import FileStore, NixlFileStore
+from kvproto.tiers.fsck import check_store
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.nixl_files import NixlFileStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import LONGEST, FileStore
-from tests.tiers.schedules import LAYOUT, Memory, page, prompt, schedule
+from kvproto.tiers.store import LONGEST
+from tests.tiers.schedules import LAYOUT, Kind, Memory, page, prompt, schedule, stored, sweep
 from tests.tiers.stores import opened
 
 PROMPT = prompt(1, 2, 3, 4, 5)
-PAGE_BYTES = sum(part.length for part in LAYOUT.parts)
+PAGE_BYTES = sum(part.length for part in LAYOUT.components)
 
 
 class Recording(Memory):
@@ -45,7 +44,7 @@ class Recording(Memory):
 
 
 def length(page_store: PageStore) -> int:
-    return usable(page_store.find(PROMPT))
+    return stored(page_store, PROMPT)
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -113,7 +112,7 @@ def test_a_writer_that_is_killed_leaves_a_page_or_none(tmp_path: Path, before: b
         assert after.read(PROMPT, 1) == (page(PROMPT, 1, 1) if kept[-1] == 2 else None)
         assert after.write(PROMPT, 1, page(PROMPT, 1))
         assert after.read(PROMPT, 1) == page(PROMPT, 1)
-        after.sweep(-1.0)
+        sweep(after.store, -1.0)
         assert len([*after.store.keys("o"), *after.store.keys("t")]) == 6
         if not status:
             break
@@ -155,7 +154,7 @@ def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, NixlFileStore, PackStore])
-def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: Kind) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
     assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
 
@@ -173,9 +172,7 @@ def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: type[FileSt
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(tmp_path: Path, kind: Kind) -> None:
     page_store = PageStore(kind(tmp_path), LAYOUT)
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "t").rmdir()
@@ -185,7 +182,7 @@ def test_a_folder_that_takes_nothing_costs_hits_and_nothing_else(
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_two_writers_and_a_reader_of_one_folder(tmp_path: Path, kind: Kind) -> None:
     """Each page that comes is all one writer's, while both write and give up the same pages."""
     pids = []
     for writer in range(2):
@@ -219,17 +216,14 @@ def test_manifests_are_written_last_and_deleted_first() -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_what_was_not_read_for_longest_is_given_up_but_not_what_is_held(
-    tmp_path: Path, kind: type[FileStore] | type[PackStore]
-) -> None:  # fmt: skip
+def test_pages_that_were_not_used_for_longest_are_evicted(tmp_path: Path, kind: Kind) -> None:
     others = [prompt(n, n, n) for n in range(10, 14)]
     page_store = PageStore(kind(tmp_path), LAYOUT, 2 * PAGE_BYTES, 3 * PAGE_BYTES)
     for other in others[:3]:
         page_store.write(other, 0, page(other, 0))
-    with page_store.hold(others[0], 1):
-        assert page_store.read(others[1], 0)
-        page_store.write(others[3], 0, page(others[3], 0))
-        assert [usable(page_store.find(other)) for other in others] == [1, 0, 0, 1]
+    assert page_store.read(others[1], 0)
+    page_store.write(others[3], 0, page(others[3], 0))
+    assert [stored(page_store, other) for other in others] == [0, 1, 0, 1]
     assert page_store.bytes == 2 * PAGE_BYTES
     assert page_store.counts["evicted"] == 2
     assert PageStore(kind(tmp_path), LAYOUT).bytes == page_store.bytes
@@ -240,14 +234,11 @@ def test_some_components_of_a_page() -> None:
     data = page(PROMPT, 0)
     page_store.write(PROMPT, 0, {0: data[0], 1: data[1]})
     assert page_store.read(PROMPT, 0) == {0: data[0], 1: data[1]}
-    assert page_store.read(PROMPT, 0, [1]) == {1: data[1]}
-    assert page_store.read(PROMPT, 0, [2]) is None
-    assert page_store.find(PROMPT) == (1, [1])
 
 
 def test_pages_of_another_geometry_are_beside_ours() -> None:
     store = Memory()
-    other = PageStore(store, type(LAYOUT)(LAYOUT.page, b"\1" * 32, LAYOUT.parts))
+    other = PageStore(store, type(LAYOUT)(LAYOUT.page, b"\1" * 32, LAYOUT.components))
     ours = PageStore(store, LAYOUT)
     assert other.write(PROMPT, 0, page(PROMPT, 0, 1))
     assert ours.read(PROMPT, 0) is None
@@ -261,10 +252,10 @@ def test_what_no_manifest_names_is_swept_once_it_is_old(tmp_path: Path) -> None:
     page_store.write(PROMPT, 0, page(PROMPT, 0))
     files.delete(manifest_key(PROMPT.ahead[0], LAYOUT.geometry))
     page_store.write(PROMPT, 1, page(PROMPT, 1))
-    assert page_store.sweep() == 0
+    assert sweep(page_store.store) == 0
     for path in (tmp_path / "o").rglob("*"):
         os.utime(path, (0, 0))
-    assert page_store.sweep() == 3
+    assert sweep(page_store.store) == 3
     assert page_store.read(PROMPT, 1) == page(PROMPT, 1)
 
 
@@ -288,7 +279,7 @@ def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
-def test_threads_share_a_shelf(tmp_path: Path, kind: type[FileStore] | type[PackStore]) -> None:
+def test_threads_share_a_page_store(tmp_path: Path, kind: Kind) -> None:
     """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
     page_store, prompts = (
         PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES),
@@ -297,23 +288,23 @@ def test_threads_share_a_shelf(tmp_path: Path, kind: type[FileStore] | type[Pack
 
     def turn(n: int) -> bool:
         chain = prompts[n % 5]
-        with page_store.hold(chain, 1):
-            kept = page_store.write(chain, 0, page(chain, 0, n % 2)), page_store.read(chain, 0)
-        assert kept[1] in [None, page(chain, 0), page(chain, 0, 1)]
-        return kept[0]
+        written, read = page_store.write(chain, 0, page(chain, 0, n % 2)), page_store.read(chain, 0)
+        assert read in [None, page(chain, 0), page(chain, 0, 1)]
+        return written
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(turn, range(200)))
     assert page_store.counts["written"] == 200
-    assert page_store.bytes == PAGE_BYTES * sum(usable(page_store.find(chain)) for chain in prompts) <= 3 * PAGE_BYTES
+    assert page_store.bytes == PAGE_BYTES * sum(stored(page_store, chain) for chain in prompts) <= 3 * PAGE_BYTES
 
 
 def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) -> None:
     page_store = PageStore(FileStore(tmp_path), LAYOUT)
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     (tmp_path / "m").rename(tmp_path / "away")
-    assert page_store.sweep(-1.0) == 0
-    assert page_store.counts["failed"] == 1
+    with pytest.raises(FileNotFoundError):
+        check_store(page_store.store)
+    assert sweep(page_store.store, -1.0) == 0
     (tmp_path / "away").rename(tmp_path / "m")
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
@@ -331,7 +322,7 @@ def test_what_is_too_long_for_a_manifest_is_not_read() -> None:
     store.put(key, bytes(LONGEST + 1))
     page_store = PageStore(store, LAYOUT)
     assert page_store.read(PROMPT, 0) is None
-    assert (length(page_store), page_store.sweep(-1.0)) == (0, 0)
-    assert [each.key for each in survey(store).damaged] == [key]
+    assert length(page_store) == 0
+    assert [each.key for each in check_store(store).damaged] == [key]
     assert page_store.write(PROMPT, 0, page(PROMPT, 0))
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)

@@ -1,5 +1,6 @@
 """What every back end promises, and what is special to LMDB and to object stores."""
 
+import itertools
 import random
 import socket
 import sys
@@ -7,26 +8,26 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from signal import SIGKILL
-from subprocess import PIPE, Popen
 from time import monotonic
 
 import msgpack
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.fsck import prune, survey
+from kvproto.tiers.file_store import FileStore, NixlFileStore
+from kvproto.tiers.fsck import check_store, prune
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.nixl_files import NixlFileStore
 from kvproto.tiers.object_store import ObjectStore
-from kvproto.tiers.open_store import open_store
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
-from kvproto.tiers.store import FileStore, Filling, Store
+from kvproto.tiers.store import IntoStore, Store, open_store
 from kvproto.wire.enums import ErrorCode
-from tests.tiers.schedules import LAYOUT, page, prompt
+from tests.tiers.schedules import LAYOUT, page, prompt, sweep
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
 
 PROMPT = prompt(1, 2, 3, 4, 5)
@@ -57,7 +58,7 @@ def test_bytes_are_kept_under_keys(store: Store) -> None:
 
 def test_bytes_are_read_into_memory_that_is_there(store: Store) -> None:
     """All that there are, and no more than there is room for."""
-    if not isinstance(store, Filling):
+    if not isinstance(store, IntoStore):
         pytest.skip("it makes the memory itself")
     assert store.get_into(NAMES[0], memoryview(bytearray(4))) is None
     store.put(NAMES[0], b"abcd")
@@ -89,10 +90,10 @@ def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     fields = msgpack.unpackb(store.get(newer) or b"", strict_map_key=False)
     store.put(newer, msgpack.packb({**fields, 0x3FFF: 1}))
     store.put(damaged, b"\x81")
-    found = survey(store, verify=True)
+    found = check_store(store, verify=True)
     assert (found.newer, [each.key for each in found.damaged], len(found.orphans)) == ([newer], [damaged], 3)
     assert prune(store, found, -10.0, verify=True) == (1, 3)
-    assert page_store.sweep(-10.0) == 0
+    assert sweep(page_store.store, -10.0) == 0
     assert len([*store.keys("m")]) == 1
     assert len([*store.keys("o")]) == 3
     assert page_store.read(PROMPT, 0) is None
@@ -100,32 +101,30 @@ def test_pages_of_a_later_version_are_left_alone(store: Store) -> None:
     assert page_store.read(PROMPT, 0) == page(PROMPT, 0)
 
 
-WRITER = """
-import os
-import sys
-from pathlib import Path
-from kvproto.tiers.pack_store import PackStore
-from kvproto.tiers.open_store import open_store
-from kvproto.tiers.page_store import PageStore
-from tests.tiers.schedules import LAYOUT, page, prompt
-pages, chain = PageStore(open_store(sys.argv[1]), LAYOUT), prompt(1, 2, 3, 4, 5)
-for turn in range(100000):
-    pages.write_all([(chain, i, page(chain, i, 1)) for i in range(1 + turn % 2)])
-    os.write(1, b".")
-"""
+def write_pages(place: str, progress: Connection) -> None:
+    """Write pages until this process is killed."""
+    page_store = PageStore(open_store(place), LAYOUT)
+    for turn in itertools.count():
+        page_store.write_all([(PROMPT, i, page(PROMPT, i, 1)) for i in range(1 + turn % 2)])
+        progress.send_bytes(b".")
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "packs"])
 def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
     rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
+    processes = get_context("forkserver")  # a fork of this process would share what LMDB has open
+    processes.set_forkserver_preload([__name__])
     for _ in range(6):
-        with Popen([sys.executable, "-c", WRITER, f"{scheme}:{tmp_path}"], stdout=PIPE, bufsize=0) as writer:
-            assert writer.stdout
-            for _ in range(rng.randrange(1, 60)):
-                assert writer.stdout.read(1)
-            writer.kill()
-        assert writer.returncode == -SIGKILL
+        progress, end = processes.Pipe(duplex=False)
+        writer = processes.Process(target=write_pages, args=(f"{scheme}:{tmp_path}", end))
+        writer.start()
+        end.close()
+        for _ in range(rng.randrange(1, 60)):
+            assert progress.recv_bytes()
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -SIGKILL
         for i in range(2):
             got = page_store.read(PROMPT, i)
             assert got in (None, page(PROMPT, i), page(PROMPT, i, 1))
@@ -167,7 +166,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
         )
         with pytest.raises(OSError, match=r"."):
             far.get(NAMES[0])
-        page_store = PageStore(far, LAYOUT, look=False)
+        page_store = PageStore(far, LAYOUT, scan=False)
         assert page_store.read(PROMPT, 0) is None
         assert not page_store.write(PROMPT, 0, page(PROMPT, 0))
         assert page_store.counts["failed"] == 2
@@ -199,7 +198,7 @@ def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monk
         assert made.durable
     else:
         assert isinstance(made, LmdbStore)
-        assert made._held.env.flags()["metasync"]
+        assert made._environment.env.flags()["metasync"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

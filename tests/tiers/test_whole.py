@@ -6,8 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvproto.tiers.lease import PageLease
-from kvproto.tiers.page_cache import WritePolicy
+from kvproto.tiers.page_cache import PageLease, WritePolicy
 from kvproto.wire.enums import Tier
 from tests.tiers.engine import PAGE, Engine
 

@@ -14,9 +14,9 @@ from kvproto.errors import KvprotoError
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import encode_geometry
 from kvproto.planning.layout import Parallel, lay_out
-from kvproto_captures.captures import messages
+from kvproto_captures.capture import messages
 from kvproto_captures.fleet import Fleet
-from kvproto_captures.reading import read, resolve
+from kvproto_captures.interpreter import read, resolve
 from tools.specgen.registry import ROOT
 
 __all__ = ["differences"]

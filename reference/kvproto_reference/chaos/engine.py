@@ -18,7 +18,7 @@ import attrs
 
 from kvproto import Geometry, KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
-from kvproto.rank.withdrawal import Withdrawal
+from kvproto.rank.handles import Withdrawal
 from kvproto.session import limits as times
 
 from . import limits
@@ -75,9 +75,14 @@ class Setup:
         if self.transport.startswith("slow") and writes:
             transports = [SlowShm(LAYERS, pause, self.broken)]
         return Options(
-            keys=self.keys, transports=transports, pull=self.pull, thread=self.thread,
-            verify=self.verify, lease=LEASE, cold_draft=True,  # type: ignore[arg-type]
-        )  # fmt: skip
+            keys=self.keys,
+            transports=transports,
+            pull=self.pull,
+            thread=self.thread,
+            verify=self.verify,  # type: ignore[arg-type]
+            lease=LEASE,
+            cold_draft=True,
+        )
 
 
 def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:

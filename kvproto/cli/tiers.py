@@ -1,0 +1,136 @@
+"""`kvproto tiers PLACE`: list stored pages (draft), damage, and files that belong to no page; verify, prune."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvproto.errors import LocalError
+from kvproto.tiers.fsck import GRACE, StoreReport, check_store, delete_page, prune
+from kvproto.tiers.manifest import manifest_key
+from kvproto.tiers.store import Store, open_store
+from kvproto.wire.messages import Manifest
+
+__all__ = ["add", "run"]
+
+
+_LEAST = 8
+"""The fewest digits that name a namespace to delete."""
+
+
+def add(commands: Any) -> None:
+    """Add the command and its options."""
+    command = commands.add_parser("tiers", help="list stored pages; verify them, prune them")
+    command.add_argument("place", metavar="PLACE", help="a folder, packs:FOLDER, lmdb:FOLDER or s3://BUCKET/PREFIX")
+    command.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    text = "delete damaged pages, and old files that belong to no page"
+    command.add_argument("--prune", action="store_true", help=text)
+    text = "how old those files must be, as their writer may still be at work (default %(default).0f)"
+    command.add_argument("--grace", type=float, default=GRACE, metavar="SECONDS", help=text)
+    command.add_argument("--drop", metavar="HEX", help="delete all pages of the namespace whose name begins with HEX")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check a store, delete what was requested, and print; exits with 1 for damaged pages or an unreadable place."""
+    scheme, _, rest = args.place.rpartition(":")
+    wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb", "packs": Path(rest) / "p"}.get(scheme)
+    if wants is not None and not wants.exists():
+        print(f"error: {args.place}: no cached pages, since there is no {wants}", file=sys.stderr)
+        return 1
+    try:
+        store = open_store(args.place)
+        report, deleted = check_store(store, args.verify), dict[str, int]()
+        if args.drop is not None:
+            spaces = {page.namespace.hex() for page in report.pages if page.namespace.hex().startswith(args.drop)}
+            if len(spaces) != 1 or len(args.drop) < _LEAST:
+                says = f"{len(spaces)} namespaces begin with {args.drop!r}: name one, by {_LEAST} digits at least"
+                print(f"error: {says}", file=sys.stderr)
+                return 1
+            deleted["dropped"] = _drop(store, report, *spaces)
+        if args.prune:
+            deleted["damaged"], deleted["files"] = prune(store, report, args.grace, args.verify)
+        if deleted:
+            report = check_store(store, args.verify)
+    except (OSError, LocalError) as error:
+        says = f"{error.filename or args.place}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"error: {says}", file=sys.stderr)
+        return 1
+    print(json.dumps(_as_json(report) | {"deleted": deleted}) if args.json else "\n".join(_lines(report, deleted)))
+    return 1 if report.damaged else 0
+
+
+def _drop(store: Store, report: StoreReport, space: str) -> int:
+    pages = [page for page in report.pages if page.namespace.hex() == space]
+    for page in pages:
+        delete_page(store, manifest_key(page.id, page.geometry), page)
+    return len(pages)
+
+
+def _by_kind(report: StoreReport) -> Iterator[tuple[tuple[str, str], list[Manifest]]]:
+    """Pages by namespace and geometry."""
+
+    def kind(page: Manifest) -> tuple[str, str]:
+        return page.namespace.hex(), page.geometry.hex()
+
+    for both, pages in groupby(sorted(report.pages, key=kind), kind):
+        yield both, [*pages]
+
+
+def _size(pages: list[Manifest]) -> int:
+    return sum(component.length for page in pages for component in page.components)
+
+
+def _groups(pages: list[Manifest]) -> dict[int, tuple[str, int, int]]:
+    """By component: how it counts, how many pages have it, and its bytes in total."""
+    totals: dict[int, tuple[str, int, int]] = {}
+    for page in pages:
+        for c in page.components:
+            reach = "" if c.reach is None else f" of {c.reach} tokens"
+            _, count, size = totals.get(c.group, ("", 0, 0))
+            totals[c.group] = f"{c.form.name} {c.rule.name}{reach}", count + 1, size + c.length
+    return dict(sorted(totals.items()))
+
+
+def _lines(report: StoreReport, deleted: dict[str, int]) -> Iterator[str]:
+    for (space, geometry), pages in _by_kind(report):
+        yield f"namespace {space[:16]}, geometry {geometry[:16]}"
+        yield f"  {len(pages):,} pages of {pages[0].page} tokens, {_size(pages):,} bytes"
+        for group, (says, count, size) in _groups(pages).items():
+            yield f"  group {group}: {says}, in {count:,} pages, {size:,} bytes"
+    if not report.pages:
+        yield "no page"
+    for page in report.damaged:
+        yield f"damaged {page.key!r}: {page.why}"
+    if report.newer:
+        yield f"{len(report.newer):,} pages of a later version, left alone"
+    for name, files in (("that no page names", report.orphans), ("that were not finished", report.unfinished)):
+        if files:
+            yield f"{len(files):,} files {name}, {sum(files.values()):,} bytes"
+    for what, count in deleted.items():
+        yield f"deleted: {count:,} {({'dropped': 'pages', 'damaged': 'damaged pages', 'files': 'files'})[what]}"
+
+
+def _as_json(report: StoreReport) -> dict[str, Any]:
+    kinds = [
+        {
+            "namespace": space,
+            "geometry": geometry,
+            "page_tokens": pages[0].page,
+            "pages": len(pages),
+            "bytes": _size(pages),
+            "groups": {
+                group: {"counts": says, "pages": count, "bytes": size}
+                for group, (says, count, size) in _groups(pages).items()
+            },
+        }
+        for (space, geometry), pages in _by_kind(report)
+    ]
+    damaged = [{"key": page.key, "why": page.why} for page in report.damaged]
+    rest = {"orphans": report.orphans, "unfinished": report.unfinished, "newer": report.newer}
+    return {"kinds": kinds, "damaged": damaged, **rest}

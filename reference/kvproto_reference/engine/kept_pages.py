@@ -1,0 +1,188 @@
+"""Pages of an engine's pools that are kept after their requests: on the device, on the host, and in storage.
+
+Each rank keeps its own pages. What a rank finds in storage, and how long that takes, differs; so each says when its
+share of a prompt is there, and once all have, they agree on one length (docs/tiers.md, Several ranks).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from kvproto import Pool, Tiers
+from kvproto.tiers import Chain, PageLease, StorageRead, patience
+
+from .. import checkpoint
+from ..cache import Shard
+from ..errors import EngineError
+from ..models import ModelConfig
+from .description import DRAFT, TARGET
+from .lockstep import Said
+from .prefix import tokens_a_unit
+from .sequence import TokenSequence
+from .world import World
+
+__all__ = ["KeptPages", "names_of"]
+
+_PAUSE = 0.002
+"""Seconds between polls of what threads have read and written."""
+
+
+def names_of(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> dict[str, str]:
+    """What the pages of target and draft were computed by (KVP-TIER-NAMESPACE)."""
+    names = {}
+    for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=True):
+        names[f"weights.{name}"] = checkpoint.fingerprint(each)
+        names[f"rope.{name}"] = repr((config.rope_theta, config.rope_rates, config.rope_gain, config.rope_pairs))
+        names[f"dtype.{name}"] = config.dtype
+    return names
+
+
+@attrs.define(eq=False)
+class _Coming:
+    """A prompt whose pages are being looked up in storage."""
+
+    sequence: TokenSequence
+    chain: Chain
+    count: int
+    """Tokens of the prompt whose pages are looked up."""
+    fetch: StorageRead
+    said: bool = False
+    taken: int | None = None
+    """Pages that came from storage."""
+    ranks: set[int] = attrs.Factory(set)
+    """Ranks that no longer wait for theirs."""
+
+
+@attrs.define(eq=False)
+class _Held:
+    lease: PageLease
+    count: int
+
+
+class KeptPages:
+    """The pages of one rank, which the scheduler takes for a request and leaves when the request is over."""
+
+    def __init__(
+        self,
+        rank: int,
+        pool: Pool,
+        names: Mapping[str, str],
+        shards: Sequence[Shard],
+        world: World,
+        host: int,
+        storage: str | None,
+    ) -> None:
+        """`host` is the number of pages on the host. Raises EngineError if pages do not hold whole runs of a deal."""
+        self.unit, self._each = tokens_a_unit(shards)
+        if not self.unit:
+            raise EngineError("--host-pages needs pages that hold whole runs of the deal: choose another --interleave")
+        self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage)
+        self._rank, self._world = rank, world
+        self._coming: dict[str, _Coming] = {}
+        self._held: dict[TokenSequence, _Held] = {}
+        self._left = self._told = 0
+        """Requests whose pages were returned, and how many of them are in storage, as the other ranks were told."""
+
+    @property
+    def available(self) -> list[int]:
+        """Pages of the target's and of the draft's pool that no request holds."""
+        slots = self.tiers.device.slots
+        return [(slots.free + slots.idle) * each for each in self._each]
+
+    def check_room(self, rows: int) -> None:
+        """Raise EngineError for a request that the pools can never hold."""
+        need, room = -(-rows // self.unit), self.tiers.device.slots.count
+        if need > room:
+            raise EngineError(f"{rows} tokens need {need} pages of {self.unit} tokens, the pools have {room}")
+
+    def begin(self, id: str, sequence: TokenSequence, count: int) -> None:
+        """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""
+        chain = self.tiers.chain(sequence.prompt[:count])
+        fetch = self.tiers.fetch(chain, time.monotonic() + patience(count))
+        self._coming[id] = _Coming(sequence, chain, count, fetch)
+
+    def drop(self, id: str) -> None:
+        """Drop a request that has not taken its pages, if there is one of that id."""
+        self._coming.pop(id, None)
+
+    def turn(self) -> Said:
+        """Do what can be done without the other ranks; returns what to tell them."""
+        self.tiers.step()
+        now, said = time.monotonic(), list[dict[str, Any]]()
+        for id, one in self._coming.items():
+            if not one.said and one.fetch.over(now):
+                one.said = True
+                said.append({"op": "fetched", "rank": self._rank, "id": id})
+        if self._left > self._told and not self.tiers.busy:
+            self._told = self._left
+            said.append({"op": "settled", "rank": self._rank, "left": self._left, "pages": dict(self.tiers.counts)})
+        return said
+
+    def next_timer(self) -> float | None:
+        """The time at which `turn` may have something to do, or None."""
+        waits = self._left > self._told or any(not one.said for one in self._coming.values())
+        return time.monotonic() + _PAUSE if waits else None
+
+    def fetched(self, id: str, rank: int) -> None:
+        """Note that a rank no longer waits for storage."""
+        if id in self._coming:
+            self._coming[id].ranks.add(rank)
+
+    def allocate(self, id: str, rows: int) -> tuple[int, dict[str, int]] | None:
+        """Give a request pages for `rows` rows; returns how many tokens they hold already on all ranks, and from where.
+
+        Returns None, taking nothing, while a rank waits for storage or has too few pages. A collective.
+        """
+        one = self._coming[id]
+        if len(one.ranks) < self._world.size:
+            return None
+        if one.taken is None:
+            one.taken = one.fetch.take()
+        agreement = self.tiers.agreement([(one.chain, -(-rows // self.unit))], len(one.chain.own))
+        self._least(agreement.vector)
+        (lease,) = agreement.open()
+        if lease is None:
+            return None
+        self.tiers.step()
+        lease.wait()
+        # a copy that failed on one rank makes the hit shorter on all
+        pages = int(self._least(np.array([lease.pages], np.int32))[0])
+        del self._coming[id]
+        self._held[one.sequence] = _Held(lease, one.count)
+        one.sequence.target_pages, one.sequence.draft_pages = (
+            [slot * each + i for slot in lease.slots for i in range(each)] for each in self._each
+        )
+        device = min(lease.found["device"], pages)
+        storage = min(one.taken, pages - device)
+        where = {"device": device, "host": pages - device - storage, "storage": storage}
+        return pages * self.unit, {name: count * self.unit for name, count in where.items()}
+
+    def free(self, sequence: TokenSequence, valid: int) -> None:
+        """Take a request's pages back, and keep those of its first `valid` tokens."""
+        if (held := self._held.pop(sequence, None)) is None:
+            return
+        held.lease.chain.extend((sequence.prompt + sequence.generated)[held.count : valid])
+        held.lease.leave(valid)
+        self._left += 1
+        self.tiers.step()
+
+    def close(self, well: bool) -> None:
+        """End; with `well`, after everything has been written to storage."""
+        if well:
+            self.tiers.drain()
+        self.tiers.close()
+
+    def _least(self, vector: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The minimum over all ranks, in place."""
+        if self._world.size > 1:
+            dist.all_reduce(torch.from_numpy(vector), dist.ReduceOp.MIN, self._world.group)
+        return vector

@@ -1,0 +1,21 @@
+"""Folders in memory: killed writers and lost power are simulated, so most tests need no disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+ON_DISK = {"test_stores", "test_packs_others"}
+"""Modules whose tests use the file system of the machine: its syncs and its holes."""
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty folder, in memory if the module allows and the machine has such a folder."""
+    memory = Path("/dev/shm")
+    if request.module.__name__.rpartition(".")[2] in ON_DISK or not memory.is_dir():
+        yield tmp_path_factory.mktemp("disk")
+        return
+    with TemporaryDirectory(dir=memory, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
