@@ -172,7 +172,7 @@ class Fetch(TicketHandle[Arrived]):
         if self.whole or (tokens is not None and not self.spans) or self.wanted == (tokens,):
             return None
         self.wanted, self._useful = (tokens,), self.end if tokens is None else tokens
-        event = PagesWanted(self, self._useful, self._lengths(self._useful))
+        event = PagesWanted(self, self._useful, self.lengths(self._useful))
         if self._on_wanted is not None:
             self._rank.call_back(lambda: self._ask(event))
         return event
@@ -183,12 +183,15 @@ class Fetch(TicketHandle[Arrived]):
         self._end(event)
         return event
 
-    def lose(self, error: KvprotoError, proven: bool) -> Lost:
-        """End with an error; its pages are free if it is `proven` that nothing can write them any more."""
+    def lose(self, error: KvprotoError, proven: bool, raised: Exception | None = None) -> Lost:
+        """End with an error; its pages are free if it is `proven` that nothing can write them any more.
+
+        `raised` is the exception that the handle raises, if that is another.
+        """
         self.pages_free = proven
         if proven:
             self.release()
-        self._end(None, error)
+        self._end(None, raised or error)
         return Lost(self, error, proven)
 
     def free(self) -> PagesFree:
@@ -214,7 +217,7 @@ class Fetch(TicketHandle[Arrived]):
 
     # page tables
 
-    def _lengths(self, tokens: int) -> dict[str, int]:
+    def lengths(self, tokens: int) -> dict[str, int]:
         """How many entries page tables need for tokens below `tokens`, by group name."""
         lengths = {}
         for grant in granted_below(self.pool.layout, tuple(self.asked.values()), tokens, self.end):

@@ -160,7 +160,7 @@ class SinkNode:
             self._greet(replica, *self.sources[replica])
         except Exception as error:  # memory is short, for example: nothing was requested
             own = LocalError(ErrorCode.ABORTED, "", "a connection", repr(error), "fetch again")
-            self._events.append(fetch.lose(error if isinstance(error, KvprotoError) else own, True))
+            self._events.append(fetch.lose(error if isinstance(error, KvprotoError) else own, True, error))
             raise
         self._links[replica].fetch(fetch)
 
