@@ -252,12 +252,13 @@ class SinkEndpoint(Endpoint):
     @property
     def suspect(self) -> bool:
         """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
-        return any(session.suspect and session.open for session in [*self.sessions.values()])  # from any thread
+        sessions = [*self.sessions.values()]  # from any thread
+        return bool([session for session in sessions if session.suspect and session.open])
 
     def features(self) -> tuple[int, ...]:
         """The features that all sessions have."""
-        every = [session.features for session in self.sessions.values()] or [tuple(Feature)]
-        return tuple(f for f in every[0] if all(f in some for some in every))
+        first, *others = {session.features for session in self.sessions.values()} or {tuple(Feature)}
+        return tuple(f for f in first if all(f in features for features in others)) if others else first
 
     def streamed(self, transfer: SinkTransfer | None = None) -> dict[int, int]:
         """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""
@@ -529,7 +530,8 @@ class SinkEndpoint(Endpoint):
     # what follows from a frame, a timer or a call
 
     def _after(self, now: float) -> None:
-        self._act_on_events(now)
+        if self._unhandled or not self.ready:
+            self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._calls.ready()
@@ -544,7 +546,8 @@ class SinkEndpoint(Endpoint):
                     self._progress(transfer, now)
         for session in self.sessions.values() if self._pulls else ():
             session.unmap_unused()
-        self._act_on_events(now)
+        if self._unhandled or not self.ready:
+            self._act_on_events(now)
 
     def _act_on_events(self, now: float) -> None:
         while self._unhandled or self._register(now):

@@ -232,7 +232,7 @@ class SourceLink:
     @property
     def copying(self) -> bool:
         """Whether copies are under way that end without notice, or with that of a transport."""
-        return self._puller.busy or self._pools.unpacking
+        return self._pools.unpacking or self._puller.busy
 
     @property
     def poll_interval(self) -> float | None:
@@ -490,7 +490,9 @@ class RegisteredPools:
     @property
     def unpacking(self) -> bool:
         """Whether anything is being unpacked into one of the pools."""
-        return any(registered.unpacking for registered in self._all())
+        if self.current is not None and self.current.unpacking:
+            return True
+        return bool(self._former) and any(former.unpacking for former in self._former)
 
     def _all(self) -> list[RegisteredPool]:
         return [*self._former, *([] if self.current is None else [self.current])]
