@@ -130,6 +130,8 @@ class SinkEndpoint(Endpoint):
         self.refused: KvprotoError | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can become ready."""
+        self.forgotten = False
+        """Whether it is over only because a run of the source that goes on has forgotten a session."""
         self.gone = ""
         """The source rank whose session ended first, for display."""
         self.sessions: dict[Any, SinkSession] = {}
@@ -191,6 +193,7 @@ class SinkEndpoint(Endpoint):
     def closed(self, session: SinkSession) -> None:
         """Note that a session has ended, which loses what it has not delivered."""
         self.ready, self.over, self.gone = False, True, self.gone or located(session)
+        self.forgotten = self.forgotten or session.forgotten
         self._changed |= self.transfers
 
     def returned(self, conn: Hashable, now: float) -> None:
@@ -597,6 +600,8 @@ class SinkEndpoint(Endpoint):
             if transfer.error is None and attempt.error is not None:
                 self._fail(transfer, attempt.error, now)
             if transfer.error is None and not attempt.session.open and attempt.done is None:
+                unheard = all(each.state == TransferState.ASKED for each in attempts)
+                transfer.unheard = attempt.session.forgotten and unheard
                 self._fail(transfer, attempt.session.revoked or gone(located(attempt.session)), now)
             if transfer.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True
