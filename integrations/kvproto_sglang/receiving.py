@@ -100,7 +100,7 @@ class Receiving:
     def pages_free(self) -> bool:
         """Whether nobody writes its pages."""
         fetch = self._fetch
-        return fetch is None or fetch.pages_free
+        return fetch is None or (fetch.done and (self.arrived is not None or fetch.pages_free))
 
     def abort(self, reason: str) -> None:
         """Stop it; of one that was not begun its source is told that nothing is needed, so that it keeps no pages."""
