@@ -26,9 +26,19 @@ from kvproto_reference.engine.runner import Chunk, TorchRunner
 from kvproto_reference.models import Decoder, ModelConfig
 
 LLAMA = ModelConfig(
-    kind="gqa", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, tied=False, qk_norm=False,
-    rope_theta=500000.0, dtype="bfloat16",
-)  # fmt: skip
+    kind="gqa",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    vocab=128256,
+    tied=False,
+    qk_norm=False,
+    rope_theta=500000.0,
+    dtype="bfloat16",
+)
 PAGE, STEPS = 16, 60
 
 

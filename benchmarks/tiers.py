@@ -46,9 +46,13 @@ SIZES = 8 * 64 * 1152, 64 * 1152
 GROUP = 16
 """Pages that are synced together."""
 LAYOUT = PageLayout(
-    PAGE, bytes(32),
-    (PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]), PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1])),
-)  # fmt: skip
+    PAGE,
+    bytes(32),
+    (
+        PageComponent(0, KeyForm.OWN, LengthRule.PREFIX, SIZES[0]),
+        PageComponent(1, KeyForm.AHEAD, LengthRule.PREFIX, SIZES[1]),
+    ),
+)
 DATA = {group: np.random.default_rng(group).bytes(size) for group, size in enumerate(SIZES)}
 BLOCK = b"".join(DATA.values())
 ROOMS = BufferPool(LAYOUT)

@@ -92,8 +92,11 @@ def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
             rows.append({"shape": name, "tokens": tokens, "pair": [a, b], "bytes": program.bytes, "runs": runs.count, "mean_run": runs.mean, "lowering": lowering,
                           "seconds": samples, "submit_to_done": walls, "ceiling": ceilings})  # fmt: skip
             rate = program.bytes / median(samples)
-            print(f"{name:46}{tokens:8,} tokens {program.bytes / 1e6:9.1f} MB {runs.mean:9.0f} B/run {median(samples) * 1e6:9.0f} us {rate / 1e9:6.1f} GB/s "
-                  f"{rate / median(ceilings):6.3f} of the ceiling; submit to done +{(median(walls) - median(samples)) * 1e6:5.0f} us", flush=True)  # fmt: skip
+            print(
+                f"{name:46}{tokens:8,} tokens {program.bytes / 1e6:9.1f} MB {runs.mean:9.0f} B/run {median(samples) * 1e6:9.0f} us {rate / 1e9:6.1f} GB/s "
+                f"{rate / median(ceilings):6.3f} of the ceiling; submit to done +{(median(walls) - median(samples)) * 1e6:5.0f} us",
+                flush=True,
+            )
             mine.close(), theirs.close()
     return rows
 

@@ -65,9 +65,13 @@ def serve(pipe: Any, settings: dict[str, Any]) -> None:
                 ask = waiting.pop()
                 extra = {"kv_transfer_params": ask.params} if ask.params else None
                 sampling = SamplingParams(
-                    temperature=0, max_tokens=ask.most, ignore_eos=True, detokenize=False, extra_args=extra,
+                    temperature=0,
+                    max_tokens=ask.most,
+                    ignore_eos=True,
+                    detokenize=False,
+                    extra_args=extra,
                     logprobs=2 if ask.most > 1 else None,
-                )  # fmt: skip
+                )
                 begun[ask.name] = time.perf_counter()
                 engine.add_request(ask.name, {"prompt_token_ids": ask.tokens}, sampling)
             outs = engine.step()

@@ -184,10 +184,11 @@ def scaled(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
         yield geometry(names, [[owns(g, [i]) for i, g in enumerate(names)]] * (1 + n["ranks"] % 8))
 
 
-DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {
-    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs, tables_in_a_grid,
-                                dealt_to_whole, layers_apart, lanes_of_other_bytes, sections, scaled)
-}  # fmt: skip
+FAMILIES = (
+    replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs,
+    tables_in_a_grid, dealt_to_whole, layers_apart, lanes_of_other_bytes, sections, scaled,
+)  # fmt: skip
+DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {of.__name__: of for of in FAMILIES}
 
 
 def draw(dice: random.Random) -> Sizes:
@@ -276,12 +277,17 @@ def pool_of(
     stated = geometry(groups, [[owns(g, range(layers)) for g in groups]])
     columns = {
         g.id: Columns(
-            group=g.id, items=items * number, region=np.zeros(layers, np.uint32),
+            group=g.id,
+            items=items * number,
+            region=np.zeros(layers, np.uint32),
             offset=np.arange(layers, dtype=np.uint64) * np.uint64(between),
-            **{name: np.full(layers, size, np.uint64) for name, size in (("item_stride", stride), ("row_stride", 16), ("lane_stride", 16))},
+            **{
+                name: np.full(layers, size, np.uint64)
+                for name, size in (("item_stride", stride), ("row_stride", 16), ("lane_stride", 16))
+            },
         )
         for g in groups
-    }  # fmt: skip
+    }
     order = np.random.default_rng(number).permutation(items * number).astype(np.uint32)
     grants = tuple(
         Grants(group=g.id, first=0, count=4 * items, valid=4 * items, items=order[i * items : (i + 1) * items])
@@ -290,7 +296,7 @@ def pool_of(
     return stated, columns, grants
 
 
-TRANSFERS = {made.__name__: made for made in (shared_pools, many_pools)}
+TRANSFERS = {of.__name__: of for of in (shared_pools, many_pools)}
 
 
 def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> dict[str, Any]:
@@ -316,9 +322,12 @@ def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> di
 
 
 def search(
-    family: Callable[[Sizes, random.Random], Any], measured: Callable[[Any], dict[str, Any]], rounds: int,
-    seconds: float, dice: random.Random,
-) -> dict[str, Any]:  # fmt: skip
+    family: Callable[[Sizes, random.Random], Any],
+    measured: Callable[[Any], dict[str, Any]],
+    rounds: int,
+    seconds: float,
+    dice: random.Random,
+) -> dict[str, Any]:
     """The slowest case: of sizes drawn, and of changes to the slowest so far."""
     worst: dict[str, Any] = {"seconds": -1.0}
     began = time.monotonic()

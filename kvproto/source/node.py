@@ -414,6 +414,7 @@ class SourceNode:
         self._copies.close()
         if not self._copies.under_way:
             self.memory.close()
+        self._to_check.clear()
         for request in self.requests:  # handles that the engine keeps must not hold memory
             for send in request.sends:
                 send.attempt.send = None
