@@ -111,9 +111,9 @@ def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
 
 
 def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
-    """The page table of a group of this rank, checked to have `need` pages for `what`; the first `skip` may be anything.
+    """The page table of a group of this rank, checked to have `need` pages for `what`.
 
-    Raises LocalError as `RequestTables.check` does.
+    The first `skip` pages may be anything. Raises LocalError as `RequestTables.check` does.
     """
     group = next(group for group in layout.geometry.groups if group.name == name)
     if name not in pages:
