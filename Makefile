@@ -49,6 +49,7 @@ check: $(VENV)/.check
 	@$(VENV)/bin/ruff format --check -q .
 	@$(VENV)/bin/lint-imports --no-cache > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
 	@$(VENV)/bin/mypy
+	@$(PY) -m tools.house
 	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
 	@$(PY) benchmarks/dcp_report.py --check

@@ -26,8 +26,7 @@ import numpy as np
 import zmq
 
 from kvproto import Cache, Fetch, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
-from kvproto.transport.inline.sender import FRAME
-from kvproto.transport.inline.transport import WINDOW, InlineTransport
+from kvproto.transport.inline.transport import FRAME, WINDOW, InlineTransport
 
 RESULTS = Path(__file__).parent / "results/inline.json"
 PAGE, TOKEN = 64, 32 << 10

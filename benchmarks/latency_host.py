@@ -128,11 +128,11 @@ def before(role: str, address: str) -> Callable[[int, int], list[float]]:
 
     from kvproto import layout  # type: ignore[attr-defined]
     from kvproto.net import Dialer, Listener
-    from kvproto.node.pool import allocate  # type: ignore[attr-defined]
-    from kvproto.node.request import Finished
-    from kvproto.node.sink import Received, SinkNode  # type: ignore[attr-defined]
-    from kvproto.node.source import Sent, SourceNode  # type: ignore[attr-defined]
+    from kvproto.rank.rank_pool import allocate  # type: ignore[attr-defined]
     from kvproto.session import Party
+    from kvproto.sink.node import Received, SinkNode  # type: ignore[attr-defined]
+    from kvproto.source.node import Sent, SourceNode  # type: ignore[attr-defined]
+    from kvproto.source.prefill import Finished
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
 

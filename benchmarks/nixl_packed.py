@@ -29,8 +29,8 @@ from kvproto.transport.cuda.driver import uuid
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
-from kvproto.transport.nixl.direct import Direct, probe, require_fast
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.nixl.direct import DirectWrite, probe, require_fast
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire import decode, encode
 from kvproto.wire.messages import Message
 
@@ -119,7 +119,7 @@ class _Source:
         self._own, staging = agent.register(place.of(pool)), agent.register(place.allocate(slots * chunk), chunk)
         self._pages, theirs = (agent.connect(region, "regions") for region in self.hear())
         require_fast(probe(staging, theirs), theirs)
-        self._link = Link(staging, theirs)
+        self._link = StagedLink(staging, theirs)
         self._sequence, self._uploaded = 0, 0.0
         copier = place.copier
         expand = copier.expand
@@ -159,7 +159,7 @@ class _Source:
     def ceiling(self, made: CopyProgram) -> float:
         """GB/s."""
         begin = time.perf_counter()
-        if not Direct(self._agent, made, {0: self._own}, {0: self._pages}).post().wait(PATIENCE):
+        if not DirectWrite(self._agent, made, {0: self._own}, {0: self._pages}).post().wait(PATIENCE):
             raise TimeoutError("a write under way")
         return made.bytes / (time.perf_counter() - begin) / 1e9
 

@@ -32,15 +32,17 @@ from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
 from kvproto import Pool
-from kvproto.door import party_of
+from kvproto.catalog.models import describe
+from kvproto.events import Connected
 from kvproto.net import Dialer, Listener
-from kvproto.node import Computed, Finished, SinkNode, SourceNode
-from kvproto.node.events import Copied, Received
-from kvproto.node.pages import grants_of
-from kvproto.planning.describe import describe
-from kvproto.session.events import Planned
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Copied, Received
+from kvproto.rank.page_tables import grants_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed, Finished
 from kvproto.transport.base import Move
-from kvproto.transport.cuda.copier import Copy
+from kvproto.transport.cuda.copier import DeviceCopy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
@@ -162,7 +164,7 @@ class Clock:
 class Marked(CudaTransport):
     """Records an event after each launch."""
 
-    def start(self, moves: Sequence[Move]) -> Copy:
+    def start(self, moves: Sequence[Move]) -> DeviceCopy:
         copy = super().start(moves)
         self.landed = torch.cuda.Event(enable_timing=True)
         self.landed.record(torch.cuda.ExternalStream(int(self.copier.stream.handle), device="cuda:0"))
@@ -185,7 +187,7 @@ class Pair:
         )  # fmt: skip
         self.sink = SinkNode(party_of("decode", pools[1]), pools[1], Dialer(), verify=False)
         self.sink.connect(("prefill", 0), address)
-        while not any(isinstance(e, Planned) for e in self.sink.turn()):
+        while not any(isinstance(e, Connected) for e in self.sink.turn()):
             self.source.turn()
         self.number = 0
 

@@ -24,7 +24,6 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.planning.planner import Planner
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Columns
 
@@ -67,21 +66,11 @@ def plans() -> dict[str, Callable[[], Any]]:
     """What is planned."""
     sixty, sixty_many = (gqa_engine(64, 8), gqa_engine(64, 8)), (gqa_engine(64, 64), gqa_engine(64, 64))
     fewer, large = (gqa_engine(64, 8), gqa_engine(32, 8)), (gqa_engine(512, 8), gqa_engine(512, 8))
-    prefills = [gqa_engine(8, 8, replica=r) for r in range(320)]
-    decodes = [gqa_engine(4, 8, replica=r) for r in range(32)]
-
-    def all_pairs() -> None:
-        planner = Planner()
-        for a in prefills:
-            for b in decodes:
-                planner.plan(a, b)
-
     return {
         "64 x 64 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*sixty),
         "64 x 64 ranks, 80 layers GQA (64 heads) + draft": lambda: plan(*sixty_many),
         "64 x 32 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*fewer),
         "512 x 512 ranks, 80 layers GQA (8 heads) + draft": lambda: plan(*large),
-        "320 x 32 replica pairs of 8 x 4 ranks": all_pairs,
     }
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kvproto import Options, new_ticket
-from kvproto.door import Door
 from kvproto.events import Arrived, Event, Freed, Sent
-from kvproto.seeing.counts import Counts
+from kvproto.observability.counts import Counts
+from kvproto.rank.base import EngineRank
 from tests.door.doors import PROMPT, Two, two
 
 RESULT = Path(__file__).parent / "results" / "seeing.json"
@@ -44,7 +44,7 @@ def transfer(both: Two) -> list[Event]:
     request = both.source.request(ticket, PROMPT)
     request.finish({"kv": [3, 1, 2]})
     found = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
-    doors: list[Door] = [both.source, both.sink]
+    doors: list[EngineRank] = [both.source, both.sink]
     while not (found.done and request.done):
         waits = [timer for door in doors if (timer := door.next_timer()) is not None]
         ready, _, _ = select.select(doors, [], [], min(waits, default=1.0))

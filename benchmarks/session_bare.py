@@ -14,10 +14,10 @@ from session_sides import GEOMETRY, PAGES, PROMPT, Place, state, ticket
 
 from kvproto import Pool
 from kvproto.net import AllowList, Dialer, Listener, read_keys
-from kvproto.node.answers import session_id
-from kvproto.node.pages import grants_of
+from kvproto.rank.checksums import session_id
+from kvproto.rank.page_tables import grants_of
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Arrived, Lost, RegisterAsked, TransferRequested
+from kvproto.session.events import Arrived, Lost, RegisterAsked
 from kvproto.wire.enums import Outcome, Transport
 from kvproto.wire.messages import Grants
 

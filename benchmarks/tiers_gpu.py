@@ -29,8 +29,8 @@ from kvproto.tiers.page_layout import page_layout
 from kvproto.transport.cuda import pager as pagers
 from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call
+from kvproto.transport.cuda.kernel import LONG
 from kvproto.transport.cuda.pager import CudaPager
-from kvproto.transport.cuda.table import LONG
 
 RESULTS = Path(__file__).parent / "results/tiers_gpu.json"
 PAGE = 64

@@ -26,7 +26,7 @@ from facts import facts
 
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -132,7 +132,7 @@ class Bench:
             held = copier.stream.record()
             for stream in copier.streams:  # what is expanded ahead is of the copy, too
                 stream.wait(held)
-            copy = copier.submit([Job(prepared, program.maps)])
+            copy = copier.submit([CopyJob(prepared, program.maps)])
             copy.wait()
             return copy.bytes / copy.seconds / 1e9
 

@@ -29,14 +29,13 @@ import numpy as np
 
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.transport.nixl.agent import Agent
-from kvproto.transport.nixl.direct import Costs, Direct, choose
-from kvproto.transport.nixl.regions import Registered
+from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.transport.nixl.agent import Agent, Registered
+from kvproto.transport.nixl.direct import Costs, DirectWrite, choose
 from kvproto.transport.staging.packed import PackedStream
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 
 RESULTS = Path(__file__).parent / "results/transfer_host.json"
 RUNS = (512, 1152, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -81,7 +80,7 @@ def sink(conn: Connection, slot_bytes: int) -> None:
 
 
 def packed(
-    conn: Connection, agent: Agent, link: Link, sequence: int, run: int, made: CopyProgram, own: Registered
+    conn: Connection, agent: Agent, link: StagedLink, sequence: int, run: int, made: CopyProgram, own: Registered
 ) -> float:
     """Seconds from the first byte that is gathered to the last one that is scattered."""
     conn.send((sequence, run, made.maps[0].size * made.ops["lane_bytes"][0] // run))
@@ -106,7 +105,7 @@ def packed(
 def direct(agent: Agent, made: CopyProgram, own: Registered, peer: Any) -> float:
     """Seconds from the program to the last byte."""
     begin = time.perf_counter()
-    assert Direct(agent, made, {0: own}, {0: peer}).post().wait(60)
+    assert DirectWrite(agent, made, {0: own}, {0: peer}).post().wait(60)
     return time.perf_counter() - begin
 
 
@@ -125,7 +124,7 @@ def main() -> int:
         own = agent.register(np.random.default_rng(0).integers(0, 256, POOL, np.uint8))
         staging = agent.register(np.ones(SLOTS * args.slot, np.uint8), args.slot)
         pages, slots = (agent.connect(region, "regions") for region in ours.recv())
-        link = Link(staging, slots)
+        link = StagedLink(staging, slots)
         sequence = 0
         print(
             f"{'run':>10}{'descriptors':>14}{'ceiling':>10}{'direct':>10}{'packed':>10}{'of ceiling':>12}  GB/s, medians"

@@ -22,10 +22,10 @@ from cuda.core import Device
 from facts import facts
 from transfer_shapes import half
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.lowering import Pair
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -78,12 +78,12 @@ def main() -> int:
             for a in made.required(b):
                 (from_side, from_, mine), (to_side, to, theirs) = here[a], there[b]
                 program = Pair(made.between(a, b), from_side, to_side).lower(from_, to)
-                some.append(Job(copiers[b].prepare(program, {0: mine.address}, {0: theirs.address}), program.maps))
+                some.append(CopyJob(copiers[b].prepare(program, {0: mine.address}, {0: theirs.address}), program.maps))
                 checks.append((a, b, program))
             jobs.append(some)
         total = sum(p.bytes for _, _, p in checks)
 
-        def go(jobs: list[list[Job]] = jobs) -> None:
+        def go(jobs: list[list[CopyJob]] = jobs) -> None:
             for copy in [copier.submit(some) for copier, some in zip(copiers, jobs, strict=True)]:
                 copy.wait()
 

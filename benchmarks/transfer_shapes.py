@@ -25,15 +25,15 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions
 from facts import facts
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
@@ -110,19 +110,19 @@ def shapes(ceiling: Ceiling, rounds: int) -> list[dict[str, Any]]:
             program = Pair(made.between(a, b), here, there).lower(from_, to)
             lowering = time.perf_counter() - began
             prepared = copier.prepare(program, {0: mine.address}, {0: theirs.address})
-            copier.submit([Job(prepared, program.maps)]).wait()
+            copier.submit([CopyJob(prepared, program.maps)]).wait()
             if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(
                 program, {0: mine.address}, sink=False
             ):
                 raise SystemExit(f"{name}: checksums differ")
             until = time.perf_counter() + WARM_UP
             while time.perf_counter() < until:
-                copier.submit([Job(prepared, program.maps)]).wait()
+                copier.submit([CopyJob(prepared, program.maps)]).wait()
             samples, walls, ceilings = [], [], []
             for _ in range(rounds):
                 ceilings.append(ceiling.rate())
                 began = time.perf_counter()
-                copy = copier.submit([Job(prepared, program.maps)])
+                copy = copier.submit([CopyJob(prepared, program.maps)])
                 while not copy.done:
                     pass
                 walls.append(time.perf_counter() - began)
@@ -137,13 +137,13 @@ def shapes(ceiling: Ceiling, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def mla_request() -> tuple[Copier, Job]:
+def mla_request() -> tuple[Copier, CopyJob]:
     """1 page of 64 tokens, 61 layers of MLA."""
     copier = Copier(1)
     made = plan(geometry := describe(PRESETS["deepseek-v3"][0]), geometry)
     (here, from_, mine), (there, to, theirs) = (half(geometry, 0, 64, False, d) for d in (0, 1))
     program = Pair(made.routes, here, there).lower(from_, to)
-    job = Job(copier.prepare(program, {0: mine.address}, {0: theirs.address}), program.maps)
+    job = CopyJob(copier.prepare(program, {0: mine.address}, {0: theirs.address}), program.maps)
     KEEP.append((mine, theirs))
     return copier, job
 
@@ -215,12 +215,14 @@ def wire_latency() -> dict[str, list[float]]:
 def session_latency(pull: bool) -> dict[str, list[float]]:
     """Seconds from `finish` at the source's node, and from the copy's submission by who copies, until the sink's node reports it: one page of 61 layers."""
     from kvproto import Pool
-    from kvproto.door import party_of
+    from kvproto.events import Connected
     from kvproto.net import Dialer, Listener
-    from kvproto.node import Finished, SinkNode, SourceNode
-    from kvproto.node.events import Received
-    from kvproto.node.pages import grants_of
-    from kvproto.session.events import Planned
+    from kvproto.rank.base import party_of
+    from kvproto.rank.events import Received
+    from kvproto.rank.page_tables import grants_of
+    from kvproto.sink.node import SinkNode
+    from kvproto.source.node import SourceNode
+    from kvproto.source.prefill import Finished
     from kvproto.transport.cuda.transport import CudaTransport
     from kvproto.wire.enums import Outcome
     from kvproto.wire.messages import Ticket
@@ -243,7 +245,7 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
     sink = SinkNode(party_of("decode", pools[1]), pools[1], dialer, verify=False, transports=[Marked(1)], pull=pull)
     sink.connect(("prefill", 0), address)
     side = pools[1].layout
-    while not any(isinstance(e, Planned) for e in sink.turn()):
+    while not any(isinstance(e, Connected) for e in sink.turn()):
         source.turn()
     found: list[tuple[float, float]] = []
     for n in range(300):
@@ -278,7 +280,7 @@ def budget(ceiling: Ceiling) -> tuple[dict[int, list[float]], dict[str, list[flo
     shares: dict[int, list[float]] = {}
     for blocks in (8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 132):
         copier = Copier(1, blocks, timed=True)
-        job = Job(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
+        job = CopyJob(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
         shares[blocks] = []
         for _ in range(9):
             copy = copier.submit([job])
@@ -286,7 +288,7 @@ def budget(ceiling: Ceiling) -> tuple[dict[int, list[float]], dict[str, list[flo
             shares[blocks].append(copy.bytes / copy.seconds / ceiling.rate())
     fewest = next((b for b, s in shares.items() if median(s) >= 0.9), 132)
     copier = Copier(1, fewest, slots=64)
-    job = Job(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
+    job = CopyJob(copier.prepare(program, {0: pools[0].address}, {0: pools[1].address}), program.maps)
     x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda:1")
     y = torch.randn_like(x)
     products: dict[str, list[float]] = {"alone": [], f"beside a copy on {fewest} SMs": []}

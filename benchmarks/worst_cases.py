@@ -26,13 +26,13 @@ import numpy as np
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.grants import check_grants
-from kvproto.copying.late import begun
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
+from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, Owns, Part, Rank, decode_geometry, encode_geometry, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 
@@ -309,7 +309,7 @@ def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> di
     if isinstance(found, KvprotoError):
         row["refused"] = str(found)[:80]
     late = {g.group: g.first + g.count // 2 for g in grants}
-    row["late_s"] = timed(lambda: begun(side, grants, late))[1]
+    row["late_s"] = timed(lambda: cut_to_begins(side, grants, late))[1]
     tracemalloc.start()
     timed(lambda: check_grants(stated, 0, columns, wanted, grants, overlaps))
     row["bytes"] = tracemalloc.get_traced_memory()[1]

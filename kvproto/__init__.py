@@ -23,7 +23,7 @@ _MODULES = {
     "Options": "options",
     "Parallel": "planning.layout",
     "Plan": "planning.plan",
-    "Pool": "pool",
+    "Pool": "rank.pool",
     "Prompt": "prompt",
     "RemoteError": "errors",
     "Fetch": "sink",
@@ -33,7 +33,7 @@ _MODULES = {
     "Source": "source",
     "Ticket": "prompt",
     "Tiers": "tiers",
-    "Withdrawal": "withdrawal",
+    "Withdrawal": "rank.handles",
     "allocate": "transport.memory",
     "lay_out": "planning.layout",
     "local_row": "planning.deals",
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
     from kvproto.planning.geometry import Geometry, Group
     from kvproto.planning.layout import Parallel, lay_out
     from kvproto.planning.plan import Plan, plan
-    from kvproto.pool import Pool
     from kvproto.prompt import Prompt, Ticket, new_ticket, read_ticket, write_ticket
+    from kvproto.rank.handles import Withdrawal
+    from kvproto.rank.pool import Pool
     from kvproto.sink import Fetch, Sink
     from kvproto.source import Request, Source
     from kvproto.tiers import Tiers
     from kvproto.transport.memory import allocate
     from kvproto.wire.enums import DType, ItemKind
-    from kvproto.withdrawal import Withdrawal
 
 __all__ = [
     "Block",

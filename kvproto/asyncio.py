@@ -14,28 +14,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from kvproto.door import Door, Handle
 from kvproto.errors import LocalError, check_type
+from kvproto.rank.base import EngineRank
+from kvproto.rank.handles import Handle
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["drive", "wait"]
 
-AnyDoor = TypeVar("AnyDoor", bound=Door)
+AnyRank = TypeVar("AnyRank", bound=EngineRank)
 Result = TypeVar("Result")
 
 
 @asynccontextmanager
-async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
+async def drive(rank: AnyRank) -> AsyncIterator[AnyRank]:
     """Step a Source or Sink from the running loop, and close it when the block ends.
 
-    Open it with Options(thread=False). Its events are kept for `door.events()`. An error that `step` raises ends all
+    Open it with Options(thread=False). Its events are kept for `rank.events()`. An error that `step` raises ends all
     handles, and is raised when the block ends. Raises LocalError: OUT_OF_RANGE for what is neither, UNEXPECTED_MESSAGE
     for one that has an I/O thread.
     """
-    check_type("door", door, Door, "a Source or a Sink")
-    if door.options.thread:
+    check_type("rank", rank, EngineRank, "a Source or a Sink")
+    if rank.options.thread:
         advice = "pass Options(thread=False), or leave `drive` out"
-        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "drive", "no I/O thread", f"{door._who} has one", advice)
+        raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "drive", "no I/O thread", f"{rank._who} has one", advice)
     loop = asyncio.get_running_loop()
     failures: list[BaseException] = []
     timer: asyncio.TimerHandle | None = None
@@ -46,24 +47,24 @@ async def drive(door: AnyDoor) -> AsyncIterator[AnyDoor]:
             timer.cancel()
             timer = None
         try:
-            door._driver.step()
-            planned = door.next_timer()
+            rank._driver.step()
+            planned = rank.next_timer()
         except BaseException as error:  # every handle has ended with it as well
             failures.append(error)
             return
         if planned is not None:
             timer = loop.call_later(planned, turn)
 
-    fd = door.fileno()
+    fd = rank.fileno()
     loop.add_reader(fd, turn)
     turn()
     try:
-        yield door
+        yield rank
     finally:
         loop.remove_reader(fd)
         if timer is not None:
             timer.cancel()
-        door.close()
+        rank.close()
     if failures:
         raise failures[0]
 
@@ -87,13 +88,13 @@ async def wait(handle: Handle[Result]) -> Result:
             loop.call_soon_threadsafe(end)
 
     handle.add_done_callback(tell)
-    door = handle._door
-    if not door.options.thread and not door._driver.stepped:
+    rank = handle._rank
+    if not rank.options.thread and not rank._driver.stepped:
         await asyncio.wait([ended], timeout=_IDLE)
-        if not handle.done and not door._driver.stepped:
+        if not handle.done and not rank._driver.stepped:
             advice = "use kvproto.asyncio.drive, call step, or open it without Options(thread=False)"
             mine, yours = "something that steps it, as it has no I/O thread", "nothing"
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, door._who, mine, yours, advice)
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, rank._who, mine, yours, advice)
     await ended
     return handle.wait(0)
 

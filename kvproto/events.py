@@ -11,9 +11,9 @@ from kvproto.errors import KvprotoError
 
 if TYPE_CHECKING:
     from kvproto.planning.plan import Plan
+    from kvproto.rank.handles import Withdrawal
     from kvproto.sink import Fetch
     from kvproto.source import Request
-    from kvproto.withdrawal import Withdrawal
 
 __all__ = [
     "Arrived",

@@ -11,13 +11,13 @@ from typing import Any, Self
 import attrs
 import numpy.typing as npt
 
-from kvproto.door import options_of
 from kvproto.errors import LocalError
 from kvproto.net import Seed
-from kvproto.node.driver import Driver
-from kvproto.node.watching import WatchNode
 from kvproto.options import Options
 from kvproto.prompt import check_name
+from kvproto.rank.base import options_of
+from kvproto.rank.driver import Driver
+from kvproto.rank.watching import WatchNode
 from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint
@@ -69,6 +69,7 @@ class Finder:
         for address, server in servers.items():
             self._node.watch(address, server)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
+        self._driver.start()
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:

@@ -14,9 +14,9 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector as _Collector
 
-from kvproto.door import Door
-from kvproto.seeing.counts import Sample
-from kvproto.seeing.names import BASE, BUCKETS, METRICS
+from kvproto.observability.counts import MetricSample
+from kvproto.observability.names import BASE, BUCKETS, METRICS
+from kvproto.rank.base import EngineRank
 
 __all__ = ["Collector"]
 
@@ -27,9 +27,9 @@ _ENDS = [*map(str, BUCKETS), "+Inf"]
 class Collector(_Collector):
     """A custom collector of a `prometheus_client` registry; register one for all Sources and Sinks of a registry."""
 
-    def __init__(self, *shown: Door | Callable[[], Iterable[Sample]]) -> None:
+    def __init__(self, *shown: EngineRank | Callable[[], Iterable[MetricSample]]) -> None:
         """`shown` are Sources and Sinks with Options(metrics=True), or functions that return what `metrics` does."""
-        self._shown = [each.metrics if isinstance(each, Door) else each for each in shown]
+        self._shown = [each.metrics if isinstance(each, EngineRank) else each for each in shown]
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without their values, so that registering collects none."""

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from kvproto.errors import LocalError, bad, check_type, type_name
-from kvproto.node.offering import LEASE
-from kvproto.node.registrar import Spread
-from kvproto.node.sink import QUARANTINE
-from kvproto.node.source import PART_BYTES
 from kvproto.transport.loading import find, names
 from kvproto.wire.enums import ErrorCode
 
@@ -20,7 +16,16 @@ if TYPE_CHECKING:
     from kvproto.transport.base import Transport
     from kvproto.transport.bench import Measured
 
-__all__ = ["Options"]
+__all__ = ["LEASE", "PART_BYTES", "QUARANTINE", "Options", "Spread"]
+
+LEASE = 10.0
+"""Seconds for which a sink may read before it has to renew the lease."""
+PART_BYTES = 16 << 20
+"""The least number of bytes that is worth a copy while prefill is still running."""
+QUARANTINE = 0.5
+"""The share of a group's pages that may be in quarantine."""
+Spread = Literal["even", "few", "one"]
+"""Which of the ranks that hold the same bytes to read from: all of them evenly, few, or as few as possible."""
 
 
 def _must(holds: Callable[[Any], bool], expected: str) -> Any:

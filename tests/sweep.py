@@ -18,9 +18,9 @@ import numpy as np
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 
 Spans = list[tuple[int, int]]
 

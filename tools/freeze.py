@@ -1,4 +1,4 @@
-"""`python -m tools.freeze NAME`: keep today's wire format as a version that the suite meets from now on.
+"""`python -m tools.freeze NAME`: freeze today's wire format as a version that the suite meets from now on.
 
 The version is self-contained: registry, vectors, and a testee with the suite's own strict codec.
 """
@@ -11,11 +11,12 @@ import lzma
 import re
 import shutil
 import sys
+from pathlib import Path
 
 from kvproto_conformance.data import VECTORS
 from tools.specgen.registry import ROOT, SPEC
 
-__all__ = ["main"]
+__all__ = ["freeze", "main"]
 
 KEPT = ROOT / "conformance/versions"
 SUITE = ROOT / "conformance/kvproto_conformance"
@@ -28,18 +29,25 @@ _MODULES = (
     "negotiation.py",
 )
 _FOLDERS = ("codec", "plan")
-"""The vectors that are kept; those of layouts and tiers are not about bytes between two sides."""
+"""Folders of vectors that are frozen; those of layouts and tiers are not about bytes between two sides."""
 _FILES = ("json", "streams", "negotiation", "dcp", "lowering", "late", "inline")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the folder of a version; an existing version is never overwritten."""
     parser = argparse.ArgumentParser(prog="python -m tools.freeze", description=__doc__)
-    parser.add_argument("name", help="of the version, as 1.0-draft-2")
+    parser.add_argument("name", help="the version's name, such as 1.0-rc-1")
     folder = KEPT / parser.parse_args(argv).name
     if folder.exists():
-        print(f"error: {folder.relative_to(ROOT)} is kept already, and does not change")
+        print(f"error: {folder.relative_to(ROOT)} is frozen already, and does not change")
         return 1
+    freeze(folder)
+    print(f"frozen: {folder.relative_to(ROOT)}")
+    return 0
+
+
+def freeze(folder: Path) -> None:
+    """Write today's registry, vectors, strict codec and testee to a new folder."""
     (folder / "codec").mkdir(parents=True)
     for module in _MODULES:
         (folder / module).write_text(_alone((SUITE / module).read_text()))
@@ -49,10 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     paths += [VECTORS / f"{name}.json" for name in _FILES]
     held = {path.relative_to(VECTORS).as_posix(): json.loads(path.read_text()) for path in paths}
     packed = json.dumps(held, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
-    (folder / "vectors.json.xz").write_bytes(lzma.compress(packed, preset=9))
-    (folder / "changed.toml").write_text("# Cases of its vectors that hold no more, each with the reason.\n")
-    print(f"kept: {folder.relative_to(ROOT)}")
-    return 0
+    (folder / "vectors.json.xz").write_bytes(lzma.compress(packed))
 
 
 def _alone(text: str) -> str:

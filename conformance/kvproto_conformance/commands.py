@@ -231,7 +231,9 @@ def smoked(args: Namespace) -> int:
 
 
 def met(args: Namespace) -> int:
-    """`meet`: does it interoperate with the versions that are kept: vectors, bytes both ways, negotiation."""
+    """`meet`: does it interoperate with the frozen versions: vectors, bytes both ways, negotiation."""
+    if not meeting.kept():
+        print("no version is frozen yet: there is nothing to meet")
     today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
     with Testee(args.testee, args.patience) as testee:
         greeting = greeted(testee, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.planning.describe import PRESETS, Parallel, describe, draft_of
+from kvproto.catalog.models import PRESETS, Parallel, describe, draft_of
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.wire import to_json

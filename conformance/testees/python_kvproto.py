@@ -10,15 +10,15 @@ import numpy as np
 
 from kvproto import KvprotoError, local_row, most_before, owned_before, owner
 from kvproto.copying.execute import checksums, execute
-from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
+from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
-from kvproto.session.claims import check_held
 from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
-from kvproto.transport.inline.receiver import InlineReceiver
+from kvproto.session.tickets import check_held
+from kvproto.transport.inline.transport import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json
 from kvproto.wire.enums import Feature
@@ -203,7 +203,7 @@ def late(question: Json) -> Json:
     held = held_from([route], {group.id: group}, dict(enumerate(since)))
     check_held(held, [grant])
     begins = begins_of(held, [grant])
-    (window,) = begun(RankLayout(sink, 0, {}), [grant], {begin.group: begin.first for begin in begins})
+    (window,) = cut_to_begins(RankLayout(sink, 0, {}), [grant], {begin.group: begin.first for begin in begins})
     return {"window": to_json(window), **({"begins": str(begins[0].first)} if begins else {})}
 
 

@@ -1,4 +1,4 @@
-"""Testee: a version of the wire as it was kept, in the terms of spec/v1/testee.md; it needs nothing but what lies beside it."""
+"""Testee: a frozen version of the wire, as spec/v1/testee.md describes it; it needs only the files beside it."""
 
 import json
 import sys

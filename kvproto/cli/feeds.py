@@ -12,10 +12,10 @@ from typing import Any
 
 import attrs
 
-from kvproto.seeing.names import BASE, BUCKETS
+from kvproto.observability.names import BASE, BUCKETS
 from kvproto.wire.plain import read_json
 
-__all__ = ["Feed", "Line", "plain", "said", "taken"]
+__all__ = ["FeedReader", "Line", "line_text", "lines_of", "plain"]
 
 Line = dict[str, Any]
 _LONGEST = 1 << 20
@@ -23,7 +23,7 @@ _LONGEST = 1 << 20
 
 
 @attrs.define(eq=False)
-class Feed:
+class FeedReader:
     """A feed that is followed, or read from a file."""
 
     path: str
@@ -33,19 +33,19 @@ class Feed:
     ended: bool = False
 
     @classmethod
-    def open(cls, path: str, selector: selectors.BaseSelector) -> Feed:
+    def open(cls, path: str, selector: selectors.BaseSelector) -> FeedReader:
         """Open a socket, which is registered with the selector, or a file; raises OSError."""
         path = path.removeprefix("ipc://")
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return cls(path, open(path, "rb"), False)
-        made = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            made.connect(path)
+            connection.connect(path)
         except OSError as error:
-            made.close()
+            connection.close()
             raise OSError(f"{path}: {error.strerror}: it has no writer, or eight followers already") from error
-        feed = cls(path, made, True)
-        selector.register(made, selectors.EVENT_READ, feed)
+        feed = cls(path, connection, True)
+        selector.register(connection, selectors.EVENT_READ, feed)
         return feed
 
     def take(self) -> Iterator[Line]:
@@ -58,35 +58,37 @@ class Feed:
         *lines, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > _LONGEST:
             raise ValueError(f"{self.path}: a line is longer than {_LONGEST} bytes: this is no feed of kvproto")
-        for line in filter(None, lines):
-            made = read_json(line, self.path)
-            if not _is_line(made):
+        for text in filter(None, lines):
+            line = read_json(text, self.path)
+            if not _is_line(line):
                 raise ValueError(f"{self.path}: this is no feed of kvproto")
-            yield made
+            yield line
 
 
-def _is_line(made: Any) -> bool:
+def _is_line(line: Any) -> bool:
     """Whether an object has the form of a line in a feed."""
-    kind = made.get("kind") if isinstance(made, dict) else None
+    kind = line.get("kind") if isinstance(line, dict) else None
     if kind == "metrics":
-        samples = made.get("samples")
-        return _is_number(made.get("time")) and isinstance(samples, list) and all(map(_is_sample, samples))
-    return kind == "lost" or (kind == "event" and _is_number(made.get("time")))
+        samples = line.get("samples")
+        return _is_number(line.get("time")) and isinstance(samples, list) and all(map(_is_sample, samples))
+    return kind == "lost" or (kind == "event" and _is_number(line.get("time")))
 
 
-def _is_sample(made: Any) -> bool:
-    if not (isinstance(made, dict) and isinstance(made.get("labels"), dict) and isinstance(made.get("name"), str)):
+def _is_sample(sample: Any) -> bool:
+    if not isinstance(sample, dict) or not isinstance(sample.get("name"), str):
         return False
-    value = made.get("value")
+    labels, value = sample.get("labels"), sample.get("value")
     numbers = value if isinstance(value, list) and len(value) == len(BUCKETS) + 2 else [value]
-    return set(BASE) <= made["labels"].keys() and all(map(_is_number, numbers))
+    return isinstance(labels, dict) and set(BASE) <= labels.keys() and all(map(_is_number, numbers))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e15
 
 
-def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float | None) -> Iterator[tuple[Feed, Line]]:
+def lines_of(
+    feeds: Sequence[FeedReader], selector: selectors.BaseSelector, until: float | None
+) -> Iterator[tuple[FeedReader, Line]]:
     """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
     for feed in feeds:
         while not (feed.live or feed.ended):
@@ -101,15 +103,15 @@ def taken(feeds: Sequence[Feed], selector: selectors.BaseSelector, until: float 
                 selector.unregister(key.fileobj)
 
 
-def said(line: Line) -> str:
+def line_text(line: Line) -> str:
     """A line as text: time, level, event, then its other fields."""
     if line["kind"] == "lost":
         return plain(f"... {line.get('lines')} lines were lost, as this was too slow")
     clock = time.strftime("%H:%M:%S", time.localtime(float(line.get("time", 0))))
     who = f"{line.get('engine')}/{line.get('replica')}/{line.get('rank')}"
     rest = {k: v for k, v in line.items() if k not in ("kind", "time", "level", "event", *BASE)}
-    said = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
-    return plain(f"{clock} {line.get('level'):<7} {who} {line.get('role')} {line.get('event')} {said}".rstrip())
+    fields = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
+    return plain(f"{clock} {line.get('level'):<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())
 
 
 def plain(text: str) -> str:

@@ -10,18 +10,39 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import IntEnum
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import find, following, foreign, keygen, plans, probe, tiers
-from kvproto.errors import KvprotoError
+from kvproto.cli import describe, find, plans, probe, tiers, top
+from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
 
-__all__ = ["main", "parser"]
+__all__ = ["GROUP", "main", "parser"]
+
+GROUP = "kvproto.commands"
+"""The entry points of other packages' commands: functions that add a parser, whose default `run` takes its arguments.
+
+They may also add options to another command, and replace its `run`.
+"""
+_KNOWN = {"import": "read a capture of another engine's messages"}
+"""Commands of packages that come with kvproto."""
+
+
+_COMMANDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (describe, ("describe",)),
+    (plans, ("check", "plan")),
+    (probe, ("probe",)),
+    (tiers, ("tiers",)),
+    (find, ("find",)),
+    (top, ("top", "tail")),
+)
+"""Modules with `add` and `run`, and the commands that they add."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,66 +73,90 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
-    plans.add(commands)
-    foreign.add(commands)
-    probe.add(commands)
-    keygen.add(commands)
-    tiers.add(commands)
-    find.add(commands)
-    following.add(commands)
+    show.set_defaults(run=partial(_decode, parser))
+    for module, names in _COMMANDS:
+        module.add(commands)
+        for name in names:
+            commands.choices[name].set_defaults(run=module.run)
+    keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
+    folder = "folder for secret.key and public.key; created if missing"
+    keys.add_argument("folder", metavar="DIR", type=Path, help=folder)
+    keys.set_defaults(run=_keygen)
     codes = commands.add_parser("errors", help="print error codes, their classes and what to do")
     codes.add_argument("code", nargs="*", help="names, or numbers such as 0x0404 (default: all codes)")
+    codes.set_defaults(run=partial(_errors, parser))
+    _add_of_packages(commands)
     for listed in commands._choices_actions:  # `kvproto COMMAND --help` begins with what `kvproto --help` says
-        said = listed.help or ""
-        commands.choices[listed.dest].description = f"{said[:1].upper()}{said[1:]}."
+        text = listed.help or ""
+        commands.choices[listed.dest].description = f"{text[:1].upper()}{text[1:]}."
     return parser
 
 
+def _add_of_packages(commands: Any) -> None:
+    """Add the commands of other packages; one that cannot be loaded says so when it is called."""
+    entries = {entry.name: entry for entry in entry_points(group=GROUP)}
+    for name in sorted({*entries, *_KNOWN}):
+        try:
+            if name not in entries:
+                raise ImportError("no installed package has it")
+            add = entries[name].load()
+        except (ImportError, AttributeError) as error:
+            absent = commands.add_parser(name, help=_KNOWN.get(name, "(broken)"), prefix_chars="\0", add_help=False)
+            absent.add_argument("rest", nargs="*")
+            absent.set_defaults(run=partial(_absent, f"{name!r} of the entry points {GROUP}: {error}"))
+        else:
+            add(commands)
+
+
+def _absent(reason: str, args: argparse.Namespace) -> int:
+    print(f"error: {reason} (install its package again; of kvproto: pip install -e . in a checkout)", file=sys.stderr)
+    return 1
+
+
 def _main(argv: list[str] | None) -> int:
-    line = parser()
-    args = line.parse_args(argv)
-    if args.command == "errors":
-        for code in [_code(line, given) for given in args.code] or ErrorCode:
-            print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
-        return 0
-    if args.command == "import":
-        return foreign.run(args)
-    if args.command == "check" and foreign.wanted(args):
-        return foreign.check(args)
-    if args.command in ("describe", "check", "plan"):
-        return plans.run(args)
-    if args.command == "probe":
-        return probe.run(args)
-    if args.command in ("top", "tail"):
-        return following.run(args)
-    if args.command == "keygen":
-        return keygen.run(args)
-    if args.command == "find":
-        return find.run(args)
-    if args.command == "tiers":
-        return tiers.run(args)
-    if args.struct is not None and args.struct not in tables.FIELDS:
-        line.error(f"no struct {args.struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
-    return _decode(args.frame, args.struct, args.json, args.bytes)
+    args = parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
 
 
-def _code(line: argparse.ArgumentParser, given: str) -> ErrorCode:
-    """The error code of this name or number; ends the program if there is none."""
-    if given.upper() in ErrorCode.__members__:
-        return ErrorCode[given.upper()]
+def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    for code in [_code(line, text) for text in args.code] or ErrorCode:
+        print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
+    return 0
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    """Make the keys of one engine and print the public one; returns the exit status."""
+    from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
+
     try:
-        return ErrorCode(int(given, 0))
+        pair = make_keys(args.folder)
+    except LocalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(pair.public.decode())
+    return 0
+
+
+def _code(line: argparse.ArgumentParser, text: str) -> ErrorCode:
+    """The error code of this name or number; ends the program if there is none."""
+    if text.upper() in ErrorCode.__members__:
+        return ErrorCode[text.upper()]
+    try:
+        return ErrorCode(int(text, 0))
     except ValueError:
-        near = get_close_matches(given.upper(), ErrorCode.__members__)
-        line.error(
-            f"no error code {_short(given)}; {f'is it {chr(32).join(near)}?' if near else 'see `kvproto errors`'}"
-        )
+        near = get_close_matches(text.upper(), ErrorCode.__members__)
+        advice = f"is it {' '.join(near)}?" if near else "see `kvproto errors`"
+        line.error(f"no error code {_short(text)}; {advice}")
 
 
-def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> int:
+def _decode(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    source, struct = args.frame, args.struct
+    if struct is not None and struct not in tables.FIELDS:
+        line.error(f"no struct {struct!r}; there are {', '.join(sorted(tables.FIELDS))}")
     try:
         data = _read(source)
-        if as_bytes:
+        if args.bytes:
             text = explain(data, struct)
             print(text)
             return 1 if text.splitlines()[-1].startswith("refused") else 0
@@ -126,13 +171,13 @@ def _decode(source: str, struct: str | None, as_json: bool, as_bytes: bool) -> i
     except OSError as error:
         print(f"error: {_short(source)}: {error.strerror}", file=sys.stderr)
         return 1
-    if as_json:
+    if args.json:
         kind = "message" if struct is None else "struct"
         print(json.dumps({kind: type(message).__name__, "fields": to_json(message, redact=True)}))
         return 0
     print(f"{type(message).__name__} (0x{message.TYPE:04x})" if struct is None else struct)
-    for line in _lines(message, "  "):
-        print(line)
+    for text in _lines(message, "  "):
+        print(text)
     return 0
 
 

@@ -31,15 +31,13 @@ def page(
     """The page as HTML; `moved` holds the bytes of each (source, sink) rank pair for `tokens` tokens."""
     theirs = {g.id: g for g in source.groups}
     home = {r.group: theirs[b.source_group] for r in made.routes for b in r.boxes}
-    groups = [
-        {
-            "id": g.id, "name": g.name, "letter": letters[g.id],
-            "parts": [{"name": p.name, "lanes": p.lanes, "lane_bytes": lane_bytes(p)} for p in g.parts if not p.at],
-            "source_cp": home.get(g.id, g).cp_size, "sink_cp": g.cp_size, "owners": _owners(home.get(g.id, g), g),
-        }
-        for g in sink.groups
-    ]  # fmt: skip
     whole = {g.id: [i for i, p in enumerate(g.parts) if not p.at] for g in sink.groups}  # not each section
+    groups = []
+    for g in sink.groups:
+        parts = [{"name": p.name, "lanes": p.lanes, "lane_bytes": lane_bytes(p)} for p in g.parts if not p.at]
+        classes = {"source_cp": home.get(g.id, g).cp_size, "sink_cp": g.cp_size}
+        named = {"id": g.id, "name": g.name, "letter": letters[g.id], "parts": parts}
+        groups.append(named | classes | {"owners": _owners(home.get(g.id, g), g)})
     fields = ("layer_lo", "layer_hi", "part", "lo", "hi", "source_class", "sink_class")
     boxes = [
         {"source": r.source, "sink": r.sink, "group": r.group}
@@ -49,10 +47,16 @@ def page(
         for b in r.boxes
     ]
     data = {
-        "digest": made.digest.hex(), "tokens": tokens, "groups": groups, "sources": [r.rank for r in source.ranks],
-        "sinks": [r.rank for r in sink.ranks], "boxes": boxes, "bytes": {f"{a},{b}": n for (a, b), n in moved.items()}, "ranges": HEAD,
+        "digest": made.digest.hex(),
+        "tokens": tokens,
+        "groups": groups,
+        "sources": [r.rank for r in source.ranks],
+        "sinks": [r.rank for r in sink.ranks],
+        "boxes": boxes,
+        "bytes": {f"{a},{b}": n for (a, b), n in moved.items()},
+        "ranges": HEAD,
         "slices": [{"sink": s.sink, "source": s.source, "row": row(s)} for s in slices(source, sink, made)],
-    }  # fmt: skip
+    }
     text = json.dumps(data).replace("<", "\\u003c")  # so that no name of the user can end the script
     return files("kvproto.cli").joinpath("page.html").read_text().replace("/*data*/null", text)
 

@@ -1,4 +1,4 @@
-"""`kvproto describe`, `check` and `plan`: write Descriptions, check that they fit, and show who sends what to whom."""
+"""`kvproto check` and `plan`: say whether two Descriptions fit, and who sends what to whom."""
 
 from __future__ import annotations
 
@@ -6,107 +6,32 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.cost import ORIGIN, Cost, advise, estimates, load, reference_costs
-from kvproto.cli import layouts, sizes, slices
+from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
+from kvproto.catalog.config import Config
+from kvproto.cli import slices
 from kvproto.cli.page import page
 from kvproto.cli.programs import as_data, programs, shown, spreads
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import KvprotoError, LocalError
-from kvproto.planning.cache import BLOCK_SCALED
+from kvproto.errors import KvprotoError
 from kvproto.planning.compare import unstated
-from kvproto.planning.describe import PRESETS, Config, describe, draft_of
-from kvproto.planning.engines import ENGINES
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.planning.slices import slices as slices_of
-from kvproto.wire import from_json, to_json
-from kvproto.wire.enums import DType, ErrorCode, Feature
+from kvproto.wire import from_json
+from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
 
-__all__ = ["add", "chosen", "compatible", "read_config", "read_geometry", "run"]
+__all__ = ["REFUSED", "add", "chosen", "compatible", "read_config", "read_geometry", "run"]
 
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24
-_KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _LETTERS = "TDEFGHIJ"
-
-
-def add(commands: Any) -> None:
-    """Add the three commands and their options."""
-    made = commands.add_parser("describe", help="write the Description of a model and its parallel sizes, as JSON")
-    made.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
-    known = ", ".join(sorted(PRESETS))
-    made.add_argument("--preset", choices=sorted(PRESETS), metavar="NAME", help=f"a known model, not a file: {known}")
-    made.add_argument(
-        "--draft", action="append", type=Path, default=[], metavar="CONFIG", help="a draft model; may be repeated"
-    )
-    made.add_argument(
-        "--nextn", action="store_true", help="use the checkpoint's own multi-token-prediction layers as a draft"
-    )
-    sizes.add_options(made)
-    made.add_argument("--page", type=int, metavar="TOKENS", help="tokens per page (default: the engine's, or 64)")
-    dtypes = "; ".join(
-        [f"without --engine {', '.join(_KV_DTYPES)}"]
-        + [f"with --engine {n} {', '.join(e.dtypes)}" for n, e in ENGINES.items()]
-    )
-    made.add_argument("--kv-dtype", metavar="NAME", help=f"element type of pages: {dtypes}")
-    made.add_argument("--replica", type=int, default=0, metavar="N", help="number of this replica (default 0)")
-    made.add_argument(
-        "--fact", action="append", default=[], metavar="NAME=VALUE", help="an identity that both sides must share"
-    )
-    layouts.add_options(made)
-    for name, text in (
-        ("check", "say whether two Descriptions fit: exit status 0, or 3 and why not"),
-        ("plan", "say who sends what to whom"),
-    ):
-        one = commands.add_parser(name, help=text)
-        one.add_argument("source", type=Path, help="Description of the prefill side")
-        one.add_argument("sink", type=Path, help="Description of the decode side")
-        one.add_argument("--json", action="store_true", help="print JSON, for programs")
-        one.add_argument(
-            "--spread-one", action="store_true", help="feature SPREAD_ONE: read replicated bytes from the lowest rank"
-        )
-        one.add_argument(
-            "--few-sources",
-            action="store_true",
-            help="feature FEW_SOURCES: await few of the ranks that have the same bytes",
-        )
-        one.add_argument(
-            "--cold-draft", action="store_true", help="feature COLD_DRAFT: let a draft that prefill lacks start cold"
-        )
-        if name == "plan":
-            one.add_argument(
-                "--tokens",
-                type=_tokens,
-                default=8192,
-                metavar="N",
-                help="tokens of the request to cost, and positions on its other axes (default 8192)",
-            )
-            for side in ("source", "sink"):
-                one.add_argument(
-                    f"--{side}-layout", choices=("NHD", "HND"), default="NHD", help="order within a page (default NHD)"
-                )
-            one.add_argument(
-                "--first-token", type=_tokens, default=0, metavar="K", help="first token to transfer (default 0)"
-            )
-            one.add_argument(
-                "--costs",
-                type=Path,
-                metavar="FILE",
-                help="costs measured by `kvproto probe --out FILE`, instead of those of a pair of H200",
-            )
-            one.add_argument(
-                "--slices",
-                action="store_true",
-                help="for each cache, print the remote rank, and the global, local and remote range",
-            )
-            one.add_argument(
-                "--html", type=Path, metavar="FILE", help="write the plan as a picture, one self-contained page"
-            )
+_FEATURES = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
 
 
 def _tokens(text: str) -> int:
@@ -115,70 +40,95 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
+_COMMANDS = {
+    "check": "say whether two Descriptions fit: exit status 0, or 3 and why not",
+    "plan": "say who sends what to whom",
+}
+_SWITCHES = {
+    "--json": "print JSON, for programs",
+    "--spread-one": "feature SPREAD_ONE: read replicated bytes from the lowest rank",
+    "--few-sources": "feature FEW_SOURCES: await few of the ranks that have the same bytes",
+    "--cold-draft": "feature COLD_DRAFT: let a draft that prefill lacks start cold",
+}
+_ORDER: dict[str, Any] = {"choices": ("NHD", "HND"), "default": "NHD", "help": "order within a page (default NHD)"}
+_PLAN_OPTIONS: dict[str, dict[str, Any]] = {
+    "--tokens": {"type": _tokens, "default": 8192, "metavar": "N", "help": "tokens of the request to cost, and positions on its other axes (default 8192)"},
+    "--source-layout": _ORDER,
+    "--sink-layout": _ORDER,
+    "--first-token": {"type": _tokens, "default": 0, "metavar": "K", "help": "first token to transfer (default 0)"},
+    "--costs": {"type": Path, "metavar": "FILE", "help": "costs measured by `kvproto probe --out FILE`, instead of those of a pair of H200"},
+    "--slices": {"action": "store_true", "help": "for each cache, print the remote rank, and the global, local and remote range"},
+    "--html": {"type": Path, "metavar": "FILE", "help": "write the plan as a picture, one self-contained page"},
+}  # fmt: skip
+
+
+def add(commands: Any) -> None:
+    """Add the two commands and their options."""
+    for command, text in _COMMANDS.items():
+        parser = commands.add_parser(command, help=text)
+        parser.add_argument("source", type=Path, help="Description of the prefill side")
+        parser.add_argument("sink", type=Path, help="Description of the decode side")
+        for name, what in _SWITCHES.items():
+            parser.add_argument(name, action="store_true", help=what)
+        for name, option in _PLAN_OPTIONS.items() if command == "plan" else ():
+            parser.add_argument(name, **option)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run one of the three commands; returns the exit status."""
+    """Run one of the two commands; returns the exit status."""
     try:
-        if args.command == "describe":
-            return _describe(args)
         source, sink = read_geometry(args.source), read_geometry(args.sink)
         file = args.costs if args.command == "plan" else None
-        costs = load(file) if file else reference_costs()
+        costs = load_costs(file) if file else reference_costs()
     except KvprotoError as error:
-        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
-        return 1
+        return _failed(error.between("wanted", "found", " "))
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     features = chosen(args)
     try:
         made = plan(source, sink, features)
     except KvprotoError as error:
         return _refused(error, args.json)
-    warnings = differences(source, sink)
     if args.command == "check":
-        return compatible(made, warnings, unstated(source, sink), args.json)
+        return compatible(made, differences(source, sink), unstated(source, sink), args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     try:
         moved = programs(source, sink, made, request)
         rules = spreads(source, sink, features, request, costs)
     except KvprotoError as error:
-        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
-        return 1
+        return _failed(error.between("wanted", "found", " "))
     if args.html is not None:
-        moved_bytes = {key: program.bytes for key, program in moved.items()}
+        sizes = {pair: program.bytes for pair, program in moved.items()}
         try:
-            args.html.write_text(page(source, sink, made, moved_bytes, _letters(sink), args.tokens))
+            args.html.write_text(page(source, sink, made, sizes, _letters(sink), args.tokens))
         except OSError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+            return _failed(error)
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        more = {"slices": slices.as_json(slices_of(source, sink, made))} if args.slices else {}
-        print(
-            json.dumps(
-                _as_json(sink, made, moved, costs)
-                | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
-                | more
-            )
-        )
+        data = _as_json(sink, made, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
+        if args.slices:
+            data["slices"] = slices.as_json(slices_of(source, sink, made))
+        print(json.dumps(data))
         return 0
     if args.slices:
-        for line in slices.table(slices_of(source, sink, made)):
-            print(line)
-        return 0
-    for line in _picture(source, sink, made, moved, args.first_token, args.tokens):
-        print(line)
-    for line in _costed(moved, costs, f"by {file}" if file else ORIGIN):
-        print(line)
-    for line in shown(rules):
+        lines = slices.table(slices_of(source, sink, made))
+    else:
+        by = f"by {file}" if file else ORIGIN
+        picture = _picture(source, sink, made, moved, args.first_token, args.tokens)
+        lines = chain(picture, _costed(moved, costs, by), shown(rules))
+    for line in lines:
         print(line)
     return 0
 
 
+def _failed(error: object) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
 def chosen(args: argparse.Namespace) -> list[Feature]:
     """The features that options of `check` and `plan` choose."""
-    known = (Feature.SPREAD_ONE, Feature.FEW_SOURCES, Feature.COLD_DRAFT)
-    return [f for f in known if getattr(args, f.name.lower())]
+    return [feature for feature in _FEATURES if getattr(args, feature.name.lower())]
 
 
 def read_geometry(path: Path) -> Geometry:
@@ -191,43 +141,6 @@ def read_geometry(path: Path) -> Geometry:
     except KvprotoError as error:
         raise error.at(f"{path}: {error.path}") from None
     return geometry
-
-
-def _describe(args: argparse.Namespace) -> int:
-    if (args.config is None) == (args.preset is None):
-        raise LocalError(
-            ErrorCode.OUT_OF_RANGE, "config", "a config.json or --preset", "both" if args.config else "neither"
-        )
-    configs = list(PRESETS[args.preset]) if args.preset else [read_config(args.config)]
-    if args.nextn:
-        own = draft_of(configs[0])
-        if own is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "nextn", "num_nextn_predict_layers in the config", "none")
-        configs.append(own)
-    configs += [read_config(path) for path in args.draft]
-    own_sizes = sizes.own_of(args)
-    parallel = sizes.parallel_of(args)
-    pairs = [fact.partition("=")[::2] for fact in args.fact]
-    if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "fact", "NAME=VALUE, each name once", " ".join(args.fact))
-    if args.engine:
-        for name in ("own", "sharded", "replicated"):
-            if getattr(args, name):
-                wanted = f"no --{name} beside --engine, which divides its caches by the sizes of all of them"
-                raise LocalError(ErrorCode.OUT_OF_RANGE, name, wanted, getattr(args, name)[0])
-        for line in layouts.described(args, configs, parallel, dict(pairs)):
-            print(line)
-        return 0
-    if args.kv_dtype not in (None, *_KV_DTYPES):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "kv_dtype", ", ".join(_KV_DTYPES), args.kv_dtype)
-    layouts.check_without_engine(args)
-    dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
-    geometry = describe(
-        configs[0], configs[1:], parallel, 64 if args.page is None else args.page, dtype, args.replica, dict(pairs), args.sharded,
-        args.replicated, own_sizes,
-    )  # fmt: skip
-    print(json.dumps(to_json(geometry)))
-    return 0
 
 
 def _json(path: Path) -> Any:
@@ -253,14 +166,8 @@ def read_config(path: Path) -> Config:
 
 def _refused(error: KvprotoError, as_json: bool) -> int:
     if as_json:
-        said = {
-            "code": error.code.name,
-            "path": error.path,
-            "source": error.mine,
-            "sink": error.yours,
-            "advice": error.advice,
-        }
-        print(json.dumps({"compatible": False, **said}))
+        sides = {"source": error.mine, "sink": error.yours, "advice": error.advice}
+        print(json.dumps({"compatible": False, "code": error.code.name, "path": error.path} | sides))
     else:
         print(f"refused: {error.between('prefill', 'decode')}")
     return REFUSED
@@ -268,21 +175,12 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
 
 def compatible(
     made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool, advice: str = ""
-) -> int:  # fmt: skip
+) -> int:
     """Print the plan's digest, its warnings, and which facts were not compared; returns the exit status."""
     if as_json:
-        differing = [{"path": p, "source": a, "sink": b} for p, a, b in warnings]
-        print(
-            json.dumps(
-                {
-                    "compatible": True,
-                    "plan": made.digest.hex(),
-                    "cold": list(made.cold),
-                    "warnings": differing,
-                    "unstated": list(unsaid),
-                }
-            )
-        )
+        differing = [{"path": path, "source": a, "sink": b} for path, a, b in warnings]
+        data = {"compatible": True, "plan": made.digest.hex(), "cold": list(made.cold)}
+        print(json.dumps(data | {"warnings": differing, "unstated": list(unsaid)}))
         return 0
     print(f"compatible: plan {made.digest.hex()[:16]}, {len(made.routes)} routes")
     for path, a, b in warnings:

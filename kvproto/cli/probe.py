@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvproto.calibration.probe import LEAST_MEMORY, probe
-from kvproto.calibration.results import Probe, save
+from kvproto.calibration import LEAST_MEMORY, Probe, probe, save
 from kvproto.errors import KvprotoError
 from kvproto.transport import names
 
@@ -26,43 +25,31 @@ Tell = Callable[[str, int, int], None]
 
 def add(commands: Any) -> None:
     """Add the command and its options."""
-    made = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 if one is slow")
-    made.add_argument("--quick", action="store_true", help="take under 10 seconds instead of 60")
-    made.add_argument("--json", action="store_true", help="print everything that --out writes, for programs")
-    made.add_argument("--out", type=Path, metavar="FILE", help="write the results for `kvproto plan --costs FILE`")
-    made.add_argument(
-        "--transport", nargs="+", action="extend", choices=names(), metavar="NAME",
-        help=f"measure only these: {', '.join(names())}",
-    )  # fmt: skip
-    made.add_argument(
-        "--memory",
-        type=int,
-        default=512,
-        metavar="MB",
-        help=f"memory of all pools together, at least {LEAST_MEMORY >> 20} (default %(default)s)",
-    )
+    parser = commands.add_parser("probe", help="measure this machine's transports: exit status 0, or 4 if one is slow")
+    parser.add_argument("--quick", action="store_true", help="take under 10 seconds instead of 60")
+    parser.add_argument("--json", action="store_true", help="print everything that --out writes, for programs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results for `kvproto plan --costs FILE`")
+    only = f"measure only these: {', '.join(names())}"
+    parser.add_argument("--transport", nargs="+", action="extend", choices=names(), metavar="NAME", help=only)
+    memory = f"memory of all pools together, at least {LEAST_MEMORY >> 20} (default %(default)s)"
+    parser.add_argument("--memory", type=int, default=512, metavar="MB", help=memory)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and save; returns the exit status."""
     try:
         with _quiet(), _progress() as tell:
-            found = probe(args.transport, args.quick, args.memory << 20, tell)
+            results = probe(args.transport, args.quick, args.memory << 20, tell)
         if args.out is not None:
-            save(found, args.out)
+            save(results, args.out)
             print(f"wrote {args.out}", file=sys.stderr)
-    except KvprotoError as error:
-        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
+    except (KvprotoError, OSError) as error:
+        reason = error.between("wanted", "found", " ") if isinstance(error, KvprotoError) else error
+        print(f"error: {reason}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if args.json:
-        print(json.dumps(found.to_dict()))
-    else:
-        for line in _table(found):
-            print(line)
-    return SLOW if found.slow() else 0
+    for line in [json.dumps(results.to_dict())] if args.json else _table(results):
+        print(line)
+    return SLOW if results.slow() else 0
 
 
 @contextmanager
@@ -92,27 +79,27 @@ def _progress() -> Iterator[Tell]:
         yield lambda what, done, all_: bar.update(task, description=what, completed=done, total=all_)
 
 
-def _table(found: Probe) -> Iterator[str]:
-    host = found.host
+def _table(results: Probe) -> Iterator[str]:
+    host = results.host
     gpus = f"; {len(host.gpus)} x {host.gpus[0]}, driver {host.driver}" if host.gpus else ""
     yield f"{host.cpus} CPUs, {host.machine}{gpus}; GB/s by bytes of a run"
-    lengths = sorted({s.run for m in found.measured for s in m.samples})
-    width = max(20, *(len(m.name) + 1 for m in found.measured))
+    lengths = sorted({s.run for m in results.measured for s in m.samples})
+    width = max(20, *(len(m.name) + 1 for m in results.measured))
     heads = "".join(f"{_length(n):>8}" for n in lengths)
     yield f"{'fitted on the right':{width}}{heads}  |{'link':>8}{'a run':>10}{'start':>10}"
-    for m in found.measured:
+    for m in results.measured:
         rates = {s.run: f"{s.rate / 1e9:.3g}" for s in m.samples}  # for equal lengths, the larger program comes last
         cells = "".join(f"{rates.get(n, ''):>8}" for n in lengths)
         c = m.constants
         yield f"{m.name:{width}}{cells}  |{c.link / 1e9:8.3g}{_time(c.run):>10}{_time(c.start):>10}"
-    for a in found.absent:
-        if not a.slow:
-            yield f"not measured: {a.what}: {a.reason}" + (f" ({a.advice})" if a.advice else "")
-    for s in found.slow():
-        if s.rate is None or s.floor is None:
-            yield f"warning: {s.what}: {s.advice}"
+    for path in results.absent:
+        if not path.slow:
+            yield f"not measured: {path.what}: {path.reason}" + (f" ({path.advice})" if path.advice else "")
+    for slow in results.slow():
+        if slow.rate is None or slow.floor is None:
+            yield f"warning: {slow.what}: {slow.advice}"
         else:
-            yield f"warning: {s.what}: {s.rate / 1e9:.2g} GB/s, below {s.floor / 1e9:g} ({s.advice})"
+            yield f"warning: {slow.what}: {slow.rate / 1e9:.2g} GB/s, below {slow.floor / 1e9:g} ({slow.advice})"
 
 
 def _length(bytes_: int) -> str:

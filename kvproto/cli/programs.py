@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import attrs
 import numpy as np
 
-from kvproto.calibration.cost import Cost, Spread, advise_spread, spread
+from kvproto.calibration import Cost, estimates
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, RankLayout, Window
-from kvproto.node.pool import pack
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import Feature
 
-__all__ = ["Moved", "Request", "as_data", "programs", "shown", "spreads"]
+__all__ = ["Moved", "Request", "Spread", "advise_spread", "as_data", "programs", "shown", "spread", "spreads"]
 
 Moved = dict[tuple[int, int], CopyProgram]
 """The program of each routed (source, sink) rank pair."""
@@ -54,6 +56,57 @@ def _side(
         counts[group.id] = max(2 * need, 1)
         windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
     return RankLayout(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
+
+
+ANSWER = 300e-6
+"""Seconds that a sink rank spends on each source that it awaits, in addition to the bytes: benchmarks/spread.py."""
+SHARE = 0.7
+"""The share of a source's time that it can send before requests wait for one another."""
+
+
+@attrs.frozen
+class Spread:
+    """The cost of a rule of election for one request that one sink replica fetches."""
+
+    rule: str
+    """"even", "few" or "one", as in `kvproto.Options.spread`."""
+    awaited: int
+    """Sources of the sink rank that awaits most."""
+    source: float
+    """Seconds that the busiest source sends."""
+    sink: float
+    """Seconds that the busiest sink rank receives."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the request by itself: the busier side, then the answers."""
+        return max(self.source, self.sink) + self.awaited * ANSWER
+
+    @property
+    def rate(self) -> float:
+        """The requests a second up to which they hardly wait for each other at the source."""
+        return SHARE / self.source if self.source else float("inf")
+
+
+def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Sequence[Cost]) -> Spread:
+    """Cost a rule by the runs of each (source, sink) rank pair, each moved the fastest way."""
+    sides = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for pair, runs in pairs.items():
+        seconds = estimates(runs, costs)[0].seconds
+        for side, rank in zip(sides, pair, strict=True):
+            side[rank].append(seconds)
+    source, sink = (max(map(sum, side.values()), default=0.0) for side in sides)
+    return Spread(rule, max(map(len, sides[1].values()), default=0), source, sink)
+
+
+def advise_spread(rules: Iterable[Spread]) -> str:
+    """Which rule serves a request fastest, and up to which rate of requests it does."""
+    ranked = sorted(rules, key=lambda rule: (round(rule.seconds, 6), -rule.rate))
+    fastest, most = ranked[0], max(ranked, key=lambda rule: rule.rate)
+    if fastest.rate >= most.rate:
+        return f"{fastest.rule}: the fastest, and no rule bears more requests"
+    bounds = f"{fastest.rate:,.0f} requests a second from one source replica", f"up to {most.rate:,.0f}"
+    return f"{fastest.rule} up to {bounds[0]}, {most.rule} beyond, {bounds[1]}"
 
 
 def spreads(

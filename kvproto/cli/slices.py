@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
 
-from kvproto.planning.slices import Column, Range, Slice
+from kvproto.planning.slices import PartLanes, Range, Slice
 
-__all__ = ["HEAD", "as_json", "row", "table"]
+__all__ = ["HEAD", "aligned", "as_json", "row", "table"]
 
 _RUNS = 16
 """The most entries of a deal's table that are shown."""
 HEAD = ("local rank", "cache", "remote rank", "global range", "local range", "remote range")
 
 
-def as_json(found: Iterable[Slice]) -> list[dict[str, Any]]:
+def as_json(slices: Iterable[Slice]) -> list[dict[str, Any]]:
     """One object per slice; intervals are [lo, hi), lanes in bytes."""
-    return [attrs.asdict(one) | {"text": dict(zip(HEAD, row(one), strict=True))} for one in found]
+    return [attrs.asdict(one) | {"text": dict(zip(HEAD, row(one), strict=True))} for one in slices]
 
 
-def table(found: Iterable[Slice]) -> Iterator[str]:
+def table(slices: Iterable[Slice]) -> Iterator[str]:
     """One line per slice, in columns; the sink's ranks are local, the source's remote."""
-    rows = [HEAD, *(row(one) for one in found)]
+    return aligned([HEAD, *map(row, slices)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def row(one: Slice) -> tuple[str, ...]:
@@ -40,7 +45,7 @@ def _text(range_: Range) -> str:
     return f"layers {_numbers(range_.layers)}; {lanes}{_tokens(range_)}"
 
 
-def _lanes(column: Column) -> str:
+def _lanes(column: PartLanes) -> str:
     size = column.lane_bytes
     if any(x % size for interval in column.lanes for x in interval):
         return f"bytes {_numbers(column.lanes)}"
@@ -60,14 +65,9 @@ def _tokens(range_: Range) -> str:
 
 def _numbers(intervals: Iterable[tuple[int, int]]) -> str:
     """Intervals as text: `0-3, 5`, or `0-60 by 4` for every fourth number."""
-    found = list(intervals)
-    starts = [lo for lo, _ in found]
-    steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}
-    if (
-        len(found) > 2
-        and len(steps) == 1
-        and len({hi - lo for lo, hi in found}) == 1
-        and found[0][1] - found[0][0] == 1
-    ):
-        return f"{starts[0]}-{starts[-1]} by {starts[1] - starts[0]}"
-    return ", ".join(str(lo) if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in found)
+    spans = list(intervals)
+    starts = [lo for lo, _ in spans]
+    steps = {b - a for a, b in pairwise(starts)}
+    if len(spans) > 2 and len(steps) == 1 and all(hi - lo == 1 for lo, hi in spans):
+        return f"{starts[0]}-{starts[-1]} by {steps.pop()}"
+    return ", ".join(str(lo) if hi - lo == 1 else f"{lo}-{hi - 1}" for lo, hi in spans)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvproto.copying.scaling import Scaling, scaling
 from kvproto.errors import RemoteError
-from kvproto.planning.deals import IntArray
+from kvproto.planning.arrays import IntArray
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
@@ -70,22 +70,22 @@ class Overlaps:
         return cls(tuple(c for c in shapes.values() if not _apart(c)), pairs)
 
     def check(self, grants: tuple[Grants, ...]) -> None:
-        """Raise ITEM_ALIAS where items of the grants overlap; each column's own items are known to be disjoint."""
+        """Raise ITEM_ALIAS if items of the grants overlap; each column's own items are known to be disjoint."""
         named = {g.group: (i, g.items) for i, g in enumerate(grants) if g.items is not None and g.items.size}
         left = MAX_SPANS
         for cluster in self.clusters:
-            some = cluster[np.isin(cluster["group"], list(named))]
-            if len(some) < 2:
+            columns = cluster[np.isin(cluster["group"], list(named))]
+            if len(columns) < 2:
                 continue
-            if (groups := np.unique(some["group"])).size * _FEWEST > left:
+            if (groups := np.unique(columns["group"])).size * _FEWEST > left:
                 raise _too_many(f"grants[{named[int(groups[left // _FEWEST])][0]}].items")
-            owners = []
-            for owner in _owners(some, named):
-                owners.append(owner)
-                left -= max(owner.spans, _FEWEST)
+            spans = []
+            for of_items in _item_spans(columns, named):
+                spans.append(of_items)
+                left -= max(of_items.number, _FEWEST)
                 if left < 0:
-                    raise _too_many(owner.path)
-            _compare(owners)
+                    raise _too_many(of_items.path)
+            _compare(spans)
 
 
 def _too_many(path: str) -> RemoteError:
@@ -96,7 +96,7 @@ def _too_many(path: str) -> RemoteError:
 def _extents(geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> tuple[IntArray, _Extents]:
     """Region [columns] and extents [columns] of all columns of a rank."""
     groups = {g.id: g for g in geometry.groups}
-    regions, made = [], []
+    regions, tables = [], []
     for share in (o for r in geometry.ranks if r.rank == rank for o in r.owns if o.group in columns):
         group, own = groups[share.group], columns[share.group]
         table = np.zeros(own.region.size, _EXTENT)
@@ -111,10 +111,10 @@ def _extents(geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> t
         for extent, stride in _AXES[1:]:
             table["item_bytes"] += (table[extent] - 1) * table[stride]
         regions.append(own.region.astype(np.int64))
-        made.append(table)
-    if not made:
+        tables.append(table)
+    if not tables:
         return np.empty(0, np.int64), np.empty(0, _EXTENT)
-    return np.concatenate(regions), np.concatenate(made)
+    return np.concatenate(regions), np.concatenate(tables)
 
 
 def _clusters(region: IntArray, extents: _Extents) -> Iterator[_Extents]:
@@ -184,8 +184,8 @@ _Axes = tuple[tuple[int, int], ...]
 
 def _axes(column: np.void) -> _Axes:
     """Stride and extent of the axes of more than one element, the longest stride first."""
-    found = ((int(column[stride]), int(column[extent])) for extent, stride in _AXES)
-    return tuple(sorted((axis for axis in found if axis[1] > 1), reverse=True))
+    axes = ((int(column[stride]), int(column[extent])) for extent, stride in _AXES)
+    return tuple(sorted((axis for axis in axes if axis[1] > 1), reverse=True))
 
 
 def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
@@ -195,21 +195,21 @@ def _meet(at: int, size: int, axes: _Axes, width: int, others: _Axes) -> bool:
     """
     if not axes and not others:
         return -width < at < size
-    stride = max(found[0][0] for found in (axes, others) if found)
+    stride = max(nested[0][0] for nested in (axes, others) if nested)
     # element j of the other's axis less element i of ours
     most = least = 0
     if axes and axes[0][0] == stride:
         least, axes = 1 - axes[0][1], axes[1:]
     if others and others[0][0] == stride:
         most, others = others[0][1] - 1, others[1:]
-    reach, far = (n + sum(s * (e - 1) for s, e in some) for n, some in ((size, axes), (width, others)))
+    reach, far = (n + sum(s * (e - 1) for s, e in nested) for n, nested in ((size, axes), (width, others)))
     # those j - i at which -far < at + (j - i) stride < reach
     first, last = max(least, (-far - at) // stride + 1), min(most, -((at - reach) // stride) - 1)
     return any(_meet(at + n * stride, size, axes, width, others) for n in range(first, last + 1))
 
 
 @attrs.frozen(eq=False)
-class _Owner:
+class _ItemSpans:
     """Columns of one group whose items share no bytes with each other, as merged spans [begin, end) of item 0."""
 
     path: str
@@ -220,7 +220,8 @@ class _Owner:
     end: IntArray
 
     @property
-    def spans(self) -> int:
+    def number(self) -> int:
+        """The number of spans of all items."""
         return self.begin.size * self.items.size
 
     def bytes(self) -> tuple[IntArray, IntArray]:
@@ -229,7 +230,7 @@ class _Owner:
         return _merged((self.begin[:, None] + first).ravel(), (self.end[:, None] + first).ravel())
 
 
-def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> Iterator[_Owner]:
+def _item_spans(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> Iterator[_ItemSpans]:
     """A group's columns of one stride if they are apart, else each column by itself."""
     cluster = cluster[np.argsort(cluster["group"], kind="stable")]
     starts = [0, *(np.flatnonzero(np.diff(cluster["group"])) + 1).tolist(), len(cluster)]
@@ -238,22 +239,22 @@ def _owners(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -> It
         index, items = named[group][0], named[group][1].astype(np.int64)
         alike = len(np.unique(columns["item_stride"])) == 1
         together = len(columns) == 1 or (alike and _apart(columns))
-        for some in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:
-            name = f"group {group}" if together else f"column {some['column'][0]} of group {group}"
-            merged = _merged(some["offset"], some["offset"] + some["item_bytes"])
-            yield _Owner(f"grants[{index}].items", name, items, int(some["item_stride"][0]), *merged)
+        for part in [columns] if together else [columns[k : k + 1] for k in range(len(columns))]:
+            name = f"group {group}" if together else f"column {part['column'][0]} of group {group}"
+            merged = _merged(part["offset"], part["offset"] + part["item_bytes"])
+            yield _ItemSpans(f"grants[{index}].items", name, items, int(part["item_stride"][0]), *merged)
 
 
-def _compare(owners: list[_Owner]) -> None:
-    """Raise ITEM_ALIAS where spans of two owners overlap: of two groups, or of two columns that are not apart."""
-    begins, ends = zip(*(owner.bytes() for owner in owners), strict=True)
+def _compare(spans: list[_ItemSpans]) -> None:
+    """Raise ITEM_ALIAS if spans of two groups overlap, or of two columns that are not apart."""
+    begins, ends = zip(*(of_items.bytes() for of_items in spans), strict=True)
     begin, end = np.concatenate(begins), np.concatenate(ends)
     order = np.argsort(begin)
-    # the spans of one owner are disjoint: if any two overlap, then two neighbours do
+    # spans of the same items are disjoint: if any two overlap, then two neighbours do
     clash = np.flatnonzero(begin[order][1:] < end[order][:-1])
     if clash.size:
-        whose = np.repeat(np.arange(len(owners)), [some.size for some in begins])[order]
-        both = sorted((owners[whose[clash[0] + k]] for k in (0, 1)), key=lambda owner: (owner.path, owner.name))
+        whose = np.repeat(np.arange(len(spans)), [firsts.size for firsts in begins])[order]
+        both = sorted((spans[whose[clash[0] + k]] for k in (0, 1)), key=lambda items: (items.path, items.name))
         yours = f"items of {both[0].name} and {both[1].name} overlap"
         advice = "name items that share no bytes; if no two items should, a stride or an offset of Register is wrong; "
         advice += "of layers that share a cache, state only the one that writes it"

@@ -34,13 +34,12 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
             sinks[sink][to : to + size] = sources[source][begin : begin + size]
         return program.bytes
     lengths = [list(_by_length(m)) for m in program.maps]
-    for some in _batches(program):
-        rows = program.maps[some.first[0]]
-        for length, runs in lengths[some.first[0]]:
-            src, dst = _view(some, "source", length, sources), _view(some, "sink", length, sinks)
-            dst[..., rows.sink_item[runs], rows.sink_row[runs], :, :, :] = src[
-                ..., rows.source_item[runs], rows.source_row[runs], :, :, :
-            ]
+    for batch in _batches(program):
+        rows = program.maps[batch.first[0]]
+        for length, runs in lengths[batch.first[0]]:
+            src, dst = _view(batch, "source", length, sources), _view(batch, "sink", length, sinks)
+            data = src[..., rows.source_item[runs], rows.source_row[runs], :, :, :]
+            dst[..., rows.sink_item[runs], rows.sink_row[runs], :, :, :] = data
     return program.bytes
 
 
@@ -61,16 +60,16 @@ def _batches(program: CopyProgram) -> Iterator[_Batch]:
     """
     ops = program.ops
     by_layer = ops[np.argsort(ops["layer"], kind="stable")]
-    for some, step in min((_alike(ops), _alike(by_layer)), key=len):
-        first = some[0].item()
+    for stretch, steps in min((_stretches(ops), _stretches(by_layer)), key=len):
+        first = stretch[0].item()
         size = program.maps[first[0]].size * first[_LANES][0] * first[_LANES][1]
         most = max(_MOST_TOGETHER // max(size, 1), 1)
-        for at in range(0, len(some), most):
-            part = some[at : at + most]
-            yield _Batch(part[0].item(), part, step)
+        for at in range(0, len(stretch), most):
+            part = stretch[at : at + most]
+            yield _Batch(part[0].item(), part, steps)
 
 
-def _alike(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[Side, int]]]:
+def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], dict[Side, int]]]:
     """The longest stretches of operations that lie equally far apart on both sides, and how far."""
     fields, begins = np.ascontiguousarray(ops).view(np.int64).reshape(len(ops), len(_FIELDS)), [0]
     steps = fields[1:] - fields[:-1]
@@ -97,22 +96,22 @@ _MOST_TOGETHER = 1 << 16
 
 def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
     """Region, offset and bytes of every run of every operation; None unless they are few, short and contiguous."""
-    found: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     numbers = [rows.numbers for rows in program.maps]
     if program.bytes > _MOST_BYTES or None in numbers:
         return None
     at = 2 * (side == "sink")
-    runs = [[*zip(*some[at : at + 2], some[4], strict=True)] for some in numbers if some is not None]
+    runs = [[*zip(*columns[at : at + 2], columns[4], strict=True)] for columns in numbers if columns is not None]
     for op in program.ops.tolist():
         map, lanes, lane_bytes, region, offset, item_stride, row_stride, lane_stride, items, rows = _PLACED[side](op)
         width = lanes * lane_bytes
-        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(found) > _MOST_SPANS:
+        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(spans) > _MOST_SPANS:
             return None
         for item, row, count in runs[map]:
             if not (0 <= item < items and 0 <= row <= rows - count):
                 raise IndexError(f"item {item}, rows {row} to {row + count} of {items} items of {rows} rows")
-            found.append((region, offset + item * item_stride + row * row_stride, count * width))
-    return found
+            spans.append((region, offset + item * item_stride + row * row_stride, count * width))
+    return spans
 
 
 def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
@@ -121,13 +120,13 @@ def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
         yield length, np.flatnonzero(rows.rows == length)
 
 
-def _view(some: _Batch, side: Side, length: int, regions: Regions) -> Bytes:
+def _view(batch: _Batch, side: Side, length: int, regions: Regions) -> Bytes:
     """A view [operation, item, first row, row of the run, lane, byte] of a region; [item, ...] of one operation."""
-    region, offset, item_stride, row_stride, lane_stride, items, rows = some.first[_AT[side]]
-    shape = [items, rows - length + 1, length, *some.first[_LANES]]
+    region, offset, item_stride, row_stride, lane_stride, items, rows = batch.first[_AT[side]]
+    shape = [items, rows - length + 1, length, *batch.first[_LANES]]
     strides = [item_stride, row_stride, row_stride, lane_stride, 1]
-    if len(some.ops) > 1:
-        shape, strides = [len(some.ops), *shape], [some.steps[side], *strides]
+    if len(batch.ops) > 1:
+        shape, strides = [len(batch.ops), *shape], [batch.steps[side], *strides]
     return np.ndarray(shape, np.uint8, regions[region], offset, strides)
 
 
@@ -137,14 +136,14 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     A and B are odd and depend on the global coordinate only, so both layouts give one value, and one changed byte
     always changes it. Groups that move no row have none. Clauses KVP-VERIFY-SOURCE, KVP-VERIFY-SINK.
     """
-    found: dict[int, int] = {}
+    sums: dict[int, int] = {}
     side: Side = "sink" if sink else "source"
     spans = _spans(program, side)
     blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
     for group, los, rows, data in blocks:
         weights = _lane_weights(los, data.shape[2])
-        found[group] = found.get(group, 0) + int((_mix(rows) * (data @ weights)[:, :, 0]).sum())
-    return {group: total & (1 << 64) - 1 for group, total in found.items()}
+        sums[group] = sums.get(group, 0) + int((_mix(rows) * (data @ weights)[:, :, 0]).sum())
+    return {group: total & (1 << 64) - 1 for group, total in sums.items()}
 
 
 _Summed = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
@@ -157,9 +156,9 @@ def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, 
     wide = bytearray(8 * len(data))  # a cast by numpy would release the GIL
     wide[::8] = data
     words, at = np.frombuffer(wide, "<u8"), 0
-    for (map, group, lo, lanes, lane_bytes), some in groupby(program.ops.tolist(), _ALIKE):
+    for (map, group, lo, lanes, lane_bytes), ops in groupby(program.ops.tolist(), _ALIKE):
         if program.maps[map].size:
-            rows = program.maps[map].global_rows.astype(np.uint64) + np.array([[op[-1]] for op in some], np.uint64)
+            rows = program.maps[map].global_rows.astype(np.uint64) + np.array([[op[-1]] for op in ops], np.uint64)
             end = at + rows.size * lanes * lane_bytes
             yield group, (lo,), rows.reshape(1, -1), words[at:end].reshape(1, rows.size, -1)
             at = end
@@ -171,8 +170,8 @@ def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summ
         map, group, _, lanes, lane_bytes = _ALIKE(batch.first)
         rows, los = program.maps[map], tuple(batch.ops["lo"].tolist())
         item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
-        for length, some, index in runs[map]:
-            data = _view(batch, side, length, regions)[..., item[some], row[some], :, :, :]
+        for length, run, index in runs[map]:
+            data = _view(batch, side, length, regions)[..., item[run], row[run], :, :, :]
             wide = data.reshape(len(los), index.size, lanes * lane_bytes).astype(np.uint64)
             yield group, los, index.reshape(-1) + batch.ops["seed"][:, None], wide
 

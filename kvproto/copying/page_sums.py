@@ -43,7 +43,7 @@ def page_sums(
 
     `checksums` returns those of a program by group, as transports do, and is called once for each layer and page.
     """
-    found = {}
+    sums = {}
     for id in np.unique(program.ops["group"]).tolist():
         ops = program.ops[program.ops["group"] == id]
         maps = [program.maps[i] for i in np.unique(ops["map"]).tolist()]
@@ -56,11 +56,9 @@ def page_sums(
         step = group.rows * group.tokens_per_row
         values = []
         for layer in layers:
-            some = CopyProgram(
-                program.maps, ops[ops["layer"] == layer], program.tokens_per_row, program.state_after, program.others
-            )
+            of_layer = attrs.evolve(program, ops=ops[ops["layer"] == layer])
             for page in pages:
-                part = some.select(tokens=(page * step, (page + 1) * step)) if apart else some
+                part = of_layer.select(tokens=(page * step, (page + 1) * step)) if apart else of_layer
                 values.append(checksums(part).get(id, 0))
-        found[id] = PageSums(layers, pages, np.array(values, np.uint64))
-    return found
+        sums[id] = PageSums(layers, pages, np.array(values, np.uint64))
+    return sums

@@ -25,6 +25,7 @@ __all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "R
 
 IntArray = npt.NDArray[np.int64]
 Side = Literal["source", "sink"]
+_NONE = np.empty(0, np.int64)
 
 PLACE = ("region", "offset", "item_stride", "row_stride", "lane_stride", "items", "rows")
 OP = np.dtype(
@@ -55,11 +56,7 @@ class Window:
 
 def windows(grants: Iterable[Grants]) -> dict[int, Window]:
     """Windows by group id, of grants that `check_grants` accepted."""
-    made = {}
-    for grant in grants:
-        items = np.empty(0, np.int64) if grant.items is None else grant.items
-        made[grant.group] = Window(grant.first, grant.count, items)
-    return made
+    return {g.group: Window(g.first, g.count, _NONE if g.items is None else g.items) for g in grants}
 
 
 @attrs.frozen
@@ -81,8 +78,8 @@ class RankLayout:
 
     def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Intervals of a part's lanes that reach into [lo, hi), ascending, each with the local number of its first."""
-        found = self._spans.get((id, part), ())
-        for first, last, local in found[max(bisect(found, (lo, hi, 0)) - 1, 0) :]:
+        spans = self._spans.get((id, part), ())
+        for first, last, local in spans[max(bisect(spans, (lo, hi, 0)) - 1, 0) :]:
             if first >= hi:
                 return
             if last > lo:
@@ -99,14 +96,14 @@ class RankLayout:
     @cached_property
     def _spans(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
         """By group id and part: first lane, lane after the last, and the local number of the first."""
-        found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        by_part: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for share in self._shares.values():
             local: dict[int, int] = {}
             for span in share.lanes:
                 before = local.get(span.part, 0)
-                found.setdefault((share.group, span.part), []).append((span.lo, span.hi, before))
+                by_part.setdefault((share.group, span.part), []).append((span.lo, span.hi, before))
                 local[span.part] = before + span.hi - span.lo
-        return {key: sorted(spans) for key, spans in found.items()}
+        return {key: sorted(spans) for key, spans in by_part.items()}
 
 
 _SMALL = 32
@@ -181,8 +178,8 @@ class RowMap:
             first = int(self.piece_first[0])
             return np.array(range(first, first + self.size))
         starts = np.cumsum(self.piece_rows) - self.piece_rows
-        made: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
-        return made
+        rows: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
+        return rows
 
     def between(self, lo: int, hi: int) -> RowMap:
         """Cut the runs down to global rows [lo, hi). Raises LAYOUT_OPAQUE where items are opaque."""
@@ -199,16 +196,14 @@ class RowMap:
         begin, end = int(a[kept][0]), int(b[kept][-1])
         stop = self.ends
         start = stop - self.rows
-        some = slice(int(np.searchsorted(stop, begin, "right")), int(np.searchsorted(start, end, "left")))
-        skip = np.maximum(begin - start[some], 0)
-        rows = np.minimum(stop[some], end) - np.maximum(start[some], begin)
-        return RowMap(
-            self.source_item[some], self.source_row[some] + skip, self.sink_item[some], self.sink_row[some] + skip,
-            rows, self.piece_first[kept] + np.maximum(lo - self.piece_first[kept], 0), (b - a)[kept],
-        )  # fmt: skip
+        runs = slice(int(np.searchsorted(stop, begin, "right")), int(np.searchsorted(start, end, "left")))
+        skip = np.maximum(begin - start[runs], 0)
+        source_item, source_row, sink_item, sink_row = (places[runs] for places in self.places)
+        rows = np.minimum(stop[runs], end) - np.maximum(start[runs], begin)
+        first = np.maximum(self.piece_first[kept], lo)
+        return RowMap(source_item, source_row + skip, sink_item, sink_row + skip, rows, first, (b - a)[kept])
 
 
-_NONE = np.empty(0, np.int64)
 EMPTY_MAP = RowMap(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
@@ -248,8 +243,8 @@ class CopyProgram:
         ops = self.ops
         if not len(ops):
             return _NONE
-        made: IntArray = self._rows[ops["map"]] * ops["lanes"] * ops["lane_bytes"]
-        return made
+        size: IntArray = self._rows[ops["map"]] * ops["lanes"] * ops["lane_bytes"]
+        return size
 
     @cached_property
     def bytes(self) -> int:
@@ -264,11 +259,11 @@ class CopyProgram:
 
     def bytes_by_group(self) -> dict[int, int]:
         """Bytes that the program writes, by the sink's group id, without groups of 0 bytes."""
-        found: dict[int, int] = {}
-        for group, moved in zip(self.ops["group"].tolist(), self._op_bytes.tolist(), strict=True):
-            if moved:
-                found[group] = found.get(group, 0) + moved
-        return found
+        moved: dict[int, int] = {}
+        for group, size in zip(self.ops["group"].tolist(), self._op_bytes.tolist(), strict=True):
+            if size:
+                moved[group] = moved.get(group, 0) + size
+        return moved
 
     def runs(self) -> Runs:
         """Runs of bytes that are contiguous on both sides."""

@@ -18,14 +18,14 @@ from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Deals", "row_map"]
+__all__ = ["MapSpec", "row_map"]
 
 _FURTHEST = 1 << 62
 """Rows beyond this are refused, so that no sum of them leaves 64 bits."""
 
 
 @attrs.frozen
-class Deals:
+class MapSpec:
     """What a row map depends on at registration: a pair of groups and a pair of token classes."""
 
     source: Group
@@ -44,7 +44,7 @@ class Deals:
         return not self.whole and all(kind_of(g).paged and g.cp_size == 1 for g in (self.source, self.sink))
 
 
-def row_map(m: Deals, source: Window, sink: Window) -> RowMap:
+def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The rows of the sink's window, at both sides; raises BAD_GRANT if a window lacks the items that hold them."""
     if m.whole:
         return _whole_items(m, source, sink)
@@ -92,7 +92,7 @@ _FEW = 32
 """Pages up to which Python's integers are faster than numpy calls."""
 
 
-def _few_pages(m: Deals, source: Window, sink: Window, lo: int, hi: int) -> RowMap:
+def _few_pages(m: MapSpec, source: Window, sink: Window, lo: int, hi: int) -> RowMap:
     ours, theirs = _pages(m.source, source, lo, hi), _pages(m.sink, sink, lo, hi)
     runs: list[list[int]] = []
     row, goes_on = lo, None
@@ -118,15 +118,15 @@ def _pages(group: Group, window: Window, lo: int, hi: int) -> list[int]:
     low, high = lo // group.rows - base, (hi - 1) // group.rows - base
     if lo < hi and (low < 0 or high >= window.items.size):
         raise _short(group, window.items.size, f"items {low} to {high} of the window")
-    found: list[int] = window.items[low : high + 1].tolist()
-    return found
+    items: list[int] = window.items[low : high + 1].tolist()
+    return items
 
 
 def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
     return (0, item * group.rows + row) if flat else (item, row)
 
 
-def _whole_items(m: Deals, source: Window, sink: Window) -> RowMap:
+def _whole_items(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The map of opaque parts, whose items move whole: both sides deal and page alike, windows begin with an item."""
     group = m.sink
     if not kind_of(group).paged:
@@ -161,11 +161,11 @@ _ZERO = np.zeros(1, np.int64)
 
 def _lengths(at: IntArray, total: int) -> IntArray:
     """The length of each of the segments that begin at these places of an axis of `total` rows."""
-    made = np.empty(at.size, np.int64)
+    lengths = np.empty(at.size, np.int64)
     if at.size:
-        np.subtract(at[1:], at[:-1], out=made[:-1])
-        made[-1] = total - at[-1]
-    return made
+        np.subtract(at[1:], at[:-1], out=lengths[:-1])
+        lengths[-1] = total - at[-1]
+    return lengths
 
 
 def _next(item: IntArray | None, row: IntArray, rows: IntArray) -> npt.NDArray[np.bool_]:

@@ -24,22 +24,23 @@ def scaling(groups: Iterable[Group], owns: Callable[[int], Owns]) -> Scaling:
         return ()
     values = {
         (group.model, name_of(part.name), layer): group
-        for group in groups if not group.partial
+        for group in groups
+        if not group.partial
         for part in group.parts
         for layer in owns(group.id).layers.tolist()
-    }  # fmt: skip
-    found = {}
+    }
+    pairs = {}
     for group in groups:
         for scaled in {scaled_by(part.name) for part in group.parts} if group.partial else ():
             for layer in owns(group.id).layers.tolist():
                 other = values.get((group.model, scaled, layer)) if scaled else None
                 if other is not None:
-                    found[group.id, other.id] = group, other
-    return tuple(found.values())
+                    pairs[group.id, other.id] = group, other
+    return tuple(pairs.values())
 
 
 def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
-    """Raise BAD_GRANT where windows of pages and of their scales begin apart (KVP-GRANT-SCALES)."""
+    """Raise BAD_GRANT if windows of pages and of their scales begin apart (KVP-GRANT-SCALES)."""
     asked = {grant.group: (i, grant) for i, grant in enumerate(grants)} if pairs else {}
     for scales, values in pairs:
         if not (scales.id in asked and values.id in asked and kind_of(scales).paged and kind_of(values).paged):

@@ -1,14 +1,7 @@
 """Sockets, keys and allow-lists over ZeroMQ; no other package imports zmq."""
 
-from kvproto.net.addresses import (
-    Seed,
-    check_address,
-    encrypted,
-    is_wildcard,
-    private_address,
-    read_sources,
-)
-from kvproto.net.allowed import AllowList
+from kvproto.net.addresses import Seed, check_address, encrypted, is_wildcard, private_address, read_sources
+from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair, check_public, make_keys, read_keys
 from kvproto.net.sockets import Dialer, Listener
 

@@ -19,13 +19,11 @@ import zmq
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
 from kvproto.net import limits
-from kvproto.net.addresses import check_address, encrypted
-from kvproto.net.allowed import AllowList
-from kvproto.net.direct import Inbox
-from kvproto.net.gate import Connections, Handshakes, Socket, event_of, events_of
+from kvproto.net.addresses import HostNames, check_address, encrypted
+from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, event_of, events_of
+from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair
-from kvproto.net.load import Load
-from kvproto.net.names import Names
+from kvproto.net.libzmq import Inbox
 from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
@@ -96,7 +94,7 @@ class Listener:
         self._inbox = Inbox(made)
         self._inboxes = [self._inbox, self._connections.inbox]
         self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []
-        self._load = Load(self._allow) if self._allow is not None else None
+        self._load = ClientLoad(self._allow) if self._allow is not None else None
 
     @property
     def pending(self) -> bool:
@@ -168,7 +166,7 @@ class Listener:
 
 
 @attrs.define(eq=False)
-class _Line:
+class _Dealer:
     """One DEALER, and the events of its handshakes if it has any."""
 
     inbox: Inbox
@@ -187,8 +185,8 @@ class Dialer:
         self._insecure, self._keys = insecure, keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._lines: dict[tuple[Any, ...], _Line] = {}
-        self._greeting: dict[tuple[Any, ...], _Line] = {}
+        self._lines: dict[tuple[Any, ...], _Dealer] = {}
+        self._greeting: dict[tuple[Any, ...], _Dealer] = {}
         """Lines whose first handshake has not succeeded yet."""
         self._greeted: dict[int, tuple[Any, ...]] = {}
         """Keys of the other lines that have handshakes, by the descriptor of their events."""
@@ -197,7 +195,7 @@ class Dialer:
         self._opened: list[Socket] = []
         self._fds: list[int] = []
         self._turns = 0
-        self.names = Names()
+        self.names = HostNames()
         self._end = weakref.finalize(self, _close, self._context, self._opened)
 
     @property
@@ -284,7 +282,7 @@ class Dialer:
             self._count()
         return line.inbox.send([frame])
 
-    def _connect(self, address: str, server: bytes | None) -> _Line:
+    def _connect(self, address: str, server: bytes | None) -> _Dealer:
         check_address(address, self._keys is not None and server is not None, self._insecure)
         opened: list[Socket] = []
         events = None
@@ -299,7 +297,7 @@ class Dialer:
                 events = events_of(self._context, made, _HANDSHAKES)
                 opened.append(events.socket)
             made.connect(address)
-            line = _Line(Inbox(made), events)
+            line = _Dealer(Inbox(made), events)
         except zmq.ZMQError as e:
             _shut(opened)
             if e.errno == errno.EMFILE:
@@ -311,7 +309,7 @@ class Dialer:
         self._opened += opened
         return line
 
-    def _unwatch(self, key: tuple[Any, ...], line: _Line) -> None:
+    def _unwatch(self, key: tuple[Any, ...], line: _Dealer) -> None:
         if line.events is not None:
             self._greeting.pop(key, None)
             self._greeted.pop(line.events.fd, None)

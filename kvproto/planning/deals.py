@@ -14,14 +14,14 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.planning.arrays import IntArray
 from kvproto.wire.messages import Group
 
 __all__ = [
-    "IntArray", "deal", "deal_text", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
+    "deal", "deal_text", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
     "runs", "same_deal", "shared_classes",
 ]  # fmt: skip
 
-IntArray = npt.NDArray[np.int64]
 Count = TypeVar("Count", int, IntArray)
 
 

@@ -1,248 +1,231 @@
-"""Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
+"""The election: which candidate each needy rank reads from (spec/v1/planning.md, step 4).
+
+The rules look at all pieces of a plan at once, because they bound a source's load over all layers and groups that the
+same candidates own. Pieces, layers and ranks are columns of tables here, so that a plan with many costs little more
+than one with few. As in the specification, c is a number of candidates and m one of needy ranks.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.errors import PlanError
-from kvproto.planning.deals import runs, shared_classes
-from kvproto.planning.geometry import Geometry, Group, lane_bytes
-from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
-from kvproto.planning.spreading import Layers, Pieces, Ranks, Shares, elect, joined, stretches
-from kvproto.wire.enums import ErrorCode
+from kvproto.planning.arrays import IntArray, Intervals, distinct_rows, repeated_index, stretch_bounds
+from kvproto.wire.enums import Feature
 
-__all__ = ["Claim", "Claims", "Cutter", "alike", "claims_of", "class_pairs", "uneven", "whole"]
+__all__ = ["Layers", "PieceTable", "Ranks", "ShareTable", "elect"]
 
-
-_SHOWN = 8
-"""Intervals, or lists of them, that an error shows."""
-
-
-class Claim(NamedTuple):
-    """One lane interval that a rank owns of a part, in bytes [lo, hi), with its layers and its share of the tokens."""
-
-    rank: int
-    group: Group
-    lo: int
-    hi: int
-    cp_rank: int
-    layers: tuple[tuple[int, int], ...]
-    """Intervals of layers, ascending."""
+Layers = Intervals
+"""Ascending intervals [lo, hi) of layers."""
+Ranks = tuple[int, ...]
+"""Ascending ranks."""
+FACTOR = 2
+"""With FEW_SOURCES a candidate serves at most this many times as many units as the busiest one does when dealt."""
 
 
-Claims = dict[tuple[int, str], list[Claim]]
-"""(model, part name) -> claims."""
+@attrs.frozen(eq=False)
+class PieceTable:
+    """Bytes [lo, hi) of a part and rows of one token class, in layers in which the same ranks own them: columns [n]."""
+
+    group: IntArray
+    """The sink's group id."""
+    part: IntArray
+    """Index into the parts of that group."""
+    lo: npt.NDArray[np.uint64]
+    hi: npt.NDArray[np.uint64]
+    source_class: IntArray
+    sink_class: IntArray
+    layers: IntArray
+    """Index of a tuple of intervals of layers."""
+    candidates: IntArray
+    """Index of the set of source ranks that own it."""
+    needy: IntArray
+    """Index of the set of sink ranks that own it."""
 
 
-def claims_of(geometry: Geometry) -> Claims:
-    """What the ranks of a Description own, by model and part name."""
-    groups = {g.id: g for g in geometry.groups}
-    claims: Claims = defaultdict(list)
-    for rank in geometry.ranks:
-        for share in rank.owns:
-            group = groups[share.group]
-            layers = _intervals(share.layers)
-            for span in share.lanes:
-                part = group.parts[span.part]
-                found, size = claims[group.model, part.name], lane_bytes(part)
-                if size == part.lane_bytes:
-                    bounds = [(span.lo * size, span.hi * size)]
-                else:  # a section has bytes in each lane, which lie apart
-                    first = part.at or 0
-                    bounds = [
-                        (x, x + part.lane_bytes) for x in range(span.lo * size + first, span.hi * size + first, size)
-                    ]
-                found += [Claim(rank.rank, group, lo, hi, share.cp_rank, layers) for lo, hi in bounds]
-    return claims
+@attrs.frozen(eq=False)
+class ShareTable:
+    """What one source rank sends to one sink rank of a piece, in layers [layer_lo, layer_hi): columns [n]."""
+
+    piece: IntArray
+    source: IntArray
+    sink: IntArray
+    layer_lo: IntArray
+    layer_hi: IntArray
+
+    @property
+    def columns(self) -> tuple[IntArray, ...]:
+        """All columns, in order."""
+        return self.piece, self.source, self.sink, self.layer_lo, self.layer_hi
 
 
-def _intervals(numbers: npt.NDArray[Any]) -> Layers:
-    """Ascending numbers [n] as intervals [lo, hi)."""
-    lo, hi = int(numbers[0]), int(numbers[-1]) + 1
-    if hi - lo == numbers.size:
-        return ((lo, hi),)
-    first, last = stretches(numbers[1:] - numbers[:-1] == 1)
-    return tuple(zip(numbers[first].tolist(), (numbers[last].astype(np.int64) + 1).tolist(), strict=True))
+@attrs.frozen(eq=False)
+class _RaggedRows:
+    """Rows of unequal length."""
+
+    values: IntArray
+    begin: IntArray
+    size: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> _RaggedRows:
+        size = np.fromiter(map(len, rows), np.int64, len(rows))
+        return cls(np.fromiter(chain.from_iterable(rows), np.int64), np.cumsum(size) - size, size)
+
+    def at(self, row: IntArray, nth: IntArray) -> IntArray:
+        values: IntArray = self.values[self.begin[row] + nth]
+        return values
 
 
-Alike = tuple[tuple[Claim, ...], tuple[Claim, ...], Layers]
-"""Claims of the source, claims of the sink, and the layers that all of them own."""
+def elect(
+    pieces: PieceTable, layers: Sequence[Layers], sets: Sequence[Ranks], ordinal: int, features: Collection[int]
+) -> ShareTable:
+    """Who sends each piece to its needy ranks, in which layers (KVP-PLAN-TURN, KVP-PLAN-SPREAD).
 
-
-def alike(sources: list[Claim], sinks: list[Claim]) -> dict[int, list[Alike]]:
-    """By the sink's group id: sets of its layers that the same claims own on both sides, with these claims."""
-    by_layers: tuple[dict[Layers, list[int]], ...] = (defaultdict(list), defaultdict(list))
-    for claims, some in zip((sources, sinks), by_layers, strict=True):
-        for n, claim in enumerate(claims):
-            some[claim.layers].append(n)
-    cuts = sorted({x for some in by_layers for layers in some for interval in layers for x in interval})
-    at = {x: i for i, x in enumerate(cuts)}
-    owners: tuple[list[list[int]], ...] = ([[] for _ in cuts], [[] for _ in cuts])
-    for held, some in zip(owners, by_layers, strict=True):
-        for k, layers in enumerate(some):
-            for lo, hi in layers:
-                for i in range(at[lo], at[hi]):
-                    held[i].append(k)
-    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
-    for i, (a, b) in enumerate(zip(*owners, strict=True)):
-        if b:
-            alike[tuple(a), tuple(b)].append((cuts[i], cuts[i + 1]))
-    of_source, of_sink = (list(some.values()) for some in by_layers)
-    found: dict[int, list[Alike]] = defaultdict(list)
-    for (a, b), intervals in alike.items():
-        have = tuple(sources[n] for n in sorted(n for k in a for n in of_source[k]))
-        want = tuple(sinks[n] for n in sorted(n for k in b for n in of_sink[k]))
-        found[want[0].group.id].append((have, want, tuple(joined(intervals))))
-    return found
-
-
-def whole(
-    sources: tuple[Claim, ...], sinks: tuple[Claim, ...], part: str
-) -> Iterator[tuple[tuple[Claim, ...], tuple[Claim, ...]]]:
-    """The families (sources, sinks) of an opaque part, which own the same intervals in the same order.
-
-    Raises LAYOUT_OPAQUE for sinks without such sources (KVP-PLAN-OPAQUE).
+    `PieceTable` has indices into `layers` and `sets`; `ordinal` is the sink's replica.
     """
-    families: tuple[dict[tuple[tuple[int, int], ...], list[Claim]], ...] = ({}, {})
-    for found, claims in zip(families, (sources, sinks), strict=True):
-        owned: dict[int, list[Claim]] = defaultdict(list)
-        for claim in claims:
-            owned[claim.rank].append(claim)
-        for some in owned.values():
-            found.setdefault(tuple((claim.lo, claim.hi) for claim in some), []).extend(some)
-    have, want = families
-    for spans, needy in sorted(want.items()):
-        if spans not in have:
-            where = f"groups[{sinks[0].group.name}].parts[{part}]"
-            theirs = str(sorted(have)[:_SHOWN])
-            raise PlanError(ErrorCode.LAYOUT_OPAQUE, where, theirs, str(spans[:_SHOWN]), "divide opaque parts alike")
-        yield tuple(have[spans]), tuple(needy)
+    ranks = _RaggedRows.of(sets)
+    bounds = _RaggedRows.of([[*chain.from_iterable(intervals)] for intervals in layers])
+    c, m = ranks.size[pieces.candidates], ranks.size[pieces.needy]
+    dealt = np.zeros(c.size, np.bool_) if Feature.SPREAD_ONE in features else m < c
+    piece, nth = repeated_index(np.where(dealt, 0, m))
+    source = ranks.at(pieces.candidates[piece], nth * c[piece] // m[piece])
+    sink = ranks.at(pieces.needy[piece], nth)
+    share, lo, hi = _expanded(bounds, pieces.layers[piece])
+    fixed = ShareTable(piece[share], source[share], sink[share], lo, hi)
+    if not dealt.any():
+        return fixed
+    awaited = set(zip(fixed.sink.tolist(), fixed.source.tolist(), strict=True))
+    few = awaited if Feature.FEW_SOURCES in features else None
+    units = _dealt(pieces, np.flatnonzero(dealt), bounds, ranks, sets, ordinal, few)
+    return ShareTable(*(np.concatenate(both) for both in zip(fixed.columns, units.columns, strict=True)))
 
 
-_MOST = {"pieces": MAX_PIECES, "shares": MAX_SHARES}
+def _expanded(bounds: _RaggedRows, layers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The intervals of layers that each row [n] has: index of the row, first layer, layer after the last."""
+    row, nth = repeated_index(bounds.size[layers] // 2)
+    return row, bounds.at(layers[row], 2 * nth), bounds.at(layers[row], 2 * nth + 1)
 
 
-@attrs.define(eq=False)
-class Cutter:
-    """Cuts what both sides claim into pieces that the same ranks own throughout, and keeps their number in bounds."""
-
-    _rows: list[tuple[int, ...]] = attrs.field(factory=list)
-    """The pieces, each with the values of the columns of `Pieces`."""
-    _layers: list[Layers] = attrs.field(factory=list)
-    _sets: list[Ranks] = attrs.field(factory=list)
-    _numbers: dict[Ranks, int] = attrs.field(factory=dict)
-    """The index in `_sets` of each set of ranks."""
-    _pairs: dict[tuple[int, int], tuple[tuple[int, int], ...]] = attrs.field(factory=dict)
-    """`class_pairs` by the ids of both groups."""
-    _spent: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_MOST, 0))
-
-    def elect(self, ordinal: int, features: Collection[int]) -> tuple[Pieces, Shares]:
-        """All pieces, and who reads them from whom; `ordinal` is the sink's replica."""
-        columns = list(zip(*self._rows, strict=True)) or [()] * len(_COLUMNS)
-        pieces = Pieces(*(np.array(column, kind) for column, kind in zip(columns, _COLUMNS, strict=True)))
-        return pieces, elect(pieces, self._layers, self._sets, ordinal, features)
-
-    def meet(self, src: Group, dst: Group, part: int) -> None:
-        """Find the token classes of two groups that share rows; errors name the sink's part of index `part`.
-
-        Raises ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
-        """
-        if (src.id, dst.id) not in self._pairs:
-            if src.cp_size * dst.cp_size <= MAX_CLASS_PAIRS:
-                self._spend("pieces", sum(runs(g) for g in (src, dst) if g.cp_size > 1), dst, part)
-            self._pairs[src.id, dst.id] = class_pairs(src, dst)
-
-    def cut(
-        self, sources: tuple[Claim, ...], sinks: tuple[Claim, ...], layers: Layers, part: int, unit: int | None
-    ) -> None:
-        """Add the pieces of claims to the same layers, after `meet` for their groups; `unit` is what `uneven` returned.
-
-        Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
-        """
-        cuts = sorted({x for claim in sources + sinks for x in (claim.lo, claim.hi)})
-        dst, at = sinks[0].group, {x: i for i, x in enumerate(cuts)}
-        pairs = self._pairs[sources[0].group.id, dst.id]
-        number = sum(at[claim.hi] - at[claim.lo] for claim in sources + sinks) + len(cuts) * len(pairs)
-        self._spend("pieces", number, dst, part)
-        have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)
-        some, shares, fewer = len(self._layers), 0, unit is not None
-        self._layers.append(layers)
-        for i, (lo, hi) in enumerate(pairwise(cuts)):
-            lanes = 1 if unit is None else -(-hi // unit) - lo // unit
-            for c, d in pairs:
-                needy, candidates = want[i].get(d), have[i].get(c)
-                if needy is None:
-                    continue
-                if candidates is None:
-                    mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
-                    yours, advice = f"rank {self._sets[needy][0]} needs them", "state every rank in the Description"
-                    raise PlanError(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
-                self._rows.append((dst.id, part, lo, hi, c, d, some, candidates, needy))
-                shares += len(self._sets[needy]) * lanes
-                fewer |= len(self._sets[needy]) < len(self._sets[candidates])
-        self._spend("shares", shares * (sum(hi - lo for lo, hi in layers) if fewer else len(layers)), dst, part)
-
-    def _spend(self, what: str, number: int, dst: Group, part: int) -> None:
-        self._spent[what] += number
-        if self._spent[what] > _MOST[what]:
-            mine, advice = f"at most {_MOST[what]} {what}", "state fewer ranks, runs or intervals, or layers in one run"
-            raise PlanError(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(self._spent[what]), advice)
-
-    def _by_cut(self, claims: tuple[Claim, ...], cuts: list[int]) -> list[dict[int, int]]:
-        """For each interval between two cuts: the index of the set of ranks that own it, by cp rank."""
-        at = {x: i for i, x in enumerate(cuts)}
-        found: list[dict[int, set[int]]] = [defaultdict(set) for _ in cuts]
-        for claim in claims:
-            for i in range(at[claim.lo], at[claim.hi]):
-                found[i][claim.cp_rank].add(claim.rank)
-        return [{k: self._numbered(tuple(sorted(v))) for k, v in row.items()} for row in found]
-
-    def _numbered(self, ranks: Ranks) -> int:
-        number = self._numbers.setdefault(ranks, len(self._sets))
-        if number == len(self._sets):
-            self._sets.append(ranks)
-        return number
+def _dealt(
+    pieces: PieceTable,
+    dealt: IntArray,
+    bounds: _RaggedRows,
+    ranks: _RaggedRows,
+    sets: Sequence[Ranks],
+    ordinal: int,
+    awaited: set[tuple[int, int]] | None,
+) -> ShareTable:
+    """Shares of pieces with fewer needy ranks than candidates; with FEW_SOURCES `awaited` has (sink, source) ranks."""
+    alike = (column[dealt] for column in (pieces.candidates, pieces.group, pieces.needy, pieces.layers))
+    kinds, kind = distinct_rows(*alike)
+    kinds = dealt[kinds]
+    # all layers of each kind of piece
+    row, lo, hi = _expanded(bounds, pieces.layers[kinds])
+    at, nth = repeated_index(hi - lo)
+    of, layer = row[at], lo[at] + nth
+    candidates, needy = pieces.candidates[kinds][of], pieces.needy[kinds][of]
+    # entries: the same layer, group and needy ranks of the same candidates, counted in the order of the specification
+    by_list = np.empty(len(sets), np.int64)
+    by_list[sorted(range(len(sets)), key=sets.__getitem__)] = np.arange(len(sets))
+    order = ranks.size[candidates], by_list[candidates], pieces.group[kinds][of], layer, by_list[needy]
+    first, entry = distinct_rows(*order)
+    m, c, owners = ranks.size[needy[first]], ranks.size[candidates[first]], candidates[first]
+    unit = np.cumsum(m) - m
+    new = np.flatnonzero(np.diff(owners, prepend=-1))
+    base = np.repeat(unit[new], np.diff(new, append=owners.size))
+    at, nth = repeated_index(m)
+    if awaited is None:
+        place = (unit[at] - base[at] + nth + ordinal) % c[at]
+    else:
+        place = few_places(owners[at], ranks.at(needy[first][at], nth), sets, ordinal, awaited)
+    at, nth = repeated_index(ranks.size[needy])
+    source = ranks.at(candidates[at], place[unit[entry[at]] + nth])
+    by_kind = _joined_layers(ShareTable(of[at], source, ranks.at(needy[at], nth), layer[at], layer[at] + 1))
+    # every piece has the shares of its kind
+    counts = np.bincount(by_kind.piece, minlength=kinds.size)
+    at, nth = repeated_index(counts[kind])
+    row = (np.cumsum(counts) - counts)[kind[at]] + nth
+    return ShareTable(dealt[at], *(column[row] for column in by_kind.columns[1:]))
 
 
-def uneven(src: Group, dst: Group, part: str) -> int | None:
-    """If lanes differ in size: bytes of the lanes by which shares are counted (KVP-PLAN-SIZE); None if they do not.
-
-    It is the larger of both sizes, or the smaller if the part is in sections on a side.
-    """
-    parts = [[p for p in group.parts if p.name == part] for group in (src, dst)]
-    sizes = [lane_bytes(some[0]) for some in parts]
-    if sizes[0] == sizes[1]:
-        return None
-    return max(sizes) if len(parts[0]) == len(parts[1]) == 1 else min(sizes)
+def _joined_layers(shares: ShareTable) -> ShareTable:
+    """The shares in order, with consecutive layers of the same piece and ranks joined."""
+    order = np.lexsort((shares.layer_lo, shares.sink, shares.source, shares.piece))
+    piece, source, sink, lo, hi = (column[order] for column in shares.columns)
+    same = (piece[1:] == piece[:-1]) & (source[1:] == source[:-1]) & (sink[1:] == sink[:-1])
+    begin, end = stretch_bounds(same & (lo[1:] == hi[:-1]))
+    return ShareTable(piece[begin], source[begin], sink[begin], lo[begin], hi[end])
 
 
-def _where(dst: Group, part: int) -> str:
-    return f"groups[{dst.name}].parts[{dst.parts[part].name}]"
+def few_places(
+    owners: IntArray, ranks: IntArray, sets: Sequence[Ranks], ordinal: int, awaited: set[tuple[int, int]]
+) -> IntArray:
+    """The place [n] among its candidates of each unit of the needy `ranks` [n]: as few for a rank as FACTOR allows."""
+    known: dict[int, int] = defaultdict(int)
+    """By needy rank: the sources that it awaits, as bits."""
+    bit = {rank: i for i, rank in enumerate(sorted({rank for owner in set(owners.tolist()) for rank in sets[owner]}))}
+    for rank, source in awaited:
+        if source in bit:
+            known[rank] |= 1 << bit[source]
+    new = np.flatnonzero(np.diff(owners, prepend=-1))
+    turn = np.repeat(np.arange(new.size), np.diff(new, append=owners.size))
+    first, whose = distinct_rows(turn, ranks)
+    units = np.bincount(whose)
+    order = np.argsort(whose, kind="stable")
+    nth = np.empty(ranks.size, np.int64)
+    nth[order] = repeated_index(units)[1]
+    places: list[int] = []
+    runs: list[int] = []
+    needs = np.split(np.stack([ranks[first], units], axis=1), np.flatnonzero(np.diff(turn[first])) + 1)
+    for owner, need in zip(owners[new].tolist(), needs, strict=True):
+        for of_rank in _run_places(sets[owner], need.tolist(), ordinal, bit, known):
+            places += of_rank
+            runs.append(len(of_rank))
+    a = np.array(runs)
+    place: IntArray = np.array(places)[(np.cumsum(a) - a)[whose] + nth * a[whose] // units[whose]]
+    return place
 
 
-_COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")
-"""Dtypes of the columns of `Pieces`: places on a lane axis may need 64 bits."""
+def _run_places(
+    candidates: Ranks, needs: list[list[int]], ordinal: int, bit: dict[int, int], known: dict[int, int]
+) -> list[list[int]]:
+    """The places of the runs of each (needy rank, number of units) among one set of candidates; adds to `known`."""
+    c = len(candidates)
+    most = FACTOR * -(-sum(x for _, x in needs) // c)
+    runs = []
+    for j, (_, x) in enumerate(needs):
+        a = -(-x // most)
+        runs += [(-(-(i + 1) * x // a) - -(-i * x // a), j, i) for i in range(a)]
+    places = [[0] * -(-x // most) for _, x in needs]
+    bits = [bit[rank] for rank in candidates]
+    place = {b: k for k, b in enumerate(bits)}
+    load, levels = [0] * c, {0: sum(1 << b for b in bits)}
+    for size, j, i in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
+        rank, begin = needs[j][0], bits[(j * c // len(needs) + ordinal) % c]
+        able = 0
+        for level in sorted(levels):
+            able = levels[level] & known[rank] if level + size <= most else 0
+            if able or level + size > most:
+                break
+        b = _next_bit(able or levels[min(levels)], begin)
+        k = place[b]
+        levels[load[k]] ^= 1 << b
+        if not levels[load[k]]:
+            del levels[load[k]]
+        load[k] += size
+        levels[load[k]] = levels.get(load[k], 0) | 1 << b
+        known[rank] |= 1 << b
+        places[j][i] = k
+    return places
 
 
-def _text(layers: Layers) -> str:
-    """Layers in words."""
-    one = len(layers) == 1 and layers[0][1] - layers[0][0] == 1
-    spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in layers)
-    return f"layer{'s' * (not one)} {spans}"
-
-
-def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all. Raises ROW_MISMATCH (KVP-PLAN-DEALS)."""
-    if src.cp_size == dst.cp_size == 1:
-        return ((0, 0),)
-    if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
-        path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
-        raise PlanError(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
-    return shared_classes(src, dst)
+def _next_bit(bits: int, begin: int) -> int:
+    """The first set bit from `begin` on, going round."""
+    above = bits >> begin << begin or bits
+    return (above & -above).bit_length() - 1

@@ -16,11 +16,19 @@ from typing import NamedTuple
 import attrs
 import numpy as np
 
-from kvproto.planning.compare import check_facts, check_pair, differences, missing, name_of, scaled_by, unscaled
-from kvproto.planning.election import Claim, Claims, Cutter, alike, claims_of, uneven, whole
+from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
+from kvproto.planning.boxes import LAYER_BITS, BoxTable, boxes_of
+from kvproto.planning.compare import check_facts, differences, missing, name_of, scaled_by, unscaled
+from kvproto.planning.cutting import (
+    Cutter,
+    OwnedInterval,
+    OwnedIntervals,
+    common_layers,
+    opaque_families,
+    owned_intervals,
+)
+from kvproto.planning.election import Layers
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.planning.joining import LAYER_BITS, Boxes, boxes_of
-from kvproto.planning.spreading import IntArray, Layers, each, stretches, unique_rows
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -74,10 +82,10 @@ class Plan:
 
     @cached_property
     def _pairs(self) -> dict[tuple[int, int], tuple[Route, ...]]:
-        found: dict[tuple[int, int], list[Route]] = defaultdict(list)
+        pairs: dict[tuple[int, int], list[Route]] = defaultdict(list)
         for route in self.routes:
-            found[route.source, route.sink].append(route)
-        return {key: tuple(routes) for key, routes in found.items()}
+            pairs[route.source, route.sink].append(route)
+        return {key: tuple(routes) for key, routes in pairs.items()}
 
     @cached_property
     def _ranks(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
@@ -114,48 +122,47 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     """
     check_facts(source, sink)
     try:
-        have, want = claims_of(source), claims_of(sink)
+        have, want = owned_intervals(source), owned_intervals(sink)
     except LookupError:
         for geometry in (source, sink):
             validate(geometry)  # says what is wrong, but is too slow to be done each time
         raise
     cold = _cold(have, want) if Feature.COLD_DRAFT in features else ()
-    found = boxes_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
-    models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], found.group)]
-    columns = (
-        found.source, found.sink, found.group, models, found.layer_lo, found.layer_hi, found.part, found.lo, found.hi,
-        found.source_class, found.sink_class, np.full(found.group.size, sink.replica),
-    )  # fmt: skip
+    boxes = boxes_of(*_cut(sink, have, want, cold).elect(sink.replica, features))
+    models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], boxes.group)]
+    ranks_and_group = [boxes.source, boxes.sink, boxes.group, models]
+    bounds = [boxes.layer_lo, boxes.layer_hi, boxes.part, boxes.lo, boxes.hi, boxes.source_class, boxes.sink_class]
+    columns = [*ranks_and_group, *bounds, np.full(boxes.group.size, sink.replica)]
     data = np.stack([column.astype("<u8") for column in columns], axis=1).tobytes()
-    return Plan(tuple(_routes(sink, have, found, models, data)), hashlib.sha256(data).digest(), cold)
+    return Plan(tuple(_routes(sink, have, boxes, models, data)), hashlib.sha256(data).digest(), cold)
 
 
-def _routes(sink: Geometry, have: Claims, found: Boxes, models: IntArray, data: bytes) -> Iterator[Route]:
+def _routes(sink: Geometry, have: OwnedIntervals, boxes: BoxTable, models: IntArray, data: bytes) -> Iterator[Route]:
     """The routes of all boxes, cut where the source's group changes; `data` holds the boxes as rows of the digest."""
     if not data:
         return
     names = {(g.id, i): (g.model, p.name) for g in sink.groups for i, p in enumerate(g.parts)}
-    parts, part = unique_rows(found.group, found.part)
-    keys = [names[key] for key in zip(found.group[parts].tolist(), found.part[parts].tolist(), strict=True)]
+    parts, part = distinct_rows(boxes.group, boxes.part)
+    keys = [names[key] for key in zip(boxes.group[parts].tolist(), boxes.part[parts].tolist(), strict=True)]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     part = np.array([number[key] for key in keys])[part]
     homes = [_homes(have[key]) for key in number]
-    row, x, y, id = _within(homes, part, found.layer_lo, found.layer_hi)
-    same = [column[1:] == column[:-1] for column in (found.source, found.sink, found.group)]
-    begin, _ = stretches(np.logical_and.reduce(same))
-    inner = [column[row] for column in (found.part, found.lo, found.hi, found.source_class, found.sink_class)]
-    columns = [models[row], x, y, *inner, id]
+    row, layer_lo, layer_hi, home = _within(homes, part, boxes.layer_lo, boxes.layer_hi)
+    same = [column[1:] == column[:-1] for column in (boxes.source, boxes.sink, boxes.group)]
+    begin, _ = stretch_bounds(np.logical_and.reduce(same))
+    inner = [column[row] for column in (boxes.part, boxes.lo, boxes.hi, boxes.source_class, boxes.sink_class)]
+    columns = [models[row], layer_lo, layer_hi, *inner, home]
     if row.size > part.size:
-        order = np.lexsort((*inner[::-1], y, x, np.searchsorted(begin, row, "right")))
+        order = np.lexsort((*inner[::-1], layer_hi, layer_lo, np.searchsorted(begin, row, "right")))
         row, columns = row[order], [column[order] for column in columns]
-    boxes = list(starmap(Box, zip(*(column.tolist() for column in columns), strict=True)))
+    whole = list(starmap(Box, zip(*(column.tolist() for column in columns), strict=True)))
     ends = [*begin[1:].tolist(), part.size]
     cuts = np.searchsorted(row, ends).tolist()
-    ranks = (column[begin].tolist() for column in (found.source, found.sink, found.group))
+    ranks = (column[begin].tolist() for column in (boxes.source, boxes.sink, boxes.group))
     start = first = 0
     for a, b, group, end, last in zip(*ranks, ends, cuts, strict=True):
         digest = hashlib.sha256(data[start * _ROW : end * _ROW]).digest()
-        yield Route(a, b, group, tuple(boxes[first:last]), digest)
+        yield Route(a, b, group, tuple(whole[first:last]), digest)
         start, first = end, last
 
 
@@ -163,87 +170,83 @@ _ROW = 12 * 8
 """Bytes of a box in the digest."""
 
 
-def _cut(sink: Geometry, have: Claims, want: Claims, cold: Collection[int]) -> Cutter:
+def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Collection[int]) -> Cutter:
     """All that the sink's ranks need, cut by owners; raises the first mismatch, in the order of the sink's groups."""
-    shared = {key: alike(have.get(key, []), claims) for key, claims in want.items()}
+    shared = {key: common_layers(have.get(key, []), needed) for key, needed in want.items()}
     names: dict[int, list[str]] = defaultdict(list)
     for model, name in have:
         names[model].append(name)
-    units: dict[tuple[int, int, int], int | None] = {}
     cutter = Cutter()
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
         for sources, sinks, layers in () if dst.model in cold else shared.get(key, {}).get(dst.id, ()):
             if not sources:
                 raise missing(dst, part, layers[0][0], names[dst.model])
-            src = sources[0].group
-            if (src.id, dst.id, index) not in units:
-                check_pair(src, dst, part)
-                units[src.id, dst.id, index] = uneven(src, dst, part)
-            cutter.meet(src, dst, index)
-            for some, needy in whole(sources, sinks, part) if dst.parts[index].encoding else [(sources, sinks)]:
-                cutter.cut(some, needy, layers, index, units[src.id, dst.id, index])
+            cutter.pair(sources[0].group, dst, index)
+            opaque = dst.parts[index].encoding
+            for family in opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]:
+                cutter.cut(family, layers, index)
     _check_scales(sink, have, want)
     return cutter
 
 
-def _check_scales(sink: Geometry, have: Claims, want: Claims) -> None:
-    """Raise PART_MISSING where the source has scales of what the sink takes without any (KVP-PLAN-SCALES)."""
-    given, taken = _scaled(have), _scaled(want)
-    if not given:
+def _check_scales(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> None:
+    """Raise PART_MISSING where the source has scales that the sink does not take with its values (KVP-PLAN-SCALES)."""
+    scaled, taken = _scaled(have), _scaled(want)
+    if not scaled:
         return
     owned: dict[tuple[int, str], set[Layers]] = defaultdict(set)
-    for (_, name), claims in want.items():
-        for claim in claims:
-            owned[claim.group.id, name].add(claim.layers)
+    for (_, name), intervals in want.items():
+        for interval in intervals:
+            owned[interval.group.id, name].add(interval.layers)
     for dst in sink.groups:
         for part in dst.parts:
-            scaled = dst.model, name_of(part.name)
-            layers = _numbers(owned[dst.id, part.name])
-            if lost := layers & given.get(scaled, set()) - taken.get(scaled, set()):
+            key = dst.model, name_of(part.name)
+            layers = _layer_ids(owned[dst.id, part.name])
+            if lost := layers & scaled.get(key, set()) - taken.get(key, set()):
                 raise unscaled(dst, part.name, min(lost))
 
 
-def _scaled(claims: Claims) -> dict[tuple[int, str], set[int]]:
+def _scaled(owned: OwnedIntervals) -> dict[tuple[int, str], set[int]]:
     """The layers that have scales, by model and the registered name of what is scaled."""
-    found: dict[tuple[int, str], set[int]] = defaultdict(set)
-    for (model, name), some in claims.items():
+    layers: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for (model, name), intervals in owned.items():
         if scaled := scaled_by(name):
-            found[model, scaled] |= _numbers({claim.layers for claim in some})
-    return found
+            layers[model, scaled] |= _layer_ids({interval.layers for interval in intervals})
+    return layers
 
 
-def _numbers(layers: Iterable[Layers]) -> set[int]:
-    return {n for some in layers for lo, hi in some for n in range(lo, hi)}
+def _layer_ids(layers: Iterable[Layers]) -> set[int]:
+    return {layer for intervals in layers for lo, hi in intervals for layer in range(lo, hi)}
 
 
 Homes = list[tuple[int, int, int]]
 """(first layer, layer after the last, group id), ascending; each layer of a part is in one group."""
 
 
-def _homes(claims: Iterable[Claim]) -> Homes:
-    layers = sorted({(lo, hi, group) for group, some in {(c.group.id, c.layers) for c in claims} for lo, hi in some})
-    made: Homes = []
-    for lo, hi, group in layers:
-        if made and made[-1][2] == group and lo <= made[-1][1]:
-            lo, hi = made[-1][0], max(hi, made.pop()[1])
-        made.append((lo, hi, group))
-    return made
+def _homes(owned: Iterable[OwnedInterval]) -> Homes:
+    groups = {(interval.group.id, interval.layers) for interval in owned}
+    homes: Homes = []
+    for lo, hi, group in sorted({(lo, hi, group) for group, layers in groups for lo, hi in layers}):
+        if homes and homes[-1][2] == group and lo <= homes[-1][1]:
+            lo, hi = homes[-1][0], max(hi, homes.pop()[1])
+        homes.append((lo, hi, group))
+    return homes
 
 
 def _within(
     homes: list[Homes], part: IntArray, lo: IntArray, hi: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Layers [lo, hi) of boxes of a part, cut where the source's group changes: box, first, after the last, group."""
-    starts, ends, ids = np.array([home for some in homes for home in some]).reshape(-1, 3).T
-    key = np.repeat(np.arange(len(homes)), [len(some) for some in homes]) << LAYER_BITS
+    starts, ends, ids = np.array([home for of_part in homes for home in of_part]).reshape(-1, 3).T
+    key = np.repeat(np.arange(len(homes)), [len(of_part) for of_part in homes]) << LAYER_BITS
     first = np.searchsorted(key + starts, (part << LAYER_BITS) + lo, "right") - 1
     last = np.searchsorted(key + starts, (part << LAYER_BITS) + hi)
-    row, nth = each(last - first)
+    row, nth = repeated_index(last - first)
     home = first[row] + nth
     return row, np.maximum(starts[home], lo[row]), np.minimum(ends[home], hi[row]), ids[home]
 
 
-def _cold(have: Claims, want: Claims) -> tuple[int, ...]:
+def _cold(have: OwnedIntervals, want: OwnedIntervals) -> tuple[int, ...]:
     """The sink's draft models that no source rank owns anything of."""
     return tuple(sorted({model for model, _ in want if model} - {model for model, _ in have}))

@@ -8,17 +8,15 @@ from collections.abc import Iterable, Iterator
 import attrs
 import numpy as np
 
+from kvproto.planning.arrays import Intervals, merged_intervals
 from kvproto.planning.geometry import Geometry, LaneSpan, Owns, Part, column_names, lane_bytes
 from kvproto.planning.plan import Box, Plan
-from kvproto.planning.spreading import Layers, joined
 
-__all__ = ["Column", "Range", "Slice", "slices"]
-
-Intervals = tuple[tuple[int, int], ...]
+__all__ = ["PartLanes", "Range", "Slice", "slices"]
 
 
 @attrs.frozen
-class Column:
+class PartLanes:
     """Lanes of a part, or of one of its sections."""
 
     name: str
@@ -31,10 +29,10 @@ class Column:
 
 @attrs.frozen
 class Range:
-    """Layers, lanes and tokens; layers and lanes as intervals [lo, hi)."""
+    """Intervals, lanes and tokens; layers and lanes as intervals [lo, hi)."""
 
-    layers: Layers
-    columns: tuple[Column, ...]
+    layers: Intervals
+    columns: tuple[PartLanes, ...]
     """One; for a part in sections, those that hold some of the bytes."""
     cp_rank: int = 0
     """Which share of the tokens it is."""
@@ -75,8 +73,8 @@ def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
     for (to, group, part, from_, (lo, hi, c, d, home)), boxes in sorted(found.items()):
         dst = sides[1].groups[group]
         name = dst.parts[part].name
-        layers = tuple(joined(sorted((box.layer_lo, box.layer_hi) for box in boxes)))
-        whole = Range(layers, (Column(name, ((lo, hi),), lane_bytes(dst.parts[part])),))
+        layers = tuple(merged_intervals(sorted((box.layer_lo, box.layer_hi) for box in boxes)))
+        whole = Range(layers, (PartLanes(name, ((lo, hi),), lane_bytes(dst.parts[part])),))
         local, remote = (
             sides[1].local(to, group, name, layers, lo, hi, d),
             sides[0].local(from_, home, name, layers, lo, hi, c),
@@ -91,20 +89,19 @@ class _Side:
         self.groups = {g.id: g for g in geometry.groups}
         self._shares: dict[tuple[int, int], Owns] = {(r.rank, o.group): o for r in geometry.ranks for o in r.owns}
 
-    def local(self, rank: int, group: int, part: str, layers: Layers, lo: int, hi: int, cp_rank: int) -> Range:
+    def local(self, rank: int, group: int, part: str, layers: Intervals, lo: int, hi: int, cp_rank: int) -> Range:
         """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
         share, stated = self._shares[rank, group], self.groups[group]
         names = column_names(stated)
         found = [
-            Column(names[i], lanes, p.lane_bytes)
+            PartLanes(names[i], lanes, p.lane_bytes)
             for i, p in enumerate(stated.parts)
             if p.name == part and (lanes := _own(p, [s for s in share.lanes if s.part == i], lo, hi))
         ]
         ends = ((int(np.searchsorted(share.layers, a)), b - a) for a, b in layers)
-        return Range(
-            tuple(joined((a, a + n) for a, n in ends)), tuple(found), cp_rank, stated.cp_size, stated.interleave,
-            stated.origin, None if stated.order is None else tuple(stated.order.tolist()),
-        )  # fmt: skip
+        order = None if stated.order is None else tuple(stated.order.tolist())
+        local = tuple(merged_intervals((a, a + n) for a, n in ends))
+        return Range(local, tuple(found), cp_rank, stated.cp_size, stated.interleave, stated.origin, order)
 
 
 def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
@@ -121,4 +118,4 @@ def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
                 skip = (before + a - span.lo) * size - a * whole - at
                 found.append((x + skip, y + skip))
         before += span.hi - span.lo
-    return tuple(joined(sorted(found)))
+    return tuple(merged_intervals(sorted(found)))

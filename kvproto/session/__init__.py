@@ -4,9 +4,8 @@
 all sessions of one rank.
 """
 
-from kvproto.session.exposing import Exposed
-from kvproto.session.phases import Party, new_incarnation
-from kvproto.session.sink_endpoint import SinkEndpoint
+from kvproto.session.descriptions import Party, new_incarnation
+from kvproto.session.sink_endpoint import Exposed, SinkEndpoint
 from kvproto.session.source_endpoint import SourceEndpoint
 from kvproto.session.stream import Registration
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvproto.errors import RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
 from kvproto.session.events import Listed
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
@@ -70,7 +70,7 @@ def _bucket(id: bytes) -> int:
     return int.from_bytes(id[:2], "big") * _BUCKETS >> 16
 
 
-class SourceCatalogue(Part):
+class SourceCatalogue(Extension):
     """Announces the pages of this rank to a sink that watches."""
 
     def __init__(self, session: Session, catalogue: Catalogue) -> None:
@@ -97,7 +97,7 @@ class SourceCatalogue(Part):
     hears = ((m.Watch, _watch),)
 
 
-class SinkCatalogue(Part):
+class SinkCatalogue(Extension):
     """What a watching sink knows of the pages of a source rank."""
 
     def __init__(self, session: Session, now: float) -> None:

@@ -1,10 +1,10 @@
 """A session from Hello to Goodbye: what roles and features share.
 
 A session is a table of handlers, one for each message that it may receive. The core adds its own (Goodbye, Error); each
-feature is a `Part` that adds its handlers when the feature is chosen. So a message of a feature that was not chosen has
-no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated request is
-answered from the state that it left, never from stored replies, so that their memory cannot run out. Addresses and
-connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
+feature is an `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not
+chosen has no handler, and is UNEXPECTED_MESSAGE. A request is resent under its id until it is answered; a repeated
+request is answered from the state that it left, never from stored replies, so that their memory cannot run out.
+Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import Connected, Disconnected, ProtocolError, Recovered, Refused
 from kvproto.planning.compare import differences, unstated
-from kvproto.session import events, limits
+from kvproto.session import limits
+from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Event, Recovered, SessionClosed, SessionRefused
+from kvproto.session.error_fields import refusal, refused
+from kvproto.session.events import Event
 from kvproto.session.negotiation import LIMITS
-from kvproto.session.phases import Described, Party, Stated
-from kvproto.session.plans import Planned
-from kvproto.session.records import Attempt, Request
-from kvproto.session.refusals import refusal, refused
+from kvproto.session.plan_cache import Planned
+from kvproto.session.records import Attempt, PendingMessage
 from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Hears", "Part", "Session"]
+__all__ = ["Extension", "Hears", "Session"]
 
 Hears = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
-P = TypeVar("P", bound="Part")
+P = TypeVar("P", bound="Extension")
 T = TypeVar("T")
 
 
-class Part:
+class Extension:
     """What a feature adds to a session."""
 
     hears: Hears = ()
@@ -66,6 +67,8 @@ class Session:
         self.session = 0
         self.state = self.closed_in = SessionState.IDLE
         """`closed_in` is the state in which the session ended."""
+        self.open = True
+        """Whether the session has not ended."""
         self.features: tuple[int, ...] = ()
         self.minor = tables.MINOR
         """The minor version of the session, from Welcome on."""
@@ -89,10 +92,10 @@ class Session:
         """The peer's latest Description; set when the first is known."""
         self.described_by = 0
         """The request id of the peer's last Describe that was answered."""
-        self._parts: dict[type[Part], Part] = {}
+        self._parts: dict[type[Extension], Extension] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
         self._add_handlers(self)
-        self._pending: dict[int, Request] = {}
+        self._pending: dict[int, PendingMessage] = {}
         self._next_request = 1
 
     @property
@@ -111,11 +114,6 @@ class Session:
         return self._described is not None
 
     @property
-    def open(self) -> bool:
-        """Whether the session has not ended."""
-        return self.state != SessionState.CLOSED
-
-    @property
     def known(self) -> bool:
         """Whether the peer's identity is known."""
         return self._peer is not None
@@ -130,15 +128,15 @@ class Session:
         """Whether this side has asked to go on over another connection, where counts begin at 0 again."""
         return False
 
-    def install(self, part: Part) -> None:
+    def install(self, part: Extension) -> None:
         """Add a part; its handlers replace others for the same messages."""
         self._parts[type(part)] = part
         self._add_handlers(part)
 
-    def _add_handlers(self, whom: Part | Session) -> None:
+    def _add_handlers(self, whom: Extension | Session) -> None:
         self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
 
-    def has(self, cls: type[Part]) -> bool:
+    def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
         return cls in self._parts
 
@@ -154,7 +152,7 @@ class Session:
         self.heard = now
         if self.suspect:
             self.suspect = False
-            self.tell(Recovered(self.session, self.name))
+            self.tell(Recovered(self.name))
         handler = self._handlers.get(type(message))
         if handler is None:
             mine = f"{self.role} in state {self.state.value}, with the features of this session"
@@ -164,6 +162,7 @@ class Session:
     def step(self, event: str) -> None:
         """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
         self.state = next_session(self.state, event, self.features)
+        self.open = self.state != SessionState.CLOSED
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
@@ -179,7 +178,7 @@ class Session:
 
     def describe(
         self, message: m.Describe | m.Description, from_source: bool, then: Callable[[KvprotoError | None], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have the plan of both Descriptions made, and then call `then` with None, or the error if they do not fit.
 
         `then` is not called after the session has ended. A plan that is done after that of a later Description of the
@@ -204,7 +203,7 @@ class Session:
                 self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
                 unsaid = unstated(source.geometry, sink.geometry)
-                self.tell(events.Planned(self.session, self.name, found.plan, warnings, unsaid))
+                self.tell(Connected(self.name, found.plan, warnings, unsaid))
             then(found if isinstance(found, KvprotoError) else None)
             for part in self._parts.values():
                 part.planned()
@@ -232,18 +231,16 @@ class Session:
             fields |= {"sequence": to.sequence, "attempt": to.attempt}
         self.notice(cls(session=self.session, request=to.request, **fields))
 
-    def refuse(
-        self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True
-    ) -> None:  # fmt: skip
+    def refuse(self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True) -> None:
         """Answer with Refused, and report it to the engine; `ends` if the session has no use without the request."""
         self.reply(m.Refused, request, **refusal(error))
-        self.tell(SessionRefused(self.name, error, by_us=True) if ends else events.ProtocolError(self.name, error))
+        self.tell(Refused(self.name, error, by_us=True) if ends else ProtocolError(self.name, error))
 
     def refused(self, message: m.Refused, now: float) -> None:
         """Handle Refused, the answer to a Hello, Describe or Register."""
         if self.answered(message.request, m.Hello, m.Describe, m.Register):
             self.step("Refused")
-            self.tell(SessionRefused(self.name, refused(message, self.name), by_us=False))
+            self.tell(Refused(self.name, refused(message, self.name), by_us=False))
 
     def reconnected(self) -> None:
         """Go on over another connection."""
@@ -256,7 +253,7 @@ class Session:
 
     def give_up(self, error: KvprotoError) -> None:
         """End the session because of what the peer stated about itself."""
-        self.tell(SessionRefused(self.name, error, by_us=True))
+        self.tell(Refused(self.name, error, by_us=True))
         self.goodbye(str(error))
 
     def goodbye(self, reason: str) -> None:
@@ -269,10 +266,10 @@ class Session:
         """Give up the session; this proves nothing about the peer (KVP-SES-DEAD)."""
         if self.open:
             self._close()
-            self.tell(SessionClosed(self.session, self.name, reason))
+            self.tell(Disconnected(self.name, reason))
 
     def _close(self) -> None:
-        self.closed_in, self.state = self.state, SessionState.CLOSED
+        self.closed_in, self.state, self.open = self.state, SessionState.CLOSED, False
         for number in list(self._pending):
             self.answered(number)
         for part in self._parts.values():
@@ -288,7 +285,7 @@ class Session:
         """Handle Error, which ends the request that it is about, as no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
         if (message.about, error.code) == (m.Description.TYPE, ErrorCode.DESCRIPTION_MISMATCH):  # Goodbye follows
-            self.tell(SessionRefused(self.name, error, by_us=False))
+            self.tell(Refused(self.name, error, by_us=False))
             return
         request = self._pending.get(number)
         if request is None or message.about not in (None, request.kind.TYPE):  # both directions may use the same ids
@@ -302,15 +299,20 @@ class Session:
         if request.on_error is not None:
             request.on_error(error, now)
         else:  # the session has no use without the request
-            self.tell(SessionRefused(self.name, error, by_us=False))
+            self.tell(Refused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
     hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
-        self, cls: type[Any], now: float, *, patience: float | None = None,
-        on_error: Callable[[RemoteError, float], None] | None = None, **fields: Any,
-    ) -> Request:  # fmt: skip
+        self,
+        cls: type[Any],
+        now: float,
+        *,
+        patience: float | None = None,
+        on_error: Callable[[RemoteError, float], None] | None = None,
+        **fields: Any,
+    ) -> PendingMessage:
         """Encode a request with a new id, for `ask`; Hello is greased.
 
         Raises LocalError(TOO_LARGE) if the body is longer than the peer accepts.
@@ -325,15 +327,17 @@ class Session:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
         until = now + (limits.PATIENCE if patience is None else patience)
-        return Request(number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0)))
+        return PendingMessage(
+            number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0))
+        )
 
-    def ask(self, request: Request, now: float) -> int:
+    def ask(self, request: PendingMessage, now: float) -> int:
         """Send a request, and resend it until it is answered or given up (KVP-SES-RESEND); returns its id."""
         self._pending[request.number] = request
         self._again(request, now)
         return request.number
 
-    def _again(self, request: Request, now: float) -> None:
+    def _again(self, request: PendingMessage, now: float) -> None:
         if now >= request.until:
             self.lose(f"no answer to {request.kind.__name__} in {limits.PATIENCE:.0f} s")
             return

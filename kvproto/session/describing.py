@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.session.core import Part, Session
-from kvproto.session.phases import check_digest
-from kvproto.session.refusals import refusal
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import check_digest
+from kvproto.session.error_fields import refusal
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
@@ -19,7 +19,7 @@ from kvproto.wire.enums import ErrorCode
 __all__ = ["Describing"]
 
 
-class Describing(Part):
+class Describing(Extension):
     """One side's half of both messages."""
 
     def __init__(self, session: Session, source: bool) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from kvproto import events as told
 from kvproto.errors import RemoteError
+from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
-from kvproto.session.events import Event, ProtocolError
-from kvproto.session.phases import Party, Stated
-from kvproto.session.plans import Plans
-from kvproto.session.records import Census
-from kvproto.session.refusals import refusal
+from kvproto.session.descriptions import Described, Party, Stated
+from kvproto.session.error_fields import refusal
+from kvproto.session.events import Event, RegisterAsked, UnmapAsked
+from kvproto.session.plan_cache import Plans
+from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
 from kvproto.wire import encode
 from kvproto.wire import messages as m
@@ -57,6 +59,18 @@ class Endpoint:
         """Queue an event of a session for the engine."""
         self._events.append(event)
 
+    def report(self, event: told.Event) -> None:
+        """Report an event to the engine."""
+        self._events.append(event)
+
+    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
+        """Have the peer's memory mapped, and then Registered or Refused sent."""
+        self.tell(session, RegisterAsked(session.session, register, described))
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        """Have an epoch unmapped that the peer wants back and nothing uses, and then Unregistered sent."""
+        self.tell(session, UnmapAsked(session.session, epoch))
+
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""
         raise NotImplementedError
@@ -92,10 +106,10 @@ class Endpoint:
         self.timers.run(now)
         self._after(now)
 
-    def census(self) -> Census:
+    def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
         known = [session for session in self.sessions.values() if session.open and session.known]
-        return Census(len(known), sum(session.suspect for session in known), self.resends)
+        return Counters(len(known), sum(session.suspect for session in known), self.resends)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""
@@ -114,5 +128,5 @@ class Endpoint:
             about = head.cls.TYPE if head.cls is not None else None
             answer = m.Error(session=head.session, request=head.request, about=about, **refusal(error))
             self.send(conn, encode(answer))
-        self._events.append(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
+        self.report(ProtocolError(session.name if session else self.name_of(conn), error.kept()))
         return head

@@ -8,35 +8,22 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Plan
-from kvproto.session.phases import Described
+from kvproto.session.descriptions import Described
 from kvproto.wire.enums import Proof
 from kvproto.wire.messages import Done, Offer, Register, Transfer
 
 __all__ = [
-    "Arrived", "Changed", "Declined", "Event", "Expired", "Fetched", "Lost", "Offered", "Planned", "ProtocolError",
-    "Proven", "Ready", "Recovered", "RegisterAsked", "Released", "SessionClosed", "SessionRefused", "Suspected",
-    "TransferRequested", "UnmapAsked", "Unwanted", "Useful",
+    "Arrived", "Changed", "Declined", "Event", "Expired", "Fetched", "Lost", "Offered", "Proven", "Ready",
+    "RegisterAsked", "Released", "TransferRequested", "UnmapAsked", "Unwanted", "Useful",
 ]  # fmt: skip
 
 
-class Event:
-    """The base class of what `take_events` returns."""
+Event = object
+"""One of these events, or of those in `kvproto.events` that concern a peer."""
 
 
 @attrs.frozen
-class Planned(Event):
-    """Both Descriptions are known and fit."""
-
-    session: int
-    peer: str
-    plan: Plan
-    warnings: tuple[tuple[str, str, str], ...]
-    unstated: tuple[str, ...] = ()
-    """Registered facts that should be compared but that neither side states."""
-
-
-@attrs.frozen
-class RegisterAsked(Event):
+class RegisterAsked:
     """The peer has registered memory: map it, then call `accept_register` or `refuse_register`.
 
     A source maps a sink's memory to write it; a sink maps a source's memory to read it.
@@ -49,7 +36,7 @@ class RegisterAsked(Event):
 
 
 @attrs.frozen
-class UnmapAsked(Event):
+class UnmapAsked:
     """The peer wants an epoch back and nothing uses it: unmap its memory, then call `unmapped`."""
 
     session: int
@@ -57,21 +44,21 @@ class UnmapAsked(Event):
 
 
 @attrs.frozen
-class Ready(Event):
+class Ready:
     """Sink: every routed rank has registered this rank's memory."""
 
     plan: Plan
 
 
 @attrs.frozen
-class Changed(Event):
+class Changed:
     """Source: a transfer of this ticket has come, or is not wanted any more."""
 
     key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
-class TransferRequested(Event):
+class TransferRequested:
     """Source: a sink rank asks for a request: copy its bytes, then call `done` or `failed`."""
 
     key: bytes = attrs.field(repr=False)
@@ -85,7 +72,7 @@ class TransferRequested(Event):
 
 
 @attrs.frozen
-class Fetched(Event):
+class Fetched:
     """Source: a sink rank has read `bytes` bytes of an offer; 0 if it gave up reading."""
 
     session: int
@@ -95,7 +82,7 @@ class Fetched(Event):
 
 
 @attrs.frozen
-class Released(Event):
+class Released:
     """Source: no sink rank needs the request of this ticket any more."""
 
     key: bytes = attrs.field(repr=False)
@@ -106,14 +93,14 @@ class Released(Event):
 
 
 @attrs.frozen
-class Unwanted(Event):
+class Unwanted:
     """Source: every transfer that asked for this unfinished request was aborted or has lost its session."""
 
     key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
-class Declined(Event):
+class Declined:
     """Source: a Transfer was refused that names this ticket; the request goes on as before."""
 
     key: bytes = attrs.field(repr=False)
@@ -122,14 +109,14 @@ class Declined(Event):
 
 
 @attrs.frozen
-class Expired(Event):
+class Expired:
     """Source: the deadline of the ticket has passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
     key: bytes = attrs.field(repr=False)
 
 
 @attrs.frozen
-class Useful(Event):
+class Useful:
     """Sink: by all source ranks, items for `tokens` tokens (None: all) are of use to a transfer that lacks some."""
 
     transfer: int
@@ -137,7 +124,7 @@ class Useful(Event):
 
 
 @attrs.frozen
-class Offered(Event):
+class Offered:
     """Sink: a source rank offers its items; once `may_read` is true, copy them and call `read` or `unread`."""
 
     transfer: int
@@ -145,7 +132,7 @@ class Offered(Event):
 
 
 @attrs.frozen
-class Arrived(Event):
+class Arrived:
     """Sink: every required rank has said Done, or its offer was read, which `done` holds as an equivalent Done."""
 
     transfer: int
@@ -155,7 +142,7 @@ class Arrived(Event):
 
 
 @attrs.frozen
-class Lost(Event):
+class Lost:
     """Sink: the transfer failed. Its items are free if `proof` is PROVEN, otherwise after Proven."""
 
     transfer: int
@@ -164,57 +151,15 @@ class Lost(Event):
 
 
 @attrs.frozen
-class Proven(Event):
+class Proven:
     """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead or gave late proof."""
 
     transfer: int
 
 
 @attrs.frozen
-class SessionRefused(Event):
-    """A Hello, Describe or Register was refused, by the peer or `by_us`."""
-
-    peer: str
-    error: KvprotoError
-    by_us: bool
-
-
-@attrs.frozen
-class SessionClosed(Event):
-    """The session has ended: by Goodbye, without an answer in time, or by a newer incarnation of the peer."""
-
-    session: int
-    peer: str
-    reason: str
-
-
-@attrs.frozen
-class Suspected(Event):
-    """The peer has been silent for twice `ping_silence`: it may be dead, stopped or cut off (KVP-SES-SUSPECT)."""
-
-    session: int
-    peer: str
-
-
-@attrs.frozen
-class Recovered(Event):
-    """A peer that was Suspected has been heard from again."""
-
-    session: int
-    peer: str
-
-
-@attrs.frozen
-class Listed(Event):
+class Listed:
     """Sink: the list of a source rank's cached pages is complete; from now on it is kept up to date."""
 
     session: int
     peer: str
-
-
-@attrs.frozen
-class ProtocolError(Event):
-    """A malformed or unexpected frame came; it was answered if it needs an answer, and had no other effect."""
-
-    peer: str
-    error: KvprotoError

@@ -9,31 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
+from kvproto.copying.deferred_grants import all_granted, granted_until, lacks_items, newly_granted, no_items, with_grant
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import added, bare, extended, granted_to, is_whole, nothing
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension
+from kvproto.session.error_fields import refusal
 from kvproto.session.records import SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkTransfers, SourceTransfers
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, RequestState
+
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
 
 __all__ = ["SinkIntent", "SourceIntent", "useful"]
 
 _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 
-class SourceIntent(Part):
-    """The source's half; `granted` is called with each attempt for which more may be written."""
+class SourceIntent(Extension):
+    """The source's half."""
 
-    def __init__(self, session: Session, granted: Callable[[SourceAttempt], None]) -> None:
-        super().__init__(session)
-        self._granted = granted
+    _session: SourceSession
 
     def progress(self, attempt: SourceAttempt, tokens: int | None, now: float) -> None:
         """Send Progress, repeatedly until they are granted, for items up to this token (None: for all)."""
@@ -65,7 +67,7 @@ class SourceIntent(Part):
         return RankLayout(described.sink, described.ranks[1], columns)
 
     def _grant(self, message: m.Grant, now: float) -> None:
-        session, attempt = self._session, self._session.part(SourceTransfers).find(message)
+        session, attempt = self._session, self._session.transfers.find(message)
         try:
             if attempt is None or attempt.transfer is None or attempt.progress is None:
                 mine, advice = "no such attempt, or one that is over", "send a Transfer first"
@@ -84,15 +86,15 @@ class SourceIntent(Part):
                 session.move(attempt, "Grant")
             except RemoteError as error:
                 if attempt.state == TransferState.ACCEPTED:
-                    session.part(SourceTransfers).fail(attempt, error, now, message)
+                    session.transfers.fail(attempt, error, now, message)
                 else:
                     session.reply(m.Failed, message, **refusal(error))
                 return
             attempt.granted, attempt.grant = granted, message.request
-            attempt.whole = is_whole(self._side(attempt), granted, attempt.transfer.grants)
-            attempt.end = granted_to(self._side(attempt), granted, attempt.transfer.grants)
+            attempt.whole = all_granted(self._side(attempt), granted, attempt.transfer.grants)
+            attempt.end = granted_until(self._side(attempt), granted, attempt.transfer.grants)
             session.move(attempt, "Accepted")
-            self._granted(attempt)
+            self._session.tickets_of_rank.granted(attempt)
         session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check(self, attempt: SourceAttempt, transfer: m.Transfer, message: m.Grant) -> tuple[m.Grants, ...]:
@@ -104,7 +106,7 @@ class SourceIntent(Part):
         if not spans and attempt.progress is not None and attempt.progress() != RequestState.READY:
             mine = "a request whose prefill is not over, without SPANS"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Grant", "wait for Progress READY")
-        granted = extended(side, attempt.granted, transfer.grants, message.grants, spans)
+        granted = with_grant(side, attempt.granted, transfer.grants, message.grants, spans)
         described, overlaps = attempt.described, attempt.epoch.overlaps if attempt.epoch is not None else None
         check_grants(
             described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps,
@@ -115,14 +117,14 @@ class SourceIntent(Part):
     hears = ((m.Grant, _grant),)
 
 
-class SinkIntent(Part):
+class SinkIntent(Extension):
     """The sink's half."""
 
     def take(self, attempt: SinkAttempt) -> None:
         """Note whether the Transfer of an attempt leaves out its items."""
         side = self._side(attempt)
-        if bare(side, attempt.asks):
-            attempt.granted, attempt.whole = nothing(side, attempt.asks), False
+        if lacks_items(side, attempt.asks):
+            attempt.granted, attempt.whole = no_items(side, attempt.asks), False
 
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
@@ -132,7 +134,7 @@ class SinkIntent(Part):
         `begin` is called once all are named. With `packed` bytes, nothing is sent before that.
         """
         named = tuple(grants[g.group] for g in attempt.asks)
-        if not attempt.whole and not attempt.begun and is_whole(self._side(attempt), named, attempt.asks):
+        if not attempt.whole and not attempt.begun and all_granted(self._side(attempt), named, attempt.asks):
             attempt.begun = True
             begin()
         if attempt.begun or not packed:
@@ -149,7 +151,7 @@ class SinkIntent(Part):
         if not attempt.named or attempt.whole or attempt.grant or attempt.state != TransferState.ACCEPTED:
             return
         whole, spans = attempt.begun, Feature.SPANS in session.features
-        said = added(attempt.granted, attempt.named)
+        said = newly_granted(attempt.granted, attempt.named)
         grows = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
         if not (whole or (spans and grows)) or not (spans or attempt.ready):
             return

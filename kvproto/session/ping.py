@@ -7,16 +7,16 @@ request that is given up, and frees no page.
 
 from __future__ import annotations
 
+from kvproto.events import Suspected
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
-from kvproto.session.events import Suspected
+from kvproto.session.core import Extension, Session
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 
 __all__ = ["PingPart"]
 
 
-class PingPart(Part):
+class PingPart(Extension):
     """Both roles' half of Ping, from Welcome to the end of the session (KVP-SES-PING)."""
 
     def __init__(self, session: Session, now: float) -> None:
@@ -35,7 +35,7 @@ class PingPart(Part):
         self._timer = session.host.timers.at((now if quiet else session.heard) + limits.PING_SILENCE, self._silent)
         if quiet and session.asks(self._asked) and not session.suspect:
             session.suspect = True
-            session.tell(Suspected(session.session, session.name))
+            session.tell(Suspected(session.name))
         elif quiet:
             self.ask(now)
 

@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvproto.copying.grants import check_grants
 from kvproto.errors import LocalError, RemoteError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
-from kvproto.session.events import Fetched
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import Epoch
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.phases import Epoch
 from kvproto.session.push import Delivery, check_begins, check_outcome
-from kvproto.session.records import SinkAttempt, SourceAttempt
+from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
-from kvproto.session.transfers import SinkTransfers, SourceTransfers
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Access, ErrorCode, Outcome
+from kvproto.wire.enums import Access, ErrorCode
+
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
 
 __all__ = ["SinkPull", "SourcePull"]
 
 
-class SourcePull(Part):
+class SourcePull(Extension):
     """The source's half, which registers its memory and offers items instead of writing."""
 
-    def __init__(self, session: Session) -> None:
+    _session: SourceSession
+
+    def __init__(self, session: SourceSession) -> None:
         super().__init__(session)
-        self._owner = Owner(session, Access.READ)
-        session.install(self._owner)
+        self.owner = Owner(session, Access.READ)
+        session.install(self.owner)
 
     def offer(
-        self, attempt: SourceAttempt, now: float, end: float, latest: float, grants: tuple[m.Grants, ...],
-        outcome: Outcome, handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None,
-        begins: tuple[m.Begin, ...],
-    ) -> None:  # fmt: skip
+        self,
+        attempt: SourceAttempt,
+        end: float,
+        latest: float,
+        grants: tuple[m.Grants, ...],
+        answer: Answer,
+        now: float,
+    ) -> None:
         """Offer these items to the sink until `end`, which Renew can extend up to `latest` (KVP-PUL-OFFER)."""
-        session, owned = self._session, self._owner.newest  # its Registered may still be behind the Transfer
+        session, owned = self._session, self.owner.newest  # its Registered may still be behind the Transfer
         if owned is None or owned.back is not None:
             error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "memory that is registered", "none", "make a new ticket")
-            session.part(SourceTransfers).fail(attempt, error, now)
+            session.transfers.fail(attempt, error, now)
             return
         session.move(attempt, "Offer")
         request = session.request(
             m.Offer, now, patience=max(limits.PATIENCE, latest - now), **attempt.ids, writer=session.me.rank,
-            epoch=owned.number, grants=grants, lease=int((end - now) * 1000), outcome=outcome, handoff=handoff,
-            checksums=checksums, begins=begins or None,
-            on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
+            epoch=owned.number, grants=grants, lease=int((end - now) * 1000), **answer.fields,
+            on_error=lambda error, now: session.transfers.refused(attempt, error),
         )  # fmt: skip
         attempt.loan = Loan(request, end, latest)
 
@@ -66,16 +74,16 @@ class SourcePull(Part):
 
     def _pulled(self, message: m.Pulled, now: float) -> None:
         session = self._session
-        attempt = session.part(SourceTransfers).find(message)
+        attempt = session.transfers.find(message)
         if attempt is None or attempt.loan is None or attempt.loan.request != message.request:
             return
         if session.answered(message.request):
             attempt.loan, attempt.fetched, attempt.served = None, True, True
             session.move(attempt, "Pulled")
-            session.tell(Fetched(session.session, attempt.sequence, attempt.attempt, message.bytes))
+            session.host.transfer_read(attempt, message.bytes)
 
     def _renew(self, message: m.Renew, now: float) -> None:
-        attempt = self._session.part(SourceTransfers).find(message)
+        attempt = self._session.transfers.find(message)
         loan = attempt.loan if attempt is not None else None
         if attempt is None or loan is None or loan.renewed[0] != message.request:
             lease = min(message.lease, int(1000 * (loan.latest - now))) if loan is not None else 0

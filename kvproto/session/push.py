@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Hears, Part, Session
-from kvproto.session.phases import Described
-from kvproto.session.records import SinkAttempt, SourceAttempt
+from kvproto.session.core import Extension, Hears, Session
+from kvproto.session.descriptions import Described
+from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkTransfers, SourceTransfers
+from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof
+from kvproto.wire.enums import ErrorCode, Feature, Proof
+
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
 
 __all__ = [
     "Deliveries",
@@ -31,24 +34,23 @@ Unpacker = Callable[[Mapping[int, int]], Any]
 """Makes the unpacker of a stream; its argument states where late windows begin, by group id."""
 
 
-class SourcePush(Part):
+class SourcePush(Extension):
     """The source's half: Done and its acknowledgement."""
 
-    def done(
-        self, attempt: SourceAttempt, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
-        checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...],
-    ) -> None:  # fmt: skip
+    _session: SourceSession
+
+    def done(self, attempt: SourceAttempt, written: int, answer: Answer, now: float) -> None:
         """Send Done, as every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
         session = self._session
         session.move(attempt, "Done")
         session.request(
             m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(attempt.described.groups, np.uint32),
-            bytes=written, outcome=outcome, handoff=handoff, checksums=checksums, begins=begins or None,
-            on_error=lambda error, now: session.part(SourceTransfers).refused(attempt, error),
+            bytes=written, **answer.fields,
+            on_error=lambda error, now: session.transfers.refused(attempt, error),
         )  # fmt: skip
 
 
-class Delivery(Part):
+class Delivery(Extension):
     """The base class of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint needs from each of them."""
 
     polled = False
@@ -87,7 +89,7 @@ class Delivery(Part):
         """Send what has become due since the last frame."""
 
 
-class Deliveries(Part):
+class Deliveries(Extension):
     """The sink's half of Done, for transfers into any epoch."""
 
     def _done(self, message: m.Done, now: float) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.session.descriptions import Described, Epoch, Owned
 from kvproto.session.leases import Lease, Loan
-from kvproto.session.phases import Described, Epoch, Owned
 from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
-from kvproto.wire.enums import Proof, RequestState
+from kvproto.wire.enums import Outcome, Proof, RequestState
 
-__all__ = ["Attempt", "Census", "Request", "SinkAttempt", "SourceAttempt", "Want"]
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
+    from kvproto.session.tickets import TicketState
+
+__all__ = ["Answer", "Attempt", "Counters", "PendingMessage", "SinkAttempt", "SinkTransfer", "SourceAttempt"]
 
 
-class Census(NamedTuple):
+class Counters(NamedTuple):
     """The counts of an endpoint, for its metrics."""
 
     peers: int
@@ -50,10 +54,15 @@ class Attempt:
 
 @attrs.define(eq=False)
 class SourceAttempt(Attempt):
-    """An attempt at the source."""
+    """An attempt at the source: the part of this rank in what one sink rank asks for."""
 
+    session: SourceSession = attrs.field(kw_only=True)
     transfer: m.Transfer | None = None
     """Its Transfer; None if it was aborted before that came."""
+    ticket: TicketState | None = None
+    """The ticket that it uses; None until its Transfer was found legal."""
+    send: Any = None
+    """The rank's own record of its copies, from the first part to the answer."""
     epoch: Epoch | None = None
     """The epoch of the sink's memory; None if its Transfer was refused or has not come."""
     granted: tuple[m.Grants, ...] = ()
@@ -86,10 +95,21 @@ class SourceAttempt(Attempt):
     """The timer that repeats Progress."""
 
     @property
+    def asked(self) -> m.Transfer:
+        """Its Transfer, once it has come."""
+        assert self.transfer is not None
+        return self.transfer
+
+    @property
     def described(self) -> Described:
         """Its Descriptions and plan, once its Transfer was found legal."""
         assert self.epoch is not None
         return self.epoch.described
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its bytes are still wanted."""
+        return self.state == TransferState.ACCEPTED and self.session.open
 
     @property
     def over(self) -> bool:
@@ -104,6 +124,24 @@ class SourceAttempt(Attempt):
         """Whether the sink may still read what it was offered."""
         return self.loan is not None and now < self.loan.end
 
+    def accept(self, progress: Callable[[], RequestState]) -> None:
+        """Answer the Transfer with Accepted, as its ticket is right."""
+        self.session.transfers.accept(self, progress)
+
+    def fail(self, error: KvprotoError, now: float) -> None:
+        """End it with Failed; see `SourceTransfers.fail`."""
+        self.session.transfers.fail(self, error, now)
+
+    def want_all(self, now: float) -> None:
+        """Ask the sink to grant all items that it has not granted yet, as prefill is over."""
+        if self.session.intent is not None:
+            self.session.intent.progress(self, None, now)
+
+    def free_offered(self) -> None:
+        """Send Released for items that the sink has read, as the engine may free them."""
+        if self.session.pull is not None:
+            self.session.pull.released(self)
+
 
 @attrs.define(eq=False)
 class SinkAttempt(Attempt):
@@ -117,7 +155,7 @@ class SinkAttempt(Attempt):
     """When its Transfer was first sent."""
     request: int = 0
     """The request id of the Transfer."""
-    ask: Request | None = None
+    ask: PendingMessage | None = None
     """The Transfer, to send again if the source sends nothing more."""
     abort: int = 0
     """The request id of the Abort."""
@@ -176,8 +214,26 @@ class SinkAttempt(Attempt):
         self.stray = self.stray or proof != Proof.PROVEN
 
 
+@attrs.frozen
+class Answer:
+    """What Done and Offer state alike of a transfer, apart from its bytes."""
+
+    outcome: Outcome
+    handoff: tuple[m.HandOff, ...] = ()
+    checksums: tuple[m.Checksum, ...] | None = None
+    begins: tuple[m.Begin, ...] = ()
+    """Where late windows begin."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the message."""
+        return {
+            "outcome": self.outcome, "handoff": self.handoff, "checksums": self.checksums, "begins": self.begins or None
+        }  # fmt: skip
+
+
 @attrs.define(eq=False)
-class Want:
+class SinkTransfer:
     """A transfer at the sink: one attempt in the session of each required rank."""
 
     number: int
@@ -191,7 +247,7 @@ class Want:
 
 
 @attrs.define(eq=False)
-class Request:
+class PendingMessage:
     """A message that is resent until it is answered."""
 
     number: int

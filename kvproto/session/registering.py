@@ -16,15 +16,15 @@ from typing import Any
 import attrs
 
 from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.columns import check_columns
+from kvproto.copying.column_checks import check_columns
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
+from kvproto.session.core import Extension, Session
 from kvproto.session.describing import Describing
-from kvproto.session.events import ProtocolError, RegisterAsked, UnmapAsked
+from kvproto.session.descriptions import Described, Epoch, Owned
+from kvproto.session.error_fields import refused
 from kvproto.session.limits import MAX_EPOCHS
-from kvproto.session.phases import Described, Epoch, Owned
-from kvproto.session.refusals import refused
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
@@ -35,7 +35,7 @@ __all__ = ["Holder", "Owner"]
 # The owner
 
 
-class Owner(Part):
+class Owner(Extension):
     """The half of the side that owns the memory."""
 
     def __init__(self, session: Session, access: Access) -> None:
@@ -63,17 +63,30 @@ class Owner(Part):
         return found if found is not None and found.mapped and found.back is None else None
 
     def register(
-        self, number: int, memory: object, regions: tuple[m.Region, ...], columns: tuple[m.Columns, ...], now: float,
+        self,
+        number: int,
+        memory: object,
+        regions: tuple[m.Region, ...],
+        columns: tuple[m.Columns, ...],
+        now: float,
         take: Callable[[Owned, m.Registered], Any] | None = None,
-    ) -> Owned:  # fmt: skip
+    ) -> Owned:
         """Grant the peer access to this rank's memory, as epoch `number` or the next unused one (KVP-EPO-RISE)."""
         session, described = self._session, self._session.described
         session.step("Register")
         number = max(number, self._last + 1)
         request = session.request(
-            m.Register, now, source=described.of_source.digest, sink=described.of_sink.digest, epoch=number,
-            access=self._access, regions=regions, columns=columns, plan=described.plan.digest, routes=described.refs,
-        )  # fmt: skip
+            m.Register,
+            now,
+            source=described.of_source.digest,
+            sink=described.of_sink.digest,
+            epoch=number,
+            access=self._access,
+            regions=regions,
+            columns=columns,
+            plan=described.plan.digest,
+            routes=described.refs,
+        )
         self._last = number
         made = self.epochs[number] = Owned(number, described, request, take, memory)
         return made
@@ -88,9 +101,8 @@ class Owner(Part):
     def _ask_back(self, owned: Owned, now: float) -> None:
         self._session.step("Unregister")
         owned.asking = self._session.request(
-            m.Unregister, now, epoch=owned.number, at_once=owned.back or None,
-            on_error=partial(self._ask_again, owned),
-        )  # fmt: skip
+            m.Unregister, now, epoch=owned.number, at_once=owned.back or None, on_error=partial(self._ask_again, owned)
+        )
 
     def _ask_again(self, owned: Owned, error: RemoteError, now: float) -> None:
         """Ask again later, after the peer answered Unregister with Error, which had no effect."""
@@ -176,12 +188,12 @@ class _Asked:
     overlaps: Overlaps
 
 
-class Holder(Part):
+class Holder(Extension):
     """The half of the side that maps the peer's memory; it answers once the node has mapped or unmapped it."""
 
     def __init__(
         self, session: Session, access: Access, busy: Callable[[Epoch], bool], end: Callable[[Epoch, float], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`busy` returns whether a transfer of an epoch is under way; `end` ends all of them with POOL_MOVED."""
         super().__init__(session)
         self._access, self._busy, self._end = access, busy, end
@@ -243,7 +255,7 @@ class Holder(Part):
             return
         self._last = message.epoch
         self._asked = _Asked(message, session.described, overlaps)
-        session.tell(RegisterAsked(session.session, message, session.described))
+        session.host.map_memory(session, message, session.described)
 
     def planned(self) -> None:
         early, self._early = self._early, None
@@ -277,9 +289,14 @@ class Holder(Part):
         self._session.step("Registered")
         register, described = asked.register, asked.described
         answer = m.Registered(
-            session=self._session.session, request=register.request, epoch=register.epoch, transport=transport,
-            routes=described.refs, plan=described.plan.digest, process=process,
-        )  # fmt: skip
+            session=self._session.session,
+            request=register.request,
+            epoch=register.epoch,
+            transport=transport,
+            routes=described.refs,
+            plan=described.plan.digest,
+            process=process,
+        )
         columns, self._first = {c.group: c for c in register.columns}, self._first or register.epoch
         made = self.epochs[register.epoch] = Epoch(register.epoch, described, columns, asked.overlaps, answer)
         self._session.notice(answer)
@@ -314,7 +331,7 @@ class Holder(Part):
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
-                self._session.tell(UnmapAsked(self._session.session, epoch.number))
+                self._session.host.unmap_memory(self._session, epoch.number)
 
     def unmapped(self, number: int) -> None:
         """Answer Unregistered, as the memory of an UnmapAsked is unmapped."""
@@ -366,9 +383,10 @@ def _check_routes(message: m.Register | m.Registered, described: Described) -> N
         if ours != theirs:
             mine, yours = (
                 f"group {ref.group} ({names.get(ref.group, 'unknown')}), digest {bytes(ref.digest).hex()}"
-                if ref is not None else "no further route"
+                if ref is not None
+                else "no further route"
                 for ref in (ours, theirs)
-            )  # fmt: skip
+            )
             raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", mine, yours, "plan by spec/v1/planning.md")
     if message.plan != described.plan.digest:
         mine, yours = described.plan.digest.hex(), bytes(message.plan).hex()

@@ -9,18 +9,18 @@ from typing import Any
 import attrs
 
 from kvproto.errors import RemoteError
+from kvproto.events import Refused
 from kvproto.session.core import Session
 from kvproto.session.describing import Describing
+from kvproto.session.descriptions import Owned, Party
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import SessionRefused
+from kvproto.session.error_fields import refused
 from kvproto.session.inline import SinkInline
 from kvproto.session.intent import SinkIntent
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
-from kvproto.session.phases import Owned, Party
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import Deliveries, Delivery, SinkPush
-from kvproto.session.refusals import refused
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.staged import SinkStaged
 from kvproto.session.stream import Pieces, Registration
@@ -224,7 +224,7 @@ class SinkSession(Session):
             self._error(message, now)
             return
         self.revoked = refused(message, self.name)
-        self.tell(SessionRefused(self.name, self.revoked, by_us=False))
+        self.tell(Refused(self.name, self.revoked, by_us=False))
         self.lose(str(self.revoked))
 
     def _heard_refused(self, message: m.Refused, now: float) -> None:

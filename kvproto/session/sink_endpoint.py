@@ -1,27 +1,36 @@
-"""The sessions of one sink rank with one source replica; connections are the source's addresses."""
+"""The sessions of one sink rank with one source replica; connections are the source's addresses.
+
+A pool of the sink is registered with every routed source rank, and is free when none holds it. A rank holds it from
+Register until it answers Unregistered as PROVEN, until its process is dead, or until its session has ended and its
+transfers are proven to write no more (KVP-EPO-FREE).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import attrs
 
+from kvproto import events as told
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.planning.compare import first_difference
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.plan import Plan
 from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.describing import Describing
-from kvproto.session.exposing import OURS
-from kvproto.session.hindrances import disagreement, gone, hindrances, located
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.endpoint import Endpoint
 from kvproto.session.intent import SinkIntent, useful
-from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
+from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
-from kvproto.session.reading import Reading
-from kvproto.session.records import SinkAttempt, Want
+from kvproto.session.records import SinkAttempt, SinkTransfer
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
+from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
 from kvproto.session.transfers import SinkTransfers
@@ -29,12 +38,27 @@ from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
-__all__ = ["SinkEndpoint"]
+__all__ = ["OURS", "Exposed", "SinkEndpoint", "gone"]
 
 _STREAMS = frozenset({Feature.STAGED, Feature.INLINE})
+_AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
+"""The request that a session waits to have answered, by its state."""
+OURS = 0
+"""A session number that no session has; it stands for this side's own copies, which no peer's death ends."""
 
 
-class SinkEndpoint(Reading):
+@attrs.frozen(eq=False)
+class Exposed:
+    """A pool of this rank, as it is registered with source ranks."""
+
+    epoch: int
+    """The epoch of its first registration."""
+    columns: tuple[m.Columns, ...]
+    registration: Callable[[int], Registration]
+    """Makes the registration for one source rank."""
+
+
+class SinkEndpoint(Endpoint):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
@@ -48,6 +72,20 @@ class SinkEndpoint(Reading):
         `expose` before `dial`.
         """
         super().__init__(me, geometry)
+        self.exposed: Exposed | None = None
+        """The pool that new transfers go into, if any."""
+        self.plan: Plan | None = None
+        self.digests = b"", b""
+        """Digests of the Descriptions that the plan is made from, the source's first."""
+        self.ready = False
+        self.refused: KvprotoError | None = None
+        self.sessions: dict[Any, SinkSession] = {}
+        """Sessions by address."""
+        self._ranks: dict[int, SinkSession] = {}
+        """Sessions whose plan is known, by source rank."""
+        self._wants: dict[int, SinkTransfer] = {}
+        self._unproven: dict[int, tuple[object, set[tuple[int, int]]]] = {}
+        """By transfer that was Lost as UNPROVABLE: its pool, and the session and sequence of each unproven part."""
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
         self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
         self.source: Geometry | None = None
@@ -189,7 +227,9 @@ class SinkEndpoint(Reading):
             if attempt.whole:
                 attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
             session.part(SinkTransfers).ask(attempt, request, now)
-        self._wants[number] = Want(number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now)
+        self._wants[number] = SinkTransfer(
+            number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now
+        )
         return number
 
     def grant(
@@ -227,7 +267,7 @@ class SinkEndpoint(Reading):
         self._fail(self._wants.get(number), error, now)
         self._after(now)
 
-    def _fail(self, want: Want | None, error: KvprotoError, now: float) -> None:
+    def _fail(self, want: SinkTransfer | None, error: KvprotoError, now: float) -> None:
         """Abort the parts that have not arrived, except for those being read, as Abort states that nothing is read."""
         if want is None:
             return
@@ -275,6 +315,167 @@ class SinkEndpoint(Reading):
         self._after(now)
         self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
 
+    # pools
+
+    def unsettled(self) -> None:
+        self.ready = False
+
+    def adaptable(self, geometry: Geometry) -> bool:
+        """Whether its sessions can go on with another pool of this geometry (feature EPOCHS)."""
+        routed: list[SinkSession | None] = self._routed()
+        if geometry != self.geometry:
+            routed += self.sessions.values()
+        return bool(routed) and all(each is not None and _adaptable(each) for each in routed)
+
+    def expose(self, exposed: Exposed, now: float, geometry: Geometry | None = None) -> None:
+        """Register another pool, which new transfers go into once every routed rank has mapped it.
+
+        `geometry` is the rank's from now on; if it has changed, every session plans again first.
+        """
+        self.exposed, self.ready = exposed, False
+        if geometry is not None and geometry != self.geometry:
+            self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
+            for session in [each for each in self.sessions.values() if _adaptable(each)]:
+                session.part(Describing).describe(now)
+        self._after(now)
+
+    def give_back(self, exposed: Exposed, at_once: bool, now: float) -> None:
+        """Take a pool back from sources that can return it; with `at_once`, transfers into it end with POOL_MOVED."""
+        if exposed is self.exposed:
+            self.exposed, self.ready = None, False
+        for session in [each for each in self.sessions.values() if _adaptable(each)]:
+            for owned in list(session.owner.epochs.values()):
+                if owned.memory is exposed:
+                    session.owner.unregister(owned, at_once, now)
+        self._after(now)
+
+    def holders(self, exposed: Exposed) -> list[str]:
+        """Who may still read or write a pool, for display; it is free when the list is empty (KVP-EPO-FREE)."""
+        found = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
+        ours = any(want.into is exposed for want in self._wants.values())
+        unproven = {part[0] for into, missing in self._unproven.values() if into is exposed for part in missing}
+        return found + ["transfers that are not over"] * (ours or OURS in unproven)
+
+    def given_back(self, exposed: Exposed) -> bool:
+        """Whether every source rank that mapped a pool has reported that it is unmapped."""
+        return all(o.memory is not exposed for s in self.sessions.values() for o in s.owner.epochs.values())
+
+    def outdated(self, exposed: Exposed) -> bool:
+        """Whether a source rank mapped a pool under an earlier version of its Description, even one with equal content.
+
+        It accepts no more transfers of such an epoch.
+        """
+        return any(
+            owned.memory is exposed and owned.described.of_source.version != session.described.of_source.version
+            for session in self._routed() if session is not None
+            for owned in session.owner.epochs.values()
+        )  # fmt: skip
+
+    def _holds(self, session: SinkSession, exposed: Exposed) -> bool:
+        held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
+        if not held or any(isinstance(each, SinkPush) and each.dead for each in session.deliveries):
+            return False
+        unproven = {part[0] for _, missing in self._unproven.values() for part in missing}
+        return session.open or session.session in unproven or any(owned.unprovable for owned in held)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the source ranks' Descriptions that new transfers are planned by."""
+        return tuple(each.described.of_source.version for each in self._routed() if each is not None)
+
+    def _routed(self) -> list[SinkSession | None]:
+        """The sessions of routed ranks, None for a rank without one."""
+        return [self._ranks.get(rank) for rank in self.plan.required(self.me.rank)] if self.plan is not None else []
+
+    def _register(self, now: float) -> bool:
+        """Register the current pool with routed ranks that lack it, one Register at a time; whether there were any."""
+        exposed = self.exposed
+        if exposed is None or self.ready or self.refused is not None:
+            return False
+        due = [each for each in self._routed() if each is not None and self._due(each, exposed)]
+        for session in due:
+            try:
+                session.register(exposed.epoch, exposed, exposed.columns, exposed.registration(session.peer.rank), now)
+            except KvprotoError as error:  # the memory cannot be exposed to this source
+                session.give_up(error.kept())
+        return bool(due)
+
+    def _all_ready(self) -> bool:
+        """Whether every routed rank has mapped the current pool."""
+        current = [each.owner.current if each is not None and each.ready else None for each in self._routed()]
+        known = bool(current) and all(owned is not None and owned.memory is self.exposed for owned in current)
+        agreed = known and all(each is not None and self._agrees(each) for each in self._routed())
+        return agreed and self.exposed is not None and not self.outdated(self.exposed)
+
+    def _due(self, session: SinkSession, exposed: Exposed) -> bool:
+        """Whether to register this pool with this session now."""
+        newest = session.owner.newest
+        known = newest is not None and newest.memory is exposed
+        may = session.state == SessionState.DESCRIBED or _adaptable(session)
+        return may and self._agrees(session) and not known and not session.owner.registering
+
+    def _agrees(self, session: SinkSession) -> bool:
+        """Whether a session's plan is made from the current Descriptions."""
+        pending = session.part(Describing).pending
+        return not pending and session.described.digests == self.digests == (self.digests[0], self.stated.digest)
+
+    # reads
+
+    def _part(self, offered: e.Offered) -> tuple[SinkTransfer, SinkAttempt] | None:
+        """The transfer and the attempt that an offer belongs to; None if the transfer has ended."""
+        want = self._wants.get(offered.transfer)
+        return (want, want.parts[offered.offer.writer]) if want is not None else None
+
+    def wanted(self, offered: e.Offered) -> bool:
+        """Whether an offer is still wanted; if not, a copy of it should be stopped."""
+        part = self._part(offered)
+        return part is not None and part[0].error is None and part[1].lease is not None
+
+    def may_read(self, offered: e.Offered, now: float) -> bool:
+        """Begin to read an offer, if its lease allows it; after True, call `read` or `unread` (KVP-PUL-READ)."""
+        part = self._part(offered)
+        lease = part[1].lease if part is not None and part[0].error is None else None
+        if part is None or lease is None or not lease.fresh(now):
+            return False
+        lease.reading = True
+        self._watch(*part, now)
+        return True
+
+    def _watch(self, want: SinkTransfer, attempt: SinkAttempt, now: float) -> None:
+        """Fail a copy that outlasts its lease, or set the timer to check that."""
+        if want.error is not None or attempt.lease is None or not attempt.reading:
+            return
+        if attempt.lease.over(now):
+            error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
+            self._fail(want, error, now)
+        else:
+            self.timers.at(attempt.lease.end, lambda at: self._watch(want, attempt, at))
+
+    def postpone(self, offered: e.Offered) -> None:
+        """Undo `may_read`, as the copy could not begin yet."""
+        if (part := self._part(offered)) is not None:
+            part[1].stop_reading(Proof.PROVEN)
+
+    def read(self, offered: e.Offered, count: int, now: float) -> None:
+        """Report a complete copy of an offer, of `count` bytes; after the end of its lease it is of no use."""
+        session, part = self._ranks[offered.offer.writer], self._part(offered)
+        if part is not None and (lease := part[1].lease) is not None and lease.over(now):
+            self._watch(*part, now)
+        if part is None or part[0].error is not None or not session.open:
+            self.unread(offered, None, now)
+            return
+        session.part(SinkPull).pulled(part[1], count)
+        self._after(now)
+
+    def unread(self, offered: e.Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
+        """Report a copy of an offer that ended before it was complete; `error` is the reason if it was still wanted."""
+        if (part := self._part(offered)) is not None:
+            part[1].stop_reading(proof)
+            self._fail(part[0], error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
+        self._after(now)
+
+    # what follows
+
     def _after(self, now: float) -> None:
         self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
@@ -297,13 +498,13 @@ class SinkEndpoint(Reading):
 
     def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
         self._events.append(event)
-        if isinstance(event, e.SessionRefused):
+        if isinstance(event, told.Refused):
             self.refused = event.error
-        elif isinstance(event, e.SessionClosed) and session.closed_in != SessionState.READY:
+        elif isinstance(event, told.Disconnected) and session.closed_in != SessionState.READY:
             advice = self.advice(str(session.conn))
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
-        elif isinstance(event, e.Planned):
+        elif isinstance(event, told.Connected):
             self._planned(session, now)
 
     def _planned(self, session: SinkSession, now: float) -> None:
@@ -329,7 +530,7 @@ class SinkEndpoint(Reading):
                 address = session.endpoints[other]
                 self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}")
 
-    def _progress(self, want: Want, now: float) -> None:
+    def _progress(self, want: SinkTransfer, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
         parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
         for session, attempt in parts:
@@ -359,7 +560,9 @@ class SinkEndpoint(Reading):
             attempt.settled, attempt.ask = True, None
             session.forget()
 
-    def _outcome(self, want: Want, parts: list[tuple[SinkSession, SinkAttempt]], now: float) -> e.Arrived | e.Lost:
+    def _outcome(
+        self, want: SinkTransfer, parts: list[tuple[SinkSession, SinkAttempt]], now: float
+    ) -> e.Arrived | e.Lost:
         if want.error is None:
             done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
             return e.Arrived(want.number, tuple(done), now - want.started)
@@ -369,3 +572,56 @@ class SinkEndpoint(Reading):
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
         return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
+
+
+def _adaptable(session: SinkSession) -> bool:
+    return session.state == SessionState.READY and Feature.EPOCHS in session.features
+
+
+def located(session: SinkSession) -> str:
+    """A source rank and its address, for display."""
+    return f"{session.name} at {session.conn}" if session.known else session.name
+
+
+def gone(rank: str) -> RemoteError:
+    """The error for a transfer from a source rank that is gone."""
+    mine, advice = "a source that stays until the transfer is over", "compute the prompt again, under a new ticket"
+    return RemoteError(ErrorCode.PEER_LOST, "", mine, f"{rank}, which is gone", advice)
+
+
+def disagreement(
+    session: SinkSession, sessions: Collection[SinkSession], unchanged: bool = False
+) -> RemoteError | None:  # fmt: skip
+    """The error for a source rank whose Description is not that of another rank, if there is one.
+
+    With `unchanged`, ranks are compared only while both state version 1: a change reaches the ranks of a replica one
+    after another, and until it has reached all of them they differ rightly (KVP-DSC-RANKS).
+    """
+    if not session.planned:
+        return None
+    stated = session.described.of_source
+    for other in sessions:
+        if not (other.open and other.planned):
+            continue
+        known = other.described.of_source
+        if unchanged and (known.version, stated.version) != (1, 1):
+            continue
+        if known.digest != stated.digest:
+            path, one, another = first_difference(known.geometry, stated.geometry)
+            mine, yours = f"{one} at {other.name}", f"{another} at {session.name}"
+            advice = "ranks of one replica state different Descriptions: give all of them the same geometry"
+            return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, path, mine, yours, advice)
+    return None
+
+
+def hindrances(sessions: Collection[SinkSession]) -> list[str]:
+    """Why transfers with a source replica cannot begin yet, by source rank, for display."""
+    found, error = [], None
+    for session in sessions:
+        if (awaited := _AWAITED.get(session.state)) is not None:
+            found.append(f"no answer to {awaited} from {located(session)}")
+        elif session.suspect and session.open:
+            found.append(f"nothing heard from {located(session)}, which is suspect")
+        elif error is None and (error := disagreement(session, sessions)) is not None:
+            found.append(f"{error.path} is {error.mine} and {error.yours}")
+    return found

@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any, Protocol
 
 from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Event, Refused
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
-from kvproto.session.claims import Claims
-from kvproto.session.core import Session
-from kvproto.session.describing import Describing
-from kvproto.session.events import SessionRefused, TransferRequested
-from kvproto.session.intent import SourceIntent
+from kvproto.session.descriptions import Described, Party, Stated
+from kvproto.session.endpoint import Endpoint
+from kvproto.session.error_fields import refusal
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
-from kvproto.session.phases import Party, Stated
-from kvproto.session.pull import SourcePull
-from kvproto.session.push import SourcePush
-from kvproto.session.records import SourceAttempt
-from kvproto.session.refusals import refusal
-from kvproto.session.registering import Holder
+from kvproto.session.records import Answer, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.session.stream import StreamPiece
-from kvproto.session.table import SessionState, TransferState
-from kvproto.session.transfers import SourceTransfers
+from kvproto.session.table import SessionState
+from kvproto.session.tickets import TicketCalls, Tickets
+from kvproto.session.transfers import changed
 from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
-from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, Role, word
+from kvproto.wire.enums import ErrorCode, Feature, Proof, Role, word
 
-__all__ = ["SourceEndpoint"]
+__all__ = ["SourceCalls", "SourceEndpoint"]
 
 Admit = Callable[[Hashable, Party, int], None]
 
@@ -38,30 +34,55 @@ _MAX_REMEMBERED = 1 << 16
 """The most incarnations, superseded sessions, and drained sessions that are remembered."""
 
 
-class SourceEndpoint(Claims):
+class SourceCalls(TicketCalls, Protocol):
+    """The calls that a source endpoint makes on the rank that drives it."""
+
+    def map_memory(self, session: SourceSession, register: m.Register, described: Described) -> None:
+        """Map a sink's memory, and then call `accept_register` or `refuse_register` of the session."""
+
+    def unmap_memory(self, session: SourceSession, epoch: int) -> None:
+        """Unmap an epoch of a sink's memory, and then call `unmapped` of the session."""
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
+
+
+class SourceEndpoint(Endpoint):
     """All sessions of one source rank."""
 
+    sessions: dict[int, SourceSession]
+
     def __init__(
-        self, me: Party, geometry: Geometry, endpoints: dict[int, str], features: tuple[Feature, ...],
-        mint: Callable[[], int], process: m.Process | None = None, admit: Admit | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        calls: SourceCalls,
+        me: Party,
+        geometry: Geometry,
+        endpoints: dict[int, str],
+        features: tuple[Feature, ...],
+        mint: Callable[[], int],
+        process: m.Process | None = None,
+        admit: Admit | None = None,
+    ) -> None:
         """`endpoints` are the addresses of all ranks of the replica, and `process` is the one that will write.
 
         `mint` makes random session ids of 64 bits, not 0, that nobody can guess (KVP-SES-FRESH). `admit` raises
         NOT_ALLOWED for a peer that may not use a connection.
         """
         super().__init__(me, geometry)
-        self.process, self._admit = process, admit or (lambda conn, peer, role: None)
+        self._calls, self.process, self._admit = calls, process, admit or (lambda conn, peer, role: None)
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         self._features, self._mint = features, mint
-        self.sessions: dict[int, SourceSession] = {}
-        self._catalogue: Catalogue | None = None
+        self._closed: set[int] = set()
+        """Sessions that have ended and may be forgotten; one that is still needed is added again later."""
+        self.tickets = Tickets(me.rank, self.timers, calls, self._closed)
+        self.catalogue: Catalogue | None = None
+        """The pages to announce to sinks that watch, if any."""
         self.draining = False
         """Whether new sessions and transfers are refused."""
         self._greetings: dict[Hashable, int] = {}
         """The last session that each connection opened."""
         self.over: set[int] = set()
-        """Sessions that have ended while the memory of their sinks may still be mapped; the node removes them."""
+        """Sessions that have ended while the memory of their sinks may still be mapped; the rank removes them."""
         self._incarnations: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         """The greatest incarnation of each engine, replica and rank."""
         self._superseded: OrderedDict[int, tuple[Hashable, str]] = OrderedDict()
@@ -70,6 +91,26 @@ class SourceEndpoint(Claims):
         """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself; some may have ended since."""
+
+    def tell(self, session: Any, event: Any) -> None:
+        """Report an event of a session to the engine."""
+        self._calls.report(event)
+
+    def report(self, event: Event) -> None:
+        """Report an event to the engine."""
+        self._calls.report(event)
+
+    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
+        """Have the sink's memory mapped."""
+        self._calls.map_memory(session, register, described)
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        """Have an epoch of the sink's memory unmapped."""
+        self._calls.unmap_memory(session, epoch)
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Note that a sink rank has read what it was offered."""
+        self._calls.transfer_read(attempt, count)
 
     def receive(self, conn: Hashable, frame: bytes, now: float) -> None:
         """Handle one frame; whatever it holds, no other session is affected (KVP-ERR-ALONE)."""
@@ -123,7 +164,7 @@ class SourceEndpoint(Claims):
             self._check(hello, peer, session is None)
         except RemoteError as error:
             self.send(conn, encode(m.Refused(request=hello.request, **refusal(error))))
-            self._events.append(SessionRefused(str(peer), error, by_us=True))
+            self._calls.report(Refused(str(peer), error, by_us=True))
             return
         if session is not None and hello.request < session.greeting:
             return  # it is late: the sink has greeted again since (KVP-SES-LATE)
@@ -139,15 +180,20 @@ class SourceEndpoint(Claims):
             if session is not None and session.state == SessionState.OPEN:
                 session.lose("its connection has opened another")
             number = self._fresh()
-            session = SourceSession(
-                self, conn, number, hello, chosen, now, self._seek, self._refuses, self._granted, self._catalogue
-            )
+            session = SourceSession(self, conn, number, hello, chosen, now)
             self.sessions[number], self._greetings[conn], self._bare[number] = session, number, None
         welcome = m.Welcome(
-            session=session.session, request=hello.request, version=m.Version(major=chosen.major, minor=chosen.minor),
-            engine=self.me.engine, incarnation=self.me.incarnation, rank=self.me.rank, replica=self.me.replica,
-            features=session.features, limits=LIMITS, endpoints=self._endpoints,
-        )  # fmt: skip
+            session=session.session,
+            request=hello.request,
+            version=m.Version(major=chosen.major, minor=chosen.minor),
+            engine=self.me.engine,
+            incarnation=self.me.incarnation,
+            rank=self.me.rank,
+            replica=self.me.replica,
+            features=session.features,
+            limits=LIMITS,
+            endpoints=self._endpoints,
+        )
         session.notice(welcome)
 
     def _fresh(self) -> int:
@@ -217,20 +263,20 @@ class SourceEndpoint(Claims):
         self._endpoints = tuple(m.Endpoint(rank=r, address=a) for r, a in sorted(endpoints.items()))
         for session in [each for each in self.sessions.values() if each.open]:
             if session.state == SessionState.READY and Feature.EPOCHS in session.features:
-                session.part(Describing).describe(now, self._endpoints)
+                session.describing.describe(now, self._endpoints)
             elif session.state not in (SessionState.OPEN, SessionState.DESCRIBING):
                 session.goodbye("its Description changes")
-        self._restated(now)
+        self.tickets.restated(self.stated.version, changed, now)
         self._after(now)
 
     def keep_catalogue(self, catalogue: Catalogue) -> None:
         """Offer CATALOGUE from now on, so that sinks which open a session can watch this rank's cached pages."""
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._features = tuple(sorted({*self._features, Feature.CATALOGUE}))
 
     def kept(self, pages: Changes) -> None:
         """Announce changes of cached pages to all sinks that watch (KVP-CAT-NUMBER)."""
-        kept = self._catalogue.change(pages) if self._catalogue is not None else []
+        kept = self.catalogue.change(pages) if self.catalogue is not None else []
         for session in self.sessions.values() if kept else ():
             if session.open and session.has(SourceCatalogue):
                 session.part(SourceCatalogue).tell(kept)
@@ -239,115 +285,91 @@ class SourceEndpoint(Claims):
         """Refuse new sessions and transfers from now on; those under way go on (KVP-SES-DRAINING)."""
         self.draining = True
 
-    def _refuses(self, ticket: bytes) -> bool:
+    def refuses(self, ticket: bytes) -> bool:
         """Whether to refuse Transfers of a ticket; once one rank of a sink has asked, the others are served as well."""
-        claim = self._claims.get(ticket)
-        return self.draining and (claim is None or not claim.users)
+        return self.draining and not self.tickets.is_asked(ticket)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order, and refuse new ones."""
         self.draining = True
         super().goodbye(reason)
 
-    def _attempt(self, asked: TransferRequested) -> tuple[SourceSession, SourceAttempt] | None:
-        session = self.sessions.get(asked.session)
-        attempt = session.part(SourceTransfers).find(asked.transfer) if session is not None else None
-        return (session, attempt) if session is not None and attempt is not None else None
+    # copies of the rank
 
-    def active(self, asked: TransferRequested) -> bool:
-        """Whether the transfer is still wanted."""
-        found = self._attempt(asked)
-        return found is not None and found[0].open and found[1].state == TransferState.ACCEPTED
-
-    def copying(self, asked: TransferRequested) -> None:
-        """Note that a copy begins; `done`, `offer` or `failed` ends it."""
-        if (found := self._attempt(asked)) is not None:
-            found[1].copying = True
-
-    def progress(self, asked: TransferRequested, tokens: int, now: float) -> None:
+    def progress(self, attempt: SourceAttempt, tokens: int, now: float) -> None:
         """Ask the sink to grant items for tokens below this one, whose rows are computed (feature SPANS)."""
-        found = self._attempt(asked)
-        if found is not None and found[0].open and not found[1].whole and Feature.SPANS in found[0].features:
-            found[0].part(SourceIntent).progress(found[1], tokens, now)
+        session = attempt.session
+        if session.open and not attempt.whole and session.intent is not None and Feature.SPANS in session.features:
+            session.intent.progress(attempt, tokens, now)
 
-    def stream(self, asked: TransferRequested, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
+    def stream(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...] = ()) -> None:
         """Send the next piece of the stream of a transfer; `begins` states where its late windows begin."""
-        if (found := self._attempt(asked)) is not None and found[1].epoch is not None:
-            found[1].epoch.stream.send(found[1], piece, begins)
+        if attempt.epoch is not None:
+            attempt.epoch.stream.send(attempt, piece, begins)
 
-    def _copied(
-        self, asked: TransferRequested, proof: Proof = Proof.PROVEN
-    ) -> tuple[SourceSession, SourceAttempt] | None:
-        """Note that a copy has ended; returns the transfer if it is still wanted."""
-        found = self._attempt(asked)
-        if found is not None:
-            found[0].part(SourceTransfers).copied(found[1], proof)
-        return found if self.active(asked) else None
-
-    def done(
-        self, asked: TransferRequested, now: float, written: int, outcome: Outcome, handoff: tuple[m.HandOff, ...],
-        checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
-    ) -> None:  # fmt: skip
-        """Report a complete copy of `written` bytes; `begins` states where late windows begin."""
-        if (found := self._copied(asked)) is not None:
-            found[0].part(SourcePush).done(found[1], now, written, outcome, handoff, checksums, begins)
+    def done(self, attempt: SourceAttempt, written: int, answer: Answer, now: float) -> None:
+        """Report a complete copy of `written` bytes."""
+        if self._copied(attempt) and attempt.session.push is not None:
+            attempt.session.push.done(attempt, written, answer, now)
 
     def offer(
-        self, asked: TransferRequested, now: float, lease: float, grants: tuple[m.Grants, ...], outcome: Outcome,
-        handoff: tuple[m.HandOff, ...], checksums: tuple[m.Checksum, ...] | None, begins: tuple[m.Begin, ...] = (),
-    ) -> None:  # fmt: skip
+        self, attempt: SourceAttempt, lease: float, grants: tuple[m.Grants, ...], answer: Answer, now: float
+    ) -> None:
         """Offer these items to the sink for `lease` seconds, but not beyond the ticket's deadline."""
-        claim = self._claims.get(asked.key)
-        deadline = claim.deadline if claim is not None else now
+        deadline = attempt.ticket.deadline if attempt.ticket is not None else now
         end = min(now + lease, deadline)
         if (end - now) * 1000 < 1:
-            self.failed(asked, RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one"), now)
-        elif (found := self._copied(asked)) is not None:
-            said = outcome, handoff, checksums, begins
-            found[0].part(SourcePull).offer(found[1], now, end, deadline, grants, *said)
+            error = RemoteError(ErrorCode.DEADLINE, "ticket", "no time to read", "", "make a new one")
+            self.failed(attempt, error, now)
+        elif self._copied(attempt) and attempt.session.pull is not None:
+            attempt.session.pull.offer(attempt, end, deadline, grants, answer, now)
 
-    def failed(
-        self, asked: TransferRequested, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN
-    ) -> None:  # fmt: skip
+    def failed(self, attempt: SourceAttempt, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
         """Report a failed copy; with PROVEN, none of its writes can arrive any more."""
-        if (found := self._copied(asked, proof)) is not None:
-            found[0].part(SourceTransfers).fail(found[1], error, now)
+        if self._copied(attempt, proof):
+            attempt.fail(error, now)
 
-    def ended(self, session: Session, attempt: SourceAttempt) -> None:
+    @staticmethod
+    def _copied(attempt: SourceAttempt, proof: Proof = Proof.PROVEN) -> bool:
+        """Note that a copy has ended; whether its transfer is still wanted."""
+        attempt.session.transfers.copied(attempt, proof)
+        return attempt.wanted
+
+    def ended(self, session: SourceSession, attempt: SourceAttempt) -> None:
         """Note that an attempt of a session has ended or changed."""
-        self._touch(attempt)
+        self.tickets.touch(attempt)
         session.forget()
-        session.part(Holder).unmap_unused()
+        session.holder.unmap_unused()
         if not session.open:
             self._closed.add(session.session)
 
-    def closed(self, session: Session) -> None:
+    def closed(self, session: SourceSession) -> None:
         """Note that a session has ended, and so perhaps its requests, now or when its leases end."""
         self._closed.add(session.session)
         self.over.add(session.session)
         for attempt in session.attempts.values():
-            self._touch(attempt)
+            self.tickets.touch(attempt)
             if attempt.loan is not None:
                 self.timers.at(attempt.loan.end, partial(self._returned, attempt))
 
     def _returned(self, attempt: SourceAttempt, now: float) -> None:
         """Note that the lease of a session that has ended is over as well."""
-        self._touch(attempt)
+        self.tickets.touch(attempt)
 
     def _after(self, now: float) -> None:
         """Release requests that have ended, and forget sessions that are not needed any more."""
-        if self._touched:
-            self._settle(now)
+        self.tickets.settle(now)
         if self._closed and not self.draining:
             self._forget()
 
     def _forget(self) -> None:
-        closed, self._closed = self._closed, set()
+        closed = list(self._closed)
+        self._closed.clear()
         for session in [s for n in closed if (s := self.sessions.get(n)) is not None and s.forgettable]:
             number = session.session
             del self.sessions[number]
             self._bare.pop(number, None)
-            if session.part(SourceTransfers).proven and number not in self._superseded:
+            if session.transfers.proven and number not in self._superseded:
                 self._drained[number] = session.minor
             self._unbind(session)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Hears, Part, Session
+from kvproto.session.core import Extension, Hears, Session
 from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
@@ -71,7 +71,7 @@ class Registration:
     """The readers of the source's streams, by transport, for transports that do not write the pages themselves."""
 
 
-class Credits(Part):
+class Credits(Extension):
     """The source's half of Credit, each of which is for the streams into one epoch."""
 
     def _credit(self, message: m.Credit, now: float) -> None:
@@ -87,7 +87,7 @@ class Credits(Part):
     hears = ((m.Credit, _credit),)
 
 
-class SourceStream(Part):
+class SourceStream(Extension):
     """The source's half of the streams into one epoch, which receives Credit and sends what is packed."""
 
     kind: CreditKind
@@ -109,7 +109,7 @@ class SourceStream(Part):
         yield said
 
 
-class Pieces(Part):
+class Pieces(Extension):
     """The sink's half of Chunk and Data, which passes each to the streams into the epoch of its transfer."""
 
     def _piece(self, message: m.Chunk | m.Data, now: float) -> None:

@@ -41,7 +41,7 @@ def next_transfer(state: TransferState, event: str, features: Collection[int]) -
 
 def _next(
     rows: _Rows[State], needed: _Needed[State], state: State, event: str, features: Collection[int], path: str
-) -> State:  # fmt: skip
+) -> State:
     row = state, event
     after, names = rows.get(row), needed.get(row)
     if after is None:

@@ -9,43 +9,40 @@ recorded as aborted before it is called proven, and so is refused whenever its T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items, placeholder_items
 from kvproto.copying.grants import check_grants
 from kvproto.copying.program import RankLayout
-from kvproto.copying.spans import bare, granted_to, nothing, numbered
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import ProtocolError
 from kvproto.session import limits
-from kvproto.session.core import Part, Session
-from kvproto.session.events import ProtocolError
+from kvproto.session.core import Extension, Session
+from kvproto.session.descriptions import Epoch
+from kvproto.session.error_fields import refusal, refused
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.phases import Epoch
-from kvproto.session.records import Request, SinkAttempt, SourceAttempt
-from kvproto.session.refusals import refusal, refused
-from kvproto.session.registering import Holder, Owner
+from kvproto.session.records import PendingMessage, SinkAttempt, SourceAttempt
+from kvproto.session.registering import Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
+if TYPE_CHECKING:
+    from kvproto.session.source import SourceSession
+
 __all__ = ["SinkTransfers", "SourceTransfers", "changed"]
 
 
-class SourceTransfers(Part):
-    """The source's half of transfers, apart from their bytes.
+class SourceTransfers(Extension):
+    """The source's half of transfers, apart from their bytes."""
 
-    `seek` is called with each legal Transfer, to match it with its ticket; `draining` returns whether Transfers of a
-    ticket are refused.
-    """
+    _session: SourceSession
 
-    def __init__(
-        self, session: Session, seek: Callable[[SourceAttempt, m.Transfer, float], None],
-        draining: Callable[[bytes], bool],
-    ) -> None:  # fmt: skip
+    def __init__(self, session: SourceSession) -> None:
         super().__init__(session)
-        self._seek, self._draining = seek, draining
         self._unprovable: set[tuple[int, int]] = set()
         """Attempts whose writes may still arrive at any time, although their copy has ended."""
 
@@ -70,7 +67,7 @@ class SourceTransfers(Part):
         except RemoteError as error:
             session.reply(m.Failed, message, **refusal(error))
             return
-        attempt = SourceAttempt(message.sequence, message.attempt, transfer=message)
+        attempt = SourceAttempt(message.sequence, message.attempt, session=self._session, transfer=message)
         session.attempts[message.sequence] = attempt
         session.move(attempt, "Transfer")
         try:
@@ -78,7 +75,7 @@ class SourceTransfers(Part):
         except RemoteError as error:
             self.fail(attempt, error, now)
             return
-        self._seek(attempt, message, now)
+        self._session.tickets_of_rank.seek(attempt, message, now)
 
     def _answer_again(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """Answer a repeated Transfer by the state of its attempt (KVP-SES-REPLY)."""
@@ -113,9 +110,9 @@ class SourceTransfers(Part):
 
     def _check(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """Raise if a Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); record what it grants."""
-        session, holder = self._session, self._session.part(Holder)
+        session, holder = self._session, self._session.holder
         state = session.state if session.open else session.closed_in
-        draining = self._draining(bytes(message.ticket))
+        draining = session.refuses(bytes(message.ticket))
         if state != SessionState.READY or not holder.registered or not (session.open or draining):
             mine = f"session {session.state.value}"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, "Transfer", "register first")
@@ -136,7 +133,7 @@ class SourceTransfers(Part):
         assert epoch is not None  # it is one of those that are open
         side = RankLayout(described.sink, described.ranks[1], epoch.columns)
         named = tuple(g.group for g in message.grants) == described.groups
-        left_out = named and Feature.INTENT in session.features and bare(side, message.grants)
+        left_out = named and Feature.INTENT in session.features and lacks_items(side, message.grants)
         check_grants(
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
             left_out=left_out,
@@ -144,14 +141,14 @@ class SourceTransfers(Part):
         attempt.epoch, attempt.granted = epoch, message.grants
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
-            attempt.granted = (numbered if attempt.whole else nothing)(side, message.grants)
-            attempt.end = None if attempt.whole else granted_to(side, attempt.granted, message.grants)
+            attempt.granted = (placeholder_items if attempt.whole else no_items)(side, message.grants)
+            attempt.end = None if attempt.whole else granted_until(side, attempt.granted, message.grants)
 
-    def accept(self, attempt: SourceAttempt, transfer: m.Transfer, progress: Callable[[], RequestState]) -> None:
+    def accept(self, attempt: SourceAttempt, progress: Callable[[], RequestState]) -> None:
         """Answer a Transfer with the state of its request; Done or Failed will follow."""
         self._session.move(attempt, "Accepted")
         attempt.progress = progress
-        self._session.reply(m.Accepted, transfer, state=progress())
+        self._session.reply(m.Accepted, attempt.asked, state=progress())
 
     def fail(self, attempt: SourceAttempt, error: KvprotoError, now: float, grant: m.Grant | None = None) -> None:
         """End an attempt without its bytes, perhaps in answer to a `grant`; this proves nothing about its writes."""
@@ -209,7 +206,7 @@ class SourceTransfers(Part):
         if len(session.attempts) >= 2 * MAX_TRANSFERS:
             mine = f"records of {len(session.attempts)} transfers"
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
-        made = session.attempts[number] = SourceAttempt(number, message.attempt)
+        made = session.attempts[number] = SourceAttempt(number, message.attempt, session=self._session)
         return made
 
     def _end(self, attempt: SourceAttempt) -> None:
@@ -259,7 +256,7 @@ class SourceTransfers(Part):
     hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
-class SinkTransfers(Part):
+class SinkTransfers(Extension):
     """The sink's half of transfers, apart from their bytes."""
 
     def __init__(self, session: Session) -> None:
@@ -287,7 +284,7 @@ class SinkTransfers(Part):
 
     def compose(
         self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
-    ) -> tuple[SinkAttempt, Request]:
+    ) -> tuple[SinkAttempt, PendingMessage]:
         """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
 
         Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
@@ -312,7 +309,7 @@ class SinkTransfers(Part):
         )  # fmt: skip
         return attempt, request
 
-    def ask(self, attempt: SinkAttempt, request: Request, now: float) -> None:
+    def ask(self, attempt: SinkAttempt, request: PendingMessage, now: float) -> None:
         """Send a composed Transfer."""
         self._sequence = attempt.sequence
         self._session.attempts[attempt.sequence] = attempt

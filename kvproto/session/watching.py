@@ -9,14 +9,15 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+from kvproto import events as told
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.core import Session
+from kvproto.session.descriptions import Party
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.negotiation import Terms
-from kvproto.session.phases import Party
 from kvproto.session.ping import PingPart
 from kvproto.session.sink import SinkSession
 from kvproto.wire import decode
@@ -100,7 +101,7 @@ class WatchEndpoint(Endpoint):
     def tell(self, session: Any, event: e.Event) -> None:
         """Queue an event, and keep a refusal as the reason why nothing is known."""
         super().tell(session, event)
-        if isinstance(event, e.SessionRefused):
+        if isinstance(event, told.Refused):
             self.refused = event.error
             self._lost.append(str(session.conn))
 

@@ -20,8 +20,7 @@ from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Box, Route
 from kvproto.tiers.page_layout import PageLayout
-from kvproto.transport.base import Regions
-from kvproto.transport.paging import Pager, Paging
+from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
 

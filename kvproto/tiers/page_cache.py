@@ -32,7 +32,7 @@ from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.storage_io import StorageIO, StorageRead
-from kvproto.transport.paging import Paging
+from kvproto.transport.base import Paging
 from kvproto.wire.enums import ErrorCode, LengthRule, Tier
 
 __all__ = ["Agreement", "PageCache", "PageLease", "WritePolicy", "patience"]

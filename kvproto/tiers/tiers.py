@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy.typing as npt
 
-from kvproto.pool import Pool
-from kvproto.seeing.counts import Sample, sample
+from kvproto.observability.counts import MetricSample, sample
+from kvproto.rank.pool import Pool
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache, WritePolicy
 from kvproto.tiers.page_ids import Chain, namespace
@@ -71,7 +71,7 @@ class Tiers(PageCache):
         chain.extend(tokens)
         return chain
 
-    def metrics(self, engine: str) -> list[Sample]:
+    def metrics(self, engine: str) -> list[MetricSample]:
         """The metrics of tiers (spec/v1/metrics.md), for `Collector(lambda: tiers.metrics("prefill"))`; thread-safe."""
         base = {"engine": engine, "replica": str(self._geometry.replica), "rank": str(self._rank), "role": "tiers"}
         names = {group.id: group.name for group in self._geometry.groups}

@@ -10,7 +10,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
@@ -22,14 +22,68 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
-if TYPE_CHECKING:
-    from kvproto.transport.paging import Pager
-
 __all__ = [
-    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
-    "Move", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
-    "connect_each", "no_handle",
-]  # fmt: skip
+    "SUMMED",
+    "Allocation",
+    "Capabilities",
+    "Connection",
+    "Copying",
+    "Exposure",
+    "Layer",
+    "Link",
+    "Mapped",
+    "Memory",
+    "Move",
+    "Pager",
+    "Paging",
+    "Piece",
+    "Provider",
+    "Receiver",
+    "Regions",
+    "Stream",
+    "StreamDelivery",
+    "Transport",
+    "connect_each",
+    "no_handle",
+]
+
+
+class Paging(Protocol):
+    """A copy that has been started."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
+
+    def hold(self, layer: int | None = None) -> None:
+        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises what `done` raises."""
+
+
+class Pager(Protocol):
+    """Runs copy programs between one pool and memory that it allocates.
+
+    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
+    write under way.
+    """
+
+    def allocate(self, length: int) -> Memory:
+        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
+
+    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
+        """Start a copy to the host."""
+
+    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
+        """Start a copy to the pool, its layers in ascending order."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and release the memory that was allocated."""
 
 
 class Memory(Protocol):

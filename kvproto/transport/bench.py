@@ -6,7 +6,6 @@ start + bytes / link + runs * run seconds.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -16,22 +15,18 @@ import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
 
-__all__ = [
-    "HOST", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor", "Measured", "RunOnce",
-    "Sample", "program", "same_path", "scattered",
-]  # fmt: skip
+__all__ = ["HOST", "LAYERS", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor"]
+__all__ += ["Measured", "Prepare", "RunOnce", "Sample", "program", "same_path", "scattered"]
 
 RunOnce = Callable[[], float]
 """Copies once and returns the seconds that it took."""
+Prepare = Callable[[CopyProgram], RunOnce]
 HOST = "host"
 """The place of host memory; those of GPUs are `gpu0`, `gpu1`, ..."""
 CostKind = Literal["direct", "packed", "copy"]
 """direct: one descriptor for each run. packed: gathered and scattered. copy: by a side that maps the other's memory."""
 LAYERS = 64
 """Layers of a program for measuring, if they divide its runs."""
-
-
-# results
 
 
 @attrs.frozen
@@ -139,24 +134,28 @@ def same_path(this: Measured, measured: Iterable[Measured], way: str) -> list[Me
     return [m for m in measured if m.name == wanted]
 
 
-# paths
-
-
-class BenchPath(ABC):
+@attrs.frozen
+class BenchPath:
     """One transport's way of copying from one place to another."""
 
     transport: str
     way: str
     source: str
     sink: str
+    pool: int
+    """Bytes of the pool at either end."""
+    most: int
+    """Runs that a program may have."""
+    prepare: Prepare
+    """Prepare a program between the pools; returns a function that copies it each time."""
 
-    @abstractmethod
     def most_runs(self, run: int) -> int:
-        """How many runs of `run` bytes a program may have; 0 where none fits."""
+        """How many runs of `run` bytes a program may have; 0 if none fits."""
+        return min(self.pool // run, self.most)
 
-    @abstractmethod
     def runner(self, run: int, runs: int) -> RunOnce:
-        """Prepare a program of `runs` runs of `run` bytes; returns what copies it each time that it is called."""
+        """Prepare a program of `runs` runs of `run` bytes."""
+        return self.prepare(program(run, runs, self.pool))
 
 
 @attrs.frozen
@@ -166,9 +165,6 @@ class BenchJob:
     name: str
     paths: int
     open: Callable[[], AbstractContextManager[Sequence[BenchPath]]]
-
-
-# programs
 
 
 def program(run: int, runs: int, pool: int) -> CopyProgram:
@@ -186,22 +182,21 @@ def scattered(
     A pool holds layer after layer without gaps in region 0.
     """
     dice = np.random.default_rng(seed)
-    room = (pool or number * run) // run
-    places = [dice.permutation(room)[:number] if room < 1 << 24 else _some(dice, room, number) for _ in range(2)]
-    zero = np.zeros(number, np.int64)
+    places = (pool or number * run) // run
+    source, sink = (_distinct(dice, places, number) * run for _ in range(2))
     ops = np.zeros(layers, OP)
-    size = room * run
     ops["layer"], ops["lanes"], ops["lane_bytes"] = np.arange(layers), 1, width
     for side in ("source", "sink"):
-        ops[f"{side}_offset"] = np.arange(layers) * size * width
-        ops[f"{side}_item_stride"] = size * width
+        ops[f"{side}_offset"] = np.arange(layers) * places * run * width
+        ops[f"{side}_item_stride"] = places * run * width
         ops[f"{side}_row_stride"] = ops[f"{side}_lane_stride"] = width
-        ops[f"{side}_items"], ops[f"{side}_rows"] = 1, size
-    first = np.array([0])
-    made = RowMap(zero, places[0] * run, zero, places[1] * run, np.full(number, run), first, np.array([number * run]))
-    return CopyProgram((made,), ops, (1,))
+        ops[f"{side}_items"], ops[f"{side}_rows"] = 1, places * run
+    item = np.zeros(number, np.int64)
+    rows = RowMap(item, source, item, sink, np.full(number, run), np.array([0]), np.array([number * run]))
+    return CopyProgram((rows,), ops, (1,))
 
 
-def _some(dice: np.random.Generator, room: int, number: int) -> IntArray:
-    """Distinct random places of a pool that is too large to permute."""
-    return dice.permutation(np.unique(dice.integers(0, room, number + number // 8 + 64)))[:number]
+def _distinct(dice: np.random.Generator, places: int, number: int) -> IntArray:
+    """Distinct random places of a pool, which may be too large to permute."""
+    drawn = np.arange(places) if places < 1 << 24 else np.unique(dice.integers(0, places, number + number // 8 + 64))
+    return dice.permutation(drawn)[:number]

@@ -7,9 +7,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Provider, Regions, Transport
+from kvproto.transport.base import Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Measured
-from kvproto.transport.paging import Pager
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["GROUP", "default", "find", "load", "names", "opened", "pager", "usable"]

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvproto.wire import enums, messages
-from kvproto.wire.primitives import (
-    BYTE, BYTE_OF, Doubt, array_ascends, ascends, new, read_array, read_bin, read_count, read_text, read_uint, rises, setter, u64, unique,
-    write_array, write_bin, write_count, write_text, write_uint,
-)
+from kvproto.wire.primitives import BYTE, BYTE_OF, Doubt, array_ascends, ascends, new, read_array, read_bin, read_count, read_text, read_uint, rises, setter, u64, unique, write_array, write_bin, write_count, write_text, write_uint
 
 _Role = {int(v): v for v in enums.Role}
 _FactRule = {int(v): v for v in enums.FactRule}

@@ -12,11 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproto.calibration.cost import advise, estimates, reference_costs
-from kvproto.calibration.cost import load as load_costs
-from kvproto.calibration.measure import fit
-from kvproto.calibration.probe import LENGTHS, probe
-from kvproto.calibration.results import Host, Probe, floors, load, save
+from kvproto.calibration import (
+    LENGTHS,
+    Host,
+    Probe,
+    advise,
+    estimates,
+    fit,
+    floors,
+    load,
+    load_costs,
+    probe,
+    reference_costs,
+    save,
+)
 from kvproto.copying.program import Runs
 from kvproto.errors import LocalError
 from kvproto.transport.bench import Absent, Constants, Measured, Sample, program
@@ -104,7 +113,7 @@ def real() -> Probe:
     """A quick probe, with more time than `--quick` has: where other tests run beside it, it would pass lengths over."""
     heard: list[tuple[str, int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvproto.calibration.probe._QUICK_SECONDS", (60.0, 100.0))
+        patch.setattr("kvproto.calibration._QUICK_SECONDS", (60.0, 100.0))
         found = probe(("shm", "nixl"), quick=True, memory=8 << 20, tell=lambda *what: heard.append(what))
     assert heard[0][:2] == ("shm", 0)
     assert heard[-1] == ("done", 3, 3)
@@ -271,9 +280,9 @@ def test_shm_keeps_to_its_memory_and_loads_no_other_library() -> None:
     code = """
 import os, sys
 from pathlib import Path
-from kvproto.calibration.probe import probe
+from kvproto.calibration import probe
 link = lambda n: os.readlink("/proc/self/fd/" + n) if os.path.lexists("/proc/self/fd/" + n) else ""
-import kvproto.transport.shm.bench
+import kvproto.transport.shm.provider
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 before = peak()
 probe(("shm",), quick=True, memory=128 << 20)

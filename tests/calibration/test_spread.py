@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvproto.calibration.cost import ANSWER, SHARE, Cost, Spread, advise_spread, spread
+from kvproto.calibration import Cost
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.cli.main import main
+from kvproto.cli.programs import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.transport.bench import Constants
 from kvproto.wire import to_json
 
-LINK = [Cost("link", Constants(link=1e6, run=1e-3, start=0.5), "", "copy")]
+LINK = [Cost("link", "copy", Constants(link=1e6, run=1e-3, start=0.5))]
 
 
 def test_a_rule_is_costed_by_its_busiest_ranks() -> None:

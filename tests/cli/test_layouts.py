@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvproto.catalog.config import text
+from kvproto.catalog.models import specs
 from kvproto.cli.main import main
-from kvproto.planning.describe import specs
-from kvproto.planning.families import text
 from kvproto.wire import from_json
 from kvproto.wire.messages import Columns
 from tools.layout_vectors import APART, CASES, CONFIGS, case

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvproto import Cache, DType, lay_out
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.cli.main import main
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json

@@ -22,23 +22,23 @@ from live_source import Prefill
 from toy_engine import serve
 
 from kvproto.errors import KvprotoError
-from kvproto.net.allowed import Allowed, AllowList
-from kvproto.node.request import Request
+from kvproto.net.allow_list import Allowed, AllowList
 from kvproto.session import core, endpoint, push
 from kvproto.session.catalogue import SinkCatalogue
+from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
 from kvproto.session.intent import SinkIntent, SourceIntent
 from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
-from kvproto.session.refusals import refusal
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
+from kvproto.source.prefill import Request
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
-from kvproto.transport.staging.staged import Link, StagedReceiver
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto_conformance.live import Result, list_scenarios, run
@@ -181,16 +181,16 @@ def sink_without_keys(adapter: Any) -> None:
     adapter.on_connect = lambda ask: connect({name: value for name, value in ask.items() if name != "key"})
 
 
-_link, _chunk = Link.__init__, StagedReceiver.chunk
+_link, _chunk = StagedLink.__init__, StagedReceiver.chunk
 
 
-def granted_from_the_start(self: Link, *both: Any) -> None:
+def granted_from_the_start(self: StagedLink, *both: Any) -> None:
     """A source that waits for no Credit."""
     _link(self, *both)
     self.granted.extend(range(self.target.slots))
 
 
-def any_grant(self: Link, credit: m.Credit) -> None:
+def any_grant(self: StagedLink, credit: m.Credit) -> None:
     """A source that counts no slot."""
     assert credit.slots is not None
     self.granted.extend(slot for slot in credit.slots.tolist() if slot < self.target.slots)
@@ -350,9 +350,9 @@ FAULTS: dict[str, Fault] = {
         f"page off by one in staging slots ({id})": ("source", does("on_finish", page_off_by_one), id, "every byte")
         for id in ("LIVE-1201", "LIVE-1202", "LIVE-1203")
     },
-    "slots are written that nobody granted": ("source", has(Link, "__init__", granted_from_the_start), "LIVE-1204", "nothing"),
+    "slots are written that nobody granted": ("source", has(StagedLink, "__init__", granted_from_the_start), "LIVE-1204", "nothing"),
     **{
-        f"any Credit will do ({id})": ("source", has(Link, "grant", any_grant), id, "Error has not come")
+        f"any Credit will do ({id})": ("source", has(StagedLink, "grant", any_grant), id, "Error has not come")
         for id in ("LIVE-1211", "LIVE-1212")
     },
     "a Credit of bytes is taken for none": (

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.program import RankLayout
+from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.errors import RemoteError
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.planning.plan import Box, Route
-from kvproto.session.claims import check_held
+from kvproto.rank.rank_pool import pack
+from kvproto.session.tickets import check_held
 from kvproto.wire import from_json, to_json
 from kvproto.wire.messages import Grants, Group
 from kvproto_conformance import late_vectors
@@ -42,5 +42,5 @@ def test_kvproto_says_the_same(case: dict[str, Any]) -> None:
     ranks = (Rank(rank=0, owns=(owns(group, [0], None, int(case["cp_rank"])),)),)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
     side = RankLayout(geometry, 0, pack(geometry, 0, {0: 99})[0])
-    (window,) = begun(side, (grant,), {each.group: each.first for each in said})
+    (window,) = cut_to_begins(side, (grant,), {each.group: each.first for each in said})
     assert to_json(window) == case["window"]

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from kvproto import Cache, Pool, lay_out
-from kvproto.calibration.results import Host, Probe, save
-from kvproto.door import transports_of
+from kvproto.calibration import Host, Probe, save
+from kvproto.rank.base import transports_of
 from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.transport.nixl.direct import Costs
 from kvproto.transport.nixl.transport import NixlTransport

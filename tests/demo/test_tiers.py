@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.base import Regions
-from kvproto.transport.paging import Paging
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.base import Paging, Regions
+from kvproto.transport.shm.transport import HostPager
 from kvproto_reference.demo import tiers
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import checkpoint_folder

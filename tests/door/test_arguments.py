@@ -26,7 +26,7 @@ from kvproto import (
     write_ticket,
 )
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.seeing.records import record_of
+from kvproto.observability.records import record_of
 from kvproto.wire.enums import ErrorCode
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two

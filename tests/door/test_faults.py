@@ -18,7 +18,7 @@ import kvproto.session.limits
 from kvproto import Fetch, KvprotoError, Options, Pool, Request, Sink, Source, new_ticket, read_ticket, write_ticket
 from kvproto import events as told
 from kvproto.errors import DeviceFault, LocalError
-from kvproto.node.sink import SinkNode
+from kvproto.sink.node import SinkNode
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 from tests.processes import FORKED, imported
@@ -240,7 +240,7 @@ def test_a_source_drains(tmp_path: Path) -> None:
         asked, ticket = both.source.request(both.ticket, PROMPT), new_ticket("prefill")
         unasked = both.source.request(ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        both.until(lambda: both.source._node.endpoint.unasked() == [bytes(ticket.key)])
+        both.until(lambda: both.source._node.tickets.unasked() == [unasked])
         both.source.drain()
         with pytest.raises(KvprotoError) as caught:
             both.source.request(new_ticket("prefill"), PROMPT)
@@ -361,7 +361,7 @@ def test_a_fetch_for_which_no_connection_can_be_made_is_told_as_lost(
             both.sink.step(0.01)
         with Source("prefill", filled(), address_in(tmp_path), STEPPED) as again:
             both = Two(again, both.sink)
-            monkeypatch.setattr("kvproto.node.sink.SourceLink", short)
+            monkeypatch.setattr("kvproto.sink.node.SourceLink", short)
             found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
             both.until(lambda: any(isinstance(event, told.Lost) for event in both.told))
             monkeypatch.undo()

@@ -13,8 +13,7 @@ from kvproto import Cache, DType, Options, Pool, Prompt, Sink, Source, lay_out, 
 from kvproto.errors import LocalError
 from kvproto.session.inline import SinkInline
 from kvproto.transport.base import Exposure, StreamDelivery
-from kvproto.transport.inline.sender import FRAME
-from kvproto.transport.inline.transport import WINDOW, InlineTransport
+from kvproto.transport.inline.transport import FRAME, WINDOW, InlineTransport
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Transport
 
@@ -87,8 +86,8 @@ def test_a_source_that_is_closed_in_mid_stream_lets_go_of_its_pool(tmp_path: Pat
 
 
 def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.node.source.default", lambda memory: InlineTransport())
-    monkeypatch.setattr("kvproto.node.sink.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.source.node.default", lambda memory: InlineTransport())
+    monkeypatch.setattr("kvproto.sink.node.default", lambda memory: InlineTransport())
     with keyed(tmp_path) as (both, _, _):
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
@@ -109,7 +108,7 @@ def test_the_first_transport_that_works_is_taken(tmp_path: Path, first: str) -> 
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: found.done)
         found.wait(0)
-        (peer,) = both.source._node._peers._mapped.values()
+        (peer,) = both.source._node.memory._mapped.values()
         wanted = Transport.INLINE if first == "inline" else Transport.SHM
         assert peer.transport.capabilities.code == wanted
         assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
@@ -146,7 +145,7 @@ def test_a_sink_that_does_not_read_bounds_what_a_source_holds(tmp_path: Path) ->
         prompt = Prompt(range(PAGES * 64))
         request, found = both.source.request(both.ticket, prompt), both.sink.fetch(both.ticket, prompt, _all())
         request.finish(_all())
-        launches = both.source._node._dispatcher._launches
+        launches = both.source._node._copies._under_way
         both.until(lambda: launches)
         stream = launches[0].copying.stream
         (session,) = both.sink._node._links["prefill", 0].endpoint.sessions.values()
@@ -171,7 +170,7 @@ def test_a_short_request_does_not_wait_behind_a_long_one(tmp_path: Path) -> None
         long, short, ticket = Prompt(range(48 * 64)), Prompt(range(64, 128)), new_ticket("prefill")
         first = both.source.request(both.ticket, long), both.sink.fetch(both.ticket, long, {"kv": list(range(48))})
         first[0].finish({"kv": list(range(48))})
-        both.until(lambda: both.source._node._dispatcher._launches)
+        both.until(lambda: both.source._node._copies._under_way)
         second = both.source.request(ticket, short), both.sink.fetch(ticket, short, {"kv": [50]})
         second[0].finish({"kv": [50]})
         both.until(lambda: second[1].done)

@@ -16,7 +16,7 @@ from kvproto import Options, Pool, new_ticket
 from kvproto.asyncio import drive, wait
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Arrived, Connected, Lost, PagesWanted
-from kvproto.node.registrar import features_of
+from kvproto.rank.registration import features_of
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode, Feature
 
@@ -266,7 +266,7 @@ def test_a_peer_that_knows_less_is_served_all_the_same(
     def less(*args: Any) -> tuple[Feature, ...]:
         return tuple(f for f in features_of(*args) if f not in missing)
 
-    monkeypatch.setattr("kvproto.node.source.features_of", less)
+    monkeypatch.setattr("kvproto.source.node.features_of", less)
     with claims(tmp_path, Options(thread=False, pull=pull, part_bytes=1, first_part_ratio=0)) as both:
         both.until(lambda: bool(both.sink.ready))
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))

@@ -162,7 +162,7 @@ def test_a_key_is_revoked(tmp_path: Path) -> None:
             ticket = new_ticket("prefill")
             request = both.source.request(ticket, PROMPT)
             under_way = sink.fetch(ticket, PROMPT, {"kv": [6, 7, 8]})
-            other.until(lambda: both.source._node.endpoint.asking(bytes(ticket.key)))
+            other.until(lambda: request.state is not None and request.state.asking())
             allow(prefill, [entry(decode)])
             over = both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
             assert "canary" in over[0].peer

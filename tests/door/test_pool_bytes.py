@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvproto import Cache, DType, KvprotoError, Pool, allocate, lay_out
 from kvproto.copying.grants import items_needed
-from kvproto.node.pages import grants_of
 from kvproto.planning.geometry import Geometry, Rank, gqa, owns
+from kvproto.rank.page_tables import grants_of
 
 WORDS = ("layer", "part", "page", "token", "head", "dim")
 

@@ -31,7 +31,7 @@ from kvproto import (
 )
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
-from kvproto.node import registrar
+from kvproto.rank import registration
 from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
@@ -99,7 +99,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     request = pair.source.request(made, PROMPT)
     request.computed({"kv": HERE}, 4)
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-    pair.until(lambda: fetch.began and request._door is pair.source)
+    pair.until(lambda: fetch.began and request._rank is pair.source)
     old = pair.source.pool
     sleeping = pair.source.sleep()
     pair.until(lambda: fetch.done and request.done and sleeping.done)
@@ -158,7 +158,7 @@ def test_both_sides_sleep_and_wake_many_times(pair: Two) -> None:
         pair.sink.wake(another(PAGES + n))
         pair.source.wake(filled(PAGES + n))
         hand_over(pair)
-    assert len(pair.source._node._peers) == 1
+    assert len(pair.source._node.memory) == 1
 
 
 def test_the_same_pool_wakes_again(pair: Two) -> None:
@@ -207,12 +207,12 @@ def test_pools_that_cannot_take_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pull", [False, True])
 def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, pull: bool) -> None:
     """KVP-EPO-FREE: the session ends once its transfers are over, and another is opened."""
-    real = registrar.features_of
+    real = registration.features_of
 
     def fewer(*given: Any, **named: Any) -> Any:
         return tuple(f for f in real(*given, **named) if f != Feature.EPOCHS)
 
-    monkeypatch.setattr(f"kvproto.node.{without}.features_of", fewer)
+    monkeypatch.setattr(f"kvproto.{without}.node.features_of", fewer)
     with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
         hand_over(pair)
         made = new_ticket("prefill")
@@ -548,7 +548,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
             return [session.state for session in node.endpoint.sessions.values()]
 
         pair.until(lambda: state() == [SessionState.DESCRIBED])
-        node._backstage.defer(lambda: held.wait(60), lambda done: None)
+        node._background.defer(lambda: held.wait(60), lambda done: None)
         pair.until(lambda: state() == [SessionState.REGISTERING])
         end = pair.source.sleep()
         pair.until(lambda: end.done)

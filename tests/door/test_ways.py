@@ -199,7 +199,7 @@ def test_asyncio_with_wrong_arguments(tmp_path: Path) -> None:
     with two(tmp_path) as both:
         for call, path in (
             (lambda: wait(wrong), "handle"),
-            (lambda: enter(wrong), "door"),
+            (lambda: enter(wrong), "rank"),
             (lambda: enter(both.sink), "drive"),
         ):
             with pytest.raises(LocalError) as caught:

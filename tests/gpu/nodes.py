@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from kvproto import Pool
-from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
+from kvproto.rank.base import party_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.messages import Ticket
 from tests import pools
 from tests.gpu.memory import Bytes, get, put
-from tests.node.nodes import PREFILL, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
 from tests.session.driver import geometry
 
 ITEMS = {0: 12, 1: 12}
@@ -89,7 +90,7 @@ OPEN: list[Sink] = []
 
 def source(address: str, pool: Pool) -> SourceNode:
     """A source node that hands over every part at once."""
-    return SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, part_bytes=1, first_part_ratio=0)
+    return DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, part_bytes=1, first_part_ratio=0)
 
 
 def place(folder: Path) -> str:

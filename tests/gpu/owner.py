@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.messages import Region
@@ -61,7 +61,7 @@ def main() -> None:
             print("writing", flush=True)
             while True:
                 for p, made in zip(programs, prepared, strict=True):
-                    copies = [copier.submit([Job(made, p.maps)]) for _ in range(8)]
+                    copies = [copier.submit([CopyJob(made, p.maps)]) for _ in range(8)]
                 copies[-1].wait()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from cuda.core import LaunchConfig, Program, ProgramOptions, launch
 
 from kvproto.errors import DeviceFault
-from kvproto.node import Computed
+from kvproto.source.prefill import Computed
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.wire.messages import Ticket
 from tests.gpu.nodes import CONTENT, FINISHED, HERE, TOKENS, filled, source

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from kvproto.copying.execute import checksums, execute
 from kvproto.errors import LocalError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
@@ -49,7 +49,7 @@ def test_random_programs(devices: tuple[int, int], parts: bool, monkeypatch: pyt
             prepared = copier.prepare(
                 program, {r: m.address for r, m in source.items()}, {r: m.address for r, m in sink.items()}
             )
-            jobs.append(Job(prepared, program.maps, layers))
+            jobs.append(CopyJob(prepared, program.maps, layers))
             checks.append((there, sink, part.bytes))
             keep += [*source.values(), *sink.values()]
             assert copier.checksums(program, {r: m.address for r, m in source.items()}, sink=False) == checksums(
@@ -81,10 +81,10 @@ def test_refused_before_any_byte_moves_and_the_next_runs() -> None:
     )
     bad = attrs.evolve(program.maps[0], sink_item=program.maps[0].sink_item + 1000)
     with pytest.raises(LocalError) as caught:
-        copier.submit([Job(prepared, [bad, *program.maps[1:]])])
+        copier.submit([CopyJob(prepared, [bad, *program.maps[1:]])])
     assert caught.value.code == ErrorCode.OUT_OF_REGION
     assert all(np.array_equal(get(m), before[r]) for r, m in sink.items())
-    copier.submit([Job(prepared, program.maps)]).wait()
+    copier.submit([CopyJob(prepared, program.maps)]).wait()
     assert not all(np.array_equal(get(m), before[r]) for r, m in sink.items())
 
 
@@ -94,17 +94,17 @@ def test_more_launches_than_slots_are_busy_not_lost() -> None:
     source, sink = DeviceMemory(size), DeviceMemory(size)
     program = scattered(1024, size // (64 * 1024), run=64)
     prepared = copier.prepare(program, {0: source.address}, {0: sink.address})
-    copies = [copier.submit([Job(prepared, program.maps)] * 40) for _ in range(2)]
+    copies = [copier.submit([CopyJob(prepared, program.maps)] * 40) for _ in range(2)]
     refused = 0
     for _ in range(8):
         try:
-            copies.append(copier.submit([Job(prepared, program.maps)]))
+            copies.append(copier.submit([CopyJob(prepared, program.maps)]))
         except LocalError as error:
             refused += error.code == ErrorCode.BUSY
     for copy in copies:
         copy.wait()
     assert refused
-    copier.submit([Job(prepared, program.maps)]).wait()
+    copier.submit([CopyJob(prepared, program.maps)]).wait()
 
 
 @pytest.mark.parametrize("what", ["allocate", "_launch"])
@@ -129,11 +129,11 @@ def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pyte
 
     monkeypatch.setattr(Copier, what, second)
     with pytest.raises(LocalError):
-        copier.submit([Job(prepared, program.maps)])
+        copier.submit([CopyJob(prepared, program.maps)])
     assert all(driver.cuStreamQuery(s.handle)[0] == driver.CUresult.CUDA_SUCCESS for s in copier.streams)
     if what == "allocate":
         assert np.array_equal(get(sink), want)
-    copier.submit([Job(prepared, program.maps)]).wait()
+    copier.submit([CopyJob(prepared, program.maps)]).wait()
     execute(program, {0: memoryview(data)}, {0: memoryview(want)})
     assert np.array_equal(get(sink), want)
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.node import Computed
-from kvproto.node.events import Received, TransferLost
-from kvproto.session.events import SessionClosed
+from kvproto.events import Disconnected
+from kvproto.rank.events import Received, TransferLost
+from kvproto.source.prefill import Computed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
 from kvproto.transport.cuda.memory import DeviceMemory, connect
@@ -163,7 +163,7 @@ def test_a_source_process_that_ends_costs_its_transfer_alone(
     lost = sink.first(TransferLost)
     seen = bytes_of(there)
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
-    assert sink.first(SessionClosed).reason == "its process has ended"
+    assert sink.first(Disconnected).reason == "its process has ended"
     assert sink.node.quarantined == {}
     _, said = peer.process.communicate(timeout=60)
     assert peer.process.returncode == (3 if end == "fault" else -9), said

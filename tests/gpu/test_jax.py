@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.transport.cuda.order import After, follow
@@ -50,7 +50,7 @@ def test_transfers_arrive_during_every_step(devices: tuple[int, int]) -> None:
 
     x = chain(weights, weights).block_until_ready()
     sums(jax.dlpack.from_dlpack(sink)).block_until_ready()
-    copier.submit([Job(prepared[0], programs[0].maps)]).wait()
+    copier.submit([CopyJob(prepared[0], programs[0].maps)]).wait()
     put(sink, want.reshape(-1))
     y, during = None, 0
     weight = 1 + np.arange(WIDTH, dtype=np.uint32)
@@ -58,7 +58,7 @@ def test_transfers_arrive_during_every_step(devices: tuple[int, int]) -> None:
         if y is not None:
             follow(copier, y)  # the rows that XLA still reads stay until then
         x = chain(x, weights)
-        copy = copier.submit([Job(prepared[step], program.maps)])
+        copy = copier.submit([CopyJob(prepared[step], program.maps)])
         while not copy.done:
             pass
         during += not x.is_ready()
@@ -93,7 +93,7 @@ def test_copies_that_wait_for_nobody_arrive_in_order(devices: tuple[int, int]) -
             own = DeviceMemory.adopt(made.unsafe_buffer_pointer(), POOL * WIDTH)
             program = scattered(WIDTH, ROWS, pool=POOL, seed=step)
             prepared = copier.prepare(program, {0: own.address}, {0: sink.address})
-            copy = copier.submit([Job(prepared, program.maps)])
+            copy = copier.submit([CopyJob(prepared, program.maps)])
             found.append(total(jax.dlpack.from_dlpack(After(sink, copy))))
             kept.append((made, prepared))
     want = np.full(POOL, POISON, np.uint64)
@@ -124,7 +124,7 @@ def test_torch_writes_and_reads_pools_of_jax(
     mapped = connect(peer.region, "regions[0]", device)
     copier, program = Copier(device), scattered(WIDTH, ROWS, pool=POOL, seed=8)
     prepared = copier.prepare(program, {0: mapped.address}, {0: own.address})
-    copy = copier.submit([Job(prepared, program.maps)])
+    copy = copier.submit([CopyJob(prepared, program.maps)])
     got = torch.from_dlpack(After(own, copy)).view(torch.uint8).cpu().numpy().reshape(POOL, WIDTH)
     want = np.full((POOL, WIDTH), POISON, np.uint8)
     want[program.maps[0].sink_row] = data[program.maps[0].source_row]

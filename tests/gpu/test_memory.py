@@ -14,7 +14,7 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, driver, uuid
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct
@@ -65,7 +65,7 @@ def test_pull_from_another_process(owner: tuple[Owner, int]) -> None:
         mapped = connect(peer.region, "regions[0]", device)
         program = scattered(512, 1024, pool=2048, seed=turn)
         prepared = copier.prepare(program, {0: mapped.address}, {0: mine.address})
-        copier.submit([Job(prepared, program.maps)]).wait()
+        copier.submit([CopyJob(prepared, program.maps)]).wait()
         there = np.random.default_rng(turn + 1).integers(0, 256, 1 << 20, np.uint8).reshape(-1, 512)
         got = get(mine).reshape(-1, 512)
         m = program.maps[0]
@@ -233,7 +233,7 @@ def test_pull_from_the_pool_of_a_framework(
         program = scattered(512, length // 512)
         copier = Copier(device)
         prepared = copier.prepare(program, {0: mapped.address}, {0: mine.address})
-        copier.submit([Job(prepared, program.maps)]).wait()
+        copier.submit([CopyJob(prepared, program.maps)]).wait()
         there = np.random.default_rng(3).integers(0, 256, length, np.uint8).reshape(-1, 512)
         m = program.maps[0]
         assert np.array_equal(get(mine).reshape(-1, 512)[m.sink_row], there[m.source_row])
@@ -254,7 +254,7 @@ def test_a_pool_of_jax_takes_what_a_peer_sends() -> None:
     put(mine, data)
     program, copier = scattered(4096, 256), Copier(0)
     prepared = copier.prepare(program, {0: mine.address}, {0: adopted.address})
-    copier.submit([Job(prepared, program.maps)]).wait()
+    copier.submit([CopyJob(prepared, program.maps)]).wait()
     m = program.maps[0]
     seen = np.asarray(jax.numpy.copy(pool)).reshape(-1, 4096)
     assert np.array_equal(seen[m.sink_row], data.reshape(-1, 4096)[m.source_row])

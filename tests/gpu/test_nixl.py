@@ -13,26 +13,26 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.execute import execute
-from kvproto.door import party_of
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost
-from kvproto.session.events import SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
+from kvproto.sink.node import SinkNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
-from kvproto.transport.nixl.direct import DEVICE_FLOOR, Direct, WriteMode, probe, require_fast
-from kvproto.transport.nixl.handle import Named
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, DirectWrite, WriteMode, probe, require_fast
+from kvproto.transport.nixl.handle import HandleContents
 from kvproto.transport.nixl.transport import NixlTransport
-from kvproto.transport.staging.staged import Link, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedSender
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
-from tests.node.nodes import PREFILL, SINK, Nodes, ahead, changed_our_mind, finished, serve
+from tests.node.nodes import PREFILL, SINK, DrivenSource, Nodes, ahead, changed_our_mind, finished, serve
 from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
@@ -62,14 +62,14 @@ class Peer:
         self.arena = self.agent.connect(arena, "regions[0]")
         self.own = self.agent.register(self.place.allocate(slots * slot_bytes), slot_bytes)
         self._sequence = 0
-        self.link: Link | None = None
+        self.link: StagedLink | None = None
 
     def hear(self) -> Any:
         assert self.conn.poll(LONG)
         return self.conn.recv()
 
     def packed(self, program: Any, lengths: dict[int, int], source: dict[int, Any], seed: int) -> dict[int, Any]:
-        self.link = self.link or Link(self.own, self.target)
+        self.link = self.link or StagedLink(self.own, self.target)
         self.conn.send((program, lengths, False, seed))
         self._sequence += 1
         sender = StagedSender(self.link, self.place.packer(program, "source", source))
@@ -87,11 +87,13 @@ class Peer:
         self.conn.send((program, lengths, True, seed))
         assert self.hear() == "ready"
         peers = {
-            r: nixl.Peer(self.agent, Named(self.arena.name, self.arena.memory.part(at, lengths[r]), 0, b""), "")
+            r: nixl.Peer(
+                self.agent, HandleContents(self.arena.name, self.arena.memory.part(at, lengths[r]), 0, b""), ""
+            )
             for r, at in places(lengths)[0].items()
         }
         own = {r: self.agent.register(self.place.of(m)) for r, m in source.items()}
-        assert Direct(self.agent, program, own, peers).post().wait(LONG)
+        assert DirectWrite(self.agent, program, own, peers).post().wait(LONG)
         for each in own.values():
             each.close()
         self.conn.send("complete")
@@ -154,7 +156,7 @@ def test_the_way_between_two_gpus_of_a_host_is_fast(peer: Peer) -> None:
 def test_too_few_slots_are_refused(peer: Peer) -> None:
     two = peer.agent.register(peer.place.allocate(2 << 20), 1 << 20)
     with pytest.raises(LocalError) as caught:
-        Link(two, peer.target)
+        StagedLink(two, peer.target)
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
@@ -180,7 +182,7 @@ def floor(slot_bytes: int) -> float:
 def test_staging_that_is_too_small_to_probe_is_refused(tmp_path: Path) -> None:
     made = Node(tmp_path, WriteMode.PACKED, slot_bytes=97, loud=True)
     try:
-        refused = made.first(SessionRefused)
+        refused = made.first(Refused)
         assert (refused.error.code, refused.error.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
     finally:
         made.close()
@@ -200,7 +202,7 @@ def source_node(
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(on_gpu(pool), noise(0, on_gpu(pool).length, 5))
     transport = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
-    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
+    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
     chunks = Chunks(node)
     node.expect(made, CONTENT, TOKENS)
     node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))

@@ -3,7 +3,7 @@
 import pytest
 
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, Job
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.order import After, follow
 
@@ -25,8 +25,8 @@ def test_what_jax_reads_after_a_copy_is_what_was_copied() -> None:
         fill = scattered(1 << 20, SIZE >> 20)
         own = DeviceMemory.adopt(value.unsafe_buffer_pointer(), SIZE)
         follow(copier, value)  # the copy waits for XLA to have made it
-        copier.submit([Job(copier.prepare(fill, {0: own.address}, {0: source.address}), fill.maps)])
-        copy = copier.submit([Job(prepared, half.maps)])
+        copier.submit([CopyJob(copier.prepare(fill, {0: own.address}, {0: source.address}), fill.maps)])
+        copy = copier.submit([CopyJob(prepared, half.maps)])
         seen = jax.dlpack.from_dlpack(After(sink, copy))
         assert int(total(seen)) == step * SIZE // 2
         del seen
@@ -44,6 +44,6 @@ def test_what_torch_makes_is_there_before_it_is_copied() -> None:
             made.fill_(255)
         made.fill_(step)
         follow(copier, made)
-        copy = copier.submit([Job(prepared, program.maps)])
+        copy = copier.submit([CopyJob(prepared, program.maps)])
         seen = torch.from_dlpack(After(sink, copy)).view(torch.uint8)
         assert int(seen.to(torch.int64).sum()) == step * SIZE

@@ -1,17 +1,16 @@
 """The probe of transport `cuda` on GPUs: every way, the bytes it moves, and its file."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvproto.calibration.cost import load as load_costs
-from kvproto.calibration.measure import fit
-from kvproto.calibration.probe import LENGTHS, probe
-from kvproto.calibration.results import load, save
+from kvproto.calibration import LENGTHS, fit, load, load_costs, probe, save
 from kvproto.errors import LocalError
 from kvproto.transport.bench import program
 from kvproto.transport.cuda import bench as cuda
+from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl.bench import job as nixl_job
 from kvproto.wire.enums import ErrorCode
@@ -47,40 +46,43 @@ def test_every_pair_is_measured_or_named_as_apart(tmp_path: Path) -> None:
     assert [c.name for c in load_costs(path)] == ["kernel", "kernel, push"]
 
 
+@pytest.mark.parametrize("way", ["pull", "push"])
 @pytest.mark.parametrize("run", [256, 64 << 10])
-def test_a_path_copies_what_its_program_says(devices: tuple[int, int], run: int) -> None:
+def test_a_path_copies_what_its_program_says(devices: tuple[int, int], way: str, run: int) -> None:
     if devices not in cuda.pairs()[0] and devices != (0, 0):
         pytest.skip("no peers")
-    with cuda.job(MEMORY, *devices).open() as paths:
-        for path in paths:
-            if not isinstance(path, cuda.Kernel):
-                continue
-            pool = path.pools[0].length
-            data = np.random.default_rng(1).integers(0, 256, pool, np.uint8)
-            want = np.full(pool, 0xEE, np.uint8)
-            put(path.pools[0], data)
-            put(path.pools[1], want)
-            assert path.runner(run, 128)() > 0
-            made = program(run, 128, pool)
-            m = made.maps[0]
-            width = int(made.ops["lane_bytes"][0])
-            for op in made.ops:
-                for a, b, n in zip(m.source_row.tolist(), m.sink_row.tolist(), m.rows.tolist(), strict=True):
-                    from_, to = (int(op[f"{side}_offset"]) + row * width for side, row in (("source", a), ("sink", b)))
-                    want[to : to + n * width] = data[from_ : from_ + n * width]
-            assert np.array_equal(get(path.pools[1]), want)
+    for here, there in (devices, devices[::-1]):
+        enable_peer(here, there)
+    source, sink = (DeviceMemory(MEMORY // 4, device) for device in devices)
+    with closing(source), closing(sink):
+        path = cuda.kernel(way, source, sink)
+        data = np.random.default_rng(1).integers(0, 256, path.pool, np.uint8)
+        want = np.full(path.pool, 0xEE, np.uint8)
+        put(source, data)
+        put(sink, want)
+        assert path.runner(run, 128)() > 0
+        made = program(run, 128, path.pool)
+        m = made.maps[0]
+        width = int(made.ops["lane_bytes"][0])
+        for op in made.ops:
+            for a, b, n in zip(m.source_row.tolist(), m.sink_row.tolist(), m.rows.tolist(), strict=True):
+                from_, to = (int(op[f"{side}_offset"]) + row * width for side, row in (("source", a), ("sink", b)))
+                want[to : to + n * width] = data[from_ : from_ + n * width]
+        assert np.array_equal(get(sink), want)
 
 
-def test_pools_are_freed_also_after_an_error() -> None:
+def test_pools_are_freed_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(length: int, device: int) -> DeviceMemory:
+        pools.append(DeviceMemory(length, device))
+        return pools[-1]
+
     def fails() -> None:
-        with cuda.job(MEMORY, 0, 0).open() as paths:
-            path = paths[0]
-            assert isinstance(path, cuda.Kernel)
-            pools.extend(path.pools)
+        with cuda.job(MEMORY, 0, 0).open():
             pools[0].check()
             raise ZeroDivisionError
 
     pools: list[DeviceMemory] = []
+    monkeypatch.setattr(cuda, "DeviceMemory", allocate)
     with pytest.raises(ZeroDivisionError):
         fails()
     assert len(pools) == 2

@@ -12,8 +12,8 @@ from kvproto import Seed, read_sources
 from kvproto.cli.main import main
 from kvproto.errors import LocalError, RemoteError
 from kvproto.net import AllowList, make_keys, read_keys
+from kvproto.net.admission import ClientLoad
 from kvproto.net.keys import check_public
-from kvproto.net.load import Load
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
 
@@ -297,7 +297,7 @@ def test_sources_without_keys_are_said_to_be_so(tmp_path: Path) -> None:
 
 def test_the_log_names_the_client_that_keeps_a_source_busy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once in a while, and only one that takes most of the time."""
-    load = Load(allowed(tmp_path / "allow.toml"))
+    load = ClientLoad(allowed(tmp_path / "allow.toml"))
     times = [n / 100 for n in range(1000, 3000)]
     for now in times:
         load.add(b"fair", now, now + 0.003)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvproto.errors import LocalError
-from kvproto.net import Dialer, Listener, direct, private_address
+from kvproto.net import Dialer, Listener, libzmq, private_address
 from kvproto.wire.enums import ErrorCode
 
 
@@ -225,7 +225,7 @@ def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
 ) -> None:
     """Clause KVP-NET-ONE: one frame is one message; a message of several is ignored by both."""
     if not library:
-        monkeypatch.setattr(direct, "_zmq", None)
+        monkeypatch.setattr(libzmq, "_zmq", None)
     address = private_address(tmp_path, "direct")
     tmp_path.chmod(0o700)
     listener, dialer = Listener(address), Dialer()
@@ -254,7 +254,7 @@ def test_a_message_of_very_many_frames_is_read_in_turns(
 ) -> None:
     """KVP-NET-ONE: it is ignored, no turn reads all of it, and the next frame is heard."""
     if not library:
-        monkeypatch.setattr(direct, "_zmq", None)
+        monkeypatch.setattr(libzmq, "_zmq", None)
     listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     key = (0, listener.address)
     assert dialer.send(key, b"first")

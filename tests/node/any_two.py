@@ -12,12 +12,12 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window
-from kvproto.door import party_of
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import plan
-from tests.node.nodes import PREFILL, Nodes, finished
+from kvproto.rank.base import party_of
+from kvproto.sink.node import SinkNode
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
 from tests.node.test_node import CONTENT
 from tests.plan.worlds import caches, side
 from tests.pools import allocate, contents
@@ -91,7 +91,7 @@ class AnyTwo(Nodes):
             )
             program = lower(routes.between(rank, number), pool.layout, self.pool.layout, *sides)
             execute(program, {0: memoryview(memory)}, {0: memoryview(self.wanted)})
-            sources.append(SourceNode(party_of("p", pool), pool, Listener(addresses[rank]), addresses, **give()))
+            sources.append(DrivenSource(party_of("p", pool), pool, Listener(addresses[rank]), addresses, **give()))
             sources[-1].expect(self.ticket, CONTENT, FEW)
         required = routes.required(number)
         self.required = [node for node in sources if node.pool.layout.rank in required]

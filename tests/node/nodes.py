@@ -7,6 +7,7 @@ wake-up that is lost is a test that fails.
 import contextlib
 import multiprocessing
 import select
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -17,24 +18,27 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-import kvproto.node.lending
-import kvproto.node.link
-import kvproto.node.pulling
-import kvproto.node.sink
-import kvproto.node.source
-from kvproto import Pool, Ticket
-from kvproto.errors import RemoteError
-from kvproto.node import Finished, SinkNode, SourceNode
-from kvproto.node.pages import grants_of
-from kvproto.session.events import Planned
+import kvproto.sink.link
+import kvproto.sink.node
+import kvproto.sink.reads
+import kvproto.source.node
+from kvproto import Options, Pool, Prompt, Ticket
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Connected
+from kvproto.planning.axes import NO_AXES
+from kvproto.rank.page_tables import grants_of
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed, Finished
+from kvproto.source.request import Request
 from kvproto.wire.enums import ErrorCode, ItemKind, Outcome
 from tests.pools import contents
 from tests.processes import FORKED
 
 PREFILL = "p", 0
 """The source replica of most tests."""
-SINK: tuple[ModuleType, ...] = (kvproto.node.sink, kvproto.node.link, kvproto.node.lending, kvproto.node.pulling)
-SOURCE: tuple[ModuleType, ...] = (kvproto.node.source,)
+SINK: tuple[ModuleType, ...] = (kvproto.sink.node, kvproto.sink.link, kvproto.sink.reads)
+SOURCE: tuple[ModuleType, ...] = (kvproto.source.node,)
 """Modules of a role that ask for the time."""
 LONGEST = 20.0
 """Seconds in which something must happen."""
@@ -59,6 +63,53 @@ def sleep(nodes: Iterable[Driven], longest: float) -> list[int]:
     return [fd for fd, _ in poll.poll(min(planned) * 1000)]
 
 
+class Owner:
+    """What the requests of a source need of its public class; callbacks run at once."""
+
+    name = "p"
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self._handles_lock, self._driver = pool, threading.Lock(), self
+
+    def later(self, call: Callable[[], object], wake: bool = False) -> None:
+        call()
+
+
+class DrivenSource(SourceNode):
+    """A source rank that tests drive by keys of tickets."""
+
+    def __init__(
+        self, party: Any, pool: Any, listener: Any, endpoints: Any, *, transports: Any = (), **options: Any
+    ) -> None:
+        super().__init__(party, pool, listener, endpoints, Options(**options), transports)
+        self.by_key: dict[bytes, Request] = {}
+
+    def expect(self, made: Ticket, content: bytes, tokens: int | None = None, axes: Any = NO_AXES) -> None:  # type: ignore[override]
+        request = self.by_key.get(bytes(made.key))
+        if request is None:
+            prompt = Prompt(range(tokens or 1), axes=axes)
+            request = self.by_key[bytes(made.key)] = Request(Owner(self.pool), self, made, prompt)  # type: ignore[arg-type]
+        super().expect(request, content, tokens, axes)
+
+    def computed(self, key: bytes, computed: Computed) -> None:  # type: ignore[override]
+        super().computed(self.by_key[key], computed)
+
+    def finish(self, key: bytes, finished: Finished) -> None:  # type: ignore[override]
+        super().finish(self.by_key[key], finished)
+
+    def refuse(self, request: Any, error: KvprotoError) -> None:
+        super().refuse(self.by_key[request] if isinstance(request, bytes) else request, error)
+
+    def reads(self, key: bytes) -> bool:
+        """Whether a copy reads the items of a request."""
+        return any(send.copies for send in self.by_key[key].sends)
+
+    def asking(self, key: bytes) -> Any:
+        """The transfers that wait for a request."""
+        request = self.by_key.get(key)
+        return request.state.asking() if request is not None and request.state is not None else []
+
+
 class Nodes:
     """Source ranks and sink ranks, and what they have told."""
 
@@ -74,7 +125,7 @@ class Nodes:
         for node in nodes or (*self.sources, *self.sinks):
             told = node.turn(ready)
             self.told += told
-            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Planned) for e in told)
+            self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Connected) for e in told)
 
     def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
         """Turns of all until it is so; `longest` is how long to sleep where nobody tells that it has become so."""

@@ -1,6 +1,7 @@
 """A rank pair in one process, for tests of one part of a node at a time."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -8,13 +9,15 @@ import numpy as np
 
 from kvproto import Pool
 from kvproto.copying.lowering import Pair
-from kvproto.node.progress import SendProgress
-from kvproto.node.registrar import PeerMapping, map_peer, register
-from kvproto.node.request import Computed
-from kvproto.node.scheduler import Attempt
 from kvproto.planning.plan import plan
-from kvproto.session.events import RegisterAsked, TransferRequested
-from kvproto.session.phases import Described, Stated
+from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.session.descriptions import Described, Stated
+from kvproto.session.events import RegisterAsked
+from kvproto.session.records import SourceAttempt
+from kvproto.session.table import TransferState
+from kvproto.source.prefill import Computed, Prefill
+from kvproto.source.progress import SendProgress
+from kvproto.source.schedule import Send
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Access
 from kvproto.wire.messages import Register, Transfer
@@ -45,15 +48,21 @@ class Stage:
         asked = self.asked([transport])
         return map_peer(asked, [transport], self.pair, self.source.memories, writes=True)
 
-    def attempt(self, peer: PeerMapping, sequence: int = 1, first: int = 0) -> Attempt:
-        """A transfer that the sink asks for."""
+    def send(self, peer: PeerMapping, sequence: int = 1, first: int = 0, prefill: Prefill | None = None) -> Send:
+        """A transfer that the sink asks for, and what is computed for it."""
         made = grants(self.sink, dict.fromkeys((0, 1), THERE), first, TOKENS)
         transfer = Transfer(
             session=1, request=sequence, sequence=sequence, attempt=1, epoch=1, ticket=KEY, content=b"c" * 32, source_version=1,
             sink_version=1,
             grants=tuple(made.values()), writers=np.array([0]),
         )  # fmt: skip
-        return Attempt(TransferRequested(KEY, 1, transfer), peer, SendProgress(self.pair.nothing))
+        session: Any = SimpleNamespace(session=1, open=True)
+        attempt = SourceAttempt(
+            sequence, 1, TransferState.ACCEPTED, session=session, transfer=transfer, granted=transfer.grants
+        )
+        request: Any = SimpleNamespace(over=None)
+        progress = SendProgress(self.pair.nothing)
+        return Send(request, prefill or Prefill(), attempt, peer, progress, attempt.granted)
 
 
 def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> RegisterAsked:

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from kvproto.copying.lowering import Pair
-from kvproto.door import party_of
 from kvproto.errors import KvprotoError
+from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, TransferLost
-from kvproto.node.request import Computed
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
 from kvproto.session import limits
-from kvproto.session.events import SessionRefused
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
+from kvproto.sink.node import SinkNode
+from kvproto.source.prefill import Computed
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SINK, SOURCE, Nodes, ahead, begin, serve, sleep
+from tests.node.nodes import SINK, SOURCE, DrivenSource, Nodes, ahead, begin, serve, sleep
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
 from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
@@ -55,14 +55,14 @@ def test_a_sink_that_was_killed_leaves_no_session_and_no_mapping(fleet: Fleet, m
     before = mappings()
     with contextlib.ExitStack() as stack:
         process, _ = begin(stack, decode, fleet.address(P0))
-        fleet.until(lambda: source._peers)
+        fleet.until(lambda: source.memory)
         assert mappings() > before
         os.kill(process.pid or 0, signal.SIGKILL)
     with monkeypatch.context() as patch:
         for seconds in (PING_SILENCE + 1, PING_SILENCE + PATIENCE + 2):
             ahead(patch, seconds, *SOURCE)
             fleet.turn(source)
-    assert (len(source.endpoint.sessions), len(source._peers), mappings()) == (0, 0, before)
+    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (0, 0, before)
     fleet.connect(P0)
     assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
 
@@ -79,7 +79,7 @@ def test_runs_that_were_superseded_are_unmapped(fleet: Fleet) -> None:
         fleet.sinks.append(later)
         fleet.until(lambda n=n: fleet.connected == n + 2)  # type: ignore[misc]
         fleet.sinks.remove(later)
-    assert (len(source.endpoint.sessions), len(source._peers), mappings()) == (1, 1, before)
+    assert (len(source.endpoint.sessions), len(source.memory), mappings()) == (1, 1, before)
 
 
 def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +114,13 @@ def test_addresses_in_welcome_that_cannot_be(fleet: Fleet, address: str) -> None
     """KVP-NET-INSECURE: the link is refused with a typed error, and other sources go on."""
     good = fleet.source(Q0, 2)
     pool, at = allocate(geometry(2), 0, ITEMS), fleet.address(P0)
-    fleet.sources.append(SourceNode(party_of("p", pool), pool, Listener(at), {0: at, 1: address}))
+    fleet.sources.append(DrivenSource(party_of("p", pool), pool, Listener(at), {0: at, 1: address}))
     fleet.connect(P0, Q0)
     lost = fleet.ended(fleet.ask(P0))
     assert isinstance(lost, TransferLost)
     assert isinstance(lost.error, KvprotoError)
     assert (lost.error.code, lost.proven) == (ErrorCode.OUT_OF_RANGE, True)
-    assert fleet.count(SessionRefused)
+    assert fleet.count(Refused)
     assert isinstance(fleet.ended(fleet.ask(Q0, good)), Received)
 
 
@@ -143,7 +143,7 @@ def test_a_request_costs_the_same_beside_many_that_wait(fleet: Fleet) -> None:
         source.expect(made, CONTENT, TOKENS)
         source.computed(bytes(made.key), Computed(dict.fromkeys((0, 1), np.array(HELD[:1])), 4, (0, 1)))
         fleet.fetch(1, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[Q0]))
-    fleet.until(lambda: len(source._attempts) == 300)
+    fleet.until(lambda: sum(len(request.sends) for request in source.requests) == 300)
     fleet.sinks.remove(other)
     assert least_steps(one, 12) < 2 * alone
     other.close("over")
@@ -184,14 +184,14 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
     theirs, made = everything_everywhere(ranks=107, layers=200), everything_everywhere(ranks=100, layers=200)
     address = private_address(tmp_path, "kv")
     pools = [allocate(theirs, 0, {0: 2}), allocate(made, 0, {0: 2}), allocate(made, 0, {0: 2})]
-    source = SourceNode(party_of("p", pools[0]), pools[0], Listener(address), dict.fromkeys(range(107), address))
+    source = DrivenSource(party_of("p", pools[0]), pools[0], Listener(address), dict.fromkeys(range(107), address))
     sinks = [SinkNode(party_of(name, pool), pool, Dialer()) for name, pool in zip("de", pools[1:], strict=True)]
     with contextlib.closing(Nodes([source], sinks)) as nodes:
         for sink in sinks:
             sink.connect(P0, address)
         ready: list[int] = []
         with calls_of(plan, Pair.__init__) as calls:
-            while len(source._peers) < 2:  # the other ranks that they look for are this one, too
+            while len(source.memory) < 2:  # the other ranks that they look for are this one, too
                 for node in (source, *sinks):
                     nodes.turn(node, ready=ready)
                 ready = sleep([source, *sinks], 1.0)

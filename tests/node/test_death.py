@@ -16,18 +16,18 @@ import pytest
 
 from kvproto import Pool
 from kvproto.copying.program import CopyProgram
-from kvproto.door import party_of
 from kvproto.errors import DeviceFault, LocalError
+from kvproto.events import Disconnected, Over, Unwanted
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, RequestUnwanted, TransferLost, TransferProven
-from kvproto.session.events import SessionClosed
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost, TransferProven
+from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Ticket
-from tests.node.nodes import PREFILL, SINK, Nodes, ahead, begin, changed_our_mind, finished, put, serve
+from tests.node.nodes import PREFILL, SINK, DrivenSource, Nodes, ahead, begin, changed_our_mind, finished, put, serve
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.pools import allocate, column, contents
 from tests.processes import imported
@@ -74,7 +74,7 @@ def prefill(conn: Connection, address: str, made: Ticket, endless: bool, engine:
     pool = allocate(geometry(1), 0, ITEMS)
     transports = [EndlessTransport()] if endless else []
     party = party_of(engine, pool)
-    node = SourceNode(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
+    node = DrivenSource(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
     put(pool, 7)
     node.expect(made, CONTENT, TOKENS)
     node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
@@ -150,7 +150,7 @@ def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
     lost = decode.first(TransferLost)
     before = bytes(contents(pool))
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
-    assert decode.first(SessionClosed).reason == "its process has ended"
+    assert decode.first(Disconnected).reason == "its process has ended"
     assert decode.node.quarantined == {}
     for _ in range(50):
         assert bytes(contents(pool)) == before
@@ -175,18 +175,18 @@ def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
     """The source sees the end of the process whose memory it has mapped, and does not wait until it is silent."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket(300.0)
     address, key = private_address(world.folder, "kv"), bytes(made.key)
-    source = SourceNode(party_of("p", pool), pool, Listener(address), {0: address})
+    source = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address})
     world.stack.callback(source.close, "over")
     prefill = Nodes([source], [])
     source.expect(made, CONTENT, TOKENS)
     process, _ = begin(world.stack, asking, address, made)
-    prefill.until(lambda: key not in source.endpoint.unasked())
+    prefill.until(lambda: source.by_key[key] not in source.tickets.unasked())
     process.kill()
-    prefill.ends(RequestUnwanted, 1)
+    prefill.ends(Unwanted, 1)
     source.finish(key, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
-    (over,) = prefill.ends(RequestOver, 1)
+    (over,) = prefill.ends(Over, 1)
     assert {rank: error.code for rank, error in over.lost.items()} == {0: ErrorCode.PEER_LOST}
-    assert [e.reason for e in prefill.told if isinstance(e, SessionClosed)] == ["its process has ended"]
+    assert [e.reason for e in prefill.told if isinstance(e, Disconnected)] == ["its process has ended"]
 
 
 def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
@@ -255,7 +255,7 @@ def test_a_device_fault_is_no_refusal(world: World) -> None:
     """It leaves `turn`, again and again, and says nothing to peers: the end of the process is what they hear."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket()
     address = private_address(world.folder, "kv")
-    source = SourceNode(
+    source = DrivenSource(
         party_of("p", pool), pool, Listener(address), {0: address}, transports=[BrokenTransport()]
     )  # fmt: skip
     world.stack.callback(source.close, "over")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvproto.errors import DeviceFault, LocalError
-from kvproto.node.driver import Driver
+from kvproto.rank.driver import Driver
 from kvproto.wire.enums import ErrorCode
 
 SOON = 20.0
@@ -61,6 +61,7 @@ class Driven:
         self.node, self.told = Bell(), list[Any]()
         self.failed = threading.Event()
         self.driver = Driver(self.node, "a bell", self._deliver, thread, callbacks)
+        self.driver.start()
 
     def _deliver(self, event: Any) -> None:
         self.told.append(event)
@@ -308,7 +309,9 @@ def test_a_fork_is_told_that_it_is_one(driven: Callable[..., Driven]) -> None:
 def test_a_node_that_fails_at_once_opens_nothing() -> None:
     before, node = set(os.listdir("/proc/self/fd")), Bell()
     node.failure = KeyError("a defect")
+    driver = Driver(node, "a bell", lambda event: None, True, None)
     with pytest.raises(KeyError):
-        Driver(node, "a bell", lambda event: None, True, None)
+        driver.start()
+    driver.abandon()
     os.close(node.fd)
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.copying.program import CopyProgram, RankLayout
-from kvproto.door import party_of
 from kvproto.errors import RemoteError
+from kvproto.events import Over, Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost
-from kvproto.node.expected import Expected
-from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, Parallel, describe
 from kvproto.planning.plan import plan
-from kvproto.session.events import SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
+from kvproto.rank.rank_pool import pack
+from kvproto.sink.node import SinkNode
+from kvproto.sink.registered_pool import SinkPrograms
+from kvproto.source.node import SourceNode
 from kvproto.transport.nixl.backend import HostBackend
 from kvproto.transport.nixl.direct import Costs, WriteMode
 from kvproto.transport.nixl.transport import NixlTransport
@@ -34,6 +35,7 @@ from tests.node.nodes import (
     PREFILL,
     SINK,
     SOURCE,
+    DrivenSource,
     Nodes,
     ahead,
     begin,
@@ -108,7 +110,7 @@ def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
     """And is made once for each of its ranks."""
     sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
     own = RankLayout(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
-    first, other = (Expected(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
+    first, other = (SinkPrograms(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
     assert first.pair(0).source.geometry is sides[1]
     assert first.pair(0) is first.pair(0)
     assert first.pair(1) is not first.pair(0)
@@ -256,7 +258,7 @@ def test_the_source_takes_the_sinks_first_choice_that_it_can(pair: Callable[...,
 
 def test_a_source_without_nixl_refuses(pair: Callable[..., Pair]) -> None:
     made = pair(1, 1, give=list)
-    refused = made.ends(SessionRefused, 2)
+    refused = made.ends(Refused, 2)
     assert {e.error.code for e in refused} == {ErrorCode.NO_TRANSPORT}
 
 
@@ -269,7 +271,7 @@ def test_after_an_abort_in_the_middle_the_next_request_has_all_slots(pair: Calla
     made.abort(0)
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
-    made.ends(RequestOver, 2)
+    made.ends(Over, 2)
     assert not any(node.busy for node in made.sources)
     put(made.sinks[0].pool, 0)
     sink_items = ask(made, np.random.default_rng())
@@ -302,7 +304,7 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     made.turn(made.sinks[0])
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
     ahead(monkeypatch, 6, *SOURCE)
-    made.sources_until(lambda: made.count(RequestOver) == 1)
+    made.sources_until(lambda: made.count(Over) == 1)
     assert not made.sources[0].busy
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)
@@ -312,7 +314,7 @@ def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> Non
     """A prefill rank that says when its first chunks, or its first descriptors, are out, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
     transports = [NixlTransport(mode, SLOTS, SLOT)]
-    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, transports=transports)
+    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=transports)
     chunks = Chunks(node)
     node.expect(made, CONTENT, TOKENS)
     if mode is WriteMode.PACKED:

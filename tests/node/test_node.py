@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvproto.node.source
-from kvproto.door import party_of
+import kvproto.source.node
+from kvproto.events import Over
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost
-from kvproto.node.source import PART_BYTES
+from kvproto.options import PART_BYTES
 from kvproto.planning.geometry import Geometry
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
+from kvproto.sink.node import SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import PREFILL, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
 from tests.pools import allocate, column
 from tests.session.driver import geometry, ticket
 
@@ -58,7 +60,7 @@ class Pair(Nodes):
         for rank, address in addresses.items():
             pool = allocate(source, rank, ITEMS)
             sources.append(
-                SourceNode(
+                DrivenSource(
                     party_of("p", pool), pool, Listener(address), addresses, verify=verify, transports=give(),
                     pull=pull or pull_source, part_bytes=part_bytes, lease=lease, first_part_ratio=first_part_ratio,
                 )
@@ -93,7 +95,7 @@ def test_a_turn_that_has_lasted_hears_the_other_frames_in_the_next(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A frame that takes long to check delays nobody by more than itself."""
-    monkeypatch.setattr(kvproto.node.source, "_TURN", -1.0)
+    monkeypatch.setattr(kvproto.source.node, "_TURN", -1.0)
     (source,) = pair(1, 1).sources
     strangers = Dialer()
     for n in range(3):
@@ -128,9 +130,7 @@ def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[di
 def hand_over(pair: Pair, rng: np.random.Generator) -> list[dict[int, list[int]]]:
     """Ask for one request, until all is over."""
     sink_items = ask(pair, rng)
-    pair.until(
-        lambda: pair.count(Received | TransferLost) == len(pair.sinks) and pair.count(RequestOver) == len(pair.sources)
-    )
+    pair.until(lambda: pair.count(Received | TransferLost) == len(pair.sinks) and pair.count(Over) == len(pair.sources))
     return sink_items
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
-from kvproto.node import Computed, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
-from kvproto.node.progress import Available, Part, SendProgress
-from kvproto.session.events import SessionClosed
+from kvproto.events import Disconnected, Expired, Over, Sent
+from kvproto.rank.events import Received, TransferLost
+from kvproto.source.node import SourceNode
+from kvproto.source.prefill import Computed
+from kvproto.source.progress import Available, CopyStep, SendProgress
 from kvproto.transport.base import Move
-from kvproto.transport.cuda.launch import Work, launch, sizes
-from kvproto.transport.cuda.table import Table, table
+from kvproto.transport.cuda.kernel import Table, Work, launch, sizes, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_world
@@ -61,7 +61,7 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
         assert all(np.array_equal(got[i], want[i]) for i in got)
 
 
-def run(ops: Table, part: Part, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
+def run(ops: Table, part: CopyStep, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
     """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
     work = Work(ops, 0, part.program.maps, part.layers)
     assert launch([work], np.zeros(sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
@@ -215,7 +215,7 @@ class Prefill:
     def asked(self, sink: int) -> dict[int, list[int]]:
         """Ask, until every source has heard it."""
         items = self.ask(sink)
-        self.pair.until(lambda: all(node.endpoint.asking(self.key) for node in self.pair.sources))
+        self.pair.until(lambda: all(node.asking(self.key) for node in self.pair.sources))
         return items
 
 
@@ -257,7 +257,7 @@ def hand_over_at_random(made: Pair, rng: random.Random) -> None:
         for _ in range(rng.randint(0, 3)):
             made.until(lambda: True)
     prefill.finish()
-    made.until(lambda: made.count(Received) == len(made.sinks) and made.count(RequestOver) == len(made.sources))
+    made.until(lambda: made.count(Received) == len(made.sinks) and made.count(Over) == len(made.sources))
     check(made, [items[sink] for sink in range(len(made.sinks))])
 
 
@@ -297,7 +297,7 @@ def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> N
 
 def compute_some(made: AnyTwo, dice: random.Random) -> None:
     """Some layers of some tokens, when all sources are asked."""
-    made.until(lambda: all(node.endpoint.asking(made.key) for node in made.required))
+    made.until(lambda: all(node.asking(made.key) for node in made.required))
     for tokens in sorted(dice.sample(range(1, FEW + 1), 3)):
         for model in {g.model for g in made.from_.groups}:
             for items, node in zip(made.held.values(), made.sources, strict=True):
@@ -337,11 +337,11 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
                 made.until(lambda: True)
         prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
         prefill.finish()
-        made.until(lambda: made.count(Received) == 1 and made.count(Copied) == 1)
+        made.until(lambda: made.count(Received) == 1 and made.count(Sent) == 1)
         check(made, [items])
         target, draft = 40 * TOKENS, 2 * 2 * 16 * TOKENS
         assert mover.launches == [2 * 40 * 6, 40 * 6, 2 * 40 * 5, 40 * 5, draft]
-        (sent,) = [e for e in made.told if isinstance(e, Copied)]
+        (sent,) = [e for e in made.told if isinstance(e, Sent)]
         assert (sent.left, sent.bytes) == (draft, {"target": 3 * target, "draft": draft})
 
 
@@ -412,7 +412,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
             made.until(lambda: len(device.launches) == 3)
         number = len(device.launches)
         made.abort(0)
-        made.until(lambda: not made.sources[0].endpoint.asking(prefill.key))
+        made.until(lambda: not made.sources[0].asking(prefill.key))
         prefill.compute(0, (2, 3), 0, TOKENS)
         for launch in device.launches[::-1]:
             for _ in range(5):
@@ -423,7 +423,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
         assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
         assert len(device.launches) == number
         prefill.finish()
-        made.until(lambda: made.count(RequestOver) == 1)
+        made.until(lambda: made.count(Over) == 1)
         assert not made.sources[0].busy
 
 
@@ -458,11 +458,11 @@ def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_
         made.until(lambda: len(device.launches) == 1)
         made.sinks.pop().close("over")
         prefill.finish()
-        made.until(lambda: made.count(SessionClosed) == 1)
-        assert not made.count(RequestOver)
+        made.until(lambda: made.count(Disconnected) == 1)
+        assert not made.count(Over)
         assert made.sources[0].reads(prefill.key)
         device.launches[0].end()  # would fault if the pages were not mapped
-        made.until(lambda: made.count(RequestOver) == 1)
+        made.until(lambda: made.count(Over) == 1)
         assert len(device.launches) == 1
 
 
@@ -478,13 +478,13 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
         for _ in range(10):
             made.until(lambda: True)
         assert node.reads(prefill.key)
-        assert not made.count(TransferLost | RequestOver)
+        assert not made.count(TransferLost | Over)
         device.launches[0].end()
         (lost,) = made.ends(TransferLost, 1)
         assert (lost.error.code, lost.proven) == (ErrorCode.INTERNAL, True)
         assert not node.reads(prefill.key)
-        (over,) = made.ends(RequestOver, 1)
-        assert over.key == prefill.key
+        (over,) = made.ends(Over, 1)
+        assert bytes(over.request.ticket.key) == prefill.key
         node.computed(prefill.key, Computed(arrays(prefill.items), TOKENS, (0, 3)))  # said by an engine that is late
         made.turn()
         assert len(device.launches) == 1
@@ -517,10 +517,10 @@ def test_an_expired_request_is_told_when_no_part_reads_it(tmp_path: Path, monkey
         ahead(monkeypatch, 6, *SOURCE)
         for _ in range(10):
             made.until(lambda: True)
-        assert not made.count(RequestOver)
+        assert not made.count(Over)
         assert not made.count(TransferLost)
         device.launches[0].end()
-        made.until(lambda: made.count(RequestOver) == 1 and made.count(TransferLost) == 1)
-        (lost,), (over,) = made.ends(TransferLost, 1), made.ends(RequestOver, 1)
-        assert over.routed is None
+        made.until(lambda: made.count(Over) == 1 and made.count(TransferLost) == 1)
+        (lost,), (over,) = made.ends(TransferLost, 1), made.ends(Over, 1)
+        assert isinstance(over, Expired)
         assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)

@@ -10,19 +10,19 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto.door import party_of
 from kvproto.errors import LocalError
+from kvproto.events import Disconnected, Expired, Over, Sent
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Copied, Received, RequestOver, TransferLost
-from kvproto.session.events import SessionClosed
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost
+from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Released, Renew, Renewed, Ticket
 from tests.node.any_two import AnyTwo, small_world
-from tests.node.nodes import PREFILL, SINK, SOURCE, Nodes, ahead, begin, finished, put, seen, serve
+from tests.node.nodes import PREFILL, SINK, SOURCE, DrivenSource, Nodes, ahead, begin, finished, put, seen, serve
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.pools import allocate, column
 from tests.processes import imported
@@ -143,7 +143,7 @@ def test_every_byte_is_read_and_verified(pair: Callable[..., Pair], source_tp: i
     assert all(e.checksums and e.handoff for e in received)
     routes = sum(len(e.bytes) for e in received)
     assert (len(wire.of(Offer)), len(wire.of(Pulled)), len(wire.of(Done))) == (routes, routes, 0)
-    assert sum(sum(e.bytes.values()) for e in made.ends(Copied, routes)) == sum(sum(e.bytes.values()) for e in received)
+    assert sum(sum(e.bytes.values()) for e in made.ends(Sent, routes)) == sum(sum(e.bytes.values()) for e in received)
     made.until(lambda: len(wire.of(Released)) == routes)
 
 
@@ -191,13 +191,13 @@ def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
     made.ready()
     made.sources[0].expect(ticket_, CONTENT, TOKENS)
     number = made.fetch(0, ticket_, CONTENT, TOKENS, {g: rng.permutation(12)[:3].tolist() for g in (0, 1)})
-    made.until(lambda: made.sources[0].endpoint.asking(bytes(ticket_.key)))
+    made.until(lambda: made.sources[0].asking(bytes(ticket_.key)))
     made.abort(0, number)
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
     items = {g: [0, 1, 2] for g in (0, 1)}
     made.sources[0].finish(bytes(ticket_.key), finished(items, TOKENS, FIRST))
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     assert wire.of(Offer) == []
     serves_another(made)
 
@@ -210,7 +210,7 @@ def test_abort_that_crosses_the_offer(pair: Callable[..., Pair]) -> None:
     made.abort(0)
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     assert wire.of(Pulled) == []
     serves_another(made)
 
@@ -225,11 +225,11 @@ def test_abort_during_the_copy_waits_for_it(pair: Callable[..., Pair], source_tp
     made.abort(0)
     for _ in range(5):
         made.turn()
-    assert (wire.of(Abort), made.count(TransferLost), made.count(RequestOver)) == ([], 0, 0)
+    assert (wire.of(Abort), made.count(TransferLost), made.count(Over)) == ([], 0, 0)
     mover.finished = True
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
-    made.ends(RequestOver, source_tp)
+    made.ends(Over, source_tp)
     assert (len(wire.of(Drained)), wire.of(Pulled)) == (source_tp, [])
     serves_another(made)
 
@@ -272,7 +272,7 @@ def test_after_the_lease_nothing_is_read(pair: Callable[..., Pair], monkeypatch:
     ahead(monkeypatch, 11)
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven, mover.started) == (ErrorCode.DEADLINE, True, 0)
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     serves_another(made)
 
 
@@ -298,7 +298,7 @@ def test_a_ticket_that_ends_takes_the_lease_with_it(pair: Callable[..., Pair], m
     made.until(lambda: mover.started == 1)
     assert wire.of(Offer)[0].lease <= 5000
     ahead(monkeypatch, 6)
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     mover.finished = True
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)
@@ -311,7 +311,7 @@ def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) 
     ask(made, np.random.default_rng())
     made.until(lambda: mover.started == 1)
     made.sources.pop().close("over")
-    made.until(lambda: made.count(SessionClosed) == 1)
+    made.until(lambda: made.count(Disconnected) == 1)
     assert made.count(TransferLost) == 0
     mover.finished = True
     (lost,) = made.ends(TransferLost, 1)
@@ -329,11 +329,11 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
 
     def told(seconds: float) -> list[Any]:
         ahead(monkeypatch, seconds, *SOURCE)
-        return [e for _ in range(3) for e in source.turn() if isinstance(e, RequestOver)]
+        return [e for _ in range(3) for e in source.turn() if isinstance(e, Over)]
 
     offered(made, wire)
     assert told(45) == []
-    assert [e.routed for e in told(61)] == [None]
+    assert [type(e) for e in told(61)] == [Expired]
 
 
 @pytest.mark.parametrize("pull", [False, True])
@@ -342,7 +342,7 @@ def test_a_sink_that_registers_and_leaves_at_once(pair: Callable[..., Pair], pul
     wire = Wire(made)
     made.until(lambda: wire.of(Register))
     made.sinks.pop().close("changed our mind")
-    made.ends(SessionClosed, 1)
+    made.ends(Disconnected, 1)
     assert not made.sources[0].endpoint.sessions
 
 
@@ -355,7 +355,7 @@ def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -
     made.abort(0)
     movers[0].finished = True
     assert made.ends(TransferLost, 1)[0].proven
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     made.sinks = [second]
     check(made, sink_items[1:])
     made.sinks = [first, second]
@@ -378,7 +378,7 @@ def test_an_offer_of_fewer_tokens_than_were_asked_for_is_not_read(pair: Callable
     ask(made, np.random.default_rng())
     (lost,) = made.ends(TransferLost, 1)
     assert (lost.error.code, lost.proven, mover.started) == (ErrorCode.BAD_GRANT, True, 0)
-    made.ends(RequestOver, 1)
+    made.ends(Over, 1)
     lies.clear()
     serves_another(made)
 
@@ -387,7 +387,7 @@ def source(conn: Connection, address: str, made: Ticket) -> None:
     """A prefill rank that offers, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
     put(pool, 7)
-    node = SourceNode(party_of("p", pool), pool, Listener(address), {0: address}, pull=True)
+    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, pull=True)
     said: list[Any] = []
     seen(node, lambda _, frame: (said.append(decode(frame)), frame)[1])
     node.expect(made, CONTENT, TOKENS)

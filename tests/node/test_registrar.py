@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.node.registrar import features_of, map_peer, register
+from kvproto.rank.registration import features_of, map_peer, register
 from kvproto.session.events import RegisterAsked
 from kvproto.transport.base import Capabilities, Connection, Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmTransport

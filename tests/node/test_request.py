@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.node.request import check_ends
+from kvproto.source.prefill import check_ends
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 from tests.node.stages import Stage

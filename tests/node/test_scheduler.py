@@ -3,11 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 
-from kvproto.node.request import Request
-from kvproto.node.scheduler import NOTHING, Attempt, Scheduler
+from kvproto.source.schedule import Scheduler, Send
 from kvproto.transport.base import Layer
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode
@@ -17,8 +15,8 @@ from tests.node.stages import HERE, LAYER, TOKENS, Stage, able, computed
 DRAFT = 2 * 2 * 16 * TOKENS
 
 
-def attempt(stage: Stage, first: int = 0, **capabilities: Any) -> Attempt:
-    return stage.attempt(stage.peer(able(ShmTransport(), **capabilities)), first=first)
+def attempt(stage: Stage, first: int = 0, **capabilities: Any) -> Send:
+    return stage.send(stage.peer(able(ShmTransport(), **capabilities)), first=first)
 
 
 def sizes(parts: Any) -> list[tuple[tuple[int, int] | None, int]]:
@@ -30,35 +28,39 @@ def end(tokens: int = TOKENS, after: int | None = None) -> Any:
 
 
 def test_all_at_once_where_nothing_was_said_before(stage: Stage) -> None:
-    made, request = attempt(stage), Request(finished=end(after=77))
-    (part,) = Scheduler(1, None).parts(made, request)
+    made = attempt(stage)
+    request = made.prefill
+    request.finished = end(after=77)
+    (part,) = Scheduler(1, None).steps(made)
     assert (part.layers, part.bytes, part.after, part.grows) == (None, 3 * LAYER + DRAFT, (77,), False)
     assert made.program is part.program
 
 
 def test_what_is_computed_goes_once(stage: Stage) -> None:
     """Each layer when it is there, with the events that it waits for; then what is left, and no byte twice."""
-    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
-    assert scheduler.parts(made, request) == []
+    scheduler, made = Scheduler(1, 0), attempt(stage)
+    request = made.prefill
+    assert scheduler.steps(made) == []
     request.add(computed(TOKENS, (0, 1), after=5))
-    (part,) = scheduler.parts(made, request)
+    (part,) = scheduler.steps(made)
     assert (part.layers, part.bytes, part.after) == ((0, 1), LAYER, (5,))
     made.progress.advance(request.available)
-    assert scheduler.parts(made, request) == []  # no news
+    assert scheduler.steps(made) == []  # no news
     request.add(computed(6, (1, 3), after=6))
-    (part,) = scheduler.parts(made, request)
+    (part,) = scheduler.steps(made)
     assert (part.layers, part.bytes, part.after) == ((1, 3), 2 * 40 * 6, (6,))
     made.progress.advance(request.available)
     request.finished = end()
-    assert sizes(scheduler.parts(made, request)) == [((1, 3), 2 * 40 * 5), ((0, 1), DRAFT)]
+    assert sizes(scheduler.steps(made)) == [((1, 3), 2 * 40 * 5), ((0, 1), DRAFT)]
 
 
 def test_a_part_that_is_too_small_waits_for_more(stage: Stage) -> None:
-    scheduler, made, request = Scheduler(2 * LAYER, 0), attempt(stage), Request()
+    scheduler, made = Scheduler(2 * LAYER, 0), attempt(stage)
+    request = made.prefill
     request.add(computed(TOKENS, (0, 1)))
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     request.add(computed(TOKENS, (1, 2)))
-    assert sizes(scheduler.parts(made, request)) == [((0, 2), 2 * LAYER)]
+    assert sizes(scheduler.steps(made)) == [((0, 2), 2 * LAYER)]
 
 
 @pytest.mark.parametrize(("ratio", "layers"), [(0, 1), (1, 2), (3, 3)])
@@ -67,38 +69,41 @@ def test_the_first_part_waits_as_the_engine_or_the_link_says(stage: Stage, ratio
         (Scheduler(1, ratio), attempt(stage)),
         (Scheduler(1, None), attempt(stage, first_part_ratio=ratio)),
     ):
-        request = Request()
+        request = made.prefill
         for n in range(1, layers + 1):
-            assert not scheduler.parts(made, request)
+            assert not scheduler.steps(made)
             request.add(computed(TOKENS, (n - 1, n)))
-        assert sizes(scheduler.parts(made, request)) == [((0, layers), layers * LAYER)]
+        assert sizes(scheduler.steps(made)) == [((0, layers), layers * LAYER)]
 
 
 def test_tokens_that_the_sink_holds_already_do_not_count(stage: Stage) -> None:
     """Neither as waiting nor as to come: 8 of 11 are cached (KVP-HND-WINDOW: the hand-off's window says nothing)."""
-    scheduler, made, request = Scheduler(1, 1), attempt(stage, first=8), Request()
+    scheduler, made = Scheduler(1, 1), attempt(stage, first=8)
+    request = made.prefill
     request.add(computed(8, (0, 3)))
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     request.add(computed(10, (0, 3)))
-    assert sizes(scheduler.parts(made, request)) == [((0, 3), 3 * 40 * 2)]
+    assert sizes(scheduler.steps(made)) == [((0, 3), 3 * 40 * 2)]
 
 
 def test_a_transport_that_is_not_incremental_gets_all_at_the_end(stage: Stage) -> None:
-    scheduler, made, request = Scheduler(1, 0), attempt(stage, incremental=False), Request()
+    scheduler, made = Scheduler(1, 0), attempt(stage, incremental=False)
+    request = made.prefill
     request.add(computed(TOKENS, (0, 3)))
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     request.finished = end()
-    assert sizes(scheduler.parts(made, request)) == [(None, 3 * LAYER + DRAFT)]
+    assert sizes(scheduler.steps(made)) == [(None, 3 * LAYER + DRAFT)]
 
 
 def test_for_a_sink_that_reads_a_copy_of_nothing_waits_for_the_rows(stage: Stage) -> None:
-    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    scheduler, made = Scheduler(1, 0), attempt(stage)
+    request = made.prefill
     made.peer.reads = True
     request.add(computed(TOKENS, (0, 3)))
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     request.finished = end(after=9)
-    (part,) = scheduler.parts(made, request)
-    assert (part.program, part.bytes, part.after) == (NOTHING, 0, (9,))
+    (part,) = scheduler.steps(made)
+    assert (part.program.bytes, part.bytes, part.after) == (0, 0, (9,))
     assert made.program is not None
     assert made.program.bytes == 3 * LAYER + DRAFT
 
@@ -106,31 +111,35 @@ def test_for_a_sink_that_reads_a_copy_of_nothing_waits_for_the_rows(stage: Stage
 @pytest.mark.parametrize("stream", [False, True])
 def test_fewer_tokens_than_were_asked_for_is_a_failure(stage: Stage, stream: bool) -> None:
     """KVP-GRANT-REAL."""
-    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request(finished=end(TOKENS - 1))
+    scheduler, made = Scheduler(1, 0), attempt(stage)
+    request = made.prefill
+    request.finished = end(TOKENS - 1)
     if stream:
-        assert scheduler.stream_rows(made, request) is None
+        assert scheduler.stream_rows(made) is None
     else:
-        assert scheduler.parts(made, request) == []
+        assert scheduler.steps(made) == []
     assert made.failure is not None
     assert (made.failure.code, made.failure.mine, made.failure.yours) == (ErrorCode.BAD_GRANT, "10", "11")
 
 
 def test_before_the_end_a_page_that_is_not_named_is_no_failure(stage: Stage) -> None:
-    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    scheduler, made = Scheduler(1, 0), attempt(stage)
+    request = made.prefill
     request.add(computed(TOKENS, (0, 1)))
     request.items = {group: pages[:1] for group, pages in request.items.items()}
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     assert made.failure is None
     request.add(computed(TOKENS, (1, 2)))
-    assert sizes(scheduler.parts(made, request)) == [((0, 2), 2 * LAYER)]
+    assert sizes(scheduler.steps(made)) == [((0, 2), 2 * LAYER)]
 
 
 def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
     """All tokens that the sink asked for, each layer's events once; at the end of all of them."""
-    scheduler, made, request = Scheduler(1, 0), attempt(stage), Request()
+    scheduler, made = Scheduler(1, 0), attempt(stage)
+    request = made.prefill
 
     def told() -> tuple[frozenset[Layer] | None, tuple[int, ...]] | None:
-        rows = scheduler.stream_rows(made, request)
+        rows = scheduler.stream_rows(made)
         return None if rows is None else (rows.layers, rows.after)
 
     assert told() is None
@@ -148,18 +157,19 @@ def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
 def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: Stage) -> None:
     made = attempt(stage)
     made.peer.connection.link = SimpleNamespace()  # type: ignore[assignment]
-    request = Request()
+    request = made.prefill
     request.add(computed(6, (0, 3)))
     request.add(computed(6, (0, 1), model=1))
-    (part,) = Scheduler(1 << 30, 1e9).parts(made, request)
+    (part,) = Scheduler(1 << 30, 1e9).steps(made)
     assert (part.grows, part.layers, part.bytes) == (True, None, 3 * LAYER + DRAFT)
 
 
 def test_rows_of_the_end_of_prefill_go_where_a_part_before_it_was_too_small(stage: Stage) -> None:
     """The program that was made for that part has no rows of them: without another Done would speak of holes."""
-    scheduler, made, request = Scheduler(4 * LAYER, 0), attempt(stage), Request()
-    made.asked = attrs.evolve(made.asked, whole=False, end=8)
+    scheduler, made = Scheduler(4 * LAYER, 0), attempt(stage)
+    request = made.prefill
+    made.attempt.whole, made.attempt.end = False, 8
     request.add(computed(6, (0, 3)))
-    assert scheduler.parts(made, request) == []
+    assert scheduler.steps(made) == []
     request.finished, request.version = end(), request.version + 1
-    assert sum(part.bytes for part in scheduler.parts(made, request)) == (3 * LAYER + DRAFT) * 8 // TOKENS
+    assert sum(part.bytes for part in scheduler.steps(made)) == (3 * LAYER + DRAFT) * 8 // TOKENS

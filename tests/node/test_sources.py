@@ -12,20 +12,20 @@ import msgpack
 import pytest
 
 from kvproto import Ticket
-from kvproto.door import party_of
 from kvproto.errors import LocalError
+from kvproto.events import Disconnected, Over, Refused
 from kvproto.net import Dialer, Listener, private_address
-from kvproto.node import SinkNode, SourceNode
-from kvproto.node.events import Received, RequestOver, TransferLost, TransferProven
-from kvproto.node.sink import Replica
 from kvproto.planning.geometry import Geometry
-from kvproto.session.events import SessionClosed, SessionRefused
+from kvproto.rank.base import party_of
+from kvproto.rank.events import Received, TransferLost, TransferProven
+from kvproto.sink.node import Replica, SinkNode
+from kvproto.source.node import SourceNode
 from kvproto.transport.base import Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as Transports
 from kvproto.wire.messages import Handle
-from tests.node.nodes import SINK, Nodes, ahead, begin, finished, grants, put
+from tests.node.nodes import SINK, DrivenSource, Nodes, ahead, begin, finished, grants, put
 from tests.node.test_death import prefill
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.node.test_pull import SlowMover
@@ -57,7 +57,7 @@ class Fleet(Nodes):
         made = attrs.evolve(to or geometry(1), replica=replica[1])
         pool, address = allocate(made, 0, ITEMS), self.address(replica)
         put(pool, byte)
-        node = SourceNode(party_of(replica[0], pool), pool, Listener(address), {0: address}, **options)
+        node = DrivenSource(party_of(replica[0], pool), pool, Listener(address), {0: address}, **options)
         self.sources.append(node)
         return node
 
@@ -106,7 +106,7 @@ def asked(fleet: Fleet) -> tuple[SourceNode, Ticket, int]:
     made = attrs.evolve(ticket(), engine="p")
     source.expect(made, CONTENT, TOKENS)
     number = fleet.ask(P0, made=made)
-    fleet.until(lambda: source.endpoint.asking(bytes(made.key)))
+    fleet.until(lambda: source.asking(bytes(made.key)))
     return source, made, number
 
 
@@ -117,7 +117,7 @@ def test_replicas_and_engines_write_one_pool(fleet: Fleet) -> None:
     for byte, (replica, number) in enumerate(numbers.items(), 10):
         assert isinstance(fleet.ended(number), Received)
         assert fleet.holds(replica, byte)
-    fleet.ends(RequestOver, 3)
+    fleet.ends(Over, 3)
     assert fleet.idle()
 
 
@@ -250,7 +250,7 @@ def test_a_source_of_other_weights_is_refused_and_costs_the_others_nothing(fleet
     for _ in range(2):  # a later fetch asks again, and is told the same
         lost = fleet.ended(fleet.ask(P0, wrong))
         assert (lost.error.code, lost.proven) == (ErrorCode.IDENTITY_MISMATCH, True)
-    assert fleet.count(SessionRefused)
+    assert fleet.count(Refused)
     assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
 
 
@@ -274,7 +274,7 @@ def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     fleet.sink.disconnect(P0, "enough")
     assert fleet.ended(number).error.code in (ErrorCode.PEER_LOST, ErrorCode.ABORTED)
     source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
-    fleet.ends(RequestOver, 1)
+    fleet.ends(Over, 1)
     lost = fleet.ended(fleet.ask(P0, source))
     assert lost.error.code == ErrorCode.WRONG_PEER
     fleet.connect(P0)
@@ -286,7 +286,7 @@ def test_an_earlier_run_of_a_source_never_returns(fleet: Fleet) -> None:
     earlier, former = fleet.source(P0, 1), fleet.address(P0)
     pool, elsewhere = allocate(geometry(1), 0, ITEMS), fleet.address(Q0)
     put(pool, 2)
-    later = SourceNode(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
+    later = DrivenSource(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
     fleet.sources.append(later)
     for address, source, byte in ((former, earlier, 1), (elsewhere, later, 2)):
         fleet.sink.connect(P0, address)
@@ -312,7 +312,7 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     assert isinstance(fleet.ended(number), Received)
     assert fleet.holds(P0, 1)
     assert (list(source.endpoint.sessions), before.conn == conn) == ([session], False)
-    assert not fleet.count(SessionClosed)
+    assert not fleet.count(Disconnected)
 
 
 def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

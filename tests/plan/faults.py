@@ -15,10 +15,10 @@ from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, owned_before, owner
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType
 
 TOKENS = 23
@@ -196,28 +196,27 @@ CASES: dict[str, Callable[[], None]] = {
 MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
-        "heads_dropped", "planning/election.py", "have[i].get(c)\n", "have[i].get(c)\n"
+        "heads_dropped", "planning/cutting.py", "have[i].get(c)\n", "have[i].get(c)\n"
         "                if candidates is not None and self._sets[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "planning/election.py", "some, candidates, needy)",
-        "some, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
+        "heads_dropped", "planning/cutting.py", "layers_index, candidates, needy)",
+        "layers_index, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
     "each replica sends": (
-        "replicas_written_again", "planning/spreading.py", "sink[row], lo[row], hi[row])", "sink[row], np.full(row.size, lo.min()), np.full(row.size, hi.max()))"),
+        "replicas_written_again", "planning/election.py", "*(column[row] for column in by_kind.columns[1:]))", "*(column[row] for column in by_kind.columns[1:3]), np.full(row.size, by_kind.layer_lo.min()), np.full(row.size, by_kind.layer_hi.max()))"),
     "a rank with a layer has all of its heads": (
-        "empty_ranks_shadow", "planning/election.py", "have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)",
+        "empty_ranks_shadow", "planning/cutting.py", "have, want = self._ranks_by_cut(sources, cuts), self._ranks_by_cut(sinks, cuts)",
         "sources = tuple(c._replace(lo=cuts[0], hi=cuts[-1]) for c in sources)\n"
-        "        have, want = self._by_cut(sources, cuts), self._by_cut(sinks, cuts)"),
+        "        have, want = self._ranks_by_cut(sources, cuts), self._ranks_by_cut(sinks, cuts)"),
     "the first piece of a group is all of it": (
-        "draft_shards_lost", "planning/election.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
+        "draft_shards_lost", "planning/cutting.py", "enumerate(pairwise(cuts))", "enumerate(pairwise(cuts[:2]))"),
     "the sender of the target sends the draft": (
         "draft_shards_lost", "planning/plan.py", "    models = np",
-        "    some = found.source.tolist(), found.sink.tolist(), found.group.tolist()\n"
+        "    some = boxes.source.tolist(), boxes.sink.tolist(), boxes.group.tolist()\n"
         "    firsts = dict(reversed(list(zip(some[1], some[0]))))\n"
         "    kept = [group == 0 or a == firsts[b] for a, b, group in zip(*some)]\n"
-        "    found = Boxes(*(getattr(found, column.name)[kept] for column in attrs.fields(Boxes)))\n    models = np"),
+        "    boxes = BoxTable(*(getattr(boxes, column.name)[kept] for column in attrs.fields(BoxTable)))\n    models = np"),
     "parts pair by position": (
-        "v_over_k", "copying/lowering.py", "parts = [[p for p, part in enumerate(group.parts) if part.name == name] for group in (m.source, m.sink)]",
-        "parts = [[box.part], [box.part]]"),
+        "v_over_k", "copying/lowering.py", "parts = [p for p, part in enumerate(group.parts) if part.name == name]", "parts = [box.part]"),
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (

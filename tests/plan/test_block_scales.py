@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from kvproto.catalog.config import Config
+from kvproto.catalog.engines import Setup, pools
 from kvproto.errors import PlanError
-from kvproto.planning.engines import Setup, pools
-from kvproto.planning.families import Config
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from kvproto.catalog.engines import Setup, pools
+from kvproto.catalog.models import describe, draft_of, specs
 from kvproto.errors import LocalError
-from kvproto.planning.describe import describe, draft_of, specs
-from kvproto.planning.engines import Setup, pools
 
 HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 ODD: list[tuple[str, Any, str]] = [

@@ -9,20 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvproto.copying.columns import check_columns
+from kvproto.catalog.config import Config
+from kvproto.catalog.engines import ENGINES, Pools, Setup, pools
+from kvproto.catalog.tensors import RankMemory, rank_memory
+from kvproto.catalog.vllm import BACKENDS, LAYOUTS
+from kvproto.copying.column_checks import check_columns
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError, PlanError
-from kvproto.planning.engines import ENGINES, Pools, Setup, pools
-from kvproto.planning.families import Config
 from kvproto.planning.geometry import validate
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
-from kvproto.planning.pools import Memory
-from kvproto.planning.pools import memory as memory_of
-from kvproto.planning.vllm import BACKENDS, LAYOUTS
 from kvproto.wire.enums import DType
 from kvproto.wire.messages import Columns, Region
 from tests.plan import oracle
@@ -107,7 +106,7 @@ def requests(side: Pools, rank: int, rng: random.Random, tokens: int) -> dict[in
     return found
 
 
-def stamp(side: Pools, rank: int, memory: Memory, asked: dict[int, oracle.Request], into: dict[int, Bytes]) -> None:
+def stamp(side: Pools, rank: int, memory: RankMemory, asked: dict[int, oracle.Request], into: dict[int, Bytes]) -> None:
     """Write what belongs at each place: a hash of the global coordinate of every byte."""
     groups = {g.id: g for g in side.geometry.groups}
     shares = {o.group: o for r in side.geometry.ranks if r.rank == rank for o in r.owns}
@@ -132,7 +131,7 @@ def stamp(side: Pools, rank: int, memory: Memory, asked: dict[int, oracle.Reques
                 into[at["region"]][where] = ((coordinate + seed) * 2654435761 >> 13) & 0xFF
 
 
-def blank(memory: Memory, seed: int) -> dict[int, Bytes]:
+def blank(memory: RankMemory, seed: int) -> dict[int, Bytes]:
     dice = np.random.default_rng(seed)
     return {i: dice.integers(0, 256, size, np.uint8) for i, (_, size) in enumerate(memory.regions)}
 
@@ -141,7 +140,7 @@ def move(source: Pools, sink: Pools, tokens: int = TOKENS) -> int:
     """Hand a request over between two engines, compare every byte of every sink rank, and return how many moved."""
     rng = random.Random(repr((source.geometry, sink.geometry)))
     planned = plan(source.geometry, sink.geometry)
-    have: dict[int, tuple[Memory, dict[int, oracle.Request], dict[int, Bytes]]] = {}
+    have: dict[int, tuple[RankMemory, dict[int, oracle.Request], dict[int, Bytes]]] = {}
     for rank in source.geometry.ranks:
         memory = source.memory(rank.rank, BLOCKS)
         asked, held = requests(source, rank.rank, rng, tokens), blank(memory, rank.rank)
@@ -163,7 +162,7 @@ def move(source: Pools, sink: Pools, tokens: int = TOKENS) -> int:
     return moved
 
 
-def by_group(memory: Memory) -> dict[int, Columns]:
+def by_group(memory: RankMemory) -> dict[int, Columns]:
     return {c.group: c for c in memory.columns}
 
 
@@ -340,12 +339,12 @@ def test_pools_of_one_slab_have_equally_many_blocks() -> None:
     side = pools("vllm", config)
     ids = [g.id for g in side.geometry.groups]
     with pytest.raises(LocalError) as caught:
-        memory_of(side.geometry, 0, side.arranged.slabs(side.geometry, 0, 8), dict.fromkeys(ids, 8) | {ids[-1]: 9})
+        rank_memory(side.geometry, 0, side.arranged.slabs(side.geometry, 0, 8), dict.fromkeys(ids, 8) | {ids[-1]: 9})
     assert caught.value.path == "items"
 
 
 def test_a_cache_without_a_tensor_is_named() -> None:
     side = pools("sglang", MODELS["heads"][0])
     with pytest.raises(LocalError) as caught:
-        memory_of(side.geometry, 0, [], {0: 8})
+        rank_memory(side.geometry, 0, [], {0: 8})
     assert caught.value.path == "pools of 'target'"

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.copying.grants import items_needed, rows_of
-from kvproto.copying.late import begins_of, begun, held_from
 from kvproto.copying.program import RankLayout
-from kvproto.node.pool import pack
+from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, owned_before, owner, owns
 from kvproto.planning.plan import Box, Route
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Begin, Grants
 
@@ -65,7 +65,7 @@ def test_a_window_is_cut_to_the_rows_that_are_held(group: Group, since: int, fir
         said = begins_of(held, [whole])
         to = min(begin, TOKENS)
         assert said == (() if to <= first else (Begin(group=0, first=to),))
-        (cut,) = begun(side, (whole,), {each.group: each.first for each in said})
+        (cut,) = cut_to_begins(side, (whole,), {each.group: each.first for each in said})
         again = window(group, rank, said[0].first if said else first)
         assert (cut.first, cut.count, cut.valid) == (again.first, again.count, again.valid)
         assert np.array_equal(cut.items, again.items)

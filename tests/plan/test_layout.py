@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvproto.catalog.models import PRESETS, describe, draft_of, specs
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError, PlanError
-from kvproto.node.pool import pack
-from kvproto.planning.describe import PRESETS, describe, draft_of, specs
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 F8, F4 = DType.F8E4M3, DType.F4E2M1

@@ -7,9 +7,9 @@ from kvproto.copying.execute import checksums, execute
 from kvproto.copying.lowering import Pair
 from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import RankLayout, Window
-from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
+from kvproto.rank.rank_pool import pack
 from kvproto.wire.enums import DType
 
 CACHES = [

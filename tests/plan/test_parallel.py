@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.errors import LocalError
-from kvproto.planning.describe import PRESETS, describe
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout
 from kvproto.errors import PlanError
+from kvproto.planning.arrays import merged_intervals
 from kvproto.planning.geometry import (
     Geometry,
     Group,
@@ -27,7 +28,6 @@ from kvproto.planning.geometry import (
     owns,
 )
 from kvproto.planning.plan import Plan, differences, plan
-from kvproto.planning.spreading import joined
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
 from tests.plan import oracle
@@ -421,8 +421,8 @@ def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
 
 def test_intervals_that_touch_are_one() -> None:
     """KVP-PLAN-SIZE counts runs of consecutive layers."""
-    assert joined([(0, 1), (1, 3), (4, 5)]) == [(0, 3), (4, 5)]
-    assert joined([]) == []
+    assert merged_intervals([(0, 1), (1, 3), (4, 5)]) == [(0, 3), (4, 5)]
+    assert merged_intervals([]) == []
 
 
 def test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state() -> None:

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.columns import check_columns
+from kvproto.copying.column_checks import check_columns
 from kvproto.copying.execute import _batches, checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
 from kvproto.copying.program import CopyProgram, RankLayout, RowMap, Window
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import (
     Geometry,
     Group,
@@ -30,6 +29,7 @@ from kvproto.planning.geometry import (
 )  # fmt: skip
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import Plan, plan
+from kvproto.rank.rank_pool import pack as columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle
@@ -523,7 +523,7 @@ def test_worked_examples_of_the_spec() -> None:
 
 def test_worked_example_of_two_deals() -> None:
     """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
-    from kvproto.planning.election import class_pairs
+    from kvproto.planning.cutting import class_pairs
 
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
     assert len(class_pairs(a, b)) == 8

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvproto.planning.election import FACTOR, few_places
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.planning.spreading import FACTOR, _few
 from kvproto.wire.enums import DType, Feature, ItemKind
 from tests.plan import oracle
 
@@ -208,5 +208,5 @@ def test_the_least_loaded_source_is_found_without_a_look_at_all(seed: int) -> No
         ours, theirs = ({rank: set(some) for rank, some in before.items()} for _ in range(2))
         ordinal = rng.randrange(50)
         pairs = {(rank, source) for rank, some in ours.items() for source in some}
-        found = _few(np.zeros(len(ranks), np.int64), np.array(ranks), [candidates], ordinal, pairs)
+        found = few_places(np.zeros(len(ranks), np.int64), np.array(ranks), [candidates], ordinal, pairs)
         assert found.tolist() == plainly(candidates, ranks, ordinal, theirs)

@@ -1,7 +1,7 @@
 """A source and sinks whose frames pass through plain lists; time is a number."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Self
 
@@ -10,11 +10,17 @@ import numpy as np
 
 from kvproto import Pool
 from kvproto.copying.grants import items_needed
+from kvproto.errors import KvprotoError
+from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
-from kvproto.session.events import Event, RegisterAsked, TransferRequested, UnmapAsked
-from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Transport
-from kvproto.wire.messages import Grants, HandOff, Ticket
+from kvproto.session.descriptions import Described
+from kvproto.session.events import Event, RegisterAsked, UnmapAsked
+from kvproto.session.records import Answer, SourceAttempt
+from kvproto.session.source import SourceSession
+from kvproto.session.tickets import TicketState
+from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Proof, Transport
+from kvproto.wire.messages import Grants, HandOff, Register, Ticket, Transfer
 from tests.pools import allocate, memory
 
 PAGES = 8
@@ -49,6 +55,143 @@ def ticket(deadline: float = 60.0) -> Ticket:
     return Ticket(key=secrets.token_bytes(16), engine="p", replica=0, deadline=int(deadline * 1000))
 
 
+@attrs.frozen
+class TransferRequested:
+    """A source is to copy the rows of a transfer, which `of` names, as its session knows it."""
+
+    key: bytes
+    session: int
+    transfer: Transfer
+    whole: bool
+    end: int | None
+    of: SourceAttempt
+
+
+@attrs.frozen
+class Changed:
+    """Something about the request of this ticket has changed."""
+
+    key: bytes
+
+
+@attrs.frozen
+class Fetched:
+    """A sink rank has read what it was offered."""
+
+    session: int
+    sequence: int
+    attempt: int
+    bytes: int
+
+
+@attrs.frozen
+class Released:
+    """No sink rank needs the request of this ticket any more."""
+
+    key: bytes
+    routed: tuple[int, ...]
+    lost: Mapping[int, KvprotoError]
+
+
+@attrs.frozen
+class Expired:
+    """The deadline of this ticket has passed."""
+
+    key: bytes
+
+
+def requested(of: SourceAttempt) -> TransferRequested:
+    """What a source is to copy now: the Transfer with what is granted so far."""
+    transfer = attrs.evolve(of.asked, grants=of.granted)
+    return TransferRequested(bytes(transfer.ticket), of.session.session, transfer, of.whole, of.end, of)
+
+
+class Calls:
+    """A source rank that only records the calls of its endpoint; its requests are keys of tickets."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def report(self, event: Any) -> None:
+        self.told.append(event)
+
+    def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
+        self.told.append(RegisterAsked(session.session, register, described))
+
+    def unmap_memory(self, session: SourceSession, epoch: int) -> None:
+        self.told.append(UnmapAsked(session.session, epoch))
+
+    def request_changed(self, request: bytes) -> None:
+        self.told.append(Changed(request))
+
+    def transfer_due(self, attempt: SourceAttempt) -> None:
+        self.told.append(requested(attempt))
+
+    def request_released(self, request: bytes, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
+        self.told.append(Released(request, routed, lost))
+
+    def request_expired(self, request: bytes) -> None:
+        self.told.append(Expired(request))
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        self.told.append(Fetched(attempt.session.session, attempt.sequence, attempt.attempt, count))
+
+
+class DrivenSource(SourceEndpoint):
+    """A source endpoint that tests drive by keys of tickets, and by what its calls have recorded."""
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        self.calls, self.states = Calls(), dict[bytes, TicketState]()
+        super().__init__(self.calls, *about, **more)
+
+    def take_events(self) -> list[Any]:
+        told, self.calls.told = self.calls.told, []
+        return told
+
+    def expect(self, made: Ticket, content: bytes, now: float, tokens: int | None = None, axes: Any = NO_AXES) -> None:
+        key = bytes(made.key)
+        self.states[key] = self.tickets.expect(made, key, content, now, tokens, axes)
+        self._after(now)
+
+    def finish(self, key: bytes) -> None:
+        if key in self.states:
+            self.tickets.finish(self.states[key])
+
+    def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
+        self.tickets.hold(self.states[key], since, now)
+
+    def refuse(self, key: bytes, error: KvprotoError, now: float) -> None:
+        self.tickets.refuse(self.states[key], error, now)
+        self._after(now)
+
+    def asking(self, key: bytes) -> list[TransferRequested]:
+        """The transfers that wait for a request."""
+        return [requested(attempt) for attempt in self.states[key].asking()] if key in self.states else []
+
+    @staticmethod
+    def active(event: TransferRequested) -> bool:
+        return event.of.wanted
+
+    @staticmethod
+    def copying(event: TransferRequested) -> None:
+        event.of.copying = True
+
+    def progress(self, event: TransferRequested, tokens: int, now: float) -> None:
+        super().progress(event.of, tokens, now)
+
+    def stream(self, event: TransferRequested, piece: Any, begins: Any = ()) -> None:
+        super().stream(event.of, piece, begins)
+
+    def done(self, event: TransferRequested, now: float, written: int, *answer: Any) -> None:
+        super().done(event.of, written, Answer(*answer), now)
+
+    def offer(self, event: TransferRequested, now: float, lease: float, offered: Any, *answer: Any) -> None:
+        super().offer(event.of, lease, offered, Answer(*answer), now)
+
+    def failed(self, event: Any, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
+        super().failed(event.of if isinstance(event, TransferRequested) else event, error, now, proof)
+
+
 class World:
     """One source replica, any number of sink ranks, and what they said."""
 
@@ -56,11 +199,11 @@ class World:
 
     def __init__(self, source: Geometry) -> None:
         self.now, self.runs = 0.0, 0
-        self.sources: dict[str, SourceEndpoint] = {}
+        self.sources: dict[str, DrivenSource] = {}
         addresses = {r.rank: f"s{r.rank}" for r in source.ranks}
         for rank, address in addresses.items():
             party = Party("p", 0, rank, 100 + rank)
-            self.sources[address] = SourceEndpoint(
+            self.sources[address] = DrivenSource(
                 party, source, addresses, self.features, count(1000 * (rank + 1)).__next__
             )
         self.sinks: dict[str, SinkEndpoint] = {}

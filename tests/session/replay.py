@@ -14,8 +14,8 @@ from kvproto.session import Exposed, limits
 from kvproto.session.events import Lost, RegisterAsked, UnmapAsked
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.table import SessionState, TransferState
-from kvproto.transport.inline.sender import DataPiece
-from kvproto.transport.staging.staged import Piece
+from kvproto.transport.inline.transport import DataPiece
+from kvproto.transport.staging.staged import ChunkPiece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Tier, Transport
 from tests.session.driver import EpochWorld, World, geometry, grants, ticket, without_draft
@@ -208,7 +208,7 @@ class Streams(Transfers):
         self.numbers[int(request)] = number
 
     def piece(self, _: str, request: str) -> None:
-        piece = Piece(0, 0, 7, False) if isinstance(self.world, Staged) else DataPiece(0, bytearray(7), False)
+        piece = ChunkPiece(0, 0, 7, False) if isinstance(self.world, Staged) else DataPiece(0, bytearray(7), False)
         self.source.stream(self.event(int(request)), piece, ())
 
 

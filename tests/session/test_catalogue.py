@@ -6,9 +6,10 @@ from random import Random
 import pytest
 
 from kvproto.errors import RemoteError, WireError
+from kvproto.events import Refused
 from kvproto.session import Party
 from kvproto.session.catalogue import Catalogue, SinkCatalogue
-from kvproto.session.events import Listed, SessionRefused
+from kvproto.session.events import Listed
 from kvproto.session.limits import MAX_TOLD, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState, next_session
 from kvproto.session.watching import WatchEndpoint
@@ -55,7 +56,7 @@ class Watching(Reconnected):
         return known[rank].pages
 
     def is_right(self) -> bool:
-        known, catalogue = self.watchers[0].known(), self.sources["s0"]._catalogue
+        known, catalogue = self.watchers[0].known(), self.sources["s0"].catalogue
         assert catalogue is not None
         told = {bytes(page.id): page.tier for bucket in [catalogue] for page in all_of(bucket)}
         return known is not None and known[0].pages == told
@@ -130,7 +131,7 @@ def test_a_gap_between_two_pieces_asks_from_the_beginning() -> None:
     """KVP-CAT-GAP: what changed in the first piece was lost before the second came."""
     world = Watching()
     world.kept(*ids(2 * MAX_TOLD))
-    first = all_of(world.sources["s0"]._catalogue)[0].id  # type: ignore[arg-type]
+    first = all_of(world.sources["s0"].catalogue)[0].id  # type: ignore[arg-type]
 
     def lose(to: str, frame: bytes) -> int:
         message = decode(frame)
@@ -195,7 +196,7 @@ def test_a_watcher_greets_every_rank_and_describes_nothing() -> None:
 def test_a_source_without_a_catalogue_refuses_and_is_asked_again() -> None:
     world = Watching(catalogues=False)
     world.dial()
-    (told,) = [event for event in world.told["d0"] if isinstance(event, SessionRefused)]
+    (told,) = [event for event in world.told["d0"] if isinstance(event, Refused)]
     assert told.error.code == ErrorCode.FEATURE_MISSING
     assert world.watchers[0].known() is None
     world.sources["s0"].keep_catalogue(Catalogue(SPACE, 16, KeyForm.OWN))

@@ -6,13 +6,13 @@ import attrs
 import pytest
 
 from kvproto.planning.geometry import Geometry, facts, mla, owns
-from kvproto.session import Party, SourceEndpoint
+from kvproto.session import Party
 from kvproto.session.limits import PATIENCE
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Proof
 from kvproto.wire.messages import Describe, Description, Error, Failed, Refused, Register, Transfer
-from tests.session.driver import World, geometry, ticket, without_draft
+from tests.session.driver import DrivenSource, World, geometry, ticket, without_draft
 from tests.session.test_epochs import CONTENT, Epochs
 
 
@@ -123,7 +123,7 @@ def test_a_transfer_that_waits_for_its_prompt_ends_with_the_plan_and_its_ticket_
     for address in world.sources:
         world.serve(address)
     assert len(world.events("d0", "Arrived")) == 1
-    assert all(not session.claims for source in world.sources.values() for session in source.sessions.values())
+    assert all(not session.tickets for source in world.sources.values() for session in source.sessions.values())
 
 
 def test_a_transfer_of_a_plan_that_is_over_is_refused() -> None:
@@ -242,7 +242,7 @@ def test_a_register_that_comes_while_its_plan_is_made_waits_for_it() -> None:
         later.pop(0)()
         world.run()
     assert world.sink_.ready
-    assert not world.events("s0", "SessionRefused")
+    assert not world.events("s0", "Refused")
     world.serves()
 
 
@@ -280,7 +280,7 @@ def test_a_plan_of_what_a_side_stated_before_is_made_again() -> None:
 def contradicting(other: Geometry) -> World:
     """Source rank 1 was started with another geometry than rank 0, and a sink has greeted both."""
     world = World(geometry(2))
-    world.sources["s1"] = SourceEndpoint(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
+    world.sources["s1"] = DrivenSource(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
     world.sink("d0", geometry(1))
     world.run()
     return world
@@ -317,12 +317,12 @@ def more_heads() -> Geometry:
 def test_ranks_that_state_different_descriptions(other: Any, path: str, values: tuple[str, str]) -> None:
     """KVP-DSC-RANKS: both sides hear at once which ranks differ, and where."""
     world = contradicting(other())
-    (ours,), (theirs,) = world.events("d0", "SessionRefused"), world.events("s1", "SessionRefused")
+    (ours,), (theirs,) = world.events("d0", "Refused"), world.events("s1", "Refused")
     for event, by_us in ((ours, True), (theirs, False)):
         assert (event.by_us, event.error.code, event.error.path) == (by_us, ErrorCode.DESCRIPTION_MISMATCH, path)
         assert (event.error.mine, event.error.yours) == (f"{values[0]} at p rank 0", f"{values[1]} at p rank 1")
     assert world.sinks["d0"].refused is ours.error
-    assert [event.reason for event in world.events("s1", "SessionClosed")] == [str(ours.error)]
+    assert [event.reason for event in world.events("s1", "Disconnected")] == [str(ours.error)]
 
 
 def test_ranks_that_a_change_has_not_reached_yet_are_waited_for() -> None:

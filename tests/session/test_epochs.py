@@ -387,7 +387,7 @@ def test_without_the_feature() -> None:
         (Error, ErrorCode.UNEXPECTED_MESSAGE), (Refused, ErrorCode.UNEXPECTED_MESSAGE)
     ]  # fmt: skip
     assert said[1].path == "epoch"
-    assert not world.events("s0", "SessionRefused")  # it goes on
+    assert not world.events("s0", "Refused")  # it goes on
     exposed = sink.exposed
     assert exposed is not None
     sink.give_back(exposed, True, world.now)

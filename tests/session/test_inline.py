@@ -14,8 +14,7 @@ from kvproto.errors import RemoteError
 from kvproto.session import Registration
 from kvproto.session.inline import SourceInline
 from kvproto.session.limits import MAX_CREDIT
-from kvproto.transport.inline.receiver import InlineReceiver
-from kvproto.transport.inline.sender import DataPiece, InlineLink, InlineStream
+from kvproto.transport.inline.transport import DataPiece, InlineLink, InlineReceiver, InlineStream
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Credit, Data, Error, Handle, Hello, Limits

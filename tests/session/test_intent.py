@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
-from kvproto.session.events import TransferRequested
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
@@ -27,7 +26,7 @@ from kvproto.wire.messages import (
     Progress,
     Transfer,
 )  # fmt: skip
-from tests.session.driver import World, geometry, grants, ticket
+from tests.session.driver import TransferRequested, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
 

@@ -16,14 +16,14 @@ import pytest
 from kvproto.errors import RemoteError
 from kvproto.session.table import TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.session.transfers import SinkTransfers
-from kvproto.transport.inline.sender import DataPiece
+from kvproto.transport.inline.transport import DataPiece
 from kvproto.wire import decode, encode, enums, messages, tables
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.session import test_inline, test_staged
 from tests.session.driver import EpochWorld, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
-from tests.session.test_staged import Bytes, Piece, Staged
+from tests.session.test_staged import Bytes, ChunkPiece, Staged
 from tests.wire.frames import MESSAGES
 from tools.specgen.registry import load
 
@@ -74,7 +74,7 @@ class Slots(Staged):
         for event in self.events(address, "TransferRequested"):
             for slot, at in enumerate(range(0, length, size)):
                 if self.sources[address].active(event):
-                    piece = Piece(slot, at, min(size, length - at), at + size >= length)
+                    piece = ChunkPiece(slot, at, min(size, length - at), at + size >= length)
                     self.sources[address].stream(event, piece, ())
         self.run()
         super().serve(address)
@@ -511,7 +511,7 @@ def test_a_source_that_lies_is_refused_and_others_are_served(lie: str) -> None:
     wrong.say(name, False, attrs.evolve(said, session=sink.session or 77, request=request, **changes(said)))
     wrong.world.run()
     assert not sink.ready
-    assert [e.error.code for e in wrong.world.events(name, "SessionRefused")] == [code]
+    assert [e.error.code for e in wrong.world.events(name, "Refused")] == [code]
     wrong.serves()
 
 

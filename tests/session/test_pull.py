@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from kvproto import Pool
 from kvproto.errors import RemoteError
-from kvproto.session.events import Offered, RegisterAsked, TransferRequested
+from kvproto.session.events import Offered, RegisterAsked
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from kvproto.wire.messages import Abort, Begin, Done, Error, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
-from tests.session.driver import PAGES, World, geometry, grants, ticket
+from tests.session.driver import PAGES, TransferRequested, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 LEASE = 10.0
@@ -108,7 +108,7 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
     world.run()
     assert not any(session.open for session in world.sources["s0"].sessions.values())
     assert sink.over
-    assert len(world.events("d0", "SessionClosed")) == 1
+    assert len(world.events("d0", "Disconnected")) == 1
 
 
 def asked(world: PullWorld, deadline: float = 60.0) -> int:
@@ -213,7 +213,7 @@ def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     world.sink("d0", geometry(1))
     world.run()
     for name, by_us in (("d0", True), ("s0", False)):
-        (event,) = world.events(name, "SessionRefused")
+        (event,) = world.events(name, "Refused")
         assert (event.error.code, event.error.path, event.by_us) == (code, path, by_us)
     assert not world.sinks["d0"].ready
 
@@ -235,7 +235,7 @@ def test_memory_that_cannot_be_mapped() -> None:
     error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles", "", "")
     sink.accept_register = lambda number, _, now: sink.refuse_register(number, error, now)  # type: ignore[method-assign]
     world.run()
-    assert world.events("s0", "SessionRefused")[0].error.code == ErrorCode.TRANSPORT_FAILED
+    assert world.events("s0", "Refused")[0].error.code == ErrorCode.TRANSPORT_FAILED
     assert not sink.ready
 
 
@@ -472,7 +472,7 @@ def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     world.keep = lambda to, frame: 0
     for now in (10.0, 40.0, 199.0):  # Ping, then no Pong: given up
         source.on_time(now)
-    assert [e for e in source.take_events() if type(e).__name__ == "SessionClosed"]
+    assert [e for e in source.take_events() if type(e).__name__ == "Disconnected"]
     assert not [e for e in source.take_events() if type(e).__name__ == "Released"]
     source.on_time(200.0)
     assert [e for e in source.take_events() if type(e).__name__ == "Released"]
@@ -580,7 +580,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
         for name in world.sinks:
             world.read(name)
     source = world.sources["s0"]
-    assert not len(source._claims)
+    assert not len(source.tickets)
     for session in source.sessions.values():
         assert (session.attempts, session._pending) == ({}, {})
     for sink in world.sinks.values():

@@ -13,17 +13,7 @@ from kvproto.planning.plan import plan
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, DType, ErrorCode, Transport
-from kvproto.wire.messages import (
-    Describe,
-    Description,
-    Error,
-    Ping,
-    Pong,
-    Refused,
-    Register,
-    Registered,
-    Transfer,
-)
+from kvproto.wire.messages import Describe, Description, Error, Ping, Pong, Refused, Register, Registered, Transfer
 from tests.session.driver import World, geometry, ticket
 from tests.session.test_delivery import Heard
 
@@ -76,7 +66,7 @@ def test_register_follows_both_descriptions_and_states_the_plan_of_the_two() -> 
 def test_a_geometry_without_its_digest(kind: type) -> None:
     """KVP-DSC-DIGEST, of either side."""
     world = met({kind: {"digest": bytes(32)}})
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (ErrorCode.BAD_DIGEST, "digest")
     assert not world.of(Register)
 
@@ -180,7 +170,7 @@ def test_a_register_that_names_another_description(field: str) -> None:
 def test_a_registered_that_states_other_routes_ends_the_session(changes: dict[str, Any], path: str, mine: str) -> None:
     """KVP-REG-CHECK: the error names the route that is missing."""
     world = met({Registered: changes})
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (ErrorCode.ROUTE_MISMATCH, path)
     assert event.error.mine.startswith(mine)
     assert not world.sinks["d0"].ready

@@ -66,7 +66,7 @@ def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
         world.pass_time(RESEND)
         world.serve()
     world.pass_time(PING_SILENCE)
-    assert [len(world.events("d0", kind)) for kind in ("Arrived", "Lost", "SessionClosed")] == [1, 1, 0]
+    assert [len(world.events("d0", kind)) for kind in ("Arrived", "Lost", "Disconnected")] == [1, 1, 0]
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     (session,) = world.sources["s0"].sessions.values()
     assert (session.session, session.conn, session.state) == (before, "d0+", SessionState.READY)
@@ -95,7 +95,7 @@ def test_a_source_that_has_forgotten_a_session_ends_it() -> None:
     world.pass_time(PING_SILENCE)
     (_, other) = world.of(Welcome)
     assert [g.session for g in world.of(Goodbye, "s0")] == [other.session]
-    assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+    assert "forgotten" in world.events("d0", "Disconnected")[0].reason
 
 
 def test_a_connection_that_comes_back_is_asked_about_at_once() -> None:
@@ -111,7 +111,7 @@ def test_a_connection_that_comes_back_is_asked_about_at_once() -> None:
         sink.returned("s0", world.now)
     world.run()
     assert len(world.of(Ping)) == 2
-    assert "forgotten" in world.events("d0", "SessionClosed")[0].reason
+    assert "forgotten" in world.events("d0", "Disconnected")[0].reason
     sink.returned("s0", world.now)
     world.run()
     assert len(world.of(Ping)) == 2
@@ -150,7 +150,7 @@ def test_of_two_sessions_of_one_hello_the_one_that_nobody_has_ends() -> None:
     for _ in range(3):
         world.pass_time(PING_SILENCE)
     assert list(world.sources["s0"].sessions) == [number]
-    assert not world.events("d0", "SessionClosed")
+    assert not world.events("d0", "Disconnected")
     world.serves()
 
 
@@ -411,8 +411,8 @@ def test_attempts_of_one_sequence_leave_one_record() -> None:
         abort(2, attempt)
         abort(3, attempt)
     assert sorted(session.attempts) == [1, 2, 3]
-    claims = world.sources["s0"]._claims.values()
-    assert [(len(claim.users), len(claim.waiting)) for claim in claims] == [(1, 1), (1, 1)]
+    tickets = world.sources["s0"].tickets
+    assert [(len(state.users), len(state.waiting)) for state in tickets] == [(1, 1), (1, 1)]
 
 
 def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
@@ -447,7 +447,7 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
 
 def test_session_ids_cannot_be_guessed_from_one_another() -> None:
     """KVP-SES-GUESS."""
-    from kvproto.node.answers import session_id
+    from kvproto.rank.checksums import session_id
 
     drawn = [session_id() for _ in range(64)]
     assert len({b - a for a, b in zip(drawn, drawn[1:], strict=False)}) == 63

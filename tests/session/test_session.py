@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.session import limits
-from kvproto.session.phases import Stated
+from kvproto.session.descriptions import Stated
 from kvproto.session.table import SESSION, TRANSFER, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
@@ -80,7 +80,7 @@ def test_other_prompt_is_refused_before_a_byte_moves() -> None:
     assert event.error.mine == "a prompt, digest 787878787878"
     assert event.error.yours == f"one fetched up to token 6, digest {CONTENT.hex()[:12]}"
     (told,) = world.events("s0", "Declined")
-    assert (told.key, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
+    assert (told.request, told.peer, told.error.code) == (bytes(made.key), "d rank 0", ErrorCode.CONTENT_MISMATCH)
 
 
 def test_a_transfer_with_another_prompt_has_not_used_the_ticket() -> None:
@@ -203,7 +203,7 @@ def test_misfit_is_refused_by_name_and_the_next_peer_is_served(misfit: str) -> N
     world.sink("bad", sink)
     world.run()
     for name, by_us in (("bad", False), ("s0", True)):
-        (event,) = world.events(name, "SessionRefused")
+        (event,) = world.events(name, "Refused")
         error = event.error
         assert (error.code, error.path, error.mine, error.yours, event.by_us) == (code, path, mine, yours, by_us)
     assert not world.sinks["bad"].ready
@@ -250,7 +250,7 @@ LIES = {
 def test_registration_that_lies_is_refused(lie: str) -> None:
     cls, changes, code, path = LIES[lie]
     world = swap(cls, **changes)
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert (event.error.code, event.error.path) == (code, path)
     world.sink("good", geometry(1))
     world.run()
@@ -402,7 +402,7 @@ def test_goodbye_closes_both_ends() -> None:
     world.sinks["d0"].goodbye("over")
     world.run()
     assert not world.sources["s0"].sessions
-    assert world.events("s0", "SessionClosed")[0].reason == "over"
+    assert world.events("s0", "Disconnected")[0].reason == "over"
 
 
 def test_silent_source_is_given_up() -> None:
@@ -442,7 +442,7 @@ def test_nothing_is_kept_of_what_is_over() -> None:
             world.transfer(name, made, CONTENT)
         world.run()
         world.serve()
-    assert not len(source._claims)
+    assert not len(source.tickets)
     for session in source.sessions.values():
         assert (session.attempts, session.low_water) == ({}, 100)
     for sink in world.sinks.values():
@@ -521,7 +521,7 @@ def test_descriptions_that_would_eat_memory(case: str) -> None:
     sink.sessions.clear()
     sink.dial(0.0)
     world.run()
-    (event,) = world.events("d0", "SessionRefused")
+    (event,) = world.events("d0", "Refused")
     assert event.error.code == code
 
 

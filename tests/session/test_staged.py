@@ -10,7 +10,7 @@ import pytest
 from kvproto import Pool
 from kvproto.errors import LocalError, RemoteError
 from kvproto.session import Registration
-from kvproto.transport.staging.staged import Link, Piece, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedReceiver, StagedSender
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof, Transport
 from kvproto.wire.messages import Begin, Chunk, Credit, Error, Handle
@@ -53,7 +53,7 @@ class Staged(World):
 
     def accept(self, address: str, session: int) -> None:
         source = self.sources[address].sessions[session]
-        self.link = Link(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
+        self.link = StagedLink(Slots(SLOTS, SLOT, self.events_), Slots(SLOTS, SLOT, self.events_))
         source.accept_register(self.transport, self.link if self.transport == Transport.NIXL else None)
 
     def ask(self, name: str = "d0", late: bool = False) -> int:
@@ -81,7 +81,7 @@ class Staged(World):
     ) -> None:  # fmt: skip
         """The source says that bytes of the last transfer asked of it are in a slot."""
         serve = self.events(address, "TransferRequested")[-1]
-        self.sources[address].stream(serve, Piece(slot, offset, bytes_, last), begins)
+        self.sources[address].stream(serve, ChunkPiece(slot, offset, bytes_, last), begins)
         self.run()
 
     def stream(self, address: str = "s0") -> None:

@@ -10,16 +10,15 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache, PageLease, WritePolicy
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import page_layout
 from kvproto.tiers.page_store import PageStore
-from kvproto.transport.base import Regions
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.memory import allocate
-from kvproto.transport.paging import Paging
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from kvproto.wire.enums import ErrorCode
 
 PAGE = 4

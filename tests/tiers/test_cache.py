@@ -14,13 +14,13 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import WritePolicy, patience
 from kvproto.tiers.page_layout import page_layout
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.engine import PAGE, Engine
 from tests.tiers.schedules import Faulty, Memory
 

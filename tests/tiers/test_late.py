@@ -8,8 +8,7 @@ import pytest
 from kvproto.copying.execute import execute
 from kvproto.copying.program import CopyProgram
 from kvproto.tiers.page_cache import PageLease, WritePolicy
-from kvproto.transport.base import Regions
-from kvproto.transport.paging import Paging
+from kvproto.transport.base import Paging, Regions
 from kvproto.transport.shm.memory import SharedMemory, buffers
 from tests.tiers.engine import PAGE, Engine, Failing
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache
@@ -27,7 +27,7 @@ from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader, geometry_key
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory
 
 TOKENS = np.arange(200, 200 + 97)

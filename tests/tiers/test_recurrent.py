@@ -12,9 +12,9 @@ from kvproto import Cache as Group
 from kvproto import DType, Parallel, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
-from kvproto.node.pool import pack
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Route
+from kvproto.rank.rank_pool import pack
 from kvproto.tiers import host_copies
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_ids import Chain
@@ -22,7 +22,7 @@ from kvproto.tiers.page_layout import PageLayout, page_layout
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.transport.memory import allocate
-from kvproto.transport.shm.pager import HostPager
+from kvproto.transport.shm.transport import HostPager
 from tests.tiers.schedules import Memory, stored
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

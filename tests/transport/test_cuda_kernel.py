@@ -19,13 +19,22 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
-from kvproto.node.pool import pack
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
-from kvproto.transport.cuda import table as tables
-from kvproto.transport.cuda.launch import INLINE_BYTES, Launch, Work, check, inline_launch, launch, parts, sizes
-from kvproto.transport.cuda.sums import sum_table
-from kvproto.transport.cuda.table import table
+from kvproto.rank.rank_pool import pack
+from kvproto.transport.cuda import kernel
+from kvproto.transport.cuda.kernel import (
+    INLINE_BYTES,
+    UploadedLaunch,
+    Work,
+    check,
+    inline_launch,
+    launch,
+    parts,
+    sizes,
+    sum_table,
+    table,
+)
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -58,8 +67,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
             f"-DWORD={name}",
             "-DTHREADS=64",
             "-DDEPTH=3",
-            f"-DFEW_CLASSES={tables.FEW_CLASSES}",
-            f"-DFEW_WORDS={tables.FEW_WORDS}",
+            f"-DFEW_CLASSES={kernel.FEW_CLASSES}",
+            f"-DFEW_WORDS={kernel.FEW_WORDS}",
         ]
         places = ["-I", str(SOURCE.parent), "-include", str(HERE / "host_gpu.h")]
         subprocess.run(["gcc", *flags, *places, "-o", str(library), str(folder / "driver.c")], check=True, timeout=60)
@@ -71,9 +80,9 @@ def run(
     kernels: Kernels,
     works: Sequence[Work],
     blocks: int,
-    long: int = tables.LONG,
+    long: int = kernel.LONG,
     after: Callable[[int], None] | None = None,
-) -> Launch:
+) -> UploadedLaunch:
     """As the executor does it: an image, the rows expanded, a copy for each width of word; `after` each work."""
     most, rows = sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
@@ -97,9 +106,9 @@ def run(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.cuda.table.THREADS", 64)
-    monkeypatch.setattr("kvproto.transport.cuda.table.DEPTH", 3)
-    monkeypatch.setattr("kvproto.transport.cuda.launch._FIRST_RUNS", 3)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel.THREADS", 64)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel.DEPTH", 3)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel._FIRST_RUNS", 3)
     monkeypatch.setattr("kvproto.copying.program._SMALL", 2)
 
 
@@ -206,7 +215,7 @@ def test_words_are_as_wide_as_the_alignment_allows(kernels: Kernels, shift: int)
 
 
 def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.cuda.table.MOST", 100)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel.MOST", 100)
     program, here, there, make = plain(rows=90, width=96)
     room = aligned(there.size)
     made = make(room.ctypes.data)

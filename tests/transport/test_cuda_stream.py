@@ -153,7 +153,7 @@ def test_wide_words_where_the_chunk_begins_with_a_record() -> None:
 
 
 def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.cuda.table.MOST", 24)
+    monkeypatch.setattr("kvproto.transport.cuda.kernel.MOST", 24)
     program, here, _, _ = plain(rows=90, width=96)
     made = Emulated(kernels, program, "source", {0: here}, 3)
     stream = np.zeros(made.table.order.length, np.uint8)

@@ -10,8 +10,7 @@ from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.base import Capabilities
 from kvproto.transport.bench import scattered
 from kvproto.transport.inline.provider import PROVIDER
-from kvproto.transport.inline.sender import FRAME, InlineLink, InlineStream
-from kvproto.transport.inline.transport import InlineTransport
+from kvproto.transport.inline.transport import FRAME, InlineLink, InlineStream, InlineTransport
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.transport.staging.packed import PackedStream

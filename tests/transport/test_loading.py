@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.calibration.probe import LEAST_MEMORY, probe
+from kvproto.calibration import LEAST_MEMORY, probe
 from kvproto.errors import LocalError
 from kvproto.transport import default, find, load, loading, names
 from kvproto.transport.base import Provider

@@ -27,17 +27,25 @@ from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.transport.nixl.agent import Agent
-from kvproto.transport.nixl.direct import Costs, Direct, WriteMode, choose, descriptors, probe, require_fast, threshold
+from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.transport.nixl.agent import Agent, Peer
+from kvproto.transport.nixl.direct import (
+    Costs,
+    DirectWrite,
+    WriteMode,
+    choose,
+    descriptors,
+    probe,
+    require_fast,
+    threshold,
+)
 from kvproto.transport.nixl.handle import ByteRange
-from kvproto.transport.nixl.regions import Peer
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.packed import PackedStream
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.messages import Handle, Region
 from tests.plan import oracle
@@ -130,11 +138,11 @@ def test_bytes_arrive_direct_and_staged(transport: str, monkeypatch: pytest.Monk
     with Agent() as agent:
         with started(sink, length, 0) as (_, conn, region):
             peer, own = agent.connect(region, "regions[0]"), agent.register(pages)
-            assert Direct(agent, made, {0: own}, {0: peer}).post().wait(LONG)
+            assert DirectWrite(agent, made, {0: own}, {0: peer}).post().wait(LONG)
             conn.send((0, length))
             assert conn.recv() == wanted
         with started(staged_sink, 7) as (_, conn, region):
-            link = Link(agent.register(bytearray(3 * SLOT), SLOT), agent.connect(region, "regions[0]"))
+            link = StagedLink(agent.register(bytearray(3 * SLOT), SLOT), agent.connect(region, "regions[0]"))
             sender = StagedSender(link, PackedStream(made, "source", {0: memoryview(pages)}))
             chunks = 0
             while not sender.done:
@@ -228,7 +236,7 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_nixl
 def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.nixl.transfers._MOST_KEPT", 4)
+    monkeypatch.setattr("kvproto.transport.nixl.agent._MOST_KEPT", 4)
     with Agent() as agent, Agent() as other:
         memory = bytearray(4096)
         own = agent.register(bytearray(range(256)) * 16, 1024)

@@ -15,9 +15,9 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import EMPTY_MAP, CopyProgram, RankLayout, Window
 from kvproto.errors import KvprotoError
-from kvproto.node.pool import pack as columns_without_gaps
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
+from kvproto.rank.rank_pool import pack as columns_without_gaps
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns

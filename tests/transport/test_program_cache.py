@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvproto.copying.program import OP
-from kvproto.transport.cuda.table import PerProgramCache
+from kvproto.transport.cuda.kernel import PerProgramCache
 
 
 def test_it_is_made_once_for_operations_and_the_rest() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 
@@ -86,7 +86,7 @@ class World:
     def __init__(self, own: int = 3, theirs: int = 4, size: int = 7) -> None:
         self.events: list[Event] = []
         self.target = Slots(theirs, size, self.events)
-        self.link = Link(Slots(own, size + 2, self.events), self.target)
+        self.link = StagedLink(Slots(own, size + 2, self.events), self.target)
         self.receiver = StagedReceiver(self.target)
 
     def credit(self) -> None:
@@ -142,7 +142,7 @@ def test_three_slots_are_under_way_at_once() -> None:
 
 def test_a_credit_of_very_many_slots_is_taken_at_once() -> None:
     many: Any = SimpleNamespace(slots=200_000, slot_bytes=1)
-    link = Link(many, many)
+    link = StagedLink(many, many)
     link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.arange(many.slots, dtype=np.uint32)))
     assert len(link.granted) == many.slots
 
@@ -340,7 +340,7 @@ def test_too_few_slots(slots: int, size: int) -> None:
         StagedReceiver(Slots(slots, size, []))
     assert caught.value.code == ErrorCode.OUT_OF_RANGE
     with pytest.raises(KvprotoError):
-        Link(Slots(slots, size, []), Slots(3, 7, []))
+        StagedLink(Slots(slots, size, []), Slots(3, 7, []))
 
 
 def test_a_stream_that_ends_early_is_refused() -> None:

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from kvproto.catalog.engines import Pools, Setup, pools
+from kvproto.catalog.vllm import BACKENDS
 from kvproto.errors import KvprotoError
-from kvproto.planning.engines import Pools, Setup, pools
 from kvproto.planning.layout import Parallel
-from kvproto.planning.vllm import BACKENDS
 from kvproto.wire.messages import Columns
 from kvproto_reference import smollm2
 from tools.engines import cases, frames, own

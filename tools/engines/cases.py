@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvproto.planning.engines import Setup, pools
-from kvproto.planning.families import layer_kinds, number, text
+from kvproto.catalog.config import layer_kinds, number, text
+from kvproto.catalog.engines import Setup, pools
 from kvproto.planning.layout import Parallel
 from tools.specgen.registry import ROOT
 

@@ -1,4 +1,4 @@
-"""Makes the captures of tests/foreign again with the installed packages: what differs from the committed ones."""
+"""Makes the captures of tests/captures again with the installed packages: what differs from the committed ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from kvproto.errors import KvprotoError
-from kvproto.foreign.captures import messages
-from kvproto.foreign.fleet import Fleet
-from kvproto.foreign.reading import read, resolve
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import encode_geometry
 from kvproto.planning.layout import Parallel, lay_out
+from kvproto_captures.capture import messages
+from kvproto_captures.fleet import Fleet
+from kvproto_captures.interpreter import read, resolve
 from tools.specgen.registry import ROOT
 
 __all__ = ["differences"]
 
-_CAPTURES = ROOT / "tests/foreign/captures"
+_CAPTURES = ROOT / "tests/captures/recordings"
 
 
 def differences(engine: str, release: str, tree: str, at: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Frames of SGLang's prefill-decode plane, made by the package's own encoders and read back by its own parsers.
 
     pip download --no-deps -d wheels sglang==0.5.23 && unzip -q wheels/sglang-0.5.23-*.whl -d tree
-    python -m tools.engines.sglang_frames tree 0.5.23 tests/foreign/captures/sglang-0.5.23.jsonl
+    python -m tools.engines.sglang_frames tree 0.5.23 tests/captures/recordings/sglang-0.5.23.jsonl
 
 No GPU and no dependency of SGLang is needed: of the wheel only `sglang.srt.disaggregation` is imported, the rest is
 stand-ins (stubs.py). Each line holds one message: who made it, its frames as hex, and what the package's parser reads.

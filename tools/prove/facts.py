@@ -25,7 +25,7 @@ _FILES: dict[str, Callable[[Facts], str]] = {
     "kvproto/planning/limits.py": lambda facts: python.limits_module(facts, "plan"),
     "kvproto/session/limits.py": lambda facts: python.limits_module(facts, "session"),
     "kvproto/net/limits.py": lambda facts: python.limits_module(facts, "net"),
-    "kvproto/seeing/names.py": python.metrics_module,
+    "kvproto/observability/names.py": python.metrics_module,
     "kvproto/session/transitions.py": python.transitions_module,
 }
 _FACTS = load()

@@ -39,7 +39,7 @@ _ROOMS = {
     "kvproto.copying.": "tests/plan",
     "kvproto.session.": "tests/session",
     "kvproto.net.": "tests/net",
-    "kvproto.seeing.": "tests/seeing",
+    "kvproto.observability.": "tests/observability",
 }
 _QUICK = ("-m", "not slow")
 _TESTS = {

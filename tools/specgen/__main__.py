@@ -30,7 +30,7 @@ def modules(facts: Facts) -> dict[Path, str]:
         ROOT / "kvproto/planning/limits.py": python.limits_module(facts, "plan"),
         ROOT / "kvproto/session/limits.py": python.limits_module(facts, "session"),
         ROOT / "kvproto/net/limits.py": python.limits_module(facts, "net"),
-        ROOT / "kvproto/seeing/names.py": python.metrics_module(facts),
+        ROOT / "kvproto/observability/names.py": python.metrics_module(facts),
         ROOT / "kvproto/session/transitions.py": python.transitions_module(facts),
     }
 

@@ -181,7 +181,7 @@ def limits_module(facts: Facts, scope: str) -> str:
 
 
 def metrics_module(facts: Facts) -> str:
-    """kvproto/seeing/names.py"""
+    """kvproto/observability/names.py"""
     out = [
         f'"""Metrics of v1. {HEAD}"""',
         "",

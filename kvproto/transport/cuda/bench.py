@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 from cuda.core import Device, EventOptions
 
-from kvproto.transport.bench import BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.cuda.copier import Copier
-from kvproto.transport.cuda.copier import Job as Work
+from kvproto.copying.program import CopyProgram
+from kvproto.transport.bench import BenchJob, BenchPath, Prepare, RunOnce
+from kvproto.transport.cuda.copier import Copier, CopyJob
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 
-__all__ = ["Kernel", "count", "driver_version", "job", "names", "pairs"]
+__all__ = ["count", "driver_version", "job", "kernel", "names", "pairs"]
 
 _MOST_COPIES = 256
 
@@ -39,18 +39,17 @@ def names() -> tuple[str, ...]:
 def driver_version() -> str:
     """The version of the kernel module, such as 580.95.05, or else the newest CUDA that the driver supports."""
     with contextlib.suppress(OSError):
-        found = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[0]
+        if version := re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text()):
+            return version[0]
     number = int(call(driver.cuDriverGetVersion(), "version"))
     return f"CUDA {number // 1000}.{number % 1000 // 10}"
 
 
 def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Ordered pairs of GPUs that reach each other, (0, 0) for a single one; and the pairs that do not."""
-    some = [(a, b) for a in range(count()) for b in range(count()) if a != b]
-    peers = [p for p in some if Device(p[0]).can_access_peer(p[1]) and Device(p[1]).can_access_peer(p[0])]
-    return (peers if some else [(0, 0)] * count()), [p for p in some if p not in peers]
+    ordered = [(a, b) for a in range(count()) for b in range(count()) if a != b]
+    peers = [p for p in ordered if Device(p[0]).can_access_peer(p[1]) and Device(p[1]).can_access_peer(p[0])]
+    return (peers if ordered else [(0, 0)] * count()), [p for p in ordered if p not in peers]
 
 
 @lru_cache
@@ -58,61 +57,55 @@ def _copier(device: int) -> Copier:
     return Copier(device, timed=True)
 
 
-class Kernel(BenchPath):
+def kernel(way: str, source: DeviceMemory, sink: DeviceMemory) -> BenchPath:
     """The gather-scatter kernel on the sink's GPU (pull) or on the source's (push)."""
+    copier = _copier((sink if way == "pull" else source).device)
 
-    transport = "cuda"
+    def prepare(program: CopyProgram) -> RunOnce:
+        prepared = copier.prepare(program, {0: source.address}, {0: sink.address})
 
-    def __init__(self, way: str, source: DeviceMemory, sink: DeviceMemory) -> None:
-        self.way, self.source, self.sink = way, f"gpu{source.device}", f"gpu{sink.device}"
-        self._copier = _copier((sink if way == "pull" else source).device)
-        self.pools = source, sink
+        def copy() -> float:
+            launched = copier.submit([CopyJob(prepared, program.maps)])
+            launched.wait()
+            return launched.seconds
 
-    def most_runs(self, run: int) -> int:
-        return self.pools[0].length // run
+        return copy
 
-    def runner(self, run: int, runs: int) -> RunOnce:
-        here, there = self.pools
-        made = program(run, runs, here.length)
-        prepared = self._copier.prepare(made, {0: here.address}, {0: there.address})
-
-        def go() -> float:
-            copy = self._copier.submit([Work(prepared, made.maps)])
-            copy.wait()
-            return copy.seconds
-
-        return go
+    return _path(way, source, sink, sys.maxsize, prepare)
 
 
-class _Engine(BenchPath):
+def _engine(source: DeviceMemory, sink: DeviceMemory) -> BenchPath:
     """One cuMemcpyDtoDAsync for each run."""
+    stream, timing = current(sink.device).create_stream(), EventOptions(timing_enabled=True)
 
-    transport, way = "cuda", "engine"
+    def prepare(program: CopyProgram) -> RunOnce:
+        rows = program.maps[0]
+        copies = [
+            (
+                sink.address + int(op["sink_offset"] + to * op["sink_row_stride"]),
+                source.address + int(op["source_offset"] + start * op["source_row_stride"]),
+                int(length * op["lane_bytes"]),
+            )
+            for op in program.ops
+            for start, to, length in zip(rows.source_row, rows.sink_row, rows.rows, strict=True)
+        ]
 
-    def __init__(self, source: DeviceMemory, sink: DeviceMemory) -> None:
-        self.source, self.sink = f"gpu{source.device}", f"gpu{sink.device}"
-        self._from, self._to = source, sink
-        self._stream = current(sink.device).create_stream()
-
-    def most_runs(self, run: int) -> int:
-        return min(self._from.length // run, _MOST_COPIES)
-
-    def runner(self, run: int, runs: int) -> RunOnce:
-        dice = np.random.default_rng(run)
-        places = [(dice.permutation(self._from.length // run)[:runs] * run).tolist() for _ in range(2)]
-        copies = [(self._to.address + b, self._from.address + a) for a, b in zip(*places, strict=True)]
-        timing = EventOptions(timing_enabled=True)
-
-        def go() -> float:
-            current(self._to.device)
-            began = self._stream.record(options=timing)
-            for to, from_ in copies:
-                call(driver.cuMemcpyDtoDAsync(to, from_, run, self._stream.handle), "copy")
-            ended = self._stream.record(options=timing)
+        def copy() -> float:
+            current(sink.device)
+            began = stream.record(options=timing)
+            for to, start, length in copies:
+                call(driver.cuMemcpyDtoDAsync(to, start, length, stream.handle), "copy")
+            ended = stream.record(options=timing)
             ended.sync()
             return float(ended - began) / 1000
 
-        return go
+        return copy
+
+    return _path("engine", source, sink, _MOST_COPIES, prepare)
+
+
+def _path(way: str, source: DeviceMemory, sink: DeviceMemory, most: int, prepare: Prepare) -> BenchPath:
+    return BenchPath("cuda", way, f"gpu{source.device}", f"gpu{sink.device}", source.length, most, prepare)
 
 
 def job(memory: int, source: int, sink: int) -> BenchJob:
@@ -124,6 +117,6 @@ def job(memory: int, source: int, sink: int) -> BenchJob:
         enable_peer(sink, source)
         length = memory * 4 // 10 // 4096 * 4096
         with closing(DeviceMemory(length, source)) as here, closing(DeviceMemory(length, sink)) as there:
-            yield [Kernel("pull", here, there), Kernel("push", here, there), _Engine(here, there)]
+            yield [kernel("pull", here, there), kernel("push", here, there), _engine(here, there)]
 
     return BenchJob(f"cuda gpu{source} to gpu{sink}", 3, opened)

@@ -11,22 +11,128 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 from cuda import core
 from cuda.core import Event, Kernel, Stream, StreamOptions
 
-from kvproto.copying.program import CopyProgram
+from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import DeviceFault, LocalError
-from kvproto.transport.cuda import direct
-from kvproto.transport.cuda import launch as launches
-from kvproto.transport.cuda import table as tables
+from kvproto.transport.base import Copying
+from kvproto.transport.cuda import direct, kernel
 from kvproto.transport.cuda.direct import Mark, is_done
 from kvproto.transport.cuda.driver import call, copy_all, current, driver
-from kvproto.transport.cuda.jobs import Copy, DeviceBytes, Job, LaunchBuffers, Prepared, Series
+from kvproto.transport.cuda.kernel import SumTable, sum_table
 from kvproto.transport.cuda.stream import PART, ChunkCopies
-from kvproto.transport.cuda.sums import SumTable, sum_table
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copier", "Copy", "Job", "LaunchBuffers", "Prepared", "Series"]
+__all__ = ["Copier", "CopyJob", "DeviceBytes", "DeviceCopy", "LaunchBuffers", "Prepared", "Series"]
+
+
+class DeviceBytes:
+    """`size` bytes of device memory, freed with this object; raises LocalError(TRANSPORT_FAILED)."""
+
+    def __init__(self, size: int) -> None:
+        self.address, self.size = int(call(driver.cuMemAlloc(size), f"{size} bytes")), size
+
+    def __del__(self) -> None:
+        driver.cuMemFree(self.address)
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
+
+    table: kernel.Table
+    memory: DeviceBytes
+
+
+@attrs.frozen
+class CopyJob:
+    """A request's maps for one rank pair; only layers [lo, hi) if given."""
+
+    prepared: Prepared
+    maps: Sequence[RowMap]
+    layers: tuple[int, int] | None = None
+
+
+@attrs.define(eq=False)
+class LaunchBuffers:
+    """Memory of one launch: pinned memory for an image, its place on the device, and expanded rows."""
+
+    host: core.Buffer
+    view: npt.NDArray[np.uint8]
+    image: DeviceBytes
+    rows: DeviceBytes
+    event: Event | Mark
+    """The event after which they may be used again."""
+    ends: list[Mark] = attrs.field(factory=list)
+    """Events of the ends of chunks, recorded in turn."""
+    chunks: int = 0
+
+    def holds(self, image: int, rows: int) -> bool:
+        """Whether an image and rows of these sizes in bytes fit."""
+        return self.view.size >= image and self.rows.size >= rows
+
+
+@attrs.frozen
+class DeviceCopy(Copying):
+    """A launch that is under way; also what a packer returns."""
+
+    event: Event | Mark
+    bytes: int
+    began: Event | Mark | None = None
+    """The event before the upload, if the copier is timed."""
+    jobs: Sequence[CopyJob] = attrs.field(default=(), repr=False)
+    """Held because the launch reads their kernel."""
+    stream: None = None
+
+    @property
+    def seconds(self) -> float:
+        """Device time in seconds from the upload to the last byte; the copier must be timed."""
+        assert isinstance(self.began, Event)
+        assert isinstance(self.event, Event)
+        return float(self.event - self.began) / 1000
+
+    @property
+    def done(self) -> bool:
+        """As `Copying.done`; raises DeviceFault, whatever caused it."""
+        return is_done(self.event.handle)
+
+    def ready(self) -> bool:
+        """As `PendingCopy.ready`."""
+        return self.done
+
+    def stop(self) -> Proof | None:
+        """PROVEN when the launch is done, as it cannot be stopped; raises DeviceFault."""
+        return Proof.PROVEN if self.done else None
+
+    def wait(self) -> None:
+        """Block until done; raises DeviceFault."""
+        call(driver.cuEventSynchronize(self.event.handle), "copy")
+
+
+@attrs.define(eq=False)
+class Series:
+    """Copies of one upload, of which the first ones have been started."""
+
+    copier: Copier
+    jobs: Sequence[CopyJob]
+    made: kernel.UploadedLaunch
+    buffers: LaunchBuffers
+    copies: list[DeviceCopy] = attrs.field(factory=list)
+    held: bool = True
+    """Whether other launches may not use the buffers yet."""
+
+    def go_on(self, count: int) -> None:
+        """Start copies until the first `count` of them have been started."""
+        if count > len(self.copies):
+            self.copier.go_on(self, min(count, len(self.jobs)))
+
+    def finish(self) -> DeviceCopy:
+        """Start all copies, and return the last one."""
+        self.go_on(len(self.jobs))
+        return self.copies[-1]
+
 
 Sums = dict[int, int]
 """Checksums by sink group id."""
@@ -42,19 +148,19 @@ def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ..
     """The kernels for words of one width, compiled once in a process."""
     macros: list[str | tuple[str, str]] = [
         ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
-        ("FEW_CLASSES", str(tables.FEW_CLASSES)), ("FEW_WORDS", str(tables.FEW_WORDS)),
+        ("FEW_CLASSES", str(kernel.FEW_CLASSES)), ("FEW_WORDS", str(kernel.FEW_WORDS)),
     ]  # fmt: skip
     options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = core.Program(_SOURCE.read_text(), "c++", options).compile("cubin")
     return tuple(module.get_kernel(name) for name in _NAMES)
 
 
-def _works(jobs: Sequence[Job]) -> list[launches.Work]:
+def _works(jobs: Sequence[CopyJob]) -> list[kernel.Work]:
     """What the jobs copy; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
     if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
-    works = [launches.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
-    launches.check(works)
+    works = [kernel.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
+    kernel.check(works)
     return works
 
 
@@ -78,11 +184,11 @@ class Copier:
 
     `blocks`: thread blocks of a launch, one for each multiprocessor that copies may use. `slots`: launches of many runs
     that may be under way at once; a copy of very many runs uses up to half of them. `long`: runs of at least this many
-    bytes go by the copy engine, which uses no multiprocessors. `timed`: whether `Copy.seconds` is known.
+    bytes go by the copy engine, which uses no multiprocessors. `timed`: whether `DeviceCopy.seconds` is known.
     """
 
     def __init__(
-        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = tables.LONG
+        self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = kernel.LONG
     ) -> None:  # fmt: skip
         if blocks is not None and blocks < 1:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "blocks", "at least 1", str(blocks))
@@ -95,7 +201,7 @@ class Copier:
         self._aside: Stream = self._device.create_stream(options=StreamOptions(priority=-1))
         """Where checksums are taken, ahead of copies that wait for the device."""
         self._context = int(call(driver.cuCtxGetCurrent(), "context"))
-        self._sum_tables = tables.PerProgramCache[SumTable]()
+        self._sum_tables = kernel.PerProgramCache[SumTable]()
         self._spare: list[LaunchBuffers] = []
         """Buffers of checksums that have been taken."""
         self._arch = "".join(map(str, self._device.compute_capability))
@@ -104,7 +210,7 @@ class Copier:
         self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
         begin, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
         self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
-        self._inline = np.zeros(launches.INLINE_BYTES, np.uint8)
+        self._inline = np.zeros(kernel.INLINE_BYTES, np.uint8)
         self._inline_place = (ctypes.c_void_p * 1)(self._inline.ctypes.data)
         self._part = (ctypes.c_uint64 * -(-PART // 8))()
         self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
@@ -113,7 +219,7 @@ class Copier:
         self._slots = slots
         self._buffers: list[LaunchBuffers] = []
         """Buffers of launches, the latest last."""
-        self._nothing = DeviceBytes(tables.MAP.itemsize)
+        self._nothing = DeviceBytes(kernel.MAP.itemsize)
         """A map without rows."""
         self._loaded: set[int] = set()
         self._load(16)
@@ -147,7 +253,7 @@ class Copier:
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
         direct.enter(self._context)
-        made = tables.table(program, sources, sinks)
+        made = kernel.table(program, sources, sinks)
         memory = DeviceBytes(max(made.ops.nbytes, 1))
         if made.ops.nbytes:
             ahead = self._ahead.handle  # waits for no producer
@@ -156,7 +262,7 @@ class Copier:
         self.load({shape.word for shape in made.shapes})
         return Prepared(made, memory)
 
-    def submit(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Copy:
+    def submit(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> DeviceCopy:
         """Copy in stream order, after what is under way here and after the producers' events `after`, by handle.
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
@@ -164,37 +270,37 @@ class Copier:
         """
         direct.enter(self._context)
         works = _works(jobs)
-        inline = launches.inline_launch(works, self._inline, 4 * self.blocks, self._long)
+        inline = kernel.inline_launch(works, self._inline, 4 * self.blocks, self._long)
         if inline is not None:
             with _Whole(self.streams):
                 began = self._record() if self._timed else None
                 self.follow(after)
                 if inline.chunks:
                     self._run(inline.word, "copy_few", (min(inline.chunks, self.blocks), 1), block=self._inline_place)
-                return Copy(self._record(), inline.bytes, began, jobs)
-        parts = launches.parts(works, max(self._slots // 2, 1))
-        all_buffers = self._take([launches.sizes(part) for part in parts])
+                return DeviceCopy(self._record(), inline.bytes, began, jobs)
+        parts = kernel.parts(works, max(self._slots // 2, 1))
+        all_buffers = self._take([kernel.sizes(part) for part in parts])
         began, total = None, 0
         with _Whole(self.streams):
             for i, (part, buffers) in enumerate(zip(parts, all_buffers, strict=True)):
-                made = launches.launch(part, buffers.view, buffers.image.address, buffers.rows.address, self._long)
+                made = kernel.launch(part, buffers.view, buffers.image.address, buffers.rows.address, self._long)
                 began = began or (self._record() if self._timed else None)
                 self._launch(made, buffers, None if i else after)
                 buffers.event = self._record()
                 self._buffers.append(buffers)
                 total += made.bytes
-        return Copy(all_buffers[-1].event, total, began, jobs)
+        return DeviceCopy(all_buffers[-1].event, total, began, jobs)
 
-    def series(self, jobs: Sequence[Job], after: Sequence[int] = ()) -> Series:
+    def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
         """Upload jobs together as copies that `Series.go_on` starts, each of which ends by itself; raises as `submit`.
 
         Jobs should share their maps, whose rows are then expanded once.
         """
         direct.enter(self._context)
         works = _works(jobs)
-        (buffers,) = self._take([launches.sizes(works)])
+        (buffers,) = self._take([kernel.sizes(works)])
         at = buffers.image.address, buffers.rows.address
-        made = launches.launch(works, buffers.view, *at, self._long, each=True)
+        made = kernel.launch(works, buffers.view, *at, self._long, each=True)
         with _Whole(self.streams):
             self._prelude(made, buffers, after)
         return Series(self, jobs, made, buffers)
@@ -205,18 +311,18 @@ class Copier:
         with _Whole(self.streams):
             for i in range(len(series.copies), count):
                 self._kernels(series.made.groups[i], series.buffers)
-                copy = Copy(self._record(), series.made.groups[i].bytes, None, series.jobs[i : i + 1])
+                copy = DeviceCopy(self._record(), series.made.groups[i].bytes, None, series.jobs[i : i + 1])
                 series.copies.append(copy)
         if count == len(series.jobs) and series.held:
             series.held, series.buffers.event = False, series.copies[-1].event
             self._buffers.append(series.buffers)
 
-    def _launch(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
+    def _launch(self, made: kernel.UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         self._prelude(made, buffers, after)
         for group in made.groups:
             self._kernels(group, buffers)
 
-    def _prelude(self, made: launches.Launch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
+    def _prelude(self, made: kernel.UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""
         stream, ahead = int(self.stream.handle), after is None
         if any(group.classes for group in made.groups):
@@ -226,7 +332,7 @@ class Copier:
             direct.follow(stream, expanded.handle)
         self.follow(after or ())
 
-    def _kernels(self, group: launches.LaunchGroup, buffers: LaunchBuffers) -> None:
+    def _kernels(self, group: kernel.LaunchGroup, buffers: LaunchBuffers) -> None:
         stream = self.stream.handle
         for long in group.long:
             copy_all(long.runs(), int(stream))
@@ -251,7 +357,7 @@ class Copier:
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
         direct.upload(image, buffers.view.ctypes.data, size, int(stream.handle))
-        tall = min(-(-most_rows // tables.THREADS), 4 * self.blocks)
+        tall = min(-(-most_rows // kernel.THREADS), 4 * self.blocks)
         self._run(16, "expand", (tall, n_maps), image, stream=stream)
 
     def follow(self, events: Sequence[int]) -> None:
@@ -261,7 +367,7 @@ class Copier:
         for event in events:
             direct.follow(int(self.stream.handle), event)
 
-    def chunk(self, chunk: ChunkCopies, buffers: LaunchBuffers, bytes_: int) -> Copy:
+    def chunk(self, chunk: ChunkCopies, buffers: LaunchBuffers, bytes_: int) -> DeviceCopy:
         """Copy a chunk of the stream whose maps and operations are in these buffers."""
         direct.enter(self._context)
         stream = self.stream.handle
@@ -272,7 +378,7 @@ class Copier:
                 ctypes.memmove(self._part, part.parameters, PART)
                 self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
             buffers.event = self._end(buffers)
-        return Copy(buffers.event, bytes_)
+        return DeviceCopy(buffers.event, bytes_)
 
     def _end(self, buffers: LaunchBuffers) -> Mark:
         """Record the end of a chunk; after `_EVENTS` chunks events are reused, and an earlier chunk may seem late."""
@@ -293,13 +399,13 @@ class Copier:
         """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
         function = self._functions.get((word, name))
         if function is None:
-            function = self._functions[word, name] = _kernels(self._arch, word, tables.THREADS, tables.DEPTH)[
+            function = self._functions[word, name] = _kernels(self._arch, word, kernel.THREADS, kernel.DEPTH)[
                 _NAMES.index(name)
             ].handle
             self._functions[word, name] = function = int(function)
         for i, value in enumerate(arguments):
             self._arguments[i] = value
-        threads, places = tables.THREADS, ctypes.addressof(self._places if block is None else block)
+        threads, places = kernel.THREADS, ctypes.addressof(self._places if block is None else block)
         direct.launch(function, grid, threads, int((stream or self.stream).handle), places)
 
     def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:

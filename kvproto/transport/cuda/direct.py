@@ -2,7 +2,7 @@
 
 cuda-python releases the lock around every call. Alongside a thread that computes in Python each release may cost
 `sys.getswitchinterval()`, 5 ms, for a call that takes a microsecond, and the copy of one request makes dozens. Through
-ctypes.PyDLL the lock is kept, as `kvproto.net.direct` keeps it for libzmq. Calls that wait for the device are left to
+ctypes.PyDLL the lock is kept, as `kvproto.net.libzmq` keeps it for libzmq. Calls that wait for the device are left to
 cuda-python.
 """
 

@@ -24,7 +24,7 @@ from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["DeviceMemory", "Mapped", "connect"]
+__all__ = ["DeviceMemory", "MappedDeviceMemory", "connect"]
 
 _LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
 """Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
@@ -153,9 +153,9 @@ class DeviceMemory:
             boot=boot_id(), handles=tuple(made), namespace=pid_namespace(),
         )  # fmt: skip
 
-    def _pieces(self) -> list[virtual.Piece]:
+    def _pieces(self) -> list[virtual.VirtualAllocation]:
         """The allocations that the region spans, in order."""
-        found: list[virtual.Piece] = []
+        found: list[virtual.VirtualAllocation] = []
         at = self.address
         while at < self.address + self.length:
             base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
@@ -163,7 +163,7 @@ class DeviceMemory:
             if not base or not size:
                 wanted, advice = "mapped device memory", "allocate first"
                 raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", wanted, "none", advice)
-            found.append(virtual.Piece(base, size))
+            found.append(virtual.VirtualAllocation(base, size))
             at = base + size
         if len(found) > virtual.MOST_PIECES:
             advice = "allocate the pool at once, with kvproto.transport.memory"
@@ -224,7 +224,7 @@ _Read = tuple[int, int, int, bytes, int, int, Any]
 
 
 @attrs.define
-class Mapped:
+class MappedDeviceMemory:
     """A peer's region as kernels of one device of this process see it."""
 
     address: int
@@ -246,7 +246,7 @@ class Mapped:
             opened.close()
 
 
-def connect(region: Region, path: str, device: int) -> Mapped:
+def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
     """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
     here = region.boot == boot_id()
     try:
@@ -275,7 +275,7 @@ def connect(region: Region, path: str, device: int) -> Mapped:
         known = facts(region.base)
         if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
             raise _failed(path, "memory of this process", "freed memory")
-        return Mapped(region.base, region.length, device, pid)
+        return MappedDeviceMemory(region.base, region.length, device, pid)
     if kind == _FABRIC:
         return _mapped(region, path, device, found)
     if not near:
@@ -286,7 +286,7 @@ def connect(region: Region, path: str, device: int) -> Mapped:
     return _mapped(region, path, device, found)
 
 
-def _mapped(region: Region, path: str, device: int, found: _Read) -> Mapped:
+def _mapped(region: Region, path: str, device: int, found: _Read) -> MappedDeviceMemory:
     kind, pid, _, _, offset, size, body = found
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
@@ -297,7 +297,7 @@ def _mapped(region: Region, path: str, device: int, found: _Read) -> Mapped:
         raise _failed(path, "a handle that opens", getattr(error, "yours", str(error))) from error
     _opened[key] = opened
     opened.users += 1
-    mapped = Mapped(opened.base + offset, region.length, device, pid, key)
+    mapped = MappedDeviceMemory(opened.base + offset, region.length, device, pid, key)
     if offset + region.length > opened.size:
         mapped.close()
         raise _failed(path, f"an allocation of {opened.size} bytes", f"{offset} + {region.length}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvproto.transport.base import Memory
-from kvproto.transport.cuda.copier import Copier, Copy
+from kvproto.transport.cuda.copier import Copier, DeviceCopy
 from kvproto.transport.cuda.driver import call, driver
 
 __all__ = ["After", "follow"]
@@ -20,7 +20,7 @@ class After:
     The framework's stream waits for the copy, or the host if the framework names no stream.
     """
 
-    def __init__(self, memory: Memory, copy: Copy) -> None:
+    def __init__(self, memory: Memory, copy: DeviceCopy) -> None:
         self._memory, self._copy = memory, copy
 
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.cuda.copier import Copier, Copy, LaunchBuffers
+from kvproto.transport.cuda.copier import Copier, DeviceCopy, LaunchBuffers
 from kvproto.transport.cuda.direct import is_done
+from kvproto.transport.cuda.kernel import PerProgramCache
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
-from kvproto.transport.cuda.table import PerProgramCache
 from kvproto.transport.staging.packed import Layer, Packer, Side
 
 __all__ = ["DevicePacker", "DeviceStream"]
@@ -79,11 +79,11 @@ class DeviceStream(Packer):
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
         return self._table.order.prefix_bytes(layers)
 
-    def pack(self, offset: int, out: Any) -> Copy:
+    def pack(self, offset: int, out: Any) -> DeviceCopy:
         chunk = self._table.chunk(offset, out.length, out.address)
         after, self._after = self._after, ()
         self._copier.follow(after)
         return self._copier.chunk(chunk, self._buffers, out.length)
 
-    def unpack(self, offset: int, data: Any) -> Copy:
+    def unpack(self, offset: int, data: Any) -> DeviceCopy:
         return self.pack(offset, data)  # a stream's table knows the direction

@@ -11,13 +11,12 @@ import numpy as np
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
-from kvproto.transport.base import Memory, Regions
-from kvproto.transport.cuda.copier import Copier, Job, Prepared, Series
+from kvproto.transport.base import Memory, Pager, Paging, Regions
+from kvproto.transport.cuda.copier import Copier, CopyJob, Prepared, Series
 from kvproto.transport.cuda.driver import call, current, driver
+from kvproto.transport.cuda.kernel import LONG, PerProgramCache
 from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.table import LONG, PerProgramCache
 from kvproto.transport.memory import allocate
-from kvproto.transport.paging import Pager, Paging
 
 __all__ = ["CudaPager"]
 
@@ -37,7 +36,7 @@ _LAUNCHES = 16
 
 
 @attrs.frozen
-class _Copies(Paging):
+class _LayerCopies(Paging):
     """Copies of ascending intervals of layers, the first of which has been started.
 
     Starting one takes the host 0.2 ms if the copy engine copies each run. So an engine that waits layer by layer goes
@@ -93,7 +92,7 @@ class _Way:
         table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, sources, sinks))
         while self._flying and (len(self._flying) > _LAUNCHES - 2 or self._flying[0].finish().done):
             self._flying.popleft().finish().wait()
-        jobs = [Job(table, program.maps, cut) for cut in cuts]
+        jobs = [CopyJob(table, program.maps, cut) for cut in cuts]
         first = self.copier.series(jobs[:1], [after])
         first.go_on(1)
         self._flying.append(first)
@@ -108,7 +107,7 @@ class _Way:
         return first, rest
 
     def close(self) -> None:
-        """Wait for what was started, and free the tables."""
+        """Wait for what was started, and free the kernel."""
         while self._flying:
             self._flying.popleft().finish().wait()
         self._tables.clear()
@@ -146,7 +145,7 @@ class CudaPager(Pager):
         call(driver.cuEventRecord(self._event, self.stream), "engine's stream")
         here, there = ({id: _address(memory) for id, memory in side.items()} for side in (sources, sinks))
         first, rest = way.start(program, here, there, cuts, int(self._event))
-        return _Copies(first, rest, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
+        return _LayerCopies(first, rest, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
 
     def close(self) -> None:
         current(self.device)

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from kvproto.errors import LocalError
-from kvproto.transport.base import Allocation, Memory, Provider, Regions, Transport
+from kvproto.transport.base import Allocation, Memory, Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
-from kvproto.transport.paging import Pager
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["PROVIDER", "long_runs"]
@@ -16,7 +15,7 @@ __all__ = ["PROVIDER", "long_runs"]
 _DLPACK_CUDA = 2
 
 
-class _Cuda(Provider):
+class _CudaProvider(Provider):
     name = "cuda"
     requires = "cuda", "cuda.core"
     install = "pip install 'kvproto[cuda]'"
@@ -118,4 +117,4 @@ def _from(engine: Measured, kernel: Measured) -> int:
     return found
 
 
-PROVIDER = _Cuda()
+PROVIDER = _CudaProvider()

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, RowMap
 from kvproto.errors import LocalError
-from kvproto.transport.cuda import table as tables
+from kvproto.transport.cuda import kernel
 from kvproto.transport.staging.packed import Order, Side, StreamColumns
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["PART", "ChunkCopies", "Part", "StreamSide", "StreamTable"]
+__all__ = ["PART", "ChunkCopies", "PartLaunch", "StreamSide", "StreamTable"]
 
 _HEAD = struct.Struct("<IIQQ")
-PART = _HEAD.size + tables.FEW_CLASSES * tables.CLASS.itemsize
+PART = _HEAD.size + kernel.FEW_CLASSES * kernel.CLASS.itemsize
 """Bytes of the parameters of `copy_part`."""
 _STREAM = -1
 """The region that is the stream."""
@@ -36,7 +36,7 @@ _WIDE = 1 << 32
 
 
 @attrs.frozen
-class Part:
+class PartLaunch:
     """One launch of `copy_part`."""
 
     word: int
@@ -48,7 +48,7 @@ class Part:
 class ChunkCopies:
     """What copies a chunk of a stream: launches, and copies of bytes of records that are cut."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartLaunch, ...]
     pieces: tuple[tuple[int, int, int], ...]
     """(source, sink, length)"""
 
@@ -79,7 +79,7 @@ class StreamSide:
         for name, value in flat.items():
             ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
-        self.table = tables.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
+        self.table = kernel.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
         # lists, as a chunk looks up too few for numpy to pay off
         self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
         """The bytes of a record in each column, and the column of each operation of the table."""
@@ -88,7 +88,7 @@ class StreamSide:
     def words(self) -> list[int]:
         """Widths of words that chunks may use, as the place of a column in the stream depends on those before it."""
         found = {shape.word for shape in self.table.shapes}
-        return [w for w in tables.WORDS if found and min(found) <= w <= max(found)]
+        return [w for w in kernel.WORDS if found and min(found) <= w <= max(found)]
 
 
 class StreamTable:
@@ -104,34 +104,34 @@ class StreamTable:
         """The byte of the stream at which each operation of the table begins."""
         self._ops_at, self._rows_at = 0, [0] * len(maps)
         self._start, self._end, self._sizes = order.start.tolist(), order.end.tolist(), [m.size for m in maps]
-        places = self._places % tables.WORDS[0]
+        places = self._places % kernel.WORDS[0]
         self._misaligned = [
             int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
         """For each shape: where its operations begin within a word, if all begin at the same byte."""
         self.n_maps, self.most_rows = len(maps), max(self._sizes, default=0)
         """Maps to expand, and rows of the longest one."""
-        self._ops_begin = tables.up(len(maps) * tables.MAP.itemsize)
-        self._runs_at = self._ops_begin + tables.up(table.ops.nbytes)
+        self._ops_begin = kernel.up(len(maps) * kernel.MAP.itemsize)
+        self._runs_at = self._ops_begin + kernel.up(table.ops.nbytes)
         runs = sum(len(m.rows) for m in maps)
-        self.sizes = self._runs_at + tables.RUN_BYTES * runs + 16, 16 * sum(self._sizes) + 16
+        self.sizes = self._runs_at + kernel.RUN_BYTES * runs + 16, 16 * sum(self._sizes) + 16
         """Bytes of the image and of the expanded rows."""
 
     def write(self, image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
         """Write maps, operations and runs, to be read at address `image_at`; returns the number of bytes."""
         ops = self._side.table.ops
         self._ops_at = image_at + self._ops_begin
-        here = image[self._ops_begin : self._ops_begin + ops.nbytes].view(tables.OP)
+        here = image[self._ops_begin : self._ops_begin + ops.nbytes].view(kernel.OP)
         here[:] = ops
         here[self._stream] = self._places
         at, row = self._runs_at, rows_at
         for i, m in enumerate(self._maps):
             n = len(m.rows)
-            tables.MAP_FIELDS.pack_into(image.data, i * tables.MAP.itemsize, image_at + at, row, n, m.size)
-            runs = image[at : at + tables.RUN_BYTES * n].view(np.uint32).reshape(tables.RUN_WORDS, n)
-            tables.write_runs(m, runs, self._stream)  # the order has checked them
+            kernel.MAP_FIELDS.pack_into(image.data, i * kernel.MAP.itemsize, image_at + at, row, n, m.size)
+            runs = image[at : at + kernel.RUN_BYTES * n].view(np.uint32).reshape(kernel.RUN_WORDS, n)
+            kernel.write_runs(m, runs, self._stream)  # the order has checked them
             self._rows_at[i] = row
-            at, row = at + tables.RUN_BYTES * n, row + 16 * m.size
+            at, row = at + kernel.RUN_BYTES * n, row + 16 * m.size
         return at
 
     def chunk_size(self, offset: int, most: int) -> int:
@@ -186,30 +186,30 @@ class StreamTable:
             if misaligned is None:
                 low = int(np.bitwise_or.reduce(self._places[lo:hi] + np.uint64(shift % _WRAP)))
             else:
-                low = (misaligned + shift) % tables.WORDS[0]
+                low = (misaligned + shift) % kernel.WORDS[0]
             word = min(shape.word, low & -low or shape.word)
             words = shape.words * (shape.word // word)
             width, number = words * shape.units, self._sizes[shape.map] if rows is None else rows
             of_word = found.setdefault(word, [])
-            for skip in range(0, number, tables.MOST // width):
-                some = min(tables.MOST // width, number - skip)
-                chunks = -(-some * width // (tables.THREADS * tables.DEPTH))
+            for skip in range(0, number, kernel.MOST // width):
+                some = min(kernel.MOST // width, number - skip)
+                chunks = -(-some * width // (kernel.THREADS * kernel.DEPTH))
                 place = self._rows_at[shape.map] + 16 * (row + skip)
-                ops = self._ops_at + lo * tables.OP.itemsize
+                ops = self._ops_at + lo * kernel.OP.itemsize
                 of_word.append((ops, place, some, words, shape.units, chunks, hi - lo))
 
-    def _parts(self, found: Mapping[int, list[tuple[int, ...]]], shift: int) -> Iterator[Part]:
+    def _parts(self, found: Mapping[int, list[tuple[int, ...]]], shift: int) -> Iterator[PartLaunch]:
         shifts = (0, shift % _WRAP) if self._stream == "sink" else (shift % _WRAP, 0)
         for word, classes in found.items():
-            for k in range(0, len(classes), tables.FEW_CLASSES):
-                some, first = classes[k : k + tables.FEW_CLASSES], 0
+            for k in range(0, len(classes), kernel.FEW_CLASSES):
+                some, first = classes[k : k + kernel.FEW_CLASSES], 0
                 made = bytearray(PART)
                 for i, (*fields, chunks, number) in enumerate(some):
-                    place = _HEAD.size + i * tables.CLASS.itemsize
-                    tables.CLASS_FIELDS.pack_into(made, place, *fields, chunks, first, 0)
+                    place = _HEAD.size + i * kernel.CLASS.itemsize
+                    kernel.CLASS_FIELDS.pack_into(made, place, *fields, chunks, first, 0)
                     first += chunks * number
                 _HEAD.pack_into(made, 0, len(some), first, *shifts)
-                yield Part(word, first, bytes(made))
+                yield PartLaunch(word, first, bytes(made))
 
     def _pieces(self, shift: int, c: int, record: int, skip: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Copies of bytes [skip, skip + size) of one record."""

@@ -8,13 +8,11 @@ from functools import partial
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import LocalError
 from kvproto.transport import base
-from kvproto.transport.cuda.copier import Copier, Copy, Job, Prepared
+from kvproto.transport.cuda.copier import Copier, CopyJob, DeviceCopy, Prepared
 from kvproto.transport.cuda.driver import has_nvlink
-from kvproto.transport.cuda.memory import DeviceMemory
-from kvproto.transport.cuda.memory import Mapped as DeviceMapped
+from kvproto.transport.cuda.kernel import LONG, SUMMED, PerProgramCache
+from kvproto.transport.cuda.memory import DeviceMemory, MappedDeviceMemory
 from kvproto.transport.cuda.memory import connect as connect_device
-from kvproto.transport.cuda.sums import SUMMED
-from kvproto.transport.cuda.table import LONG, PerProgramCache
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
@@ -62,10 +60,10 @@ class CudaTransport(base.Transport):
         """Upload the table of operations, and load the kernels that it needs."""
         self._prepared(move)
 
-    def start(self, moves: Sequence[base.Move]) -> Copy:
+    def start(self, moves: Sequence[base.Move]) -> DeviceCopy:
         """Start one launch for all; raises POOL_MOVED, OUT_OF_REGION or BUSY before a byte moves, or DeviceFault."""
         self.copier.check()
-        jobs = [Job(self._prepared(m), m.program.maps, m.layers) for m in moves]
+        jobs = [CopyJob(self._prepared(m), m.program.maps, m.layers) for m in moves]
         copier = self._background if all(m.background for m in moves) else self.copier
         return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
@@ -103,7 +101,7 @@ _POLL = 20e-6
 def _addresses(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, int]:
     found = {}
     for id, memory in side.items():
-        if not isinstance(memory, DeviceMemory | DeviceMapped):
+        if not isinstance(memory, DeviceMemory | MappedDeviceMemory):
             raise LocalError(
                 ErrorCode.NO_TRANSPORT, f"regions[{id}]", "memory of a GPU", type(memory).__name__,
                 "allocate or adopt it with kvproto.transport.memory",

@@ -18,7 +18,8 @@ from kvproto.transport.cuda.descriptors import fetch, offer
 from kvproto.transport.cuda.driver import call, current, driver
 
 __all__ = [
-    "FABRIC", "MOST_PIECES", "Piece", "VirtualMap", "by_descriptor", "by_fabric", "fabric", "share", "share_fabric",
+    "FABRIC", "MOST_PIECES", "VirtualAllocation", "VirtualMap", "by_descriptor", "by_fabric", "fabric", "share",
+    "share_fabric",
 ]  # fmt: skip
 
 MOST_PIECES = 64
@@ -28,7 +29,7 @@ FABRIC = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 
 
 @attrs.frozen
-class Piece:
+class VirtualAllocation:
     """One allocation, as it is mapped at its owner."""
 
     base: int
@@ -41,7 +42,7 @@ def fabric(device: int) -> bool:
     return bool(call(driver.cuDeviceGetAttribute(known, device), "FABRIC"))
 
 
-def _export(piece: Piece, type_: driver.CUmemAllocationHandleType) -> Any:
+def _export(piece: VirtualAllocation, type_: driver.CUmemAllocationHandleType) -> Any:
     handle = call(driver.cuMemRetainAllocationHandle(piece.base), "allocation")
     try:
         return call(driver.cuMemExportToShareableHandle(handle, type_, 0), "handle to share")
@@ -49,7 +50,7 @@ def _export(piece: Piece, type_: driver.CUmemAllocationHandleType) -> Any:
         call(driver.cuMemRelease(handle), "release")
 
 
-def share(pieces: Sequence[Piece]) -> tuple[str, list[tuple[bytes, int]]]:
+def share(pieces: Sequence[VirtualAllocation]) -> tuple[str, list[tuple[bytes, int]]]:
     """Offer allocations to peers: where to fetch them, and for each the bytes that name it and its length."""
     path, made = "", []
     for piece in pieces:
@@ -58,7 +59,7 @@ def share(pieces: Sequence[Piece]) -> tuple[str, list[tuple[bytes, int]]]:
     return path, made
 
 
-def share_fabric(pieces: Sequence[Piece]) -> list[tuple[bytes, int]]:
+def share_fabric(pieces: Sequence[VirtualAllocation]) -> list[tuple[bytes, int]]:
     """Export allocations to the NVLink domain: for each its handle, 64 bytes, and its length."""
     return [(bytes(_export(piece, FABRIC).data), piece.size) for piece in pieces]
 

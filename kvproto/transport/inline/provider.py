@@ -12,7 +12,7 @@ from kvproto.transport.shm.memory import SharedMemory
 __all__ = ["PROVIDER"]
 
 
-class _Inline(Provider):
+class _InlineProvider(Provider):
     name = "inline"
 
     def preference(self, memory: Memory) -> int:
@@ -22,4 +22,4 @@ class _Inline(Provider):
         return InlineTransport()
 
 
-PROVIDER = _Inline()
+PROVIDER = _InlineProvider()

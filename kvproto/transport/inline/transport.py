@@ -6,22 +6,193 @@ It maps nothing and needs no library, so it works between any two hosts, on host
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar
 
 import attrs
 
 from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram, Runs
-from kvproto.errors import RemoteError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.transport import base
-from kvproto.transport.inline.receiver import InlineReceiver
-from kvproto.transport.inline.sender import InlineLink, InlineStream
+from kvproto.transport.base import Layer
 from kvproto.transport.shm.memory import SharedMemory, buffers
-from kvproto.transport.staging.packed import PackedStream
-from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.transport.staging.packed import PackedStream, Packer
+from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Handle, Region
+from kvproto.wire.messages import Data, Handle, Region
 
-__all__ = ["WINDOW", "InlineTransport"]
+__all__ = ["FRAME", "WINDOW", "DataPiece", "InlineLink", "InlineReceiver", "InlineStream", "InlineTransport"]
+
+
+FRAME = 128 << 10
+"""Bytes of one Data."""
+
+
+@attrs.frozen
+class DataPiece:
+    """The next bytes of a stream."""
+
+    offset: int
+    data: bytearray = attrs.field(repr=False)
+    last: bool
+
+    def notice(self, session: int, sequence: int, attempt: int) -> Data:
+        """The message that carries them."""
+        return Data(
+            session=session,
+            sequence=sequence,
+            attempt=attempt,
+            offset=self.offset,
+            data=bytes(self.data),
+            last=self.last,
+        )
+
+
+class InlineLink:
+    """What the streams of one session share: the bytes that may still be sent."""
+
+    kind: ClassVar[CreditKind] = CreditKind.INLINE
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.active: set[InlineStream] = set()
+        """Streams of which bytes are still to be packed."""
+
+    def allow(self, bytes: int) -> None:
+        """Let this many more bytes be packed."""
+        self.room += bytes
+
+    def restart(self) -> None:
+        """Forget all credit; streams that have begun fail, as what they sent may be lost (KVP-INL-BROKEN)."""
+        self.room = 0
+        for stream in self.active:
+            stream.broken = stream.begun
+
+
+class InlineStream(base.Stream):
+    """A packed stream that is under way; a `Copying` and its own `Stream`. Each poll of `done` packs what may go."""
+
+    def __init__(self, link: InlineLink, packer: PackedStream, grows: bool) -> None:
+        self._link, self._packer, self.bytes = link, packer, packer.length
+        self._at, self._allowed = 0, 0 if grows else packer.length
+        self._pieces: list[DataPiece] = []
+        self.broken = False
+        """Whether bytes of it may be lost."""
+        if packer.length:
+            link.active.add(self)
+
+    @property
+    def stream(self) -> InlineStream:
+        return self
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of its bytes was packed."""
+        return self._at > 0
+
+    @property
+    def left(self) -> int:
+        return self.bytes - self._at
+
+    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
+        self._allowed = self.bytes if layers is None else max(self._allowed, self._packer.prefix_bytes(layers))
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is packed, after packing what credit allows; raises PEER_LOST."""
+        if self.broken:
+            yours = f"{self._at} of {self.bytes} bytes sent when the connection broke"
+            raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
+        if self.left:
+            link = self._link
+            share = min(link.room, max(link.room // len(link.active), FRAME))  # of what is left (KVP-INL-TURN)
+            end = min(self._at + share, self._allowed)
+            link.room -= max(end - self._at, 0)
+            while self._at < end:
+                self._pack(min(FRAME, end - self._at))
+            if not self.left:
+                link.active.discard(self)
+        return not self.left
+
+    def _pack(self, size: int) -> None:
+        data = bytearray(size)
+        self._packer.pack(self._at, data)
+        self._pieces.append(DataPiece(self._at, data, self._at + size == self.bytes))
+        self._at += size
+
+    def take(self) -> list[DataPiece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def stop(self) -> Proof:
+        """Send nothing more. Only the sink writes its pages, so nothing that is on its way can arrive in one."""
+        self._link.active.discard(self)
+        return Proof.PROVEN
+
+
+@attrs.define
+class _IncomingStream:
+    """One transfer's stream from one source."""
+
+    packer: Packer
+    at: int = 0
+    error: KvprotoError | None = None
+
+
+class InlineReceiver:
+    """Streams from one source; transfers are named by (sequence, attempt)."""
+
+    kind: ClassVar[CreditKind] = CreditKind.INLINE
+    busy = False
+    """Never, since bytes are in their places when `data` returns."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        """Bytes that may be on their way, of all streams."""
+        self._streams: dict[tuple[int, int], _IncomingStream] = {}
+
+    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+        """Expect the Data of a transfer, which `packer` unpacks into its pages."""
+        self._streams[sequence, attempt] = _IncomingStream(packer)
+
+    def data(self, data: Data) -> None:
+        """Unpack the next bytes; those of a transfer that is not open are dropped.
+
+        Raises OUT_OF_RANGE for bytes that are not the next of the stream (KVP-INL-NEXT), FIELD_CONFLICT for a wrong
+        `last` (KVP-INL-LAST); no page is touched then.
+        """
+        stream = self._streams.get((data.sequence, data.attempt))
+        if stream is None:
+            return
+        end, length = data.offset + len(data.data), stream.packer.length
+        error = None
+        if data.offset != stream.at or end > length:
+            error = ErrorCode.OUT_OF_RANGE, "offset", f"{stream.at} of {length}", f"{data.offset} to {end}"
+        elif data.last != (end == length):
+            error = ErrorCode.FIELD_CONFLICT, "last", f"{end == length}", f"{data.last}"
+        if error:
+            raise RemoteError(*error, "send the bytes of the stream in order, once")
+        stream.at = end
+        try:
+            stream.packer.unpack(data.offset, data.data)
+        except KvprotoError as fault:  # ours, not the peer's: `finish` tells it
+            stream.error = fault.kept()
+
+    def finish(self, sequence: int, attempt: int) -> bool:
+        """True, when no more Data comes; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
+        stream = self._streams[sequence, attempt]
+        if stream.error:
+            raise stream.error.again()
+        if stream.at < stream.packer.length:
+            wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send all Data before Done")
+        return True
+
+    def close(self, sequence: int, attempt: int) -> bool:
+        """Drop what still comes for a transfer."""
+        self._streams.pop((sequence, attempt), None)
+        return True
+
 
 WINDOW = 2 << 20
 """Bytes that may be on their way to a sink from one source rank."""

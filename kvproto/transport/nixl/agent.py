@@ -15,26 +15,410 @@ slots and length. It is released before either side's memory is closed or regist
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvproto.errors import KvprotoError, LocalError
+import attrs
+import numpy as np
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.base import no_handle
 from kvproto.transport.nixl.binding import Descriptors, Nixl
-from kvproto.transport.nixl.handle import ByteRange, Named
-from kvproto.transport.nixl.regions import Make, Peer, Registered, Write
-from kvproto.transport.nixl.transfers import Transfers, closed, failed, unreachable
-from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.transport.nixl.handle import ByteRange, HandleContents
+from kvproto.transport.process import boot_id
+from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Region
+from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Agent", "Posting"]
+__all__ = [
+    "Agent",
+    "Make",
+    "Peer",
+    "Posting",
+    "Registered",
+    "SlotPair",
+    "Transfers",
+    "Write",
+    "closed",
+    "failed",
+    "unreachable",
+]
+
+
+Make = Callable[[Nixl], Iterator[int]]
+"""Makes the handles of a write, to be posted one by one."""
+
+
+# memory
+
+
+@attrs.frozen
+class Slot(ByteRange):
+    """The first bytes of a staging slot."""
+
+    owner: Slotted | None = attrs.field(default=None, repr=False, eq=False)
+
+
+class Slotted:
+    """Memory that may be divided into equal staging slots."""
+
+    def __init__(self, agent: Agent, memory: ByteRange, slot_bytes: int) -> None:
+        self.agent, self.memory = agent, memory
+        self.slot_bytes = slot_bytes
+        """Bytes of each slot; 0 if there is none."""
+        self.slots = memory.length // slot_bytes if slot_bytes else 0
+        """Number of staging slots."""
+        self._made: dict[int, Slot] = {}
+
+    def slot(self, number: int, length: int) -> ByteRange:
+        """The first bytes of a staging slot."""
+        known = self._made.get(number)
+        if known is None or known.length != length:
+            m = self.memory.part(number * self.slot_bytes, length)
+            known = self._made[number] = Slot(m.address, length, m.kind, m.device, m.buffer, self)
+        return known
+
+
+class Registered(Slotted):
+    """Memory that NIXL may read and that peers with its handle may write, until it is closed."""
+
+    def __init__(self, agent: Agent, memory: ByteRange, slot_bytes: int, list_: Any, metadata: bytes) -> None:
+        super().__init__(agent, memory, slot_bytes)
+        self._list, self._metadata = list_, metadata
+
+    @property
+    def closed(self) -> bool:
+        """Whether it may no longer be read or written."""
+        return self._list is None
+
+    @property
+    def handle(self) -> Handle:
+        """The handle for `Region.handles`: about 600 bytes that name this memory alone."""
+        named = HandleContents(self.agent.name, self.memory, self.slot_bytes, self._metadata)
+        return Handle(transport=TransportCode.NIXL, data=named.encode())
+
+    def region(self, id: int, device: str | None = None) -> Region:
+        """Its entry in Register; `device` is the UUID of the GPU of CUDA memory."""
+        memory = self.memory
+        return Region(
+            id=id, base=0, length=memory.length, kind=memory.kind, device=device, boot=boot_id(), handles=(self.handle,)
+        )
+
+    def close(self) -> None:
+        """Deregister, so that peers can no longer write it; no write of it may be under way."""
+        if self._list is not None:
+            list_, self._list = self._list, None
+            self.agent.deregister(self, list_)
+            self.forget_slots()
+
+    def forget_slots(self) -> None:
+        """Release the views of the buffer."""
+        self._made.clear()
+
+
+class Peer(Slotted):
+    """A peer's memory that this agent may write; its addresses are the peer's."""
+
+    def __init__(self, agent: Agent, named: HandleContents, path: str) -> None:
+        super().__init__(agent, named.memory, named.slot_bytes)
+        self.name, self.path = named.name, path
+        """The name of the peer's agent; the path of the region for errors."""
+        self.lost: KvprotoError | None = None
+        """Why no write to it can succeed any more."""
+
+    def write(self, source: ByteRange, to: ByteRange) -> Write:
+        """Post one write of memory inside a `Registered` to memory of this peer, of equal length."""
+        if source.length != to.length:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
+        slots = None
+        if isinstance(source, Slot) and isinstance(to, Slot) and to.owner is self:
+            own = source.owner
+            if isinstance(own, Registered) and own.agent is self.agent:
+                slots = SlotPair(own, source.address, self, to.address, source.length)
+        write = Write(self.agent, source.length, (self,), slots)
+
+        def make(nixl: Nixl) -> Iterator[int]:
+            local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
+            yield nixl.make((local, source.kind), (remote, self.memory.kind), self.name)
+
+        return self.agent.begin(write, make)
+
+    def close(self) -> None:
+        """Stop writing it; writes under way end UNPROVABLE. The connection ends with the last memory of its agent."""
+        self.agent.disconnect(self)
+
+
+@attrs.frozen(cache_hash=True)
+class SlotPair:
+    """From the first bytes of a slot to those of a peer's slot."""
+
+    source: Registered
+    at: int
+    """Address at the source."""
+    peer: Peer
+    to: int
+    """Address at the peer."""
+    length: int
+
+    @property
+    def usable(self) -> bool:
+        """Whether the memory of both sides is still there."""
+        return not self.source.closed and not self.peer.lost
+
+
+# writes
+
+
+class Write:
+    """Bytes on their way to one peer's memory."""
+
+    def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
+        self._agent, self.bytes, self.peers, self.slots = agent, bytes_, peers, slots
+        self._proof: Proof | None = None
+        self._error: KvprotoError | None = None
+        self._over = False
+        """Set last, so that a thread that sees it set sees the others too."""
+        self.bell: threading.Event | None = None
+        """Wakes threads that wait, if any do."""
+        self.handles: list[int] = []
+        self.cancelled = False
+
+    def ready(self) -> bool:
+        """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED if that failed."""
+        if not self._over:
+            self._agent.advance(self)
+            if not self._over:
+                return False
+        if self._error is not None:
+            raise self._error.again()
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        """As `ready`, after at most `timeout` seconds."""
+        until = time.monotonic() + timeout
+        while not self.ready() and (left := until - time.monotonic()) > 0:
+            bell = self._agent.bell_of(self)  # before `_over` is read: whoever ends the write rings after setting it
+            if not self._over:
+                bell.wait(self._agent.patience(left))
+        return self.ready()
+
+    @property
+    def proof(self) -> Proof | None:
+        """PROVEN if no byte can arrive any more, else UNPROVABLE, once the write is over; None before that."""
+        return self._proof
+
+    def abandon(self) -> None:
+        """Give the write up; `proof` is soon PROVEN if it was complete or never posted, else UNPROVABLE."""
+        self.cancelled = True
+        with contextlib.suppress(KvprotoError):  # a closed agent has ended it
+            self._agent.abandon(self)
+
+    def end(self, error: KvprotoError | None, proof: Proof) -> None:
+        if self._over:
+            return
+        self._proof, self._error = proof, error.kept() if error is not None else None
+        self._over = True
+        if self.bell is not None:
+            self.bell.set()
+
+
+_MOST_KEPT = 1 << 14
+"""Transfers in a cache."""
+
+
+def failed(what: str, cause: Exception) -> LocalError:
+    """The typed error of what NIXL raised."""
+    yours, advice = f"{type(cause).__name__}: {cause}", "look at what NIXL and UCX wrote to stderr"
+    return LocalError(ErrorCode.TRANSPORT_FAILED, "", what, yours, advice)
+
+
+def closed() -> LocalError:
+    """The refusal of a closed agent."""
+    return LocalError(ErrorCode.TRANSPORT_FAILED, "", "the agent", "closed", "")
+
+
+def unreachable(path: str, reason: str, advice: str) -> RemoteError:
+    """The refusal of a peer's region."""
+    return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", "cannot connect", reason, advice)
+
+
+class TransferCache:
+    """NIXL's transfers from slot to slot, kept to be posted again, as making one costs more than posting it."""
+
+    def __init__(self) -> None:
+        self.handles: dict[SlotPair, int] = {}
+        """Handles of transfers that are not under way, the least recently used first."""
+
+    def keep(self, slots: SlotPair, handle: int) -> int | None:
+        """Keep a handle; returns the one to release: the least recently used, or this one if the pair has one."""
+        if slots in self.handles:
+            return handle
+        oldest = self.handles.pop(next(iter(self.handles))) if len(self.handles) == _MOST_KEPT else None
+        self.handles[slots] = handle
+        return oldest
+
+    def let_go(self, which: Callable[[SlotPair], bool]) -> list[int]:
+        """Remove the transfers of these pairs; returns their handles, to be released."""
+        return [self.handles.pop(slots) for slots in list(self.handles) if which(slots)]
+
+
+class Transfers:
+    """Posts writes and tracks them; calls `tell` when one is over."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self.posted: dict[Write, None] = {}
+        """Writes that are under way."""
+        self.cache = TransferCache()
+        self.peers: dict[str, tuple[bytes, list[Peer]]] = {}
+        """By name of an agent: what connects to it, and its memory."""
+        self._stuck: list[int] = []
+        """Handles that NIXL would not release."""
+
+    def connect(self, nixl: Nixl, agent: Agent, named: HandleContents, path: str) -> Peer:
+        """Make a peer's memory writable; raises TRANSPORT_FAILED."""
+        connection, peers = self.peers.get(named.name, (named.connection, []))
+        if connection != named.connection:
+            raise unreachable(path, "another agent has its name", "make a new agent after a restart")
+        self._let_go(nixl, lambda slots: slots.peer.name == named.name)  # NIXL may replace the keys of this agent
+        for write in self.posted:  # these use the old keys, and must not be cached
+            if write.slots and write.slots.peer.name == named.name:
+                write.slots = None
+        try:
+            nixl.load(named)
+        except Exception as e:
+            if not peers:
+                nixl.forget(named.name)
+            raise unreachable(path, type(e).__name__, "compare NIXL's versions, and UCX_TLS on both sides") from e
+        peer = Peer(agent, named, path)
+        peers.append(peer)
+        self.peers[named.name] = connection, peers
+        return peer
+
+    def begin(self, nixl: Nixl, write: Write, make: Make) -> None:
+        """Post a write's transfers, cached or new."""
+        begun, ready = False, True
+        try:
+            if write.cancelled:
+                raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
+            for peer in write.peers:
+                if peer.lost:
+                    raise peer.lost.again()
+            if write.slots and (kept := self.cache.handles.pop(write.slots, None)) is not None:
+                write.handles.append(kept)
+            else:
+                for made in make(nixl):
+                    write.handles.append(made)  # at once, so that it is released if the next one is refused
+            for handle in write.handles:
+                begun = True
+                ready &= nixl.post(handle)
+        except Exception as e:
+            error = self._lost(nixl, write.peers, e)
+            self._over(nixl, write, error, Proof.UNPROVABLE if begun else Proof.PROVEN)
+            return
+        if ready:
+            self._over(nixl, write)
+        else:
+            self.posted[write] = None
+
+    def look(self, nixl: Nixl, write: Write) -> bool:
+        """Poll a posted write; returns whether it ended."""
+        try:
+            for handle in write.handles:
+                if not nixl.ask(handle):
+                    return False
+        except Exception as e:
+            self._over(nixl, write, self._lost(nixl, write.peers, e))
+        else:
+            self._over(nixl, write)
+        return True
+
+    def _over(self, nixl: Nixl, write: Write, error: KvprotoError | None = None, proof: Proof | None = None) -> None:
+        """End a write that is complete or has failed."""
+        self.posted.pop(write, None)
+        if error is None and write.slots and write.slots.usable:
+            spare = self.cache.keep(write.slots, write.handles.pop())
+            write.handles += [] if spare is None else [spare]
+        self._release(nixl, write)
+        write.end(error, proof or (Proof.UNPROVABLE if error else Proof.PROVEN))
+        self._tell()
+
+    def _release(self, nixl: Nixl, write: Write) -> None:
+        for handle in write.handles:
+            self._drop(nixl, handle)
+        write.handles.clear()
+
+    def _drop(self, nixl: Nixl, handle: int) -> None:
+        try:
+            nixl.release(handle)
+        except Exception:  # it is under way and cannot be cancelled, so NIXL keeps it
+            self._stuck.append(handle)
+
+    def _let_go(self, nixl: Nixl, which: Callable[[SlotPair], bool]) -> None:
+        for handle in self.cache.let_go(which):
+            self._drop(nixl, handle)
+
+    def deregister(self, nixl: Nixl, memory: ByteRange, registration: Any) -> None:
+        """Forbid all further writes of this memory."""
+        begin, end = memory.address, memory.address + memory.length  # NIXL may have used it for overlapping memory
+        self._let_go(nixl, lambda slots: slots.at < end and begin < slots.at + slots.length)
+        nixl.deregister(registration)
+
+    def _lost(self, nixl: Nixl, peers: tuple[Peer, ...], cause: Exception) -> KvprotoError:
+        """The typed error for what NIXL raised; if the peer is gone, all of its memory is lost."""
+        if isinstance(cause, KvprotoError):
+            return cause
+        if "Disconnect" not in type(cause).__name__:
+            return failed("the write failed", cause)
+        names = {p.name for p in peers}
+        error = RemoteError(ErrorCode.PEER_LOST, "", "a connection", type(cause).__name__, "register again with it")
+        for name in names:
+            for peer in self.peers.get(name, (b"", []))[1]:
+                peer.lost = error
+        self._let_go(nixl, lambda slots: slots.peer.name in names)
+        return error
+
+    def abandon(self, nixl: Nixl, write: Write) -> None:
+        """Give a write up, unless it turns out to be complete."""
+        if write in self.posted and not self.look(nixl, write):
+            self._over(nixl, write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
+
+    def disconnect(self, nixl: Nixl, peer: Peer) -> None:
+        """Stop writing this peer's memory; the connection ends with the last memory of its agent."""
+        _, peers = self.peers.get(peer.name, (b"", []))
+        if peer not in peers:
+            return
+        for write in [w for w in self.posted if peer in w.peers]:
+            self.abandon(nixl, write)
+        self._let_go(nixl, lambda slots: slots.peer is peer)
+        peers.remove(peer)
+        peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
+        if not peers:
+            del self.peers[peer.name]
+            nixl.forget(peer.name)
+
+    def finish(self, nixl: Nixl) -> None:
+        """End all writes as UNPROVABLE, forget all peers, and stop NIXL."""
+        for write in self.posted:
+            self._release(nixl, write)
+            write.end(closed(), Proof.UNPROVABLE)
+        self.posted.clear()
+        self._let_go(nixl, lambda _: True)
+        for name in self.peers:
+            nixl.forget(name)
+        for handle in self._stuck:
+            with contextlib.suppress(Exception):
+                nixl.release(handle)
+        nixl.close()
+
 
 T = TypeVar("T")
 
@@ -112,7 +496,7 @@ class Agent:
         if handle is None:
             raise no_handle(path, TransportCode.NIXL)
         try:
-            named = Named.decode(bytes(handle.data))
+            named = HandleContents.decode(bytes(handle.data))
             if named.name == self.name:
                 raise ValueError("it is our own")
             if named.memory.length < region.length or named.memory.kind != region.kind:

@@ -10,143 +10,106 @@ import multiprocessing.connection
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import attrs
-import numpy as np
-
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce, program
-from kvproto.transport.nixl.agent import Agent
-from kvproto.transport.nixl.backend import HostBackend
-from kvproto.transport.nixl.direct import Direct
-from kvproto.transport.nixl.handle import ByteRange
-from kvproto.transport.nixl.regions import Peer, Registered
-from kvproto.transport.staging.packed import PackedStream, Packer, Side
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
+from kvproto.transport.base import Memory
+from kvproto.transport.bench import HOST, BenchJob, BenchPath, RunOnce
+from kvproto.transport.nixl.agent import Agent, Peer, Registered
+from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
+from kvproto.transport.nixl.direct import DirectWrite
+from kvproto.transport.shm.memory import SharedMemory
+from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["job"]
 
-_MOST_RUNS = 1 << 16
-_MOST_DESCRIPTORS = 1 << 14
 _SLOTS = 4
 _PATIENCE = 30.0
 
 
-def _slot(memory: int, place: str) -> int:
-    return min(8 << 20 if place == HOST else 64 << 20, memory // 64 // 4096 * 4096)
-
-
-@attrs.frozen
-class _Place:
-    """Pages and staging slots of one process."""
-
-    pages: ByteRange
-    slots: ByteRange
-    device: str | None
-    """UUID of its GPU."""
-    eager: bool
-    packer: Callable[[CopyProgram, Side], Packer]
-
-
 @contextmanager
-def _open(place: str, memory: int) -> Iterator[_Place]:
-    """Open pages and slots, which must outlive the agent that registers them."""
-    length, slots = memory * 3 // 10 // 4096 * 4096, _SLOTS * _slot(memory, place)
-    if place == HOST:
-        pages, staging = (ByteRange.of(np.ones(n, np.uint8)) for n in (length, slots))
-        assert pages.buffer is not None
-        regions = {0: pages.buffer}
-        yield _Place(pages, staging, None, HostBackend.eager, lambda made, side: PackedStream(made, side, regions))
-        return
-    from kvproto.transport.cuda.driver import uuid
-    from kvproto.transport.cuda.memory import DeviceMemory
-    from kvproto.transport.nixl.device import DeviceBackend
+def _opened(place: str, memory: int) -> Iterator[tuple[MemoryBackend, Memory, Agent, Registered, Registered]]:
+    """The pages and the staging slots of one process, and the agent that has registered them."""
+    length, most = memory * 3 // 10 // 4096 * 4096, 8 << 20 if place == HOST else 64 << 20
+    slot_bytes = min(most, memory // 64 // 4096 * 4096)
+    with contextlib.ExitStack() as stack:
+        backend: MemoryBackend
+        pool: Memory
+        if place == HOST:
+            backend, pool = HostBackend(), SharedMemory(length)  # which is freed with its last view
+        else:
+            from kvproto.transport.cuda.memory import DeviceMemory
+            from kvproto.transport.nixl.device import DeviceBackend
 
-    number = int(place.removeprefix("gpu"))
-    on, pool = DeviceBackend(number), DeviceMemory(length, number)
-    try:
-        pool.zero()
-        pages, staging = on.of(pool), on.allocate(slots)
-        yield _Place(pages, staging, uuid(number), on.eager, lambda made, side: on.packer(made, side, {0: pool}))
-    finally:
-        on.close()
-        pool.close()
+            number = int(place.removeprefix("gpu"))
+            backend, pool = DeviceBackend(number), DeviceMemory(length, number)
+            stack.callback(pool.close)
+            stack.callback(backend.close)
+            pool.zero()
+        slots = backend.allocate(_SLOTS * slot_bytes)
+        agent = stack.enter_context(Agent(backend.eager))
+        yield backend, pool, agent, agent.register(backend.of(pool)), agent.register(slots, slot_bytes)
 
 
-class _Direct(BenchPath):
-    transport, way = "nixl", "direct"
-
-    def __init__(self, agent: Agent, own: Registered, peer: Peer, source: str, sink: str) -> None:
-        self._agent, self._own, self._peer, self.source, self.sink = agent, own, peer, source, sink
-
-    def most_runs(self, run: int) -> int:
-        return min(self._own.memory.length // run, _MOST_DESCRIPTORS)
-
-    def runner(self, run: int, runs: int) -> RunOnce:
-        made = program(run, runs, self._own.memory.length)
-
-        def go() -> float:
+def _direct(agent: Agent, own: Registered, peer: Peer, ends: tuple[str, str]) -> BenchPath:
+    def prepare(program: CopyProgram) -> RunOnce:
+        def copy() -> float:
             begin = time.perf_counter()
-            if not Direct(self._agent, made, {0: self._own}, {0: self._peer}).post().wait(_PATIENCE):
-                raise _late(f"a write of {made.bytes} bytes under way", "look at UCX_TLS and UCX_NET_DEVICES")
+            if not DirectWrite(agent, program, {0: own}, {0: peer}).post().wait(_PATIENCE):
+                raise _late(f"a write of {program.bytes} bytes under way", "look at UCX_TLS and UCX_NET_DEVICES")
             return time.perf_counter() - begin
 
-        return go
+        return copy
+
+    return BenchPath("nixl", "direct", *ends, own.memory.length, 1 << 14, prepare)
 
 
-class _Packed(BenchPath):
-    transport, way = "nixl", "packed"
+def _packed(
+    conn: Connection, backend: MemoryBackend, pool: Memory, agent: Agent, link: StagedLink, ends: tuple[str, str]
+) -> BenchPath:
+    def prepare(program: CopyProgram) -> RunOnce:
+        conn.send(program)
 
-    def __init__(self, conn: Connection, agent: Agent, own: _Place, link: Link, source: str, sink: str) -> None:
-        self._conn, self._agent, self._own, self._link, self.source, self.sink = conn, agent, own, link, source, sink
-        self._sequence = 0
+        def copy() -> float:
+            """Seconds from gathering the first byte to having scattered the last."""
+            conn.send(None)
+            _receive(conn)
+            begin = time.perf_counter()
+            sender = StagedSender(link, backend.packer(program, "source", {0: pool}))
+            while not sender.done:
+                while conn.poll(0):
+                    link.grant(conn.recv())
+                before = sender.under_way
+                pieces = sender.step()
+                for piece in pieces:
+                    conn.send(piece.notice(1, 1, 1))
+                if not pieces and sender.under_way == before and ends[0] == HOST:  # a GPU wakes nobody
+                    multiprocessing.connection.wait([conn, agent.fileno()], 0.01)
+                    agent.wait(0)
+                if time.perf_counter() > begin + _PATIENCE:
+                    raise _late(f"{program.bytes} bytes under way")
+            while (credit := _receive(conn)) is not None:
+                link.grant(credit)
+            return time.perf_counter() - begin
 
-    def most_runs(self, run: int) -> int:
-        return min(self._own.pages.length // run, _MOST_RUNS)
+        return copy
 
-    def runner(self, run: int, runs: int) -> RunOnce:
-        made = program(run, runs, self._own.pages.length)
-        self._conn.send((run, runs))
-        return lambda: self._go(made)
-
-    def _go(self, made: Any) -> float:
-        """Seconds from gathering the first byte to having scattered the last."""
-        self._sequence += 1
-        self._conn.send(self._sequence)
-        _hear(self._conn)
-        begin = time.perf_counter()
-        sender = StagedSender(self._link, self._own.packer(made, "source"))
-        while not sender.done:
-            while self._conn.poll(0):
-                self._link.grant(self._conn.recv())
-            before = sender.under_way
-            pieces = sender.step()
-            for piece in pieces:
-                self._conn.send(piece.notice(1, self._sequence, 1))
-            if not pieces and sender.under_way == before and self.source == HOST:  # a GPU wakes nobody
-                multiprocessing.connection.wait([self._conn, self._agent.fileno()], 0.01)
-                self._agent.wait(0)
-            if time.perf_counter() > begin + _PATIENCE:
-                raise _late(f"{made.bytes} bytes under way")
-        while (message := _hear(self._conn)) is not None:
-            self._link.grant(message)
-        return time.perf_counter() - begin
+    return BenchPath("nixl", "packed", *ends, pool.length, 1 << 16, prepare)
 
 
-def _hear(conn: Connection) -> Any:
+def _receive(conn: Connection) -> Any:
     if not conn.poll(_PATIENCE):
         raise _late("no word of the peer")
     return conn.recv()
 
 
-def _late(found: str, advice: str = "") -> LocalError:
-    return LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", found, advice)
+def _late(state: str, advice: str = "") -> LocalError:
+    return LocalError(ErrorCode.DEADLINE, "", f"{_PATIENCE:g} s", state, advice)
 
 
 def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
@@ -157,53 +120,47 @@ def job(memory: int, source: str = HOST, sink: str = HOST) -> BenchJob:
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "kvproto.transport.nixl.bench", str(theirs.fileno()), str(memory), sink]
         null = subprocess.DEVNULL
-        peer = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         theirs.close()
         try:
-            with _open(source, memory) as place, Agent(place.eager) as agent:
-                own = agent.register(place.pages)
-                staging = agent.register(place.slots, _slot(memory, source))
-                pages, slots = (agent.connect(region, "regions") for region in _hear(ours))
-                packed = _Packed(ours, agent, place, Link(staging, slots), source, sink)
-                yield [_Direct(agent, own, pages, source, sink), packed]
+            with _opened(source, memory) as (backend, pool, agent, pages, staging):
+                there, slots = (agent.connect(region, "regions") for region in _receive(ours))
+                packed = _packed(ours, backend, pool, agent, StagedLink(staging, slots), (source, sink))
+                yield [_direct(agent, pages, there, (source, sink)), packed]
         except EOFError:
-            found, advice = f"it ended with status {peer.wait()}", "look at what NIXL and UCX wrote to stderr"
-            raise LocalError(ErrorCode.PEER_LOST, "", "a peer process", found, advice) from None
+            status, advice = f"it ended with status {process.wait()}", "look at what NIXL and UCX wrote to stderr"
+            raise LocalError(ErrorCode.PEER_LOST, "", "a peer process", status, advice) from None
         finally:
             ours.close()
             try:
-                peer.wait(5)
+                process.wait(5)
             except subprocess.TimeoutExpired:
-                peer.kill()
-                peer.wait()
+                process.kill()
+                process.wait()
 
     return BenchJob("nixl" if source == HOST else f"nixl {source} to {sink}", 2, opened)
 
 
 def _serve(conn: Connection, memory: int, place: str) -> None:
-    """The peer: register pages and staging slots, and unpack what chunks name."""
-    with _open(place, memory) as own, Agent(own.eager) as agent:
-        pages, staging = agent.register(own.pages), agent.register(own.slots, _slot(memory, place))
-        conn.send([pages.region(0, own.device), staging.region(1, own.device)])
-        receiver = StagedReceiver(staging)
-        made = None
+    """The peer: register pages and staging slots, and unpack the chunks of each copy of a program."""
+    with _opened(place, memory) as (backend, pool, _, pages, staging):
+        conn.send([pages.region(0, backend.device_name), staging.region(1, backend.device_name)])
+        receiver, program = StagedReceiver(staging), None
         while True:
-            asked = conn.recv()
-            if isinstance(asked, tuple):
-                run, runs = asked
-                made = program(run, runs, own.pages.length)
+            if (message := conn.recv()) is not None:
+                program = message
                 continue
-            assert made is not None
-            receiver.open(asked, 1, own.packer(made, "sink"))
+            assert program is not None
+            receiver.open(1, 1, backend.packer(program, "sink", {0: pool}))
             conn.send(None)
             while True:
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
-                if receiver.complete(asked, 1):
+                if receiver.complete(1, 1):
                     break
                 if conn.poll(None if not receiver.busy else 0):
                     receiver.chunk(conn.recv())
-            receiver.close(asked, 1)
+            receiver.close(1, 1)
             conn.send(None)
 
 

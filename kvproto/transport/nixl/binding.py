@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.errors import LocalError
-from kvproto.transport.nixl.handle import ByteRange, Named
+from kvproto.transport.nixl.handle import ByteRange, HandleContents
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = ["Descriptors", "Nixl"]
@@ -49,7 +49,7 @@ class Nixl:
     def deregister(self, registration: Any) -> None:
         self._agent.deregisterMem(registration, self._ucx)
 
-    def load(self, named: Named) -> None:
+    def load(self, named: HandleContents) -> None:
         """Learn of a peer's memory, and connect."""
         if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
             raise ValueError("its metadata is another agent's")

@@ -9,9 +9,9 @@ from kvproto.errors import LocalError
 from kvproto.transport.base import Memory, Regions
 from kvproto.transport.cuda.direct import is_done
 from kvproto.transport.cuda.driver import current, uuid
+from kvproto.transport.cuda.kernel import SUMMED
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.packer import DevicePacker, DeviceStream
-from kvproto.transport.cuda.sums import SUMMED
 from kvproto.transport.nixl.backend import MemoryBackend
 from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.staging.packed import Side

@@ -11,12 +11,11 @@ import numpy as np
 
 from kvproto.copying.program import CopyProgram, IntArray, Runs
 from kvproto.errors import LocalError, RemoteError
-from kvproto.transport.nixl.agent import Agent, Posting
-from kvproto.transport.nixl.regions import Peer, Registered, Write
+from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
 __all__ = [
-    "DEVICE_FLOOR", "Costs", "Direct", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
+    "DEVICE_FLOOR", "Costs", "DirectWrite", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
 ]  # fmt: skip
 
 
@@ -56,7 +55,7 @@ def descriptors(
     return {key: tuple(map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}  # type: ignore[misc]
 
 
-class Direct:
+class DirectWrite:
     """A copy program as descriptor lists; memory and peers by region id."""
 
     def __init__(

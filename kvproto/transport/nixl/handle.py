@@ -21,7 +21,7 @@ import numpy as np
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["ByteRange", "Named"]
+__all__ = ["ByteRange", "HandleContents"]
 
 _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
@@ -62,7 +62,7 @@ class ByteRange:
 
 
 @attrs.frozen
-class Named:
+class HandleContents:
     """The contents of a handle."""
 
     name: str
@@ -83,7 +83,7 @@ class Named:
         return _MAGIC + hashlib.sha256(body).digest() + body
 
     @classmethod
-    def decode(cls, data: bytes) -> Named:
+    def decode(cls, data: bytes) -> HandleContents:
         """Decode a handle; raises ValueError that says what is wrong."""
         if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
             raise ValueError("not a handle of NIXL")

@@ -13,7 +13,7 @@ from kvproto.wire.enums import MemoryKind
 __all__ = ["PROVIDER", "costs_of"]
 
 
-class _Nixl(Provider):
+class _NixlProvider(Provider):
     name = "nixl"
     requires = ("nixl",)
     install = "pip install 'kvproto[nixl]'"
@@ -66,4 +66,4 @@ def costs_of(measured: Sequence[Measured], gpus: bool) -> Costs | None:
     return min(made, key=lambda c: c.link, default=None)
 
 
-PROVIDER = _Nixl()
+PROVIDER = _NixlProvider()

@@ -11,6 +11,7 @@ written directly registers some staging memory for that purpose.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import attrs
@@ -18,17 +19,86 @@ import attrs
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport import base
-from kvproto.transport.nixl.agent import Agent
+from kvproto.transport.base import Copying, Layer, Stream
+from kvproto.transport.nixl.agent import Agent, Peer, Registered, Write
 from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
-from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, Direct, WriteMode, choose, probe, require_fast
-from kvproto.transport.nixl.regions import Peer, Registered
-from kvproto.transport.nixl.streaming import Streaming, Writing
-from kvproto.transport.staging.staged import Link, StagedReceiver, StagedSender
-from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
+from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, DirectWrite, WriteMode, choose, probe, require_fast
+from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedReceiver, StagedSender
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["NixlTransport", "StagedRegion"]
+__all__ = ["DirectCopy", "NixlTransport", "StagedCopy", "StagedRegion"]
+
+
+@attrs.define
+class DirectCopy(Copying):
+    """DirectWrite writes that are under way, or that wait for device events."""
+
+    _direct: DirectWrite
+    _ready: Callable[[], bool]
+    """Whether the rows are there."""
+    _write: Write | None = None
+    stream: None = None
+
+    @property
+    def bytes(self) -> int:
+        return self._direct.bytes
+
+    @property
+    def done(self) -> bool:
+        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
+        if self._write is None:
+            if not self._ready():
+                return False
+            self._write = self._direct.post()
+        return self._write.ready()
+
+    def stop(self) -> Proof | None:
+        """The write's proof once it is over; PROVEN if it was never posted."""
+        return Proof.PROVEN if self._write is None else self._write.proof
+
+
+class StagedCopy(Stream):
+    """A packed stream that is under way; a `Copying` and its own `Stream`."""
+
+    def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
+        self._sender, self.bytes, self._happened = sender, bytes_, happened
+        self._pieces: list[ChunkPiece] = []
+        self._coming: deque[tuple[Collection[Layer] | None, Sequence[int]]] = deque()
+        """Layers, and the device events after which their rows are there."""
+
+    @property
+    def stream(self) -> StagedCopy:
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is in a slot of the sink, after advancing it; raises PEER_LOST, TRANSPORT_FAILED."""
+        # the host polls events: if the device awaited them, chunks of other streams would queue behind them
+        while self._coming and self._happened(self._coming[0][1]):
+            self._sender.mark_ready(self._coming.popleft()[0])
+        while True:
+            before = self._sender.under_way
+            found = self._sender.step()
+            self._pieces += found
+            if not found and self._sender.under_way == before:
+                return self._sender.done
+
+    @property
+    def left(self) -> int:
+        return self._sender.left
+
+    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
+        self._coming.append((layers, after))
+
+    def take(self) -> list[ChunkPiece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def stop(self) -> Proof | None:
+        return self._sender.abort()
+
 
 _PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
 """Bytes of a write that measures how fast a GPU is reached; latency would dominate shorter ones."""
@@ -43,7 +113,7 @@ class StagedRegion:
     """A peer's pages that are reached only through its staging slots."""
 
     path: str
-    link: Link | None = None
+    link: StagedLink | None = None
     close: Callable[[], None] = lambda: None
     """Frees our own slots; no write of them may be under way."""
 
@@ -139,7 +209,7 @@ class NixlTransport(base.Transport):
             return StagedRegion(path)
         return self.agent.connect(region, path)
 
-    def _stage(self, mapped: Mapping[int, base.Mapped], allowed: bool) -> Link | None:
+    def _stage(self, mapped: Mapping[int, base.Mapped], allowed: bool) -> StagedLink | None:
         """The link to the pages that are behind staging slots, if any."""
         behind = [m for m in mapped.values() if isinstance(m, StagedRegion)]
         peer = next((m for m in mapped.values() if isinstance(m, Peer) and m.slots), None)
@@ -157,7 +227,7 @@ class NixlTransport(base.Transport):
         size = min(self.slot_bytes, peer.slot_bytes)
         own = self._staging(self.slots * size, size)
         try:
-            link = Link(own, peer)
+            link = StagedLink(own, peer)
             self._require_fast(lambda: own, peer)
         except KvprotoError:
             self._free(own)
@@ -172,18 +242,20 @@ class NixlTransport(base.Transport):
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
-    def start(self, moves: Sequence[base.Move]) -> Writing | Streaming:
+    def start(self, moves: Sequence[base.Move]) -> DirectCopy | StagedCopy:
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
         link = next((m.link for m in move.sinks.values() if isinstance(m, StagedRegion)), None)
         if link is not None:
             packer = self.backend.packer(move.program, "source", sources, move.after)
-            return Streaming(StagedSender(link, packer, move.grows), move.program.bytes, self.backend.happened)
+            return StagedCopy(StagedSender(link, packer, move.grows), move.program.bytes, self.backend.happened)
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         agent = next((peer.agent for peer in sinks.values()), self.agent)
         registered = {i: self._register(m, agent) for i, m in sources.items()}
-        return Writing(Direct(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after))
+        return DirectCopy(
+            DirectWrite(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after)
+        )
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
         return self.backend.begin_checksums(program, memory, sink)()

@@ -14,8 +14,8 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Iterable
-from collections.abc import Mapping as Memories
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,12 +24,63 @@ import numpy as np
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.base import no_handle
 from kvproto.transport.process import boot_id
-from kvproto.transport.shm.room import room
 from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Mapping", "SharedMemory", "buffers", "connect", "owner_of", "owning_process"]
+__all__ = ["SharedMapping", "SharedMemory", "allocatable_bytes", "buffers", "connect", "owner_of", "owning_process"]
+
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def allocatable_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
+    """The bytes that would be free if every cache were dropped and swap were full; None if the kernel does not say.
+
+    It is never less than what can be allocated, unless others free memory meanwhile. The limits of the memory cgroups
+    that this process is in count too.
+    """
+    memory = _table(proc / "meminfo", 1024)
+    swap = memory.get("SwapFree", 0)
+    found = []
+    if "MemFree" in memory:
+        dropped = sum(memory.get(name, 0) for name in ("Buffers", "Cached", "SwapCached", "SReclaimable"))
+        found.append(max(memory["MemFree"] + dropped - memory.get("Shmem", 0), memory.get("MemAvailable", 0)) + swap)
+    for folder in _folders(proc, groups):
+        limit, use = _limit(folder / "memory.max"), _table(folder / "memory.stat", 1)
+        if limit is not None:
+            found.append(max(limit - use.get("anon", 0) - use.get("shmem", 0), 0) + swap)
+    return min(found, default=None)
+
+
+def _folders(proc: Path, groups: Path) -> list[Path]:
+    """The folder of this process's cgroup (v2) and of each above it, as far as they can be seen here."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::/")), None)
+    if own is None or ".." in own:
+        return []
+    inner = groups / own.lstrip("/")
+    return [each for each in (inner, *inner.parents) if each == groups or groups in each.parents]
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _table(file: Path, unit: int) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line, in bytes; empty if it cannot be read."""
+    try:
+        rows = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1}
+    except (OSError, ValueError):
+        return {}
+
 
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +91,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Mapping:
+class SharedMapping:
     """The first `length` bytes of a file, mapped until the last view of them is gone; raises OSError.
 
     It holds no descriptor, unlike Python's mmap, which keeps a duplicate for as long as the mapping lives.
@@ -95,7 +146,7 @@ class SharedMemory:
     kind, device = MemoryKind.HOST, None
 
     def __init__(self, length: int, id: int = 0) -> None:
-        left = room()
+        left = allocatable_bytes()
         if left is not None and length > left:  # the kernel would grant it, and then kill this process or another
             wanted, there = f"{length} bytes of host memory", f"{left} that could be free"
             raise LocalError(ErrorCode.TRANSPORT_FAILED, "length", wanted, there, "make the pools smaller")
@@ -105,7 +156,7 @@ class SharedMemory:
             os.posix_fallocate(self._fd, 0, length)
             # truncating it would kill peers that have mapped it
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._bytes = Mapping(self._fd, length)
+            self._bytes = SharedMapping(self._fd, length)
         except OSError as e:
             advice = "raise the limit of open files (ulimit -n)"
             if self._fd >= 0:
@@ -148,7 +199,7 @@ def owner_of(address: int, length: int) -> SharedMemory | None:
     return next((m for m in _owned if m.address <= address and address + length <= m.address + m.length), None)
 
 
-def connect(region: Region, path: str) -> Mapping:
+def connect(region: Region, path: str) -> SharedMapping:
     """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`."""
     handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
     if handle is None:
@@ -180,7 +231,7 @@ def connect(region: Region, path: str) -> Mapping:
         size = os.fstat(opened).st_size
         if size < region.length:
             raise _failed(path, f"a file of {region.length} bytes, as the region says", f"{size} bytes", _SEND_AGAIN)
-        return Mapping(opened, region.length)
+        return SharedMapping(opened, region.length)
     except OSError as error:
         said = error.strerror or type(error).__name__
         raise _failed(path, f"{region.length} bytes mapped", said, "raise the memory limits") from None
@@ -225,7 +276,7 @@ def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
 
 
 def buffers(
-    side: Memories[int, Any], wanted: str, *kinds: type[SharedMemory] | type[Mapping]
+    side: Mapping[int, Any], wanted: str, *kinds: type[SharedMemory] | type[SharedMapping]
 ) -> dict[int, memoryview]:  # fmt: skip
     """The bytes of regions by id; raises LocalError(NO_TRANSPORT) for memory that is of none of these kinds."""
     found = {}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
+from kvproto.copying.execute import execute
+from kvproto.copying.program import CopyProgram
 from kvproto.transport.base import Allocation, Memory, Provider, Regions
-from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
-from kvproto.transport.shm.memory import SharedMemory, owner_of
-from kvproto.transport.shm.pager import HostPager
-from kvproto.transport.shm.transport import ShmTransport
+from kvproto.transport.bench import HOST, Absent, BenchJob, BenchPath, CostedWay, Floor, Measured, RunOnce
+from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
+from kvproto.transport.shm.transport import HostPager, ShmTransport
 
 __all__ = ["PROVIDER"]
 
 _DLPACK_CPU = 1
 
 
-class _Shm(Provider):
+class _ShmProvider(Provider):
     name = "shm"
 
     def allocate(self, length: int, device: int | None, id: int) -> SharedMemory | None:
@@ -38,9 +41,32 @@ class _Shm(Provider):
     costs = (CostedWay("copy", "numpy copy", "copy"),)
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
-        from kvproto.transport.shm.bench import job
-
-        return [job(memory)], []
+        return [_job(memory)], []
 
 
-PROVIDER = _Shm()
+def _job(memory: int) -> BenchJob:
+    """The job of the numpy executor, between a region and the mapping of another, of a third of `memory` bytes each."""
+
+    @contextmanager
+    def opened() -> Iterator[Sequence[BenchPath]]:
+        with (
+            closing(SharedMemory(memory * 3 // 10)) as theirs,
+            closing(SharedMemory(theirs.length)) as own,
+            closing(connect(theirs.region, "regions[0]")) as mapped,
+        ):
+
+            def prepare(program: CopyProgram) -> RunOnce:
+                def copy() -> float:
+                    begin = time.perf_counter()
+                    execute(program, {0: mapped.buffer}, {0: own.buffer})
+                    return time.perf_counter() - begin
+
+                return copy
+
+            # The executor gathers before it scatters: the bytes of a program are in memory three times.
+            yield [BenchPath("shm", "copy", HOST, HOST, own.length * 3 // 4, 1 << 16, prepare)]
+
+    return BenchJob("shm", 1, opened)
+
+
+PROVIDER = _ShmProvider()

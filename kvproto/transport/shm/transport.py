@@ -6,17 +6,56 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import attrs
+
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError
 from kvproto.transport import base
+from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.transport.process import Watch
 from kvproto.transport.shm import memory as shared
 from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
 
-__all__ = ["ShmCopy", "ShmTransport"]
+__all__ = ["HostPager", "ShmCopy", "ShmTransport"]
+
+
+@attrs.frozen
+class _HostPaging(Paging):
+    bytes: int
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def hold(self, layer: int | None = None) -> None:
+        return
+
+    def wait(self) -> None:
+        return
+
+
+class HostPager(Pager):
+    """`Pager` of an engine on the host, which has no stream."""
+
+    def allocate(self, length: int) -> shared.SharedMemory:
+        return shared.SharedMemory(length)
+
+    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
+        return self.copy(program, pool, host)
+
+    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
+        return self.copy(program, host, pool)
+
+    def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
+        """Run a program; raises LocalError(NO_TRANSPORT) for memory that is not `shared.SharedMemory`."""
+        here, there = (shared.buffers(side, "memory of the host", shared.SharedMemory) for side in (sources, sinks))
+        return _HostPaging(execute(program, here, there))
+
+    def close(self) -> None:
+        return
 
 
 _PART = 16 << 20
@@ -110,4 +149,4 @@ class ShmTransport(base.Transport):
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return shared.buffers(side, "memory that SHM can share", shared.SharedMemory, shared.Mapping)
+    return shared.buffers(side, "memory that SHM can share", shared.SharedMemory, shared.SharedMapping)

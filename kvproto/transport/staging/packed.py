@@ -28,7 +28,7 @@ from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Layer", "Order", "PackedStream", "Packer", "Ready", "Side", "StreamColumns"]
+__all__ = ["Layer", "Order", "PackedStream", "Packer", "PendingCopy", "Side", "StreamColumns"]
 
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""
@@ -40,7 +40,7 @@ _BLOCK = 256 << 10
 """Bytes of a temporary array, few enough to stay in the CPU's cache."""
 
 
-class Ready(Protocol):
+class PendingCopy(Protocol):
     """Packing or unpacking that has been started."""
 
     def ready(self) -> bool:
@@ -60,14 +60,14 @@ class Packer(Protocol):
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
         """Bytes of the stream before the first byte that belongs to a layer outside `layers`."""
 
-    def pack(self, offset: int, out: Any) -> Ready:
+    def pack(self, offset: int, out: Any) -> PendingCopy:
         """Begin to write stream bytes [offset, offset + length of `out`) to `out`; raises OUT_OF_RANGE."""
 
-    def unpack(self, offset: int, data: Any) -> Ready:
+    def unpack(self, offset: int, data: Any) -> PendingCopy:
         """Begin to write stream bytes [offset, offset + length of `data`) to their places; raises OUT_OF_RANGE."""
 
 
-class _Done:
+class _CompletedCopy:
     def ready(self) -> bool:
         return True
 
@@ -179,13 +179,13 @@ class PackedStream(Packer):
     def prefix_bytes(self, layers: Collection[Layer]) -> int:
         return self._order.prefix_bytes(layers)
 
-    def pack(self, offset: int, out: Any) -> Ready:
+    def pack(self, offset: int, out: Any) -> PendingCopy:
         return self._run(offset, _flat(out), into=False)
 
-    def unpack(self, offset: int, data: Any) -> Ready:
+    def unpack(self, offset: int, data: Any) -> PendingCopy:
         return self._run(offset, _flat(data), into=True)
 
-    def _run(self, offset: int, data: Bytes, into: bool) -> Ready:
+    def _run(self, offset: int, data: Bytes, into: bool) -> PendingCopy:
         order, end = self._order, offset + data.size
         order.check(offset, end)
         at = offset
@@ -195,7 +195,7 @@ class PackedStream(Packer):
             if at < stop:
                 self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
             at, c = stop, c + 1
-        return _Done()
+        return _CompletedCopy()
 
     def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
         """Bytes [at, at + data.size) of a column: the rest of a record, whole records, and the beginning of another."""

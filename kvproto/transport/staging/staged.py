@@ -24,18 +24,18 @@ import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.staging.packed import Layer, Packer, Ready
+from kvproto.transport.staging.packed import Layer, Packer, PendingCopy
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 
-__all__ = ["LEAST_SLOTS", "Link", "Piece", "StagedReceiver", "StagedSender", "Staging", "Target"]
+__all__ = ["LEAST_SLOTS", "ChunkPiece", "StagedLink", "StagedReceiver", "StagedSender", "Staging", "Target"]
 
 LEAST_SLOTS = 3
 """One to fill, one under way, and one to empty."""
 
 
 class Staging(Protocol):
-    """Slots of equal size in this process, such as `nixl.regions.Registered`."""
+    """Slots of equal size in this process, such as `nixl.agent.Registered`."""
 
     slots: int
     """Number of slots."""
@@ -47,14 +47,14 @@ class Staging(Protocol):
 
 
 class Target(Staging, Protocol):
-    """A peer's slots, such as `nixl.regions.Peer`."""
+    """A peer's slots, such as `nixl.agent.Peer`."""
 
-    def write(self, source: Any, to: Any) -> Ready:
+    def write(self, source: Any, to: Any) -> PendingCopy:
         """Begin to write `source` to `to`, of equal length."""
 
 
 @attrs.frozen
-class Piece:
+class ChunkPiece:
     """What a Chunk says of one slot, without session, sequence and attempt."""
 
     slot: int
@@ -73,7 +73,7 @@ class Piece:
 # the source
 
 
-class Link:
+class StagedLink:
     """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
 
     Raises OUT_OF_RANGE if either side has fewer than three slots.
@@ -137,23 +137,23 @@ class Link:
 
 
 @attrs.define
-class _Part:
+class _PieceWrite:
     """A piece that is being packed or written."""
 
-    piece: Piece
+    piece: ChunkPiece
     own: int
-    packing: Ready
-    writing: Ready | None = None
+    packing: PendingCopy
+    writing: PendingCopy | None = None
 
 
 class StagedSender:
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
-    def __init__(self, link: Link, packer: Packer, grows: bool = False) -> None:
+    def __init__(self, link: StagedLink, packer: Packer, grows: bool = False) -> None:
         """With `grows`, nothing is packed before `mark_ready` says that its rows are there."""
         self._link, self._packer = link, packer
         self._at, self._allowed = 0, 0 if grows else packer.length
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[_PieceWrite] = deque()
         self._writing = 0
         """How many of `_parts`, counted from the first, are being written."""
         self._stopped = False
@@ -187,7 +187,7 @@ class StagedSender:
         """The number of slots that are being packed or written."""
         return len(self._parts)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[ChunkPiece]:
         """Poll what is under way, and begin one more piece if slots allow; returns pieces now at the sink, in order.
 
         Pieces are polled up to the first that is not ready. Raises what a write or the packer raises; the transfer has
@@ -206,7 +206,7 @@ class StagedSender:
                 size = packer.chunk_size(self._at, min(link.slot_bytes, left))
                 own = link.free[0]
                 packing = packer.pack(self._at, link.own.slot(own, size))
-                self._parts.append(_Part(Piece(link.take(), self._at, size, size == left), own, packing))
+                self._parts.append(_PieceWrite(ChunkPiece(link.take(), self._at, size, size == left), own, packing))
                 link.free.popleft()
                 self._at += size
                 self._post()
@@ -226,7 +226,7 @@ class StagedSender:
             part.writing = link.target.write(link.own.slot(part.own, piece.bytes), target)
             self._writing += 1
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[ChunkPiece]:
         found = []
         while self._parts and (first := self._parts[0]).writing is not None and first.writing.ready():
             self._parts.popleft()
@@ -268,14 +268,14 @@ class StagedSender:
 
 
 @attrs.define
-class _Stream:
+class _StagedStream:
     """One transfer's packed stream from one source."""
 
     packer: Packer
     at: int = 0
     error: KvprotoError | None = None
     closing: bool = False
-    unpacking: deque[tuple[int, Ready]] = attrs.field(factory=deque)
+    unpacking: deque[tuple[int, PendingCopy]] = attrs.field(factory=deque)
 
 
 class StagedReceiver:
@@ -291,7 +291,7 @@ class StagedReceiver:
         self._own = own
         self._free = set(range(own.slots))
         self._granted: set[int] = set()
-        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._streams: dict[tuple[int, int], _StagedStream] = {}
 
     def credit(self, session: int) -> Credit | None:
         """Grant every free slot; None if there is none. Send it at once (KVP-STG-RETURN)."""
@@ -310,7 +310,7 @@ class StagedReceiver:
 
     def open(self, sequence: int, attempt: int, packer: Packer) -> None:
         """Expect the chunks of a transfer, which `packer` unpacks into its pages."""
-        self._streams[sequence, attempt] = _Stream(packer)
+        self._streams[sequence, attempt] = _StagedStream(packer)
 
     def chunk(self, chunk: Chunk) -> None:
         """Begin to unpack a Chunk; a chunk of a transfer that is not open only frees its slot.

@@ -11,7 +11,7 @@ import attrs
 
 from kvproto import Fetch, Geometry, KvprotoError, Options, Pool, Seed, Sink, read_ticket
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted, PoolFree
-from kvproto.withdrawal import Withdrawal
+from kvproto.rank.handles import Withdrawal
 
 from .book import Book, Name, Shelf
 from .engine import PAGES, Engine, Setup, prompt_of, tokens_of

@@ -18,8 +18,8 @@ import attrs
 
 from kvproto import Geometry, KvprotoError, Options, Pool, Prompt, Sink, Source
 from kvproto.events import Event
+from kvproto.rank.handles import Withdrawal
 from kvproto.session import limits as times
-from kvproto.withdrawal import Withdrawal
 
 from . import limits
 from .book import Finding, Name, Shelf

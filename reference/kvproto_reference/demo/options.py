@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from kvproto import Options, Seed, read_sources
-from kvproto.calibration.results import Probe, load
+from kvproto.calibration import Probe, load
 
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS

@@ -1,1 +1,0 @@
-"""What the transports of this machine cost, measured and kept in a file."""

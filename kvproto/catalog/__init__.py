@@ -1,0 +1,1 @@
+"""Engines and models of today: their caches, the layouts of their pools, and their Descriptions."""

@@ -1,0 +1,266 @@
+"""`kvproto describe`: a model as an engine divides it, as a Description or, with `--engine`, as tensors and strides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvproto.catalog.engines import ENGINES, Setup, pools
+from kvproto.catalog.models import PRESETS, Config, describe, draft_of
+from kvproto.catalog.tensors import Array, RankMemory
+from kvproto.catalog.vllm import BACKENDS
+from kvproto.cli.plans import read_config
+from kvproto.cli.slices import aligned
+from kvproto.errors import KvprotoError, bad
+from kvproto.planning.cache import BLOCK_SCALED
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.layout import DEALS, Parallel
+from kvproto.wire import to_json
+from kvproto.wire.enums import DType, ItemKind, word
+
+__all__ = ["add", "run"]
+
+_KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
+_STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
+
+
+def _numbers(path: str, text: str, between: str = "+", most: int | None = None) -> tuple[int, ...]:
+    parts = text.split(between)
+    if not all(part.strip().isdecimal() for part in parts) or (most is not None and len(parts) > most):
+        raise bad(path, "a number" if most else f"numbers, with {between} between", text)
+    return tuple(int(part) for part in parts)
+
+
+def _number(path: str, text: str) -> int:
+    return _numbers(path, text, most=1)[0]
+
+
+def _deal(path: str, text: str, between: str = "+") -> str | tuple[int, ...]:
+    return _numbers(path, text, between) if text[:1].isdecimal() else text
+
+
+def _copies(path: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise bad(path, "yes or no", text)
+    return text == "yes"
+
+
+_OWN: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(("tp", "cp", "dcp", "interleave", "origin"), _number),
+    "deal": _deal,
+    "stages": _numbers,
+    "virtual": _number,
+    "copies": _copies,
+}
+"""The sizes that can be set for a single cache, and how their text is read."""
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    """The arguments of `add_argument` for each option that a Description of any engine depends on."""
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    dtypes = {"without --engine": _KV_DTYPES} | {f"with --engine {name}": e.dtypes for name, e in ENGINES.items()}
+    kv_dtypes = "; ".join(f"{when} {', '.join(names)}" for when, names in dtypes.items())
+    deals = f"{', '.join(DEALS)}, or the cp rank of each run of --interleave tokens until the pattern repeats"
+    whose = "name of a cache that cp or dcp ranks"
+    return {
+        "--preset": {"choices": sorted(PRESETS), "metavar": "NAME", "help": f"a known model, not a file: {', '.join(sorted(PRESETS))}"},
+        "--draft": {"action": "append", "type": Path, "default": [], "metavar": "CONFIG", "help": "a draft model; may be repeated"},
+        "--nextn": {"action": "store_true", "help": "use the checkpoint's own multi-token-prediction layers as a draft"},
+        "--tp": number | {"default": 1, "help": "tensor parallel ranks (default 1)"},
+        "--pp": number | {"default": 1, "help": "pipeline stages (default 1)"},
+        "--cp": number | {"default": 1, "help": "context parallel ranks for each TP rank (default 1)"},
+        "--dcp": number | {"default": 1, "help": "TP ranks that deal the tokens among themselves in decode (default 1)"},
+        "--interleave": number | {"default": 1, "help": "consecutive tokens that a cp or dcp rank stores (default 1)"},
+        "--origin": number | {"default": 0, "help": "token at which cp or dcp ranks begin the deal (default 0)"},
+        "--deal": {"default": "cyclic", "metavar": "NAME|R,R,...", "help": deals},
+        "--sharded": {"action": "append", "default": [], "metavar": "NAME", "help": f"{whose} deal among themselves; may be repeated"},
+        "--replicated": {"action": "append", "default": [], "metavar": "NAME", "help": f"{whose} each store whole; may be repeated"},
+        "--pp-layers": {"metavar": "N,N,...", "help": "layers of each stage, if not equal"},
+        "--virtual": number | {"default": 1, "help": "chunks of layers per stage (default 1)"},
+        "--own": {"action": "append", "default": [], "metavar": "NAME:SIZE=N,...", "help": f"sizes of the cache NAME ({', '.join(_OWN)}; lists as 1+2+1); may be repeated"},
+        "--page": {"type": int, "metavar": "TOKENS", "help": "tokens per page (default: the engine's, or 64)"},
+        "--kv-dtype": {"metavar": "NAME", "help": f"element type of pages: {kv_dtypes}"},
+        "--replica": number | {"default": 0, "help": "number of this replica (default 0)"},
+        "--fact": {"action": "append", "default": [], "metavar": "NAME=VALUE", "help": "an identity that both sides must share"},
+        "--engine": {"choices": ENGINES, "help": "describe this engine's own pools, with its defaults"},
+    }  # fmt: skip
+
+
+def _engine_options() -> dict[str, dict[str, Any]]:
+    """The same of the options that have no meaning without an engine."""
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    backends = ", ".join(name for kind in BACKENDS.values() for name in kind)
+    layouts = "; ".join(f"{name}: {', '.join(e.layouts)}" for name, e in ENGINES.items() if e.layouts)
+    return {
+        "--backend": {"metavar": "NAME", "help": f"attention backend of vLLM: {backends}"},
+        "--layout": {"metavar": "ORDER", "help": f"order of the engine's pool ({layouts})"},
+        "--state-layout": {"choices": ("SD", "DS"), "default": "SD", "help": "order of vLLM's convolution states"},
+        "--state-dtype": {"choices": _STATE_DTYPES, "help": "element type of recurrent states"},
+        "--dp": number | {"default": 1, "help": "attention data parallel size over TP ranks (SGLang)"},
+        "--sm": number | {"help": "compute capability of the GPUs; NVFP4 depends on it"},
+        "--tensors": {"action": "store_true", "help": "print the tensors and their strides instead of a Description"},
+        "--rank": number | {"default": 0, "help": "rank whose tensors to print (default 0)"},
+        "--blocks": number | {"default": 1024, "help": "blocks in each pool (default 1024)"},
+        "--json": {"action": "store_true", "help": "print the tensors as JSON"},
+    }
+
+
+def add(commands: Any) -> None:
+    """Add the command and its options."""
+    parser = commands.add_parser("describe", help="write the Description of a model and its parallel sizes, as JSON")
+    parser.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
+    for name, option in (_options() | _engine_options()).items():
+        parser.add_argument(name, **option)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a Description, or an engine's tensors; returns the exit status."""
+    try:
+        for line in _described(args):
+            print(line)
+    except KvprotoError as error:
+        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _described(args: argparse.Namespace) -> Iterator[str]:
+    """The lines to print; raises LocalError, OSError or ValueError."""
+    configs = _configs(args)
+    own = _own_of(args)
+    parallel = _parallel_of(args)
+    pairs = [fact.partition("=")[::2] for fact in args.fact]
+    if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
+        raise bad("fact", "NAME=VALUE, each name once", " ".join(args.fact))
+    if args.engine:
+        for name in ("own", "sharded", "replicated"):
+            if getattr(args, name):
+                wanted = f"no --{name} beside --engine, which divides its caches by the sizes of all of them"
+                raise bad(name, wanted, getattr(args, name)[0])
+        yield from _engine_lines(args, configs, parallel, dict(pairs))
+        return
+    if args.kv_dtype not in (None, *_KV_DTYPES):
+        raise bad("kv_dtype", ", ".join(_KV_DTYPES), args.kv_dtype)
+    for option, stated in _engine_options().items():
+        name = option.removeprefix("--").replace("-", "_")
+        default = stated.get("default", False if "action" in stated else None)
+        if getattr(args, name) != default:
+            raise bad(name, "--engine beside it", "none")
+    dtype = args.kv_dtype if args.kv_dtype in (None, *BLOCK_SCALED) else DType[args.kv_dtype]
+    page, facts = 64 if args.page is None else args.page, dict(pairs)
+    more = args.replica, facts, args.sharded, args.replicated, own
+    yield json.dumps(to_json(describe(configs[0], configs[1:], parallel, page, dtype, *more)))
+
+
+def _configs(args: argparse.Namespace) -> list[Config]:
+    """The configs of the target and its drafts."""
+    if (args.config is None) == (args.preset is None):
+        raise bad("config", "a config.json or --preset", "both" if args.config else "neither")
+    configs = list(PRESETS[args.preset]) if args.preset else [read_config(args.config)]
+    if args.nextn:
+        draft = draft_of(configs[0])
+        if draft is None:
+            raise bad("nextn", "num_nextn_predict_layers in the config", "none")
+        configs.append(draft)
+    return configs + [read_config(path) for path in args.draft]
+
+
+def _parallel_of(args: argparse.Namespace) -> Parallel:
+    """The sizes of all caches; raises LocalError for a list that is not of numbers."""
+    stages = _numbers("pp_layers", args.pp_layers, ",") if args.pp_layers else None
+    deal = _deal("deal", args.deal, ",")
+    return Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages, args.virtual, deal)
+
+
+def _own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The sizes of single caches by name, as `Cache.over` accepts them; raises LocalError for malformed text."""
+    own: dict[str, dict[str, Any]] = {}
+    for text in args.own:
+        name, _, sizes = text.partition(":")
+        pairs = [size.partition("=")[::2] for size in sizes.split(",")]
+        if name in own or any(key not in _OWN for key, _ in pairs) or len(dict(pairs)) < len(pairs):
+            raise bad("own", f"NAME:SIZE=N,..., each cache and size once, of the sizes {', '.join(_OWN)}", text)
+        own[name] = {key: _OWN[key](f"own {name}.{key}", value) for key, value in pairs}
+    return own
+
+
+def _engine_lines(
+    args: argparse.Namespace, configs: Sequence[Config], parallel: Parallel, facts: Mapping[str, str]
+) -> Iterator[str]:
+    """The lines that `describe --engine` prints; raises LocalError."""
+    state = DType[args.state_dtype] if args.state_dtype else None
+    own = args.kv_dtype or "auto", args.backend, args.layout, args.state_layout, args.dp, state, args.sm
+    pooled = pools(args.engine, configs[0], configs[1:], Setup(parallel, args.page, *own), args.replica, facts)
+    validate(pooled.geometry)
+    if args.state_dtype and all(part.name != "ssm" for group in pooled.geometry.groups for part in group.parts):
+        raise bad("state_dtype", "a model with recurrent states beside it", args.state_dtype)
+    if not args.tensors:
+        yield json.dumps(to_json(pooled.geometry))
+        return
+    ranks = len(pooled.geometry.ranks)
+    if not 0 <= args.rank < ranks:
+        raise bad("rank", f"0 to {ranks - 1}", args.rank)
+    if args.blocks < 1:
+        raise bad("blocks", "at least 1", args.blocks)
+    memory = pooled.memory(args.rank, args.blocks)
+    if args.json:
+        yield json.dumps(_memory_json(args.rank, memory))
+        return
+    yield f"{args.engine} ({ENGINES[args.engine].releases}), rank {args.rank} of {ranks}, {args.blocks:,} blocks"
+    yield from _memory_tables(pooled.geometry, args.rank, memory)
+
+
+def _memory_json(rank: int, memory: RankMemory) -> dict[str, Any]:
+    """Allocations, tensors and the columns of Register as JSON data; sizes, offsets and strides are in bytes."""
+    tensors = []
+    for a in memory.arrays:
+        place = {"name": a.name, "allocation": memory.regions[a.region][0], "offset": a.offset}
+        tensors.append(place | {"axes": list(a.axes), "shape": list(a.shape), "strides": list(a.strides)})
+    return {
+        "rank": rank,
+        "allocations": [{"name": name, "bytes": size} for name, size in memory.regions],
+        "tensors": tensors,
+        "columns": [to_json(columns) for columns in memory.columns],
+    }
+
+
+def _memory_tables(geometry: Geometry, rank: int, memory: RankMemory) -> Iterator[str]:
+    """Tables of groups and tensors: lengths of axes, outermost first, with the bytes from one element to the next."""
+    owned = {o.group: o.layers.tolist() for r in geometry.ranks if r.rank == rank for o in r.owns}
+    groups = [["group", "items", "rows", "layers", "parts: lanes x bytes, of all ranks"]]
+    for g in (g for g in geometry.groups if g.id in owned):
+        parts = ", ".join(f"{p.name} {p.lanes} x {p.lane_bytes} {word(DType, p.dtype)}" for p in g.parts)
+        groups.append([g.name, ItemKind(g.kind).name.lower(), str(g.rows), _layer_text(owned[g.id]), parts])
+    yield ""
+    yield from aligned(groups)
+    alike: dict[tuple[Any, ...], list[Array]] = {}
+    for a in memory.arrays:
+        alike.setdefault((a.name.partition(".")[0], a.axes, a.shape, a.strides, a.offset), []).append(a)
+    tensors = [["tensors", "number", "in", "at byte", "axes: length (bytes from one to the next)"]]
+    for first, *others in alike.values():
+        name = f"{first.name} .. {others[-1].name}" if others else first.name
+        region = memory.regions[first.region][0]
+        axes = zip(first.axes, first.shape, first.strides, strict=True)
+        lengths = ", ".join(f"{n} {axis}" + f" ({stride})" * (stride != 1) for axis, n, stride in axes)
+        within = "-" if region == first.name else region
+        tensors.append([name, str(1 + len(others)), within, str(first.offset), lengths])
+    yield ""
+    yield from aligned(tensors)
+
+
+def _layer_text(layers: Sequence[int]) -> str:
+    """Layers as runs with a step: 0-79, or 5-59 by 6."""
+    if len(layers) < 3:
+        return ", ".join(map(str, layers))
+    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    if len(steps) == 1:
+        step = steps.pop()
+        return f"{layers[0]}-{layers[-1]}" + f" by {step}" * (step > 1)
+    return f"{layers[0]}, {layers[1]}, .. {layers[-1]} ({len(layers)})"

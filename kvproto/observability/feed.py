@@ -1,0 +1,207 @@
+"""A feed of metrics and events for users on the same host, which `kvproto top` and `kvproto tail` follow.
+
+It is a Unix socket in a directory that only this user can enter. Each line is a JSON object whose `kind` is "metrics",
+with `samples`, once a second, or "event", with the fields of the record. The feed is only written: a follower that
+sends anything is disconnected, so that nothing can be changed through it. A slow follower loses lines, and is told how
+many, but holds nothing up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvproto.errors import LocalError
+from kvproto.net import check_address
+from kvproto.observability.counts import MetricSample
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["FeedServer"]
+
+_FOLLOWERS = 8
+_KEPT = 1 << 20
+"""The most bytes that wait for one follower."""
+_EVENTS = 4096
+_EVERY = 1.0
+
+
+@attrs.define(eq=False)
+class _Follower:
+    conn: socket.socket
+    waiting: bytearray = attrs.Factory(bytearray)
+    lost: int = 0
+    """The number of lines that it was too slow for."""
+
+    def add(self, line: bytes) -> None:
+        if len(self.waiting) + len(line) > _KEPT:
+            self.lost += 1
+            return
+        if self.lost:
+            self.waiting += _line({"kind": "lost", "lines": self.lost})
+            self.lost = 0
+        self.waiting += line
+
+
+class FeedServer:
+    """The feed of one rank, written by a separate thread."""
+
+    def __init__(self, path: str | Path, ask: Callable[[], list[MetricSample]]) -> None:
+        """Listen at `path`; `ask` returns the metrics. Raises LocalError(OUT_OF_RANGE) for an unusable path."""
+        self._path, self._ask, self._pid = str(path), ask, os.getpid()
+        self._listener = _listen(self._path)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._followers: dict[int, _Follower] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._due = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"kvproto feed {self._path}", daemon=True)
+
+    def start(self) -> None:
+        """Start to write; from now on, `ask` may be called."""
+        self._thread.start()
+
+    @property
+    def followed(self) -> bool:
+        """Whether the feed has followers."""
+        return bool(self._followers)
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Pass on an event, without waiting."""
+        self._events.append(event)
+        self._ring()
+
+    def close(self) -> None:
+        """End all connections and remove the socket; does nothing in a forked process, which shares it."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._ring()
+        if self._thread.is_alive():
+            self._thread.join()
+        for follower in self._followers.values():
+            follower.conn.close()
+        self._listener.close()
+        os.close(self._bell)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    # in the thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
+            while True:
+                wait = max(self._due - time.monotonic(), 0.0) if self._followers else None
+                for key, ready in selector.select(wait):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif key.fd == self._bell:
+                        os.eventfd_read(self._bell)
+                    elif ready & selectors.EVENT_READ:  # the follower has closed, or sent something
+                        self._drop(selector, key.fd)
+                self._tell_all()
+                for fd, follower in list(self._followers.items()):
+                    self._write(selector, fd, follower)
+                if self._closed:
+                    return
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            conn, _ = self._listener.accept()
+        except BlockingIOError:  # the follower is gone again
+            return
+        except OSError:  # no descriptor is free: wait until one is
+            time.sleep(_EVERY / 10)
+            return
+        if len(self._followers) >= _FOLLOWERS:
+            conn.close()
+            return
+        conn.setblocking(False)
+        self._followers[conn.fileno()] = _Follower(conn)
+        selector.register(conn, selectors.EVENT_READ)
+        self._due = 0.0
+
+    def _tell_all(self) -> None:
+        lines = []
+        while self._events:
+            lines.append(_line(self._events.popleft()))
+        if self._followers and (self._closed or time.monotonic() >= self._due):
+            self._due = time.monotonic() + _EVERY
+            lines.append(_line({"kind": "metrics", "time": time.time(), "samples": self._ask()}))
+        for follower in self._followers.values():
+            for line in lines:
+                follower.add(line)
+
+    def _write(self, selector: selectors.BaseSelector, fd: int, follower: _Follower) -> None:
+        try:
+            while follower.waiting:
+                del follower.waiting[: follower.conn.send(follower.waiting)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(selector, fd)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if follower.waiting else 0)
+        if selector.get_key(fd).events != wanted:
+            selector.modify(fd, wanted)
+
+    def _drop(self, selector: selectors.BaseSelector, fd: int) -> None:
+        selector.unregister(fd)
+        self._followers.pop(fd).conn.close()
+
+
+def _line(said: dict[str, Any]) -> bytes:
+    return json.dumps(said).encode() + b"\n"
+
+
+def _listen(path: str) -> socket.socket:
+    """A socket at `path`, replacing one that an earlier process left behind; raises LocalError."""
+    try:
+        check_address(f"ipc://{path}", keyed=False, insecure=False)
+    except LocalError as error:
+        mine = error.mine.replace("ipc:// and ", "")
+        raise LocalError(error.code, "Options.feed", mine, error.yours, error.advice) from error
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        if os.path.lexists(path):
+            _clear(path)
+        made.bind(path)
+        os.chmod(path, 0o600)
+        made.listen(_FOLLOWERS)
+    except OSError as error:
+        made.close()
+        raise _bad("a path at which to listen", f"{path}: {error.strerror}") from error
+    except LocalError:
+        made.close()
+        raise
+    return made
+
+
+def _clear(path: str) -> None:
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise _bad("a path that is free", f"{path}, a file that is no socket")
+    with socket.socket(socket.AF_UNIX) as other:
+        if other.connect_ex(path) == 0:
+            raise _bad("a path that is free", f"{path}, the feed of another process or rank")
+    os.unlink(path)
+
+
+def _bad(mine: str, yours: str) -> LocalError:
+    return LocalError(ErrorCode.OUT_OF_RANGE, "Options.feed", mine, yours, "name another, such as feed-{rank}")

@@ -1,0 +1,62 @@
+"""Work that may take long, such as planning the largest Descriptions, done outside turns.
+
+So a frame of one peer does not hold up the others. One thread does all the work in order; it starts with the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from kvproto.errors import KvprotoError
+
+__all__ = ["Background"]
+
+T = TypeVar("T")
+
+
+class Background:
+    """A node's thread for such work."""
+
+    def __init__(self) -> None:
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_bell = weakref.finalize(self, os.close, self._bell)
+        self._thread: ThreadPoolExecutor | None = None
+        self._results: deque[Callable[[], None]] = deque()
+
+    def defer(self, work: Callable[[], T], then: Callable[[T | KvprotoError], None]) -> None:
+        """Do `work` in the thread; a later `turn` calls `then` with its result, or the KvprotoError that it raised."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "kvproto background")
+        self._thread.submit(work).add_done_callback(lambda done: self._over(done, then))
+
+    def _over(self, done: Future[T], then: Callable[[T | KvprotoError], None]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        self._results.append(lambda: then(error if isinstance(error, KvprotoError) else done.result()))
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `turn` has results to pass on."""
+        return self._bell
+
+    def turn(self) -> None:
+        """Pass on the results; raises what the work raised, unless that is a KvprotoError."""
+        if self._results:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        while self._results:
+            self._results.popleft()()
+
+    def close(self) -> None:
+        """Wait for the work that has begun, and drop the rest."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._close_bell()

@@ -1,0 +1,89 @@
+"""What a source's answers state: session ids, checksums, and how many bytes were moved."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+from kvproto.copying.page_sums import PageSums, page_sums
+from kvproto.copying.program import CopyProgram
+from kvproto.rank.registration import PeerMapping
+from kvproto.transport.base import Regions, Transport
+from kvproto.wire.enums import Feature
+from kvproto.wire.messages import Checksum
+
+__all__ = ["BEGUN", "SUM_TIME", "Checksums", "Sums", "bytes_by_name", "session_id"]
+
+BEGUN = 8
+"""Requests whose checksums are started before the first of them is waited for."""
+SUM_TIME = 0.02
+"""Seconds that one turn spends on checksums."""
+
+
+def session_id() -> int:
+    """Make a session id that nobody can guess: 64 random bits, but not 0 (KVP-SES-GUESS)."""
+    return secrets.randbelow((1 << 64) - 1) + 1
+
+
+class Sums:
+    """Checksums by group of a program, computed part by part: a long prompt takes seconds, but a turn must not."""
+
+    def __init__(self, program: CopyProgram, transport: Transport, memories: Regions, sink: bool) -> None:
+        """`memories` are the sink's if `sink`, otherwise the source's."""
+        self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
+        self._transport, self._memories, self._sink = transport, memories, sink
+        self.found: dict[int, int] = {}
+        self._begun: Callable[[], dict[int, int]] | None = None
+        """The first of the parts that are left, once it has been started."""
+
+    def advance(self, until: float) -> bool:
+        """Start on the next part, which a device computes alone, and go on until `until`, a time of `time.monotonic`;
+        whether all checksums are computed.
+        """
+        while self._parts:
+            if self._begun is None:
+                self._begun = self._transport.begin_checksums(self._parts[0], self._memories, self._sink)
+            if time.monotonic() >= until:
+                return False
+            for group, value in self._begun().items():
+                self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
+            self._begun = None
+            self._parts.popleft()
+        return True
+
+    def of(self, some: CopyProgram) -> dict[int, int]:
+        """The checksums of a part of the program, computed at once."""
+        return self._transport.checksums(some, self._memories, self._sink)
+
+
+class Checksums:
+    """The checksums of a Done or an Offer, if the features include any (KVP-VERIFY-SOURCE, KVP-VERIFY-PAGES)."""
+
+    def __init__(self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]) -> None:
+        self._peer, self._features = peer, features
+        self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
+
+    def advance(self, until: float) -> bool:
+        """As `Sums.advance`."""
+        return self._sums is None or self._sums.advance(until)
+
+    def for_message(self) -> tuple[Checksum, ...] | None:
+        """The message's field, once all checksums are computed; None without VERIFY."""
+        if self._sums is None:
+            return None
+        pages: dict[int, PageSums] = {}
+        if Feature.VERIFY_PAGES in self._features:
+            pages = page_sums(
+                self._sums.program, {g.id: g for g in self._peer.pair.sink.geometry.groups}, self._sums.of
+            )
+        return tuple(
+            Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
+            for group, value in sorted(self._sums.found.items())
+        )
+
+
+def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
+    """Bytes of a program by the name of the sink's group."""
+    return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}

@@ -1,0 +1,428 @@
+"""From an engine's page tables, by group name, to the items of a request, checked and by group id."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.grants import distinct, items_needed, rows_of
+from kvproto.copying.program import RankLayout
+from kvproto.copying.scaling import Scaling, scaling
+from kvproto.copying.window_start import items_before
+from kvproto.errors import LocalError, check_type, check_whole, type_name
+from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
+from kvproto.planning.geometry import Group
+from kvproto.planning.kinds import kind_of
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Grants
+
+__all__ = [
+    "IntArray",
+    "PageRules",
+    "PageTables",
+    "PagesInUse",
+    "RequestTables",
+    "Since",
+    "check_distinct",
+    "check_pages",
+    "grants_of",
+    "table_of",
+    "tables_of",
+]
+
+_ANY = 1 << 62
+IntArray = npt.NDArray[np.int64]
+PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]
+"""A request's page table from token 0 on, or its slot, by group name."""
+Since = int | Mapping[str, int]
+"""The first token whose rows are still held: for all groups of tokens in pages or rings, or by group name."""
+
+
+class PagesInUse:
+    """Pages of one pool that a fetch may still write: one under way, or one that was lost without proof of its end."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self._layout, self._lock = layout, threading.Lock()
+        self._taken = {id: set[int]() for id in layout.columns}
+
+    def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
+        """Mark the pages of a fetch as in use; raises LocalError(ITEM_ALIAS), and marks none, if one is already."""
+        wanted = _with_items(grants)
+        with self._lock:
+            for id, items in wanted:
+                if not self._taken[id].isdisjoint(items):
+                    self._refuse(id, next(page for page in items if page in self._taken[id]), pages)
+            for id, items in wanted:
+                self._taken[id].update(items)
+
+    def free(self, grants: Mapping[int, Grants]) -> None:
+        """Mark the pages of a fetch as free, as nothing writes them any more."""
+        with self._lock:
+            for id, items in _with_items(grants):
+                self._taken[id].difference_update(items)
+
+    def _refuse(self, id: int, page: int, pages: PageTables) -> None:
+        name = self._layout.group(id).name
+        at = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
+        raise LocalError(
+            ErrorCode.ITEM_ALIAS,
+            f'pages["{name}"][{at}]',
+            "pages that no other fetch writes",
+            f"page {page} is being written by another fetch",
+            "reuse its pages once it is done and, if it was lost, pages_free",
+        )
+
+
+def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
+    return [(id, grant.items.tolist()) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
+
+
+def tables_of(
+    layout: RankLayout, pages: PageTables, tokens: int, axes: Mapping[str, int], since: Mapping[int, int]
+) -> dict[int, IntArray]:
+    """The page tables of this rank's groups by group id, checked as by `RequestTables.check`."""
+    rules, tables = PageRules(layout), {}
+    _check_names(pages, rules.names)
+    for owned in rules.owned:
+        end = length_of(owned.group, tokens, axes)
+        skip, need = owned.before(since.get(owned.group.id, 0)), owned.needed(end)
+        tables[owned.group.id] = _checked_table(owned, rules, pages, skip, need, end)
+    return tables
+
+
+def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
+    """The groups that have pages, by name; raises LocalError for page tables of other names."""
+    groups = {group.name: group for group in layout.geometry.groups if kind_of(group).has_memory}
+    _check_names(pages, groups)
+    return groups
+
+
+def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
+    """Raise LocalError for page tables of other names than these groups have."""
+    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
+    if not pages.keys() <= groups.keys():
+        unknown = next(name for name in pages if name not in groups)
+        raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))
+
+
+def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
+    """The page table of a group of this rank, checked to have `need` pages for `what`, of which `skip` may be anything.
+
+    Raises LocalError as `RequestTables.check` does.
+    """
+    group = next(group for group in layout.geometry.groups if group.name == name)
+    if name not in pages:
+        raise _missing(layout, name)
+    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, what)
+
+
+def _checked_table(owned: _OwnedGroup, rules: PageRules, pages: PageTables, skip: int, need: int, end: int) -> IntArray:
+    name = owned.group.name
+    if name not in pages:
+        raise _missing(rules.layout, name)
+    return _check_table(pages[name], owned.group, owned.most, skip, need, f"{end} {owned.axis}")
+
+
+def _missing(layout: RankLayout, name: str) -> LocalError:
+    owned = sorted(group.name for group in layout.geometry.groups if group.id in layout.columns)
+    return _bad("pages", f"the groups {owned}", f"none of {name!r}")
+
+
+def _check_table(given: Any, group: Group, most: int, skip: int, need: int, what: str) -> IntArray:
+    path = f'pages["{group.name}"]'
+    table = _table(given, path)
+    held = table[skip:] if skip else table
+    if held.size and not 0 <= int(held.min()) <= int(held.max()) < most:
+        wrong = skip + np.flatnonzero((held < 0) | (held >= most))
+        advice = "name pages of the pool; exclude pages that are gone with `since`, or `cached` at a sink"
+        raise LocalError(
+            ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]), advice
+        )
+    if table.size < need:
+        advice = f"name the pages from position 0 of {axis_of(group)} on"
+        raise _bad(path, f"{need} pages for {what}", f"{table.size}", advice)
+    return table
+
+
+@attrs.frozen(eq=False)
+class _OwnedGroup:
+    """A group of this rank that has pages, with what its page tables are checked by."""
+
+    group: Group
+    cp_rank: int
+    axis: str
+    paged: bool
+    wraps: bool
+    most: int
+    """The number of pages of the pool."""
+    plain: bool
+    """Whether pages hold `rows` tokens each, all of them of this rank."""
+
+    def needed(self, end: int) -> int:
+        """The number of pages for positions [0, end)."""
+        return -(-end // self.group.rows) if self.plain else items_needed(self.group, self.cp_rank, 0, end)
+
+    def before(self, first: int) -> int:
+        """The number of pages before the one that holds position `first`."""
+        return items_before(self.group, self.cp_rank, first) if first else 0
+
+
+class PageRules:
+    """What the page tables of any request of one pool must satisfy."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        self.layout = layout
+        groups = [group for group in layout.geometry.groups if kind_of(group).has_memory]
+        self.names = {group.name: group for group in groups}
+        self.owned = [_owned(layout, group) for group in groups if group.id in layout.columns]
+        self.movable = {group.name: group for group in groups if kind_of(group).paged or kind_of(group).wraps}
+        """Groups of which a request may give up its first rows."""
+        self.rings = [group for group in self.movable.values() if kind_of(group).wraps]
+        self.scaling = _scaling(layout, set(layout.columns))
+
+
+def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
+    kind, cp_rank = kind_of(group), layout.owns(group.id).cp_rank
+    plain = kind.paged and group.cp_size == 1 and group.tokens_per_row == 1
+    most = layout.columns[group.id].items
+    return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, most, plain)
+
+
+@attrs.frozen
+class StatedTables:
+    """The page tables that one call of an engine states, checked by themselves."""
+
+    items: dict[int, IntArray]
+    """By group id, from the page of token 0 on."""
+    since: dict[int, int]
+    """The first token whose rows are still held, by group id, unless it is token 0."""
+    spans: dict[int, tuple[int, int]]
+    """By group id, the pages [first, end) of a table that are held and needed."""
+
+
+class RequestTables:
+    """The page tables of one request, as its engine has stated them so far."""
+
+    def __init__(self, rules: PageRules) -> None:
+        self._rules = rules
+        self._tables: dict[int, IntArray] = {}
+        self._since: dict[int, int] = {}
+
+    def check(self, pages: PageTables, tokens: int, axes: Mapping[str, int], since: Since | None) -> StatedTables:
+        """Check the page tables of one call, up to `tokens` tokens, or the positions in `axes`.
+
+        Tables of groups that only other ranks own are ignored, so that all ranks can make the same call. Entries of
+        pages before `since` may be anything: engines put a null page there, or -1. Raises LocalError: OUT_OF_RANGE for
+        a token beyond `tokens`, BAD_GRANT for a group that is missing, unknown or short of pages, for a token below an
+        earlier one, or rows without their scales, OUT_OF_REGION for a page that the pool does not have.
+        """
+        rules = self._rules
+        held = self._held(since, tokens, axes)
+        _check_names(pages, rules.names)
+        items, spans = {}, {}
+        for owned in rules.owned:
+            id = owned.group.id
+            end = tokens if owned.axis == TOKENS else axes.get(owned.axis, 0)
+            skip, need = owned.before(held.get(id, 0)), owned.needed(end)
+            items[id], spans[id] = _checked_table(owned, rules, pages, skip, need, end), (skip, need)
+        return StatedTables(items, held, spans)
+
+    def record(self, stated: StatedTables) -> None:
+        """Add the tables of one call to those before.
+
+        Raises LocalError: BAD_GRANT where an earlier call named other pages, ITEM_ALIAS for a page named twice.
+        """
+        tables = dict(self._tables)
+        for id, table in stated.items.items():
+            (skip, need), before = stated.spans[id], tables.get(id)
+            now, group = table[:need], self._rules.layout.group(id)
+            if before is not None:
+                both = slice(skip, min(before.size, now.size))
+                differ = np.flatnonzero(before[both] != now[both])
+                if differ.size:
+                    i = skip + int(differ[0])
+                    advice = "the rows of an earlier call of computed are in the page it named; name the same one"
+                    path, mine = f'pages["{group.name}"][{i}]', f"page {before[i]}, as before"
+                    raise LocalError(ErrorCode.BAD_GRANT, path, mine, f"page {now[i]}", advice)
+            if before is None or now.size > before.size:
+                check_distinct(group, now[skip:], skip)
+                tables[id] = now
+        self._tables, self._since = tables, stated.since
+
+    def _held(self, since: Since | None, tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
+        """The first token whose rows are still held, by group id, unless it is token 0; as before unless stated.
+
+        A ring holds the last of its rows below `tokens`, whatever is stated.
+        """
+        rules, held = self._rules, dict(self._since)
+        if since is None:
+            since = {}
+        elif not isinstance(since, Mapping):
+            first = check_whole("since", since, 0, tokens, f"0 to {tokens}, the tokens computed")
+            since = {name: first for name, group in rules.movable.items() if axis_of(group) == TOKENS}
+        for name, first in since.items():
+            path = f'since["{name}"]'
+            if name not in rules.movable:
+                wanted = f"groups in pages or rings, {sorted(rules.movable)}, by name and not by axis"
+                raise _bad(path, wanted, repr(name))
+            group = rules.movable[name]
+            end = length_of(group, tokens, axes)
+            first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(group)} computed")
+            if first < held.get(group.id, 0) and kind_of(group).paged:
+                mine = f"{held[group.id]} or more, as before"
+                raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
+            if group.partial:  # its row covers later tokens too
+                first -= first % group.tokens_per_row
+            if first:
+                held[group.id] = first
+        for scales, values in rules.scaling:
+            if held.get(scales.id, 0) > (most := held.get(values.id, 0)):
+                wanted, advice = f"at most {most}, as of {values.name!r}", "keep the scales of all rows that are held"
+                raise _bad(f'since["{scales.name}"]', wanted, str(held[scales.id]), advice)
+        for group in rules.rings:
+            first = _ring_begins(group, tokens)
+            if first > held.get(group.id, 0):
+                held[group.id] = first
+        return held
+
+
+def _ring_begins(group: Group, tokens: int) -> int:
+    """The first token whose row a ring still holds after `tokens` tokens; 0 for pages."""
+    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if kind_of(group).wraps else 0
+
+
+def grants_of(
+    layout: RankLayout,
+    pages: PageTables | None,
+    cached: int | Mapping[str, int],
+    tokens: int,
+    axes: Mapping[str, int] = NO_AXES,
+    late: bool | Collection[str] = False,
+) -> dict[int, Grants]:
+    """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them; of
+    groups on other axes their positions, as far as `axes` says. Without `pages` the items are left out.
+
+    Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
+    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
+    Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the
+    prompt, for one that parts values from the scales of their pages, or a `late` of no group.
+    """
+    held, may = _held(layout, cached, tokens, axes), _late(layout, late)
+    tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
+    found = {}
+    for group in layout.geometry.groups:
+        if not kind_of(group).has_memory:
+            found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
+        elif group.id in layout.columns:
+            end = length_of(group, tokens, axes)
+            made = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
+            found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
+    for scales, values in _scaling(layout, set(layout.columns)):
+        names = scales.name, values.name
+        if held[scales.id] != held[values.id]:
+            wanted = f"the same token as for {names[1]!r}, whose rows it scales"
+            first = min(held[scales.id], held[values.id]) // scales.tokens_per_row * scales.tokens_per_row
+            yours, advice = f"{held[scales.id]}, and {held[values.id]}", f"fetch both from token {first} on"
+            raise _bad(f'cached["{names[0]}"]', wanted, yours, advice)
+        if (scales.id in may) != (values.id in may):
+            advice = "values and their scales begin late together"
+            raise _bad("late", f"both of {names[0]!r} and {names[1]!r}, or neither", "one of them", advice)
+    return found
+
+
+def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
+    """Groups whose rows are scales of several tokens, each with the group that they scale."""
+    return scaling((g for g in layout.geometry.groups if g.id in among), layout.owns)
+
+
+def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
+    """The ids of groups whose windows may begin late."""
+    groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
+    if isinstance(given, bool):
+        return set(groups.values()) if given else set()
+    check_type("late", given, (list, tuple, set, frozenset), "True, False, or names of groups")
+    if unknown := [name for name in given if name not in groups]:
+        raise _bad("late", f"groups in pages or rings, {sorted(groups)}, by name and not by axis", repr(unknown[0]))
+    return {groups[name] for name in given}
+
+
+def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
+    """The first token of a fetch, by group id."""
+    found, names = {}, [group.name for group in layout.geometry.groups]
+    if not isinstance(cached, Mapping):
+        cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
+    elif unknown := [name for name in cached if name not in names]:
+        raise _bad("cached", f"groups of {names}", repr(unknown[0]))
+    for group in layout.geometry.groups:
+        if group.id in layout.columns:
+            end = length_of(group, tokens, axes)
+            held = (cached if axis_of(group) == TOKENS else 0) if isinstance(cached, int) else cached.get(group.name, 0)
+            held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
+            if not 0 <= held <= end:
+                raise LocalError(
+                    ErrorCode.BAD_GRANT,
+                    f'cached["{group.name}"]',
+                    f"0 to {end}, the {axis_of(group)} of this fetch",
+                    str(held),
+                    f"pass the number of {axis_of(group)} that the pages already hold",
+                )
+            found[group.id] = held
+    return found
+
+
+def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, tokens: int) -> Grants:
+    if group.cp_size > 1:
+        first = min(max(first, group.origin), tokens)
+    first = max(first, _ring_begins(group, tokens))
+    if group.partial and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
+        wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
+        raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
+    items = None
+    if table is not None:
+        skip = items_before(group, cp_rank, first)
+        named = table[skip : skip + items_needed(group, cp_rank, first, tokens - first)]
+        check_distinct(group, named, skip)
+        items = named.astype(np.uint32)
+    return Grants(
+        group=group.id,
+        first=first,
+        count=tokens - first,
+        valid=tokens,
+        items=items,
+        state_after=tokens if kind_of(group).is_state else None,
+    )
+
+
+def check_distinct(group: Group, items: IntArray, skip: int) -> None:
+    """Raise LocalError(ITEM_ALIAS) for a page named twice; `items` begins at entry `skip` of the table."""
+    if not distinct(items):
+        order = np.argsort(items, kind="stable")
+        again = order[1:][items[order][1:] == items[order][:-1]].min()
+        raise LocalError(
+            ErrorCode.ITEM_ALIAS,
+            f'pages["{group.name}"]',
+            "each page once",
+            f"page {items[again]} twice, at [{skip + np.flatnonzero(items == items[again])[0]}] and [{skip + again}]",
+            "no two entries share a page; exclude pages that are gone with `since`, or `cached` at a sink",
+        )
+
+
+def _table(pages: Any, path: str) -> IntArray:
+    try:
+        given = np.atleast_1d(np.asarray(pages))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _bad(path, "page ids, integers in one dimension in host memory", type_name(pages)) from error
+    if not given.size:
+        return np.empty(0, np.int64)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise _bad(path, "page ids, integers in one dimension", f"{given.dtype} of shape {given.shape}")
+    return given.astype(np.int64)
+
+
+def _bad(path: str, mine: str, yours: str, advice: str = "") -> LocalError:
+    return LocalError(ErrorCode.BAD_GRANT, path, mine, yours, advice)

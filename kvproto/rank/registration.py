@@ -1,0 +1,137 @@
+"""Registration: what a peer is told about this side's memory, and how this side reaches a peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import attrs
+
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, Runs
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.options import Spread
+from kvproto.session import Registration
+from kvproto.session.events import RegisterAsked
+from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDelivery, Transport
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.enums import Transport as TransportCode
+from kvproto.wire.messages import Handle, Region
+
+__all__ = ["PeerMapping", "features_of", "map_peer", "register"]
+
+
+def features_of(
+    transports: Sequence[Transport],
+    verify: bool | Literal["pages"],
+    pull: bool,
+    spread: Spread = "even",
+    cold_draft: bool = False,
+) -> tuple[Feature, ...]:
+    """The features that a side offers, ascending: those of its transports, and those that its engine chose."""
+    found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
+    chosen = {
+        Feature.VERIFY: bool(verify),
+        Feature.VERIFY_PAGES: verify == "pages",
+        Feature.PULL: pull,
+        Feature.COLD_DRAFT: cold_draft,
+        Feature.FEW_SOURCES: spread == "few",
+        Feature.SPREAD_ONE: spread == "one",
+        Feature.INTENT: True,
+        Feature.SPANS: True,
+    }
+    return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
+
+
+def register(
+    transports: Sequence[Transport], memories: Mapping[int, Memory], program: CopyProgram, runs: Callable[[], Runs]
+) -> tuple[Registration, dict[int, StreamDelivery]]:
+    """Expose every region to one peer through each transport, in order of preference; raises NO_TRANSPORT.
+
+    `program` is any program of the rank pair; `runs` estimates the runs of a typical request. Returns the registration,
+    and the deliveries of transports by which the peer packs bytes instead of writing pages, by transport code.
+    """
+    handles: dict[int, list[Handle]] = {id: [] for id in memories}
+    more: list[Region] = []
+    packed: dict[int, StreamDelivery] = {}
+    for transport in transports:
+        exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(more), program, runs)
+        for id, some in exposed.handles.items():
+            handles[id] += some
+        more += exposed.regions
+        if exposed.packed is not None:
+            packed[transport.capabilities.code] = exposed.packed
+    regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
+    return Registration((*regions, *more), {code: each.receiver for code, each in packed.items()}), packed
+
+
+@attrs.define(eq=False)
+class PeerMapping:
+    """The memory of one session's peer, as mapped here."""
+
+    asked: RegisterAsked
+    transport: Transport
+    pair: Pair
+    connection: Connection = attrs.Factory(Connection)
+    reads: bool = False
+    """Whether the peer reads our memory, so that nothing of its own is mapped."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The session and epoch that the memory is registered under."""
+        return self.asked.session, self.asked.register.epoch
+
+    @property
+    def packed(self) -> bool:
+        """Whether bytes are packed, because the peer's pages cannot be written directly."""
+        return self.connection.link is not None
+
+    def prepare(self, own: Mapping[int, Memory], writes: bool) -> None:
+        """Let the transport prepare for copies from this side's memory if `writes`, otherwise into it."""
+        sides: tuple[Mapping[int, Memory | Mapped], Mapping[int, Memory | Mapped]] = own, self.connection.mapped
+        self.transport.prepare(Move(self.pair.nothing, *(sides if writes else sides[::-1])))
+
+    def close(self) -> None:
+        """Unmap the memory; no copy that uses it may be under way."""
+        self.connection.close()
+
+
+def map_peer(
+    asked: RegisterAsked,
+    transports: Sequence[Transport],
+    pair: Pair,
+    own: Mapping[int, Memory] | None,
+    writes: bool,
+    features: Collection[int] = (),
+) -> PeerMapping:
+    """Map every region that a column names, with the first transport in the owner's order that works here.
+
+    `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` is whether this side
+    writes or reads, and `features` are those of the session. Raises the error of the last transport that was tried, or
+    NO_TRANSPORT if the sides have none in common.
+    """
+    message = asked.register
+    by_code = {int(t.capabilities.code): t for t in transports}
+    named = {i for columns in message.columns for i in columns.region.tolist()}
+    offered = [h.transport for h in message.regions[0].handles] if message.regions else []
+    error: KvprotoError = RemoteError(
+        ErrorCode.NO_TRANSPORT, "regions[0].handles", _names(by_code), _names(offered), "use a common transport"
+    )
+    for transport in (by_code[code] for code in offered if code in by_code):
+        made = PeerMapping(asked, transport, pair)
+        try:
+            made.connection = transport.connect(message.regions, named, writes, features)
+            if own is not None:
+                made.prepare(own, writes)
+        except KvprotoError as found:
+            error = found.kept()
+            made.close()
+            continue
+        return made
+    raise error
+
+
+def _names(codes: object) -> str:
+    known = {int(c): c.name for c in TransportCode}
+    assert isinstance(codes, list | dict)
+    return ", ".join(known.get(int(code), f"0x{int(code):04x}") for code in codes) or "none"

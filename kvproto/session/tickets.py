@@ -1,0 +1,392 @@
+"""Tickets at a source rank: who may use one, who waits for its request, and when the request may be freed.
+
+A ticket has a state from when the engine expects its request, or a Transfer names it, until every sink rank that this
+rank serves has ended its part, or until its deadline. Only tickets that have changed are examined, so that the cost of
+a frame does not grow with the number of waiting Transfers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import attrs
+
+from kvproto.copying.window_start import held_from
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Declined, Event, Unwanted
+from kvproto.planning.axes import NO_AXES, axis_of, length_of
+from kvproto.planning.kinds import kind_of
+from kvproto.session import limits
+from kvproto.session.error_fields import mismatch
+from kvproto.session.records import SourceAttempt
+from kvproto.session.table import TransferState
+from kvproto.session.timers import Timer, Timers
+from kvproto.wire import messages as m
+from kvproto.wire.enums import ErrorCode, RequestState
+
+__all__ = ["TicketCalls", "TicketState", "Tickets", "check_held"]
+
+_GONE = "begin there, or allow the window to begin late"
+_UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
+_LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"
+
+
+class TicketCalls(Protocol):
+    """The calls that tickets make on the rank whose requests they are for; `request` is the engine's own record."""
+
+    def report(self, event: Event) -> None:
+        """Report an event to the engine."""
+
+    def request_changed(self, request: Any) -> None:
+        """Note that a transfer of a request has come, was granted more, or is not wanted any more."""
+
+    def transfer_due(self, attempt: SourceAttempt) -> None:
+        """Copy the rows of a transfer whose items are all granted, as prefill is over."""
+
+    def request_released(self, request: Any, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
+        """Note that no sink rank needs a request; `lost` says why some may not have it, by rank (KVP-TRN-DUMMY)."""
+
+    def request_expired(self, request: Any) -> None:
+        """Note that the deadline passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
+
+
+@attrs.define(eq=False)
+class TicketState:
+    """One ticket."""
+
+    key: bytes = attrs.field(repr=False)
+    deadline: float
+    timer: Timer
+    request: Any = None
+    """The engine's record of the request; None until it expects one."""
+    content: bytes | None = None
+    """The digest of the prompt; None until the engine expects the request."""
+    tokens: int | None = None
+    """The length of the prompt, if the engine has stated it."""
+    axes: Mapping[str, int] = {}
+    """The lengths of its other axes."""
+    bound: tuple[str, int] | None = None
+    """The engine and replica of the sink that used the ticket first."""
+    users: dict[int, SourceAttempt] = attrs.Factory(dict)
+    """The transfers that use the ticket, by session."""
+    waiting: dict[int, SourceAttempt] = attrs.Factory(dict)
+    """The users that are accepted but not answered."""
+    finished: bool = False
+    unwanted: bool = False
+    """Whether Unwanted was reported: every transfer that asked has been aborted or lost."""
+    since: Mapping[int, int] = {}
+    """The first token whose items the engine holds, by group id, unless it is token 0."""
+    error: KvprotoError | None = None
+    """Why the engine cannot produce the request."""
+
+    def progress(self) -> RequestState:
+        """The state of the request, as Accepted states it."""
+        if self.content is None:
+            return RequestState.PENDING
+        return RequestState.READY if self.finished else RequestState.RUNNING
+
+    def take_waiting(self) -> list[SourceAttempt]:
+        """Remove all waiting transfers, and return the ones that are still wanted."""
+        waiting, self.waiting = self.waiting, {}
+        return [attempt for attempt in waiting.values() if attempt.session.open and attempt.running]
+
+    def asking(self) -> list[SourceAttempt]:
+        """The transfers that wait for the request, which may get some rows before all are computed."""
+        if self.waiting and self.content is not None:
+            self.waiting = {attempt.session.session: attempt for attempt in self.take_waiting()}
+            return list(self.waiting.values())
+        return []
+
+    def served(self, now: float) -> bool:
+        """Whether any transfer of the request is still under way."""
+        return any(a.state != TransferState.ENDED and (a.session.open or a.lent(now)) for a in self.users.values())
+
+
+class Tickets:
+    """All tickets of a source rank."""
+
+    def __init__(self, rank: int, timers: Timers, calls: TicketCalls, closed: set[int]) -> None:
+        """`closed` collects the ids of sessions that have ended and may be forgotten, as no ticket needs them."""
+        self._rank, self._timers, self._calls, self._closed = rank, timers, calls, closed
+        self.wait: float | None = None
+        """Seconds that a Transfer waits for the prompt of its ticket; None: what `limits` says."""
+        self._states: dict[bytes, TicketState] = {}
+        self._used: OrderedDict[bytes, float] = OrderedDict()
+        """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
+        self._touched: set[TicketState] = set()
+        """States to examine in the next `settle`."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[TicketState]:
+        return iter(self._states.values())
+
+    # calls of the engine
+
+    def expect(
+        self,
+        ticket: m.Ticket,
+        request: Any,
+        content: bytes,
+        now: float,
+        tokens: int | None = None,
+        axes: Mapping[str, int] = NO_AXES,
+    ) -> TicketState:
+        """Accept the engine's request for a ticket; its first use by a Transfer binds it to one sink.
+
+        `tokens` and `axes` are the lengths of its prompt and of its other axes. If `tokens` is given, a Transfer for
+        more is refused at once (KVP-GRANT-PROMPT).
+        """
+        state = self._state(bytes(ticket.key), now)
+        state.timer.cancel()
+        state.deadline = now + ticket.deadline / 1000
+        state.timer = self._timers.at(state.deadline, partial(self._expire, state))
+        state.request, state.content, state.tokens, state.axes = request, content, tokens, axes
+        self._touched.add(state)
+        for attempt in state.take_waiting():
+            self._match(state, attempt, now)
+        return state
+
+    def used(self, key: bytes, now: float) -> bool:
+        """Whether a request used this ticket and its deadline has not passed; may be called from any thread."""
+        state = self._states.get(key)
+        return now < self._used.get(key, now) or (state is not None and state.content is not None)
+
+    def hold(self, state: TicketState, since: Mapping[int, int], now: float) -> None:
+        """Record the first token, by group id, whose items the engine still holds; fail Transfers for earlier ones."""
+        if state.since == since:
+            return
+        state.since = dict(since)
+        for attempt in state.take_waiting():
+            try:
+                _check_held(state, attempt)
+                state.waiting[attempt.session.session] = attempt
+            except RemoteError as error:
+                attempt.fail(error, now)
+        self._touched.add(state)
+
+    def finish(self, state: TicketState) -> None:
+        """Serve the transfers that wait for this request, as its prefill is over."""
+        state.finished = True
+        self._serve(state)
+        self._touched.add(state)
+
+    def refuse(self, state: TicketState, error: KvprotoError, now: float) -> None:
+        """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it."""
+        state.error = error
+        for attempt in state.take_waiting():
+            attempt.fail(error, now)
+        self._touched.add(state)
+
+    def unasked(self) -> list[Any]:
+        """Requests that the engine has accepted but no sink has asked for."""
+        return [state.request for state in self._states.values() if state.content is not None and not state.users]
+
+    # transfers
+
+    def is_asked(self, key: bytes) -> bool:
+        """Whether a rank of a sink uses this ticket."""
+        state = self._states.get(key)
+        return state is not None and bool(state.users)
+
+    def seek(self, attempt: SourceAttempt, transfer: m.Transfer, now: float) -> None:
+        """Match a Transfer with its ticket, and accept or fail it."""
+        key = bytes(transfer.ticket)
+        if now < self._used.get(key, now):
+            attempt.fail(_used("no more transfers, as all of this ticket are over", transfer), now)
+            return
+        state = attempt.ticket = self._state(key, now)
+        self._match(state, attempt, now)
+        self._touched.add(state)
+
+    def granted(self, attempt: SourceAttempt) -> None:
+        """Serve a transfer whose sink rank has granted more items."""
+        if attempt.ticket is not None:
+            self._serve(attempt.ticket)
+            self._touched.add(attempt.ticket)
+
+    def touch(self, attempt: SourceAttempt) -> None:
+        """Examine the request of this attempt in the next `settle`."""
+        if attempt.ticket is not None:
+            self._touched.add(attempt.ticket)
+
+    def restated(self, version: int, error: Any, now: float) -> None:
+        """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
+
+        `error` makes the reason from the version and the Transfer. Clauses KVP-TRN-CHANGED and KVP-TKT-CHANGED.
+        """
+        for state in [state for state in self._states.values() if state.content is None]:
+            for attempt in list(state.users.values()):
+                if attempt.session.open and attempt.running:
+                    attempt.fail(error(version, attempt.transfer), now)
+                del state.users[attempt.session.session]
+                state.waiting.pop(attempt.session.session, None)
+                self._leave(attempt)
+            state.bound = None
+
+    def settle(self, now: float) -> None:
+        """Release requests that every routed sink rank has ended."""
+        while self._touched:
+            state = self._touched.pop()
+            if state.request is not None:
+                self._calls.request_changed(state.request)
+            if not state.users or self._states.get(state.key) is not state:
+                continue
+            if state.finished and state.content is not None:
+                for attempt in state.asking():  # prefill is over: ask for the items that are not granted yet
+                    attempt.want_all(now)
+            if state.served(now):
+                continue
+            if not state.finished and state.content is not None and state.error is None and not state.unwanted:
+                state.unwanted = True
+                self._calls.report(Unwanted(state.request))
+            if state.finished and not state.waiting:
+                self._conclude(state, now)
+
+    def _conclude(self, state: TicketState, now: float) -> None:
+        """Release a request if all sink ranks that the plan names have ended."""
+        attempts = sorted(state.users.values(), key=lambda attempt: attempt.lost is None)
+        plan = attempts[0].described.plan
+        lost_by = {attempt.session.peer.rank: attempt.lost for attempt in attempts}  # a rank may use two sessions
+        if lost_by.keys() >= set(plan.served(self._rank)):
+            self._release(state, now)
+            lost = {rank: error for rank, error in lost_by.items() if error is not None}
+            routed = tuple(sorted({route.source for route in plan.routes}))
+            self._calls.request_released(state.request, routed, lost)
+
+    @property
+    def _wait(self) -> float:
+        return limits.TICKET_WAIT if self.wait is None else self.wait
+
+    def _state(self, key: bytes, now: float) -> TicketState:
+        state = self._states.get(key)
+        if state is None:
+            deadline = now + self._wait
+            timer = self._timers.at(deadline, lambda at: self._expire(self._states[key], at))
+            state = self._states[key] = TicketState(key, deadline, timer)
+        return state
+
+    def _match(self, state: TicketState, attempt: SourceAttempt, now: float) -> None:
+        """Accept a Transfer whose ticket, sink, prompt and tokens are right, and fail others.
+
+        A Transfer that is wrong only in its tokens has used the ticket, whether it came before the prompt or later.
+        """
+        session = attempt.session
+        try:
+            _check(state, attempt)
+        except KvprotoError as error:
+            attempt.fail(error, now)
+            if state.content is not None and state.error is None:
+                self._calls.report(Declined(state.request, session.name, error.kept()))
+            return
+        if session.session not in state.users:
+            session.tickets += 1
+        state.users[session.session], state.unwanted = attempt, False
+        state.bound = session.peer.engine, session.peer.replica
+        try:
+            if state.tokens is not None:
+                _check_ends(state.tokens, state.axes, attempt)
+            _check_held(state, attempt)
+        except KvprotoError as error:
+            attempt.fail(error, now)
+            return
+        if attempt.state == TransferState.ASKED:
+            attempt.accept(state.progress)
+        state.waiting[session.session] = attempt
+        self._serve(state)
+
+    def _serve(self, state: TicketState) -> None:
+        if state.finished and state.content is not None:
+            for attempt in state.take_waiting():
+                if attempt.whole:
+                    self._calls.transfer_due(attempt)
+                else:
+                    state.waiting[attempt.session.session] = attempt
+
+    def _expire(self, state: TicketState, now: float) -> None:
+        """End a ticket whose deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
+        self._release(state, now)
+        self._touched.add(state)
+        error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
+        if state.content is None:
+            wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"
+            advice = "the prompt never came to this source: route it here too, under a new ticket"
+            error = RemoteError(ErrorCode.UNKNOWN_TICKET, "ticket", wanted, "only Transfers", advice)
+        for attempt in state.take_waiting():
+            attempt.fail(error, now)
+        if state.content is not None and (state.error is None or state.finished):
+            self._calls.request_expired(state.request)
+
+    def _release(self, state: TicketState, now: float) -> None:
+        del self._states[state.key]
+        state.timer.cancel()
+        if (state.users or state.content is not None) and now < state.deadline:
+            self._used[state.key] = state.deadline
+            if len(self._used) > limits.MAX_USED_TICKETS:
+                self._used.popitem(last=False)
+        while self._used and next(iter(self._used.values())) <= now:
+            self._used.popitem(last=False)
+        for attempt in state.users.values():
+            self._leave(attempt)
+            if attempt.fetched:
+                attempt.free_offered()
+        state.users.clear()  # breaks a reference cycle, as each attempt refers to its ticket
+
+    def _leave(self, attempt: SourceAttempt) -> None:
+        """Note that one ticket fewer needs the session of an attempt."""
+        session = attempt.session
+        session.tickets -= 1
+        if not session.open:
+            self._closed.add(session.session)
+
+
+def _used(mine: str, transfer: m.Transfer) -> RemoteError:
+    yours = f"sequence {transfer.sequence}"
+    return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
+
+
+def _check(state: TicketState, attempt: SourceAttempt) -> None:
+    """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS)."""
+    session, transfer = attempt.session, attempt.asked
+    if state.error is not None:
+        raise state.error.again()
+    if state.content is not None and state.content != transfer.content:
+        raise mismatch(state.content, state.tokens, transfer, attempt.described.sink)
+    sink = session.peer.engine, session.peer.replica
+    if state.bound not in (None, sink):
+        yours = f"{sink[0]} replica {sink[1]}"
+        raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "the sink that it is bound to", yours, "make a new ticket")
+    user = state.users.get(session.session)
+    if user is not None and user.sequence != transfer.sequence:
+        raise _used(f"only sequence {user.sequence}, which uses it", transfer)
+
+
+def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) -> None:
+    """Raise BAD_GRANT if a window ends beyond its axis (KVP-GRANT-PROMPT)."""
+    groups = {group.id: group for group in attempt.described.sink.groups}
+    for i, grant in enumerate(attempt.asked.grants):
+        group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
+        most, axis = length_of(group, tokens, axes), axis_of(group)
+        if end > most and kind_of(group).has_memory:
+            mine, yours = f"a prompt of {most} {axis}", f"{axis} up to {end}"
+            advice = "the two prompts differ in length"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)
+
+
+def _check_held(state: TicketState, attempt: SourceAttempt) -> None:
+    if state.since:
+        groups = {group.id: group for group in attempt.described.sink.groups}
+        check_held(held_from(attempt.described.routes, groups, state.since), attempt.asked.grants)
+
+
+def check_held(held: Mapping[int, int], grants: Sequence[m.Grants]) -> None:
+    """Raise NOT_HELD if a window begins before the first token that is `held`, by group id (KVP-GRANT-HELD)."""
+    for i, grant in enumerate(grants):
+        first = held.get(grant.group, 0)
+        if grant.count and not grant.late and grant.first < first:
+            mine, yours = f"tokens from {first} on", f"tokens from {grant.first} on"
+            raise RemoteError(ErrorCode.NOT_HELD, f"grants[{i}].first", mine, yours, _GONE)

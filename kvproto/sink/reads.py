@@ -1,0 +1,156 @@
+"""How a sink reads what sources offer, with its own transports (feature PULL)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import attrs
+
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
+from kvproto.errors import KvprotoError
+from kvproto.planning.plan import Route
+from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.registration import PeerMapping, map_peer
+from kvproto.session import SinkEndpoint
+from kvproto.session.events import Offered, RegisterAsked, UnmapAsked
+from kvproto.transport.base import Copying, Move, Transport
+from kvproto.wire.enums import ErrorCode
+
+__all__ = ["Puller"]
+
+_RETRY = 1e-3
+"""Seconds before a copy that could not start is tried again."""
+
+
+@attrs.define(eq=False)
+class _Pull:
+    """An offer that waits for its copy, or is being read."""
+
+    offered: Offered
+    sinks: dict[int, Window]
+    into: RankPool
+    routes: tuple[Route, ...]
+    peer: PeerMapping | None = None
+    program: CopyProgram | None = None
+    copying: Copying | None = None
+    error: KvprotoError | None = None
+    """The reason why it is being stopped."""
+
+
+class Puller:
+    """Maps the memory of sources and reads their offers while they are leased."""
+
+    def __init__(self, endpoint: SinkEndpoint, transports: Sequence[Transport]) -> None:
+        self._endpoint, self._transports = endpoint, transports
+        self._peers: dict[tuple[int, int], PeerMapping] = {}
+        """The mapped memory of sources, by session and epoch."""
+        self._unmapping: set[tuple[int, int]] = set()
+        """Mappings that sources have asked to take back."""
+        self._pulls: list[_Pull] = []
+
+    @property
+    def poll_interval(self) -> float | None:
+        """Seconds until `advance` should be called; None if there are no offers, or a descriptor announces progress."""
+        if any(p.copying is None for p in self._pulls):
+            return _RETRY
+        found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def map(self, event: RegisterAsked, pool: RankPool, asleep: bool) -> None:
+        """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
+        rank = self._endpoint.rank_of(event.session)
+        if rank is None:  # it has said Goodbye in the meantime
+            return
+        try:
+            there = RankLayout(event.described.source, rank, {c.group: c for c in event.register.columns})
+            pair = Pair(event.described.routes, there, pool.layout)
+            peer = map_peer(event, self._transports, pair, None if asleep else pool.memories, writes=False)
+        except KvprotoError as error:
+            self._endpoint.refuse_register(event.session, error.kept(), time.monotonic())
+            return
+        self._peers[peer.key] = peer
+        self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
+
+    def unmap(self, event: UnmapAsked) -> None:
+        """Unmap an epoch of a source once nothing reads it."""
+        self._unmapping.add((event.session, event.epoch))
+
+    def offered(
+        self, event: Offered, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
+    ) -> None:  # fmt: skip
+        """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
+        self._pulls.append(_Pull(event, sinks, into, routes))
+
+    def advance(self) -> bool:
+        """Start, stop and finish copies; whether any has ended, so that the endpoint may have events."""
+        if not (self._pulls or self._peers or self._unmapping):
+            return False
+        before = len(self._pulls)
+        self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
+        used = {p.peer.key for p in self._pulls if p.peer is not None and p.copying is not None}
+        over = {key for key in self._peers if self._endpoint.rank_of(key[0]) is None}
+        for key in (over | self._unmapping) - used:
+            if (peer := self._peers.pop(key, None)) is not None:
+                peer.close()
+            if key in self._unmapping:
+                self._unmapping.discard(key)
+                self._endpoint.unmapped(*key, time.monotonic())
+        return len(self._pulls) < before
+
+    def _begin(self, pull: _Pull) -> bool:
+        """Start a copy if it may begin; whether it has already ended."""
+        offered, now = pull.offered, time.monotonic()
+        if not self._endpoint.wanted(offered):
+            return True
+        try:
+            pull.peer = self._peers[offered.offer.session, offered.offer.epoch]
+            if pull.program is None:
+                pair = pull.peer.pair
+                if pair.sink is not pull.into.layout or pair.routes != pull.routes:
+                    pair = Pair(pull.routes, pair.source, pull.into.layout)
+                pull.program = pair.lower(windows(offered.offer.grants), pull.sinks)
+        except KvprotoError as error:
+            self._endpoint.unread(offered, error.kept(), now)
+            return True
+        if not self._endpoint.may_read(offered, now):
+            return False
+        try:
+            moves = [Move(pull.program, pull.peer.connection.mapped, pull.into.memories)]
+            pull.copying = pull.peer.transport.start(moves)
+        except KvprotoError as error:
+            if error.code == ErrorCode.BUSY:
+                self._endpoint.postpone(offered)
+                return False
+            self._endpoint.unread(offered, error.kept(), now)
+            return True
+        return self._finish(pull)
+
+    def _finish(self, pull: _Pull) -> bool:
+        """Report a complete copy as Pulled, and stop one that is not wanted; whether it has ended."""
+        assert pull.copying is not None
+        if pull.error is None and self._endpoint.wanted(pull.offered):
+            try:
+                done = pull.copying.done
+            except KvprotoError as error:
+                pull.error, done = error.kept(), False
+            if done:
+                # the time is taken after the copy: what was read after the lease ended cannot be used
+                self._endpoint.read(pull.offered, pull.copying.bytes, time.monotonic())
+            if done or pull.error is None:
+                return done
+        proof = pull.copying.stop()
+        if proof is not None:
+            self._endpoint.unread(pull.offered, pull.error, time.monotonic(), proof)
+        return proof is not None
+
+    def close(self) -> None:
+        """Stop reading, then unmap."""
+        for pull in self._pulls:
+            while pull.copying is not None and pull.copying.stop() is None:
+                pass
+        self._pulls.clear()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()

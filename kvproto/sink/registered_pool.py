@@ -1,0 +1,245 @@
+"""The terms between a sink rank and one source replica: a pool of the sink, and the plan by which it is filled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.page_sums import page_sums
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
+from kvproto.copying.window_start import cut_to_begins
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.planning.geometry import Geometry
+from kvproto.planning.kinds import kind_of
+from kvproto.planning.plan import Plan
+from kvproto.rank.background import Background
+from kvproto.rank.checksums import Sums
+from kvproto.rank.lent import Lent
+from kvproto.rank.rank_pool import pack
+from kvproto.rank.registration import register
+from kvproto.session import Exposed, Registration, SinkEndpoint
+from kvproto.session.plan_cache import Planned
+from kvproto.session.push import Unpacker
+from kvproto.sink.quarantine import Quarantine
+from kvproto.transport.base import StreamDelivery, Transport
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.messages import Done, Grants, Offer
+
+__all__ = ["Filled", "RegisteredPool", "SinkPrograms", "begins_of", "prepared"]
+
+
+@attrs.define(eq=False)
+class Filled(Lent):
+    """A pool of a sink, which sources fill."""
+
+    quarantine: Quarantine = attrs.field(kw_only=True)
+
+
+class RegisteredPool:
+    """One pool, registered with all ranks of one replica under one plan."""
+
+    def __init__(self, endpoint: SinkEndpoint, lent: Filled, transports: Sequence[Transport]) -> None:
+        self.lent, self._endpoint, self._transports = lent, endpoint, tuple(transports)
+        columns = tuple(lent.pool.layout.columns.values())
+        self.exposed = Exposed(lent.number, columns, self._register)
+        """The pool as the endpoint knows it."""
+        self.digests: tuple[bytes, bytes] | None = None
+        """Digests of the Descriptions that the plan is made from, once they are known."""
+        self._expected: SinkPrograms | None = None
+        self._prepared: tuple[Plan, SinkPrograms] | None = None
+        """What was computed outside turns, and the plan that it is for."""
+        self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
+        """Deliveries of packed streams, by source rank and transport."""
+
+    @property
+    def expected(self) -> SinkPrograms:
+        """The programs of the source ranks; only once both Descriptions are known."""
+        if self._expected is None:
+            plan, source = self._endpoint.plan, self._endpoint.source
+            assert plan is not None
+            assert source is not None
+            ready, expected = self._prepared or (None, None)
+            self._expected = (
+                expected if expected and ready is plan else SinkPrograms(plan, source, self.lent.pool.layout)
+            )
+            self.digests = self._endpoint.digests
+        return self._expected
+
+    def prepare(self, made: Planned) -> None:
+        """Lower each pair ahead of use, which takes long if rows lie in many ways; may be called from any thread."""
+        layout = self.lent.pool.layout
+        expected = SinkPrograms(made.plan, made.theirs.geometry, layout)
+        with contextlib.suppress(KvprotoError):  # raised again in the turn that needs it
+            for writer in made.plan.required(layout.rank):
+                expected.pair(writer)
+        self._prepared = made.plan, expected
+
+    @property
+    def unpacking(self) -> bool:
+        """Whether anything is being unpacked into the pool."""
+        return any(each.receiver.busy for each in self._deliveries.values())
+
+    def _register(self, source: int) -> Registration:
+        """Register what one source rank may write: the pages, staging slots instead of them, or nothing."""
+        expected, memories = self.expected, self.lent.pool.memories
+        nothing = expected.pair(source).nothing
+        made, packed = register(self._transports, memories, nothing, lambda: expected.runs(source))
+        self._deliveries |= {(source, transport): each for transport, each in packed.items()}
+        return made
+
+    def close(self) -> None:
+        """Release what was registered in addition to the pool; no source may still write it."""
+        for each in self._deliveries.values():
+            each.close()
+        self._deliveries.clear()
+
+    def unpacker(self, writer: int, transport: int, grants: Mapping[int, Grants]) -> Unpacker:
+        """The function that makes the unpacker of a source rank's stream, by where late windows begin; BAD_GRANT."""
+        delivery, expected = self._deliveries[writer, transport], self.expected
+        whole = delivery.unpacker(expected.program(writer, grants))
+        return lambda begins: (
+            delivery.unpacker(expected.program(writer, self.begun(grants, begins))) if begins else whole
+        )
+
+    def unpackers(
+        self, streamed: Mapping[int, int], grants: Mapping[int, Grants], lacking: bool = False
+    ) -> dict[int, Unpacker]:  # fmt: skip
+        """Unpackers of source ranks whose bytes are packed, by rank; with `lacking`, only where all items are named."""
+        found = {}
+        for writer, transport in streamed.items():
+            with contextlib.suppress(KvprotoError) if lacking else contextlib.nullcontext():
+                found[writer] = self.unpacker(writer, transport, grants)
+        return found
+
+    def begun(self, grants: Mapping[int, Grants], begins: Mapping[int, int]) -> Mapping[int, Grants]:
+        """The grants, reduced to the rows that a source rank holds."""
+        if not begins:
+            return grants
+        return {g.group: g for g in cut_to_begins(self.lent.pool.layout, tuple(grants.values()), begins)}
+
+    def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
+        """The checksums of what a source rank has sent, computed over this side's memory; raises BAD_GRANT."""
+        program = self.expected.program(done.writer, self.begun(grants, begins_of(done)))
+        return Sums(program, self._transports[0], self.lent.pool.memories, sink=True)
+
+    def verify(self, done: Done, sums: Sums) -> dict[tuple[int, int], int]:
+        """Compare a source rank's checksums with this side's, and return them by source rank and group id.
+
+        Raises RemoteError(VERIFY_FAILED) for the first that differ (KVP-VERIFY-SINK).
+        """
+        program, pool = sums.program, self.lent.pool
+        sent = {c.group: c for c in done.checksums or ()}
+        for group, value in sums.found.items():
+            if group in sent and sent[group].value == value:
+                continue
+            spec = pool.layout.group(group)
+            path = f"checksums[{spec.name}]"
+            theirs = f"{sent[group].value:016x}" if group in sent else "none"
+            advice = f"from source rank {done.writer}: the bytes changed on their way; do not decode from them"
+            if group in sent and Feature.VERIFY_PAGES in self._endpoint.features():
+                ops = program.ops[program.ops["group"] == group]
+                some = CopyProgram(program.maps, ops, program.tokens_per_row, program.state_after, program.others)
+                pages = page_sums(some, {group: spec}, sums.of)[group]
+                advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
+            raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
+        return {(done.writer, group): value for group, value in sums.found.items()}
+
+
+def prepared(
+    backstage: Background, terms: Callable[[], RegisteredPool | None]
+) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
+    """A function by which a link's endpoint makes its plans outside turns, and prepares the current terms for them."""
+
+    def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
+        current = terms()  # those of the Description to plan with; the pool may move before the plan is made
+
+        def both() -> Planned:
+            made = work()
+            if current is not None:
+                current.prepare(made)
+            return made
+
+        backstage.defer(both, then)
+
+    return defer
+
+
+def begins_of(said: Done | Offer) -> dict[int, int]:
+    """Where late windows begin, as a Done or an Offer states it, by group id."""
+    return {begin.group: begin.first for begin in said.begins or ()}
+
+
+class SinkPrograms:
+    """The programs of one source replica, by source rank, computed on the sink's side alone.
+
+    The sink does not know the source's layout, but what it needs from a program (the order of a packed stream, the rows
+    of a checksum, the number of runs) does not depend on it. So a packed layout stands in for it.
+    """
+
+    def __init__(self, plan: Plan, source: Geometry, own: RankLayout) -> None:
+        self._plan, self._source, self._own = plan, source, own
+        self._pairs: dict[int, Pair] = {}
+
+    def pair(self, writer: int) -> Pair:
+        """The rank pair, cached, with a stand-in for the source's layout."""
+        known = self._pairs.get(writer)
+        if known is None:
+            columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
+            routes = self._plan.between(writer, self._own.rank)
+            known = self._pairs[writer] = Pair(routes, RankLayout(self._source, writer, columns), self._own)
+        return known
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Source ranks with a route to this one."""
+        return self._plan.required(self._own.rank)
+
+    def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
+        """What a source rank writes in a transfer; places on the source's side have no meaning. Raises BAD_GRANT."""
+        rank = next(r for r in self._source.ranks if r.rank == writer)
+        groups = {g.id: g for g in self._source.groups}
+        drawn: dict[int, list[Grants]] = {}
+        for route in self._plan.between(writer, self._own.rank):
+            for id in {box.source_group for box in route.boxes}:
+                drawn.setdefault(id, []).append(grants[route.group])
+        sources = {}
+        for share in rank.owns:
+            some = drawn.get(share.group, [])
+            first = min((g.first for g in some), default=0)
+            count = max((g.first + g.count for g in some), default=0) - first
+            items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
+            sources[share.group] = Window(first, count, np.arange(items))
+        return self.pair(writer).lower(sources, windows(grants.values()))
+
+    def runs(self, writer: int) -> Runs:
+        """The runs that a source rank writes for two scattered pages of each group; none if that cannot be computed."""
+        grants = {}
+        shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
+        for group in self._own.geometry.groups:
+            rows = 2 * group.rows * group.cp_size if kind_of(group).paged else 1
+            first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
+            need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
+            items = np.arange(need, dtype=np.uint32)[::-1] * 2
+            grants[group.id] = Grants(group=group.id, first=first, count=count, valid=first + count, items=items)
+        try:
+            return self.program(writer, grants).runs()
+        except KvprotoError:  # the source deals its tokens from a later one on
+            return Runs(0, 0)
+
+    def handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
+        """The hand-off bytes of a Done that `check_outcome` accepted, by this side's group id and part name."""
+        found = {}
+        routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
+        for each in done.handoff:
+            group = self._own.group(each.group)
+            parts = [group.parts[p] for p in sorted({box.part for box in routes[each.group].boxes})]
+            at = 0
+            for p in parts:
+                found[group.id, p.name] = bytes(each.data[at : at + p.lane_bytes])
+                at += p.lane_bytes
+        return found

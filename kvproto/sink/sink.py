@@ -1,0 +1,369 @@
+"""The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, listed, type_name
+from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
+from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
+from kvproto.options import Options
+from kvproto.prompt import Prompt, Ticket
+from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
+from kvproto.rank.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven
+from kvproto.rank.handles import Handle, TicketHandle, Withdrawal
+from kvproto.rank.lent import Lent
+from kvproto.rank.page_tables import PageTables, grants_of
+from kvproto.rank.pool import Pool
+from kvproto.sink.fetch import Claim
+from kvproto.sink.node import UNCONNECTED, SinkNode
+from kvproto.wire.enums import ErrorCode, Outcome
+
+__all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
+
+
+class Fetch(TicketHandle[Arrived]):
+    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
+
+    `Sink.fetch` says how long that may take. A timeout of `wait` does not end the fetch.
+    """
+
+    def __init__(
+        self, sink: Sink, ticket: Ticket, claim: Claim, pool: Pool, epoch: int,
+        on_wanted: Callable[[PagesWanted], PageTables | None] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(sink, ticket)
+        self._claim, self._on_wanted, self._granting, self.pool = claim, on_wanted, threading.Lock(), pool
+        self._useful, self._named = claim.end, bool(claim.granted)
+        self.pages_free = False
+        """Whether the pages of a lost request may be reused; PagesFree reports it as well.
+
+        False while the fetch is under way, and after Arrived: the pages then hold the request.
+        """
+        self.number = 0
+        """The fetch's number at this sink, from 1."""
+        self.epoch = epoch
+        """The epoch of its pool."""
+
+    def grant(self, pages: PageTables, tokens: int | None = None) -> bool:
+        """Name pages for a fetch that began without them; False if it had ended and did not take them.
+
+        `pages` holds page tables by group name from the page of token 0 on, including pages granted before, and
+        `tokens` is the number of tokens that they hold (None: as PagesWanted last said; only with `spans` may it be
+        less than all). May be called from any thread at any time, even before PagesWanted. Raises LocalError, and
+        grants nothing: OUT_OF_RANGE for `tokens`, BAD_GRANT for tables that do not fit, OUT_OF_REGION for pages outside
+        the pool, ITEM_ALIAS for a page that is named twice or by another fetch, UNEXPECTED_MESSAGE if `fetch` was given
+        the pages.
+        """
+        sink, claim = self._rank, self._claim
+        if self._named:
+            mine, yours = "a fetch that began without pages", "one whose pages `fetch` was given"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "grant", mine, yours, "name the pages once")
+        end = self._useful if tokens is None else check_whole("tokens", tokens, 0, claim.end)
+        if not isinstance(sink, Sink) or self.done:
+            return False
+        with self._granting:
+            grants = claim.named(pages, end)
+            with sink._handles_lock:
+                if self.done or self.number not in sink._fetches:
+                    return False
+                self.pool._pages.take(claim.more(grants), pages)
+                claim.granted = grants
+            self._post(lambda: sink._node.grant(self.number, grants, claim.whole))
+        return True
+
+    def _ask(self, wanted: PagesWanted) -> None:
+        """Ask the engine's `claim` for pages; an exception that it raises ends only this fetch."""
+        sink = self._rank
+        try:
+            pages = self._on_wanted(wanted) if self._on_wanted is not None and not self.done else None
+            if pages is not None:
+                self.grant(pages, wanted.tokens)
+        except Exception as error:
+            advice = "the callable that names pages has raised"
+            own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
+            cause = error if isinstance(error, KvprotoError) else own
+            if isinstance(sink, Sink) and not sink._driver.closed:
+                self._post(lambda: sink._node.abort(self.number, cause))
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Stop the fetch; its pages may be reused when `pages_free`. Harmless once done.
+
+        It ends with ABORTED as soon as the source has answered, or has been given up. If the source has not heard of
+        the fetch yet, it ends at once and the source is not told: tell the engine that computes the prompt as well.
+        """
+        sink = self._rank
+        check_type("reason", reason, str, "a str")
+        if not self.done and isinstance(sink, Sink):
+            error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
+            self._post(lambda: sink._node.abort(self.number, error))
+
+    def _give_up(self, error: KvprotoError) -> None:
+        if isinstance(self._rank, Sink):
+            self._rank._node.abort(self.number, error)
+
+
+class Sink(EngineRank):
+    """One rank of an engine that fetches prompts from any number of Sources into one pool."""
+
+    def __init__(
+        self, name: str, pool: Pool,
+        sources: Mapping[str, str | Seed] | Mapping[tuple[str, int], str | Seed] | None = None,
+        options: Options | None = None,
+    ) -> None:  # fmt: skip
+        """Connect to sources.
+
+        `sources` maps each engine name (replica 0), or (name, replica), to the address of any of its ranks, or to a
+        Seed, which also holds its public key; the other ranks' addresses come with its Welcome. `read_sources` reads
+        such a mapping from a file, and `connect` adds to it. Raises LocalError: OUT_OF_RANGE for an argument or an
+        address that cannot be used, NO_TRANSPORT, UNEXPECTED_MESSAGE for a closed pool, and ITEM_ALIAS for a `shared`
+        one.
+        """
+        self._fetches: dict[int, Fetch] = {}
+        self._sources: set[tuple[str, int]] = set()
+        self._last = 0
+        chosen, party = options_of(options), party_of(name, pool)
+        advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}'
+        check_type("sources", sources, (Mapping, NoneType), "a mapping of engine name to address", advice)
+        given = {key: seed if isinstance(seed, Seed) else Seed(seed) for key, seed in (sources or {}).items()}
+        named = [(_replica(key), key, seed) for key, seed in given.items()]
+        for _, key, seed in named:
+            check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
+        self._node = SinkNode(
+            party, pool, dialer_of(chosen), verify=chosen.verify,
+            transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
+            spread=chosen.spread, cold_draft=chosen.cold_draft, eager=chosen.eager,
+            ticket_wait=chosen.ticket_wait,
+        )  # fmt: skip
+        super().__init__(name, pool, self._node, chosen)
+        self._start()
+        for (engine, replica), _, seed in named:
+            self.connect(engine, replica, address=seed.address, key=seed.key)
+
+    def connect(self, engine: str, replica: int = 0, *, address: str, key: str | None = None) -> None:
+        """Add a source replica, or change its address; both are known to the router.
+
+        `key` is its public key, which a TCP address needs (KVP-NET-KEY). Connected reports when the source is ready;
+        `fetch` may be called before. Raises LocalError(OUT_OF_RANGE) for an address or a key that cannot be used.
+        """
+        source = _replica((engine, replica))
+        server = check_seed("address", Seed(address, key), self.options)
+        self._sources.add(source)
+        self._driver.post(lambda: self._node.connect(source, address, server))
+
+    def disconnect(self, engine: str, replica: int = 0) -> None:
+        """Say Goodbye to a source replica; fetches under way from it are lost."""
+        source = _replica((engine, replica))
+        self._sources.discard(source)
+        self._driver.post(lambda: self._node.disconnect(source, "disconnected"))
+
+    def fetch(
+        self, ticket: Ticket, prompt: Prompt, pages: PageTables | None = None, *,
+        cached: int | Mapping[str, int] = 0, tokens: int | Mapping[str, int] | None = None,
+        late: bool | Collection[str] = False, claim: Callable[[PagesWanted], PageTables | None] | None = None,
+        spans: bool = False, on_done: Callable[[Fetch], object] | None = None,
+    ) -> Fetch:  # fmt: skip
+        """Have tokens [cached, tokens) of a request written into `pages`.
+
+        `pages` is the request's page table by group name: page ids, [pages], from the page of token 0 on, or the id of
+        a slot. A table may be longer than needed. `cached` is the first token to fetch, for all groups of tokens or by
+        group name: the pages hold the tokens before it, or a window has no pages for them. `tokens` is the end of the
+        fetch (None: the whole prompt), in tokens or by axis name. Name a page only when all device work that used it
+        has completed, and leave it alone until the handle is done and, if the request was lost, `pages_free`.
+
+        Without `pages`, the request waits for prefill and ties up no page here: PagesWanted reports when pages are of
+        use, and `Fetch.grant` names them. `claim` is called with that event, where `Options.callbacks` says, and
+        returns page tables, or None for not yet. With `spans` pages are wanted piece by piece while prefill runs, if
+        the source supports it (feature SPANS); otherwise all at once, when prefill is over, or at the beginning if the
+        source does not support INTENT.
+
+        Where the source no longer holds the first tokens, a group in `late` (True: any) begins with a later one, which
+        `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is lost with PEER_LOST if the source ends
+        or restarts, which voids its tickets, or is silent for 35 s; and with OUT_OF_RANGE if the prompt states an axis
+        that no cache of either side has. `on_done` is called with the handle when it has ended.
+
+        The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
+        within d of this call. A source answers at once, even before `Source.request`. It then ends the fetch with
+        UNKNOWN_TICKET if there is no request within `ticket_wait`, 10 s, and with DEADLINE once d has passed since the
+        request. A source that does neither is given up: d + 40 s (d, `ticket_wait` and `patience`) after this call the
+        fetch is aborted with DEADLINE, and the answer to that is awaited for at most 30 s. To bound it yourself, call
+        `wait` with a timeout and then `Fetch.abort`.
+
+        Raises LocalError: OUT_OF_RANGE for an argument of the wrong type or range; WRONG_PEER for a source that is not
+        connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be used; BUSY while too many pages are
+        in quarantine; DRAINING after `drain`; POOL_MOVED while asleep.
+        """
+        self._driver.check()
+        self._check_draining()
+        check_request(ticket, prompt, on_done, self.geometry)
+        key, digest, seconds = bytes(ticket.key), prompt.digest, ticket.deadline / 1000
+        with self._handles_lock:
+            self._check_awake("fetch")
+            pool, epoch = self.pool, self._epoch
+        end, axes = ends_of(prompt, tokens, 1)
+        grants = grants_of(pool.layout, pages, cached, end, axes, late)
+        _check_claim(pages, claim, spans)
+        source = (ticket.engine, ticket.replica)
+        if source not in self._sources:
+            known = listed(f"{engine} replica {replica}" for engine, replica in sorted(self._sources)) or "none"
+            yours = f"{ticket.engine} replica {ticket.replica}"
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, UNCONNECTED)
+        self._node.check_quarantine()
+        claimed = Claim(pool.layout, grants, end, {} if pages is None else grants)
+        if pages is not None:
+            pool._pages.take(grants, pages)
+        made = Fetch(self, ticket, claimed, pool, epoch, claim)
+        with self._handles_lock:
+            self._last += 1
+            made.number = self._last
+            self._fetches[made.number] = made
+        if on_done is not None:
+            made.add_done_callback(on_done)
+        try:
+            about = grants, seconds, prompt.axes, epoch, pages is None, spans
+            made._post(lambda: self._node.fetch(made.number, source, key, digest, *about))
+        except KvprotoError:
+            self._forget(made)
+            raise
+        return made
+
+    @property
+    def ready(self) -> frozenset[tuple[str, int]]:
+        """Source replicas that are ready, by engine name and replica: a fetch from one begins at once."""
+        return self._node.ready
+
+    def move(self, pool: Pool) -> Withdrawal:
+        """Use this pool from now on; fetches that are under way end in the old one.
+
+        The old memory may be freed once the returned handle is done. The pool must be of the same rank on the same
+        device; its caches may differ. Raises LocalError: UNEXPECTED_MESSAGE while asleep, and otherwise as `wake` does.
+        """
+        self._check_pool(pool)
+        with self._handles_lock:
+            self._check_awake("move", ErrorCode.UNEXPECTED_MESSAGE)
+            made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
+            self._replace(pool)
+            epoch = self._epoch
+        self._post_withdrawal(made, lambda: self._node.move(pool, epoch))
+        return made
+
+    def _sleep(self, error: KvprotoError) -> Lent:
+        return self._node.sleep(error)
+
+    def _wake(self, pool: Pool, epoch: int) -> None:
+        self._node.move(pool, epoch)
+
+    @property
+    def quarantined(self) -> dict[str, int]:
+        """The number of pages, by group name, that a peer may still write and that must not be reused yet."""
+        names = {g.id: g.name for g in self.geometry.groups}
+        return {names[group]: count for group, count in self._node.quarantined.items()}
+
+    def _gauges(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        yield from super()._gauges()
+        held = self.quarantined
+        for group in self.pool.layout.columns:
+            name = self.pool.layout.group(group).name
+            yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
+
+    def _translate(self, event: Any) -> Event:
+        match event:
+            case Received():
+                fetch = self._forget(self._fetches[event.number])
+                names = {g.id: g.name for g in fetch.pool.geometry.groups}
+                handoff: dict[str, dict[str, bytes]] = {}
+                for (group, part), data in event.handoff.items():
+                    handoff.setdefault(names[group], {})[part] = data
+                sums = {(writer, names[group]): value for (writer, group), value in event.checksums.items()}
+                arrived = Arrived(
+                    fetch, event.outcome == Outcome.FINISHED, handoff, sums, event.bytes, event.seconds,
+                    {names[group]: first for group, first in event.since.items()},
+                )  # fmt: skip
+                fetch._end(arrived)
+                return arrived
+            case PagesNeeded():
+                fetch = self._fetches[event.number]
+                tokens = fetch._claim.end if event.tokens is None else event.tokens
+                fetch._useful = tokens
+                wanted = PagesWanted(fetch, tokens, fetch._claim.lengths(tokens))
+                if fetch._on_wanted is not None:
+                    self._driver.later(lambda: fetch._ask(wanted))
+                return wanted
+            case TransferLost():
+                fetch = self._fetches[event.number]
+                fetch.pages_free = event.proven
+                if event.proven:
+                    self._forget(fetch)
+                fetch._end(None, event.error)
+                return Lost(fetch, event.error, event.proven)
+            case TransferProven():
+                fetch = self._forget(self._fetches[event.number])
+                fetch.pages_free = True
+                return PagesFree(fetch)
+            case PoolReturned():
+                return self._returned(event)
+        translated: Event = event  # about a peer
+        return translated
+
+    def _forget(self, fetch: Fetch) -> Fetch:
+        """Stop tracking a fetch: nothing writes its pages any more, or this sink can no longer find out."""
+        with self._handles_lock:
+            if self._fetches.pop(fetch.number, None) is not None:
+                fetch.pool._pages.free(fetch._claim.granted)
+        return fetch
+
+    def close(self, reason: str = "closed") -> None:
+        """Say Goodbye to all sources and end what is under way; open handles end with LocalError(ABORTED).
+
+        The pages of a fetch whose `pages_free` is False may still be written until its source hears of it or ends.
+        """
+        super().close(reason)
+        for fetch in list(self._fetches.values()):
+            self._forget(fetch)
+
+    def _handles(self) -> Iterable[Handle[Any]]:
+        return self._fetches.values()
+
+
+def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for wrong types, and for `claim` or `spans` together with `pages`."""
+    check_type("spans", spans, bool, "True or False")
+    if claim is not None and not callable(claim):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "claim", "something to call with PagesWanted", type_name(claim))
+    if pages is not None and (claim is not None or spans):
+        given = "claim" if claim is not None else "spans"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, given, "pages, or a fetch that names them later", "both", "leave one")
+
+
+def _replica(given: Any) -> tuple[str, int]:
+    """A source replica, as engine name and number; a name alone means replica 0."""
+    engine, replica = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+    check_type("engine", engine, str, "the source engine's name, a str")
+    return engine, check_whole("replica", replica, 0)
+
+
+def dialer_of(options: Options) -> Dialer:
+    """A dialer that connects to sources, with the keys of the options."""
+    return Dialer(options.insecure, read_keys(options.keys) if options.keys is not None else None)
+
+
+def check_seed(path: str, seed: Seed, options: Options) -> bytes | None:
+    """The source's public key; raises LocalError, naming the argument `path`, for a seed that cannot be used."""
+    address = seed.address
+    check_type(path, address, str, "an address, a str")
+    if "{rank}" in address:
+        advice = "name one rank of the source, such as rank 0; the others follow from its Welcome"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, "the address of one rank", repr(address), advice)
+    try:
+        check_address(address, options.keys is not None, options.insecure)
+    except LocalError as error:
+        raise error.at(path) from error
+    if seed.key is not None:
+        return check_public("key", seed.key)
+    if encrypted(address) and options.keys is not None:
+        advice = "pass the line in its public.key as `key`, or in a Seed"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "key", f"the public key of the source at {address}", "none", advice)
+    return None

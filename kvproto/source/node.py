@@ -1,0 +1,419 @@
+"""A turn of a source rank: receive, copy, answer, and report the requests whose pages are free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
+from kvproto.net import Listener
+from kvproto.options import Options
+from kvproto.planning.axes import NO_AXES
+from kvproto.rank.background import Background
+from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
+from kvproto.rank.events import PoolReturned
+from kvproto.rank.lent import returned
+from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.registration import features_of
+from kvproto.session import Party, SourceEndpoint
+from kvproto.session.descriptions import Described
+from kvproto.session.records import Answer, Counters, SourceAttempt
+from kvproto.session.source import SourceSession
+from kvproto.source.copies import Copies, Read
+from kvproto.source.offers import offered
+from kvproto.source.prefill import Computed, Finished
+from kvproto.source.progress import CopyStep, SendProgress
+from kvproto.source.request import Request
+from kvproto.source.schedule import LastPart, Scheduler, Send
+from kvproto.source.sink_memory import SinkMemory
+from kvproto.transport import default
+from kvproto.transport.base import Piece, Transport
+from kvproto.transport.process import this_process
+from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Register
+
+__all__ = ["SourceNode"]
+
+_TURN = 0.001
+"""Seconds after which a turn stops receiving, so that slow frames do not hold up copies."""
+_OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
+_AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
+
+
+class SourceNode:
+    """The turns of a prefill rank, driven by `kvproto.rank.driver`; it answers the calls of its endpoint."""
+
+    def __init__(
+        self,
+        party: Party,
+        pool: RankPool,
+        listener: Listener,
+        endpoints: Mapping[int, str],
+        options: Options,
+        transports: Sequence[Transport] = (),
+    ) -> None:
+        """`endpoints` are the addresses of all ranks of this replica, for Welcome."""
+        self.pool, self._listener, self._lease = pool, listener, options.lease
+        self.transports = tuple(transports) or (default(pool.memories),)
+        features = features_of(self.transports, options.verify, options.pull, options.spread, options.cold_draft)
+        self.endpoint = SourceEndpoint(
+            self, party, pool.layout.geometry, dict(endpoints), features, session_id, this_process(), listener.admit
+        )
+        self.tickets = self.endpoint.tickets
+        self.tickets.wait = options.ticket_wait
+        self._scheduler = Scheduler(options.part_bytes, options.first_part_ratio)
+        self._copies = Copies(pool.memories, self._packed)
+        self._background = Background()
+        self.endpoint.plans.defer, self.endpoint.name_of = self._background.defer, listener.name_of
+        self.memory = SinkMemory(self.endpoint, pool, self.transports, self._background.defer)
+        self.requests: dict[Request, None] = {}
+        """Requests that have not ended, in order."""
+        self._events: list[Event | PoolReturned] = []
+        self._changed: dict[Request, None] = {}
+        """Requests that the next turn may hand over more of, in order."""
+        self._retry: list[Request] = []
+        """Requests whose copies could not begin, to be examined again with the next turn."""
+        self._to_check: dict[Send, None] = {}
+        """Sends that may have ended."""
+        self._ending: dict[Request, None] = {}
+        """Requests that end as soon as no copy reads their items."""
+        self._leaving: list[Read] = []
+        """Pools that were taken back, until nothing reads them any more."""
+        self._filenos: list[int] | None = None
+        self.epoch = 1
+        """The epoch of the current pool, or of the last one while asleep."""
+
+    # calls of the engine
+
+    def expect(self, request: Request, content: bytes, tokens: int | None, axes: Mapping[str, int] = NO_AXES) -> None:
+        """Accept a request, by the digest of its prompt and the lengths of the prompt and of its other axes."""
+        self.requests[request] = self._changed[request] = None
+        request.state = self.tickets.expect(request.ticket, request, content, time.monotonic(), tokens, axes)
+
+    def computed(self, request: Request, computed: Computed) -> None:
+        """Copy computed rows to the sinks that ask for them, in parts, each row once; items stay until the end.
+
+        Through staging slots, layers are sent in order, each when all tokens that a sink asked for are computed and all
+        items are named: after the last chunk of a prompt. Transports that are not incremental write at the end.
+        """
+        if request.state is not None and request.over is None:
+            request.prefill.add(computed)
+            self.tickets.hold(request.state, request.prefill.since, time.monotonic())
+            self._changed[request] = None
+
+    def finish(self, request: Request, finished: Finished) -> None:
+        """Serve the sinks that ask for a request whose prefill is over; items must stay until the end."""
+        if request.state is not None and request.over is None:
+            request.prefill.finish(finished)
+            self._changed[request] = None
+            self.tickets.hold(request.state, finished.since, time.monotonic())
+            self.tickets.finish(request.state)
+
+    def refuse(self, request: Request, error: KvprotoError) -> None:
+        """End a request that cannot be produced; until the ticket's deadline, sinks that ask for it receive the error.
+
+        Copies of what was finished before go on, but streams, which wait for their sink, are stopped. The request ends
+        once nothing reads its items: no copy, and no sink under a lease.
+        """
+        state, now = request.state, time.monotonic()
+        if state is None or request.over is not None:
+            return
+        self.tickets.refuse(state, error, now)
+        self._ending[request] = None
+        for send in request.sends:
+            if send.last is None or send.stream is not None:
+                send.failure = send.failure or error
+                self._copies.stop(send, error)
+            self._to_check[send] = None
+        for attempt in state.users.values():
+            if attempt.loan is not None and attempt.lent(now):
+                attempt.loan.latest = attempt.loan.end
+                self.endpoint.timers.at(attempt.loan.end, lambda at: self._ending.update({request: None}))
+
+    def drain(self) -> None:
+        """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
+        self.endpoint.drain()
+        for request in self.tickets.unasked():
+            self.refuse(request, _AWAY)
+
+    # pools
+
+    def sleep(self, error: KvprotoError) -> Read:
+        """End all requests with this error and take the pool back; PoolReturned reports when nothing reads it."""
+        sends = [send for request in self.requests for send in request.sends]
+        for request in list(self.requests):
+            self.refuse(request, error)
+        for send in sends:
+            send.failure = send.failure or error
+            self._copies.stop(send, error)
+        leaving = Read(self.epoch, self.pool, sends=tuple(send for send in sends if send.copies))
+        self._leaving.append(leaving)
+        self.memory.sleep()
+        return leaving
+
+    def wake(self, pool: RankPool, epoch: int, endpoints: Mapping[int, str]) -> None:
+        """Serve requests from another pool; `endpoints` as in `__init__`, for a geometry that differs."""
+        if pool.layout.geometry != self.endpoint.geometry:
+            self.endpoint.restate(pool.layout.geometry, endpoints, time.monotonic())
+        self.pool, self.epoch, self._copies.memories = pool, epoch, pool.memories
+        self.memory.wake(pool, self.epoch)
+
+    def _holders(self, lent: Read) -> list[str]:
+        return self.memory.holders(lent.number) + ["copies under way"] * lent.copied
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return self._copies.busy
+
+    def census(self) -> Counters:
+        """Count its sinks now, and the messages that were sent again so far."""
+        return self.endpoint.census()
+
+    # calls of the endpoint
+
+    def report(self, event: Event) -> None:
+        """Report an event to the engine with the next turn."""
+        self._events.append(event)
+
+    def map_memory(self, session: SourceSession, register: Register, described: Described) -> None:
+        """Map a sink's memory."""
+        self.memory.map(session, register, described)
+
+    def unmap_memory(self, session: SourceSession, epoch: int) -> None:
+        """Unmap an epoch of a sink's memory as soon as no copy uses it."""
+        self.memory.ask_unmap(session, epoch)
+
+    def request_changed(self, request: Request) -> None:
+        """Examine a request in this turn."""
+        if request.sends or (request.state is not None and request.state.waiting):
+            self._changed[request] = None
+
+    def transfer_due(self, attempt: SourceAttempt) -> None:
+        """Copy all that is left for a sink rank, as prefill is over."""
+        self._join(attempt)
+        if attempt.send is not None:
+            self._changed[attempt.send.request] = None
+
+    def request_released(self, request: Request, routed: tuple[int, ...], lost: Mapping[int, KvprotoError]) -> None:
+        """End a request that no sink rank needs any more."""
+        self._end(request, Undelivered(request, routed, lost) if lost else Freed(request, routed))
+
+    def request_expired(self, request: Request) -> None:
+        """End a request whose deadline has passed."""
+        self._end(request, Expired(request))
+
+    def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
+        """Report that a sink rank has read what it was offered."""
+        send = attempt.send
+        if send is not None and send.program is not None and count == send.program.bytes:
+            self._report_sent(send, time.monotonic() - send.offered_at, send.program.bytes)
+        attempt.send = None
+
+    def _end(self, request: Request, over: Over) -> None:
+        if request.over is None:
+            request.over, self._ending[request] = over, None
+            self._to_check |= dict.fromkeys(request.sends)
+
+    # turns
+
+    def turn(self, ready: Collection[int] = ()) -> list[Event | PoolReturned]:
+        """Receive, copy and answer; return the events for the engine."""
+        for transport in self.transports if ready else ():
+            if transport.fileno() in ready:
+                transport.acknowledge()
+        if self._copies.busy:  # a sink may be waiting for its end
+            self._complete()
+        now = time.monotonic()
+        if self._listener.renew(now):
+            self.endpoint.readmit()
+        for conn, frame in self._listener.receive(ready):
+            self.endpoint.receive(conn, frame, now)
+            if time.monotonic() - now > _TURN:  # the next turn receives the rest, after this one has sent its answers
+                break
+        self._background.turn()
+        self.endpoint.on_time(now)
+        if self._retry:
+            self._changed |= dict.fromkeys(self._retry)
+            self._retry.clear()
+        more = True
+        while more:
+            if self._changed:
+                self._copy()
+            if self._to_check or self._copies.busy:
+                self._complete()
+            if self._ending:
+                self._end_requests()
+            if self.memory.unused:
+                self.memory.unmap(send.peer for request in self.requests for send in request.sends)
+            self._flush()
+            more = bool(self._changed)
+        if self._leaving:
+            free = returned(self._leaving, self._holders, self.transports, self.pool)
+            self._events += [PoolReturned(lent.number) for lent in free]
+        events, self._events = self._events, []
+        return events
+
+    def filenos(self) -> list[int]:
+        """Descriptors that are readable when a turn has something to do; the same list until they change."""
+        if self._filenos is None:
+            others = [self._background.fileno(), *(transport.fileno() for transport in self.transports)]
+            self._filenos = [*self._listener.filenos(), *(fd for fd in others if fd is not None)]
+        return self._filenos
+
+    def timeout(self) -> float | None:
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
+        if self._to_check or self._changed or self._listener.pending:
+            return 0.0
+        interval, deadline = self._copies.poll_interval, self.endpoint.next_deadline()
+        if deadline is None:
+            return interval
+        seconds = max(deadline - time.monotonic(), 0.0)
+        return seconds if interval is None else min(seconds, interval)
+
+    def _end_requests(self) -> None:
+        """End the requests that wait for it and whose items no copy and no sink reads any more."""
+        now = time.monotonic()
+        for request in list(self._ending):
+            if not request.sends and (request.over is not None or not request.lent(now)):
+                del self._ending[request]
+                self.requests.pop(request, None)
+                self._changed.pop(request, None)
+                self._events.append(request.conclude())
+
+    def _flush(self) -> None:
+        for conn, frame in self.endpoint.to_send(time.monotonic()):
+            self._listener.send(conn, frame)
+
+    # copies
+
+    def _join(self, attempt: SourceAttempt) -> None:
+        """Begin to send to a sink rank that asks for a request, or note that it grants more items for it."""
+        if attempt.send is not None:
+            attempt.send.take_grants()
+        elif attempt.epoch is not None and attempt.ticket is not None and attempt.epoch.mapping is not None:
+            request, peer = attempt.ticket.request, attempt.epoch.mapping
+            send = Send(request, request.prefill, attempt, peer, SendProgress(peer.pair.nothing), attempt.granted)
+            request.sends.append(send)
+            attempt.send = send
+
+    def _copy(self) -> None:
+        """Start copies of requests that have changed, for all sinks that can be served; batched where that pays."""
+        changed, self._changed = self._changed, {}
+        batches: dict[int, list[tuple[Send, Sequence[CopyStep]]]] = {}
+        for request in changed:
+            if request.state is not None and request.prefill.version:
+                for attempt in request.state.asking():
+                    self._join(attempt)
+            for send in request.sends:
+                self._to_check[send] = None
+                if send.last is not None or send.failure is not None or send.unwanted() is not None:
+                    continue
+                if send.stream is not None:
+                    self._feed(send)
+                    continue
+                steps = self._scheduler.steps(send)
+                if send.useful:
+                    self.endpoint.progress(send.attempt, send.useful, time.monotonic())
+                if steps:
+                    transport = send.peer.transport
+                    batch = id(transport if transport.capabilities.batches else send)
+                    batches.setdefault(batch, []).append((send, steps))
+        for sends in batches.values():
+            self._start(sends)
+
+    def _start(self, batch: Sequence[tuple[Send, Sequence[CopyStep]]]) -> None:
+        copying = self._copies.start(batch)
+        if copying is None:
+            self._retry += [send.request for send, _ in batch if send.failure is None]
+            return
+        now = time.monotonic()
+        for send, steps in batch:
+            finished = send.prefill.finished
+            if finished is not None and send.attempt.whole:
+                send.last = LastPart(now, sum([step.bytes for step in steps]), finished.handoffs(send.peer.pair))
+                send.stream = copying.stream
+            elif copying.stream is not None:
+                send.stream, send.seen = copying.stream, 0
+                self._feed(send)
+            else:
+                send.progress.advance(send.available)
+
+    def _feed(self, send: Send) -> None:
+        """Mark the rows that are computed now as ready in a stream under way."""
+        assert send.stream is not None
+        rows, finished = self._scheduler.stream_rows(send), send.prefill.finished
+        if rows is not None:
+            if finished is not None:
+                send.last = LastPart(time.monotonic(), send.stream.left, finished.handoffs(send.peer.pair))
+            send.stream.mark_ready(rows.layers, rows.after)
+        elif send.failure is not None:
+            self._copies.stop(send, send.failure)
+
+    def _packed(self, send: Send, piece: Piece) -> None:
+        self.endpoint.stream(send.attempt, piece, send.begins)
+
+    def _complete(self) -> None:
+        """Answer the transfers that are copied, have failed, or are not wanted."""
+        if self._copies.busy:
+            self._to_check |= dict.fromkeys(self._copies.advance())
+        sends, self._to_check = self._to_check, {}
+        over = [send for send in sends if not send.copies and (send.last or send.failure or send.unwanted())]
+        if not over:
+            return
+        until = time.monotonic() + SUM_TIME
+        for send in over[1:BEGUN]:
+            self._summed(send, 0.0)
+        for send in over:
+            if self._summed(send, until):
+                send.request.sends.remove(send)
+                self._answer(send)
+            else:
+                self._to_check[send] = None
+
+    def _summed(self, send: Send, until: float) -> bool:
+        """Start on its checksums and go on until `until`; whether they are computed, or not needed as it failed."""
+        if send.failure or send.program is None or send.unwanted():
+            return True
+        if send.sums is None:
+            send.sums = Checksums(send.peer, send.program, self.pool.memories, send.attempt.session.features)
+        return send.sums.advance(until)
+
+    def _answer(self, send: Send) -> None:
+        """Send Done, Offer or Failed, now that no copy of the send is under way."""
+        attempt, program, last, finished = send.attempt, send.program, send.last, send.prefill.finished
+        now, attempt.send = time.monotonic(), None
+        error = send.failure or send.unwanted()
+        if error or not (finished and program and last and send.sums):
+            self.endpoint.failed(attempt, error or _OVER, now, send.proof)
+            return
+        answer = Answer(finished.outcome, last.handoff, send.sums.for_message(), send.begins)
+        if send.peer.reads:
+            held = send.prefill.begun(send.peer.pair, send.granted)
+            grants = offered(send.peer.pair.routes, self.pool.layout, held, finished.items)
+            attempt.send, send.offered_at = send, now  # until the sink has read them
+            self.endpoint.offer(attempt, self._lease, grants, answer, now)
+            return
+        self.endpoint.done(attempt, program.bytes, answer, now)
+        self._flush()
+        self._report_sent(send, now - last.began, last.left)
+
+    def _report_sent(self, send: Send, seconds: float, left: int) -> None:
+        attempt, program = send.attempt, send.program
+        assert program is not None
+        moved, peer = bytes_by_name(send.peer, program), attempt.session.name
+        sink, epoch = send.peer.pair.sink.rank, attempt.asked.epoch
+        self._events.append(Sent(send.request, sink, moved, seconds, left, peer, epoch))
+
+    def close(self, reason: str) -> None:
+        """Say Goodbye to all sinks, then release everything."""
+        self.endpoint.goodbye(reason)
+        self._flush()
+        self._listener.close()
+        self._background.close()
+        self._copies.close()
+        if not self._copies.busy:
+            self.memory.close()
+        for transport in self.transports:
+            transport.close()

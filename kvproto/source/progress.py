@@ -1,0 +1,139 @@
+"""How much of a request was handed to a transport for one sink, and which parts are next.
+
+Prefill computes each layer from the first token on. So the rows of a layer that are available, and those that were
+handed to a transport, are one number of tokens each; a part is what lies between the two, for adjacent layers for which
+both numbers are the same.
+
+When a part is sent depends on the cost of its link. A link between GPUs that is in use draws power even when little
+crosses it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). If a link is many
+times faster than rows are computed, nearly all of them can be sent shortly before the last is computed without ending
+later: each part then halves what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import CopyProgram
+from kvproto.transport.base import Layer
+
+__all__ = ["Available", "CopyStep", "SendProgress", "layers_of"]
+
+_NO_MODEL = -1
+
+
+@attrs.frozen
+class Available:
+    """The rows of a layer that are computed: positions [0, tokens), once these device events have happened."""
+
+    tokens: int
+    after: tuple[int, ...] = ()
+
+
+@attrs.frozen
+class CopyStep:
+    """Some rows of some layers, to be copied next."""
+
+    program: CopyProgram
+    """A program of this part's rows alone, in all layers."""
+    layers: tuple[int, int] | None
+    """The layers [lo, hi) to copy; None: all."""
+    after: tuple[int, ...]
+    """Handles of the device events after which the rows are computed."""
+    bytes: int
+    grows: bool = False
+    """Whether no row is computed yet; see `Move.grows`."""
+
+
+class SendProgress:
+    """What was handed to a transport for one sink."""
+
+    def __init__(self, program: CopyProgram) -> None:
+        """`program` is any program of the rank pair."""
+        self._program = program
+        self.begun = False
+        """Whether any part was handed over."""
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """The layers that a program of the rank pair copies, ascending."""
+        return sorted(layers_of(self._program.ops))
+
+    @cached_property
+    def _tokens(self) -> dict[Layer, int]:
+        """The number of tokens that were handed over, by layer."""
+        return dict.fromkeys(self.layers, 0)
+
+    @cached_property
+    def _early(self) -> set[Layer]:
+        """Layers with rows that may be sent before prefill is over."""
+        return layers_of(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
+
+    def due(
+        self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float
+    ) -> bool:
+        """Whether to send a part now: as many rows wait, in tokens times layers, as are still to be computed.
+
+        The first part waits until there are `first_part_ratio` times as many; a ratio below 1 applies to later parts
+        too. Models without any available layer do not count, as the engine may report them only at the end. `asked` are
+        the positions [first, end) by model.
+        """
+        waiting = coming = 0
+        known = {model for model, _ in there}
+        for layer in self._early:
+            if layer[0] not in known:
+                continue
+            handed = self._tokens[layer]
+            first, end = asked.get(layer[0], (0, 0))
+            computed = max(min(there[layer].tokens, end), first) if layer in there else first
+            waiting += max(computed - max(handed, first), 0)
+            coming += end - computed
+        return waiting >= coming * (min(first_part_ratio, 1) if self.begun else first_part_ratio)
+
+    def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[CopyStep]:
+        """The parts that are available and were not handed over; between calls, `program` may only gain rows."""
+        return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
+
+    def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[CopyStep]:
+        """Everything that was not handed over when prefill is over: at least one part, which may be empty."""
+        found = self._parts(program, dict.fromkeys(self.layers, (None, after)))
+        return found or [CopyStep(program.since(_NO_MODEL, 0, None), None, after, 0)]
+
+    def advance(self, there: Mapping[Layer, Available]) -> None:
+        """Record that the parts which `next` returned were handed over."""
+        self.begun = True
+        for layer in self.layers:
+            if layer in there:
+                self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)
+
+    def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[CopyStep]:
+        runs: list[tuple[tuple[int, int, int | None], list[int], set[int]]] = []
+        adjacent = False
+        for model, layer in self.layers:
+            handed, (tokens, after) = self._tokens[model, layer], there.get((model, layer), (0, ()))
+            if tokens is not None and tokens <= handed:
+                adjacent = False
+                continue
+            key = (model, handed, tokens)
+            if not adjacent or runs[-1][0] != key:
+                runs.append((key, [], set()))
+            runs[-1][1].append(layer)
+            runs[-1][2].update(after)
+            adjacent = True
+        found = []
+        for (model, handed, tokens), layers, events in runs:
+            rows, span = program.since(model, handed, tokens), (layers[0], layers[-1] + 1)
+            bytes_ = rows.select(layers=range(*span)).bytes
+            if bytes_:
+                found.append(CopyStep(rows, span, tuple(sorted(events)), bytes_))
+        return found
+
+
+def layers_of(ops: npt.NDArray[np.void]) -> set[Layer]:
+    """The model and layer of each operation of a program."""
+    return set(zip(ops["model"].tolist(), ops["layer"].tolist(), strict=True))

@@ -1,0 +1,205 @@
+"""The memory of a source's sinks: mapped when it is registered, and unmapped when its session has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import RankLayout
+from kvproto.errors import KvprotoError, RemoteError
+from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.session import SourceEndpoint
+from kvproto.session.descriptions import Described
+from kvproto.session.events import RegisterAsked
+from kvproto.session.source import SourceSession
+from kvproto.session.timers import Timer
+from kvproto.transport import default
+from kvproto.transport.base import Transport
+from kvproto.wire.enums import ErrorCode, Feature
+from kvproto.wire.messages import Region, Register
+
+__all__ = ["SinkMemory"]
+
+_LOOK = 0.25
+"""Seconds between two looks at the processes of sinks on this host."""
+
+
+class SinkMemory:
+    """The mappings of sinks' memory, by session and epoch."""
+
+    def __init__(
+        self,
+        endpoint: SourceEndpoint,
+        pool: RankPool,
+        transports: Sequence[Transport],
+        defer: Callable[[Callable[[], Pair], Callable[[Pair | KvprotoError], None]], None],
+    ) -> None:
+        """`defer` runs work outside turns: lowering a pair takes long if its rows lie in many ways."""
+        self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
+        self._mapped: dict[tuple[int, int], PeerMapping] = {}
+        self._unmapping: set[tuple[int, int]] = set()
+        """Mappings that sinks have asked to take back."""
+        self._epoch = 1
+        """The epoch of this rank's own memory, which sinks read."""
+        self.asleep = False
+        self._looking: Timer | None = None
+        """The timer of the next look at the processes of sinks."""
+        self._ended: set[int] = set()
+        """Sessions whose sink's process had ended at the last look."""
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def map(self, session: SourceSession, register: Register, described: Described) -> None:
+        """Map a sink's memory with the first of its transports that works here, or let the sink read ours."""
+        columns = {column.group: column for column in register.columns}
+        sink, source = RankLayout(described.sink, described.ranks[1], columns), self._pool.layout
+
+        def pair() -> Pair:
+            made = Pair(described.routes, source, sink)
+            assert made.nothing.runs is not None  # computes a cached property here, outside the turn
+            return made
+
+        if described.of_source is self._endpoint.stated:
+            self._defer(pair, partial(self._reach, session, register, described))
+        else:
+            self._reach(session, register, described, self._changed(described))
+
+    def _reach(
+        self, session: SourceSession, register: Register, described: Described, pair: Pair | KvprotoError
+    ) -> None:
+        if not session.open:  # it has ended in the meantime
+            return
+        try:
+            if isinstance(pair, KvprotoError):
+                raise pair
+            if described.of_source is not self._endpoint.stated:
+                raise self._changed(described)
+            if pair.source is not self._pool.layout:  # the pool was replaced in the meantime
+                pair = Pair(pair.routes, self._pool.layout, pair.sink)
+            if Feature.PULL in session.features:
+                self._expose(session, register, described, pair)
+                return
+            own, features = None if self.asleep else self._pool.memories, session.features
+            asked = RegisterAsked(session.session, register, described)
+            peer = map_peer(asked, self._transports, pair, own, writes=True, features=features)
+        except KvprotoError as error:
+            session.refuse_register(error.kept())
+            return
+        self._mapped[session.session, register.epoch] = peer
+        self._watch()
+        capabilities = peer.transport.capabilities
+        process = self._endpoint.process if capabilities.death_is_proof else None
+        session.accept_register(capabilities.code, peer.connection.link, process, peer)
+
+    def _watch(self) -> None:
+        """Look from time to time whether the processes of sinks have ended, if any can be seen from here."""
+        if self._looking is None and any(peer.connection.ended is not None for peer in self._mapped.values()):
+            self._looking = self._endpoint.timers.at(time.monotonic() + _LOOK, self._look)
+
+    def _look(self, now: float) -> None:
+        self._looking = None
+        for number in {key[0] for key, peer in self._mapped.items() if (ended := peer.connection.ended) and ended()}:
+            session = self._endpoint.sessions.get(number)
+            if session is not None and session.open and number in self._ended:
+                session.lose("its process has ended")
+            elif number not in self._ended:  # its last frames may not have been received yet
+                self._ended.add(number)
+        self._ended &= {key[0] for key in self._mapped}
+        self._watch()
+
+    def _changed(self, described: Described) -> RemoteError:
+        """The error for a Register that followed an earlier Description of this side."""
+        mine, yours = (stated.digest.hex() for stated in (self._endpoint.stated, described.of_source))
+        return RemoteError(ErrorCode.DESCRIPTION_MISMATCH, "source", mine, yours, "describe again")
+
+    def _expose(self, session: SourceSession, register: Register, described: Described, pair: Pair) -> None:
+        """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
+        transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
+        asked = RegisterAsked(session.session, register, described)
+        made = PeerMapping(asked, transport, pair, reads=True)
+        regions = self._regions(made)  # raises before anything is answered
+        session.accept_register(transport.capabilities.code, mapping=made)
+        self._mapped[made.key] = made
+        if not self.asleep and self._unread(session):
+            self._register(session, regions)
+
+    def _unread(self, session: SourceSession) -> bool:
+        """Whether a sink has not been told of the memory that it is to read."""
+        newest = session.owner.newest
+        return newest is None or newest.memory != self._epoch
+
+    def _regions(self, peer: PeerMapping) -> tuple[Region, ...]:
+        """The regions of this rank's memory, as a sink is told of them."""
+        nothing = peer.pair.nothing
+        return register((peer.transport,), {} if self.asleep else self._pool.memories, nothing, nothing.runs)[0].regions
+
+    def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
+        """Let a sink read this rank's memory."""
+        columns = tuple(self._pool.layout.columns.values())
+        session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
+
+    def sleep(self) -> None:
+        """Take the memory that sinks read back at once; end the sessions of sinks that cannot return it."""
+        self.asleep, now = True, time.monotonic()
+        for session in [each for each in self._endpoint.sessions.values() if each.open and each.pulls]:
+            if Feature.EPOCHS not in session.features:
+                session.goodbye("the memory moves")
+                continue
+            owner = session.owner
+            for owned in list(owner.epochs.values()):
+                owner.unregister(owned, at_once=True, now=now)
+
+    def wake(self, pool: RankPool, epoch: int) -> None:
+        """Serve the mapped sinks from another pool; end the sessions where that is not possible."""
+        self.asleep, self._pool, self._epoch = False, pool, epoch
+        for (number, _), peer in list(self._mapped.items()):
+            session = self._endpoint.sessions.get(number)
+            if session is None or not session.open or peer.asked.described.of_source is not self._endpoint.stated:
+                continue  # it registers again once it has this side's new Description
+            try:
+                peer.pair = Pair(peer.pair.routes, pool.layout, peer.pair.sink)
+                if not peer.reads:
+                    peer.prepare(pool.memories, writes=True)
+                elif self._unread(session):
+                    self._register(session, self._regions(peer))
+            except KvprotoError as error:
+                session.give_up(error.kept())
+
+    def holders(self, epoch: int) -> list[str]:
+        """Who may still read a pool that was taken back, for display."""
+        found, now = [], time.monotonic()
+        for session in [each for each in self._endpoint.sessions.values() if each.pulls]:
+            held = any(owned.memory == epoch for owned in session.owner.epochs.values())
+            if held and (session.open or any(each.lent(now) for each in session.attempts.values())):
+                found.append(session.name)
+        return found
+
+    def ask_unmap(self, session: SourceSession, epoch: int) -> None:
+        """Unmap an epoch of a sink once no copy uses it."""
+        self._unmapping.add((session.session, epoch))
+
+    @property
+    def unused(self) -> bool:
+        """Whether there may be memory to unmap."""
+        return bool(self._unmapping or self._endpoint.over)
+
+    def unmap(self, used: Iterable[PeerMapping]) -> None:
+        """Unmap what sinks have taken back and the memory of ended sessions, except for what copies have in use."""
+        over = self._endpoint.over
+        gone = {key for key in self._mapped if key[0] in over} if over else set()
+        for key in (gone | self._unmapping).difference(peer.key for peer in used):
+            if (peer := self._mapped.pop(key, None)) is not None:
+                peer.close()
+            self._unmapping.discard(key)
+            if (session := self._endpoint.sessions.get(key[0])) is not None:
+                session.unmapped(key[1])
+        over.intersection_update(number for number, _ in self._mapped)
+
+    def close(self) -> None:
+        """Unmap everything; no copy may be under way."""
+        for peer in self._mapped.values():
+            peer.close()

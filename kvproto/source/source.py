@@ -1,0 +1,154 @@
+"""The Source, which a prefill rank opens: it listens, and hands requests over to sinks that have their tickets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvproto.errors import KvprotoError, LocalError, check_type
+from kvproto.events import Event, Over
+from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
+from kvproto.options import Options
+from kvproto.prompt import Prompt, Ticket
+from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
+from kvproto.rank.events import PoolReturned
+from kvproto.rank.handles import Handle
+from kvproto.rank.lent import Lent
+from kvproto.rank.pool import Pool
+from kvproto.session.catalogue import Catalogue, Changes
+from kvproto.source.node import SourceNode
+from kvproto.source.request import Request
+from kvproto.wire.enums import ErrorCode
+
+if TYPE_CHECKING:
+    from kvproto.tiers import Tiers
+
+__all__ = ["Source"]
+
+
+class Source(EngineRank):
+    """One rank of an engine that computes prompts."""
+
+    def __init__(self, name: str, pool: Pool, listen: str | Mapping[int, str], options: Options | None = None) -> None:
+        """Listen for sinks.
+
+        `name` is the engine's name, the same on all ranks and in tickets. `listen` is the address of this rank, with
+        "{rank}" where those of other ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of
+        the replica by rank. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
+        NO_TRANSPORT, and UNEXPECTED_MESSAGE for a pool that is closed or serves another Source.
+        """
+        check_type("pool", pool, Pool, "a kvproto.Pool")
+        check_type("listen", listen, (str, Mapping), "an address, or a mapping of rank to address")
+        chosen = options_of(options)
+        endpoints = _endpoints(listen, pool)
+        self._requests: dict[bytes, Request] = {}
+        party = party_of(name, pool)
+        for address in endpoints.values():
+            check_type("listen", address, str, "addresses, each a str")
+            if len(endpoints) > 1 and is_wildcard(address):
+                advice = "sinks dial the addresses in Welcome: name the host, or the address of an interface"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", "addresses that can be dialled", address, advice)
+        try:
+            listener = _listener(endpoints[pool.rank], chosen)
+        except LocalError as error:
+            raise error.at("listen" if error.path == "address" else error.path) from error
+        endpoints[pool.rank] = self._address = listener.address
+        self._listen = listen
+        try:
+            self._node = SourceNode(party, pool, listener, endpoints, chosen, transports_of(chosen, pool))
+            super().__init__(name, pool, self._node, chosen)
+            self._start()
+        except BaseException:
+            listener.close()
+            raise
+
+    def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
+        """Accept a request: from now on sinks with its ticket are answered, and are served once it is computed.
+
+        `on_free` is called with the handle when its pages are free. Raises LocalError: OUT_OF_RANGE for an argument of
+        the wrong type or a prompt without one of the geometry's axes, WRONG_PEER for a ticket of another engine or
+        replica, TICKET_USED for one that was used before, DRAINING after `drain`, POOL_MOVED while asleep.
+        """
+        self._check_draining()
+        self._check_awake("request")
+        check_request(ticket, prompt, on_free, self.geometry)
+        if (ticket.engine, ticket.replica) != (self.name, self.geometry.replica):
+            mine, yours = f"{self.name} replica {self.geometry.replica}", f"{ticket.engine} replica {ticket.replica}"
+            advice = "send the request to the engine of its ticket"
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", mine, yours, advice)
+        request = Request(self, self._node, ticket, prompt)
+        self._take(request, ticket)
+        if on_free is not None:
+            request.add_done_callback(on_free)
+        request.accept()
+        return request
+
+    def tell(self, tiers: Tiers) -> None:
+        """Announce the pages that `tiers` keeps to routers that watch with a `kvproto.Finder` (feature CATALOGUE).
+
+        Changes are announced with each step of the tiers.
+        """
+        layout = tiers.device.layout
+        catalogue = Catalogue(tiers.space, layout.page, layout.form)
+        self._driver.post(lambda: self._node.endpoint.keep_catalogue(catalogue))
+        tiers.subscribe(self._announce)
+
+    def _announce(self, pages: Changes) -> None:
+        """Have the I/O thread announce pages, unless this Source is closed."""
+        if not self._driver.closed:
+            with suppress(LocalError):
+                self._driver.leave(lambda: self._node.endpoint.kept(pages), lambda error: None)
+
+    def _take(self, request: Request, ticket: Ticket) -> None:
+        """Add a request; raises LocalError(TICKET_USED) while its ticket's first use is not past its deadline."""
+        key, now = bytes(ticket.key), time.monotonic()
+        with self._handles_lock:
+            if key in self._requests or self._node.tickets.used(key, now):
+                advice = "make a new ticket for each try of a request"
+                raise LocalError(ErrorCode.TICKET_USED, "ticket", "a new one", "one that was used here before", advice)
+            self._requests[key] = request
+
+    def _drain(self) -> None:
+        self._node.drain()
+
+    def _sleep(self, error: KvprotoError) -> Lent:
+        return self._node.sleep(error)
+
+    def _check_pool(self, pool: Pool) -> None:
+        super()._check_pool(pool)
+        _endpoints(self._listen, pool)
+
+    def _wake(self, pool: Pool, epoch: int) -> None:
+        self._node.wake(pool, epoch, _endpoints(self._listen, pool) | {pool.rank: self._address})
+
+    def _translate(self, event: Any) -> Event:
+        if isinstance(event, PoolReturned):
+            return self._returned(event)
+        if isinstance(event, Over):
+            del self._requests[bytes(event.request.ticket.key)]
+        told: Event = event
+        return told
+
+    def _handles(self) -> Iterable[Handle[Any]]:
+        return self._requests.values()
+
+
+def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
+    """The address of each rank of a pool's replica; raises LocalError(OUT_OF_RANGE) if any is missing or shared."""
+    ranks = [r.rank for r in pool.geometry.ranks]
+    found = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
+    if sorted(found) != sorted(ranks) or len(set(found.values())) < len(ranks):
+        mine, advice = f"an address for each of the ranks {ranks}", 'put "{rank}" where the addresses of ranks differ'
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", mine, str(listen), advice)
+    return found
+
+
+def _listener(address: str, options: Options) -> Listener:
+    """A listener at `address`, with the keys and the allow-list of the options if the address needs them."""
+    if options.keys is None or not encrypted(address):
+        return Listener(address, options.insecure)
+    keys, allow = read_keys(options.keys), options.allow or Path(options.keys) / "allow.toml"
+    return Listener(address, keys=keys, allow=AllowList(allow))

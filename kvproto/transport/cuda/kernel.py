@@ -1,0 +1,567 @@
+"""The table of a rank pair's operations, made at registration, and the formats that the kernel reads (kernel.cu).
+
+Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise
+from operator import ge
+from typing import Generic, TypeVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.errors import LocalError
+from kvproto.transport.staging.packed import Side
+from kvproto.wire.enums import ErrorCode
+
+__all__ = [
+    "CLASS",
+    "CLASS_FIELDS",
+    "DEPTH",
+    "FEW_CLASSES",
+    "FEW_RUNS",
+    "FEW_WORDS",
+    "INLINE_BYTES",
+    "LONG",
+    "MAP",
+    "MAP_FIELDS",
+    "MOST",
+    "OP",
+    "RUN_BYTES",
+    "RUN_WORDS",
+    "SUM",
+    "SUMMED",
+    "THREADS",
+    "WORDS",
+    "InlineLaunch",
+    "LaunchGroup",
+    "Long",
+    "PerProgramCache",
+    "Shape",
+    "SumTable",
+    "Table",
+    "UploadedLaunch",
+    "Work",
+    "check",
+    "inline_launch",
+    "launch",
+    "parts",
+    "sizes",
+    "sum_table",
+    "table",
+    "up",
+    "write_runs",
+]
+
+T = TypeVar("T")
+THREADS, DEPTH = 1024, 8
+WORDS = (16, 8, 4, 2, 1)
+"""Bytes of a word, widest first."""
+RUN_WORDS = 5
+"""A run has this many numbers of 32 bits: its first row, and item and row on both sides."""
+FEW_CLASSES, FEW_RUNS = 8, 180
+"""The most classes and runs of a launch that fits into a kernel's 4 KiB of parameters: `Few` in kernel.cu."""
+FEW_WORDS = FEW_RUNS * RUN_WORDS
+RUN_BYTES = 4 * RUN_WORDS
+
+PLACES = ("item", "row", "lane")
+OP = np.dtype([(n, "<u8") for n in ("source", "sink", *(f"{s}_{p}" for s in ("source", "sink") for p in PLACES))])
+CLASS = np.dtype(
+    [("ops", "<u8"), ("rows", "<u8")]
+    + [(n, "<u4") for n in ("n_rows", "words", "units", "chunks", "first", "n_runs")]
+)  # fmt: skip
+MAP = np.dtype([("runs", "<u8"), ("rows", "<u8"), ("n_runs", "<u4"), ("n_rows", "<u4")])
+SUM = np.dtype(
+    [(n, "<u8") for n in ("base", "item", "row", "lane", "places", "globals", "total", "seed", "lo")]
+    + [(n, "<u4") for n in ("n_rows", "lanes", "lane_bytes", "sink")]
+)  # fmt: skip
+
+MAP_FIELDS, CLASS_FIELDS = struct.Struct("<QQII"), struct.Struct("<QQIIIIII")
+LONG = 16 << 20
+"""Runs of at least this many bytes go by the copy engine, which is 6 % faster then (benchmarks/transfer_gpu.py)."""
+MOST = (1 << 32) - THREADS * DEPTH - 1
+"""Words of an operation; one with more is cut into several classes."""
+
+
+@attrs.frozen
+class Shape:
+    """Operations [start, stop) of a table with the same map, word and width of a row, in ascending order of layers."""
+
+    map: int
+    word: int
+    words: int
+    """Words of a unit."""
+    units: int
+    """Units of a row."""
+    start: int
+    stop: int
+
+
+@attrs.frozen(eq=False)
+class Table:
+    """The operations of a rank pair with absolute addresses, sorted by shape and layer."""
+
+    ops: npt.NDArray[np.void]
+    """Rows of dtype OP."""
+    layers: npt.NDArray[np.int64]
+    """The layer of each operation."""
+    shapes: tuple[Shape, ...]
+    joined: npt.NDArray[np.bool_]
+    """Whether the rows of a run touch on both sides."""
+    bounds: list[list[int]]
+    """[map, 4]: items and rows of the source's pool, items and rows of the sink's; the least of any operation."""
+
+
+def table(
+    program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int], free: Side | None = None
+) -> Table:
+    """The table of a program's operations; `sources` and `sinks` are the addresses of regions as mapped here.
+
+    The addresses of a `free` side are known only at each launch, and do not limit how wide words are.
+    """
+    ops = program.ops
+    made = np.zeros(len(ops), OP)
+    width = ops["lanes"] * ops["lane_bytes"]
+    touch = np.ones(len(ops), bool)
+    for side, bases in (("source", sources), ("sink", sinks)):
+        base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+        made[side] = base + ops[f"{side}_offset"].astype(np.uint64)
+        for place in PLACES:
+            made[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
+        touch &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
+    unit = np.where(touch, width, ops["lane_bytes"])
+    units = np.where(touch, 1, ops["lanes"])
+    for side in ("source", "sink"):
+        made[f"{side}_lane"][touch] = 0
+    together = unit.astype(np.uint64)
+    for name in set(OP.names or ()) - {free}:
+        together = together | made[name]
+    word = np.full(len(ops), 1)
+    for size in WORDS[::-1]:
+        word[(together & np.uint64(size - 1)) == 0] = size
+    kinds = np.stack([ops["map"], -word, unit // word, units])
+    order = np.lexsort((ops["layer"], *kinds[::-1]))
+    made, kinds = made[order], kinds[:, order]
+    joined = touch[order] & (made["source_row"] == unit[order]) & (made["sink_row"] == unit[order])
+    cuts = [0, *(np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1).tolist(), len(ops)]
+    firsts = kinds[:, cuts[:-1]].T.tolist() if len(ops) else []
+    shapes = tuple(
+        Shape(m, -w, words, many, a, b) for (m, w, words, many), (a, b) in zip(firsts, pairwise(cuts), strict=False)
+    )
+    extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
+    for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
+        np.minimum.at(extents[:, k], ops["map"], ops[name])
+    return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
+
+
+def up(n: int) -> int:
+    """The next multiple of 256."""
+    return -(-n // 256) * 256
+
+
+def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = None) -> None:
+    """Write runs as the device reads them; on a side that is a stream, rows follow each other in one item."""
+    if len(m.rows):
+        runs[0, 0] = 0
+        if len(m.rows) > 1:
+            np.cumsum(m.rows[:-1], out=runs[0, 1:], dtype=np.uint32)
+        item, row = {None: (0, 0), "source": (1, 2), "sink": (3, 4)}[stream]
+        for i, place in enumerate(m.places, start=1):
+            runs[i] = 0 if i == item else runs[0] if i == row else place
+
+
+class PerProgramCache(Generic[T]):
+    """Keeps what is made once for the operations of a rank pair for as long as their array lives.
+
+    What is kept must not refer to the array, which would then live for ever.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Hashable], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, ops: npt.NDArray[np.void], rest: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for this array and `rest`; raises what `make` raises, and keeps nothing then."""
+        key: tuple[int, Hashable] = id(ops), rest
+        if key not in self._made:
+            self._made[key] = make()
+            weakref.finalize(ops, self._made.pop, key, None).atexit = False
+        return self._made[key]
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._made.clear()
+
+
+@attrs.frozen
+class Long:
+    """Runs of operations that go by the copy engine."""
+
+    ops: npt.NDArray[np.void]
+    map: RowMap
+    width: int
+    """Bytes of a row."""
+
+    def runs(self) -> npt.NDArray[np.uint64]:
+        """[3, operations x runs]: sources, sinks, lengths."""
+        m, width = self.map, np.uint64(self.width)
+        found = np.empty((3, len(self.ops), len(m.rows)), np.uint64)
+        for i, (side, item, row) in enumerate(
+            (("source", m.source_item, m.source_row), ("sink", m.sink_item, m.sink_row))
+        ):
+            found[i] = item.astype(np.uint64) * self.ops[f"{side}_item"][:, None] + row.astype(np.uint64) * width
+            found[i] += self.ops[side][:, None]
+        found[2] = m.rows.astype(np.uint64) * width
+        return found.reshape(3, -1)
+
+
+@attrs.frozen
+class LaunchGroup:
+    """Launches whose end is one event."""
+
+    classes: tuple[tuple[int, int, int, int], ...]
+    """(word, offset of the first class in the image, classes, chunks), one for each copy kernel."""
+    long: tuple[Long, ...]
+    bytes: int
+
+
+@attrs.frozen
+class UploadedLaunch:
+    """One upload and its kernel."""
+
+    size: int
+    """Bytes of the image: maps, then classes, then runs."""
+    n_maps: int
+    most_rows: int
+    """Rows of the longest map."""
+    groups: tuple[LaunchGroup, ...]
+    """One for all works, or one for each."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are written."""
+        return sum(group.bytes for group in self.groups)
+
+
+@attrs.frozen
+class Work:
+    """A prepared table, where it lies on the device, and one request's maps."""
+
+    table: Table
+    address: int
+    maps: Sequence[RowMap]
+    layers: tuple[int, int] | None = None
+    """Only layers [lo, hi)."""
+
+
+_FIRST_RUNS, _GROWTH = 8192, 3
+"""The host writes 8,192 runs in some 100 us while the GPU copies the part before; each part costs the GPU 40 us."""
+
+
+def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
+    """The same works, cut between runs into launches: works of many runs become several, at most `most`."""
+    runs = sum(len(m.rows) for w in works for m in w.maps)
+    cuts, size = [0], _FIRST_RUNS
+    while len(cuts) < most and runs - cuts[-1] > 2 * size:
+        cuts.append(cuts[-1] + size)
+        size *= _GROWTH
+    if len(cuts) == 1:
+        return [works]
+    bounds = pairwise([*cuts, runs])
+    return [[attrs.evolve(w, maps=[_share(m, a, b, runs) for m in w.maps]) for w in works] for a, b in bounds]
+
+
+def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
+    """The same share of a map's runs as [a, b) is of `of`."""
+    some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
+    return attrs.evolve(
+        m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
+        sink_row=m.sink_row[some], rows=m.rows[some],
+    )  # fmt: skip
+
+
+def check(works: Sequence[Work]) -> None:
+    """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
+    for work in _apart(works):
+        for m, extents in zip(work.maps, work.table.bounds, strict=True):
+            (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
+            high = here + there
+            if low < 0 or lowest < 0 or any(map(ge, high, extents)):
+                for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
+                    least = int(place.min())
+                    if least < 0 or most >= extent:
+                        came, pool = str(most if most >= extent else least), f"0 to {extent - 1}"
+                        raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
+
+
+_PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
+
+
+def sizes(works: Sequence[Work]) -> tuple[int, int]:
+    """The most bytes of image and of rows that `launch` needs."""
+    some = _apart(works)
+    runs = sum(len(m.rows) for w in some for m in w.maps)
+    maps = sum(len(w.maps) for w in some)
+    cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
+    rows = sum(m.size for w in some for m in w.maps)
+    return up(maps * MAP.itemsize) + up(cuts * CLASS.itemsize) + up(runs * RUN_BYTES + 16), rows * 16 + 16
+
+
+def _apart(works: Sequence[Work]) -> list[Work]:
+    """The works that do not share the maps of the work before."""
+    return [w for i, w in enumerate(works) if not i or w.maps is not works[i - 1].maps]
+
+
+def _cuts(work: Work) -> int:
+    most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
+    return most // MOST
+
+
+def launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG,
+    each: bool = False,
+) -> UploadedLaunch:  # fmt: skip
+    """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
+
+    `image` has room for `sizes`, and the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
+    With `each` the kernels of each work have their own end. Works that share their maps share their rows.
+    """
+    maps: list[tuple[int, int, int, int]] = []
+    classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    chunks_of: dict[tuple[int, int], int] = {}
+    engine: list[list[Long]] = [[] for _ in (works if each else works[:1])]
+    totals = [0] * len(engine)
+    begins: list[int] = []
+    row, n_runs, most_rows = rows_at, 0, 0
+    apart = _apart(works)
+    for k, work in enumerate(works):
+        if not k or work.maps is not works[k - 1].maps:
+            begins = []
+            for m in work.maps:
+                maps.append((n_runs, row, len(m.rows), m.size))
+                begins.append(row)
+                n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
+        group = k if each else 0
+        for shape, lo, hi in _wanted(work):
+            m, width = work.maps[shape.map], shape.words * shape.units
+            totals[group] += m.size * shape.word * width * (hi - lo)
+            if _is_long(work, shape, lo, hi, long):
+                engine[group].append(Long(work.table.ops[lo:hi], m, shape.word * shape.words))
+                continue
+            ops = work.address + lo * OP.itemsize
+            for skip in range(0, m.size, MOST // width):
+                rows = min(MOST // width, m.size - skip)
+                chunks = -(-rows * width // (THREADS * DEPTH))
+                kernel = group, shape.word
+                first, begin = chunks_of.get(kernel, 0), begins[shape.map] + 16 * skip
+                made = ops, begin, rows, shape.words, shape.units, chunks, first
+                classes.setdefault(kernel, []).append(made)
+                chunks_of[kernel] = first + chunks * (hi - lo)
+    classes_at = up(len(maps) * MAP.itemsize)
+    runs_at = classes_at + up(sum(map(len, classes.values())) * CLASS.itemsize)
+    end = runs_at + RUN_BYTES * n_runs
+    runs = image[runs_at:end].view(np.uint32)
+    for k, m in enumerate(m for w in apart for m in w.maps):
+        at, begin, n, size = maps[k]
+        MAP_FIELDS.pack_into(image.data, k * MAP.itemsize, image_at + runs_at + RUN_BYTES * at, begin, n, size)
+        write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
+    kernels: list[list[tuple[int, int, int, int]]] = [[] for _ in engine]
+    at = classes_at
+    for (group, word), some in classes.items():
+        kernels[group].append((word, at, len(some), chunks_of[group, word]))
+        for numbers in some:
+            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
+            at += CLASS.itemsize
+    groups = (LaunchGroup(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
+    return UploadedLaunch(end, len(maps), most_rows, tuple(groups))
+
+
+_HEAD = struct.Struct("<II8x")
+_FEW_RUNS_AT = _HEAD.size + FEW_CLASSES * CLASS.itemsize
+INLINE_BYTES = _FEW_RUNS_AT + 4 * FEW_WORDS
+"""Bytes of a launch that fits into a kernel's parameters."""
+
+
+@attrs.frozen
+class InlineLaunch:
+    """A launch that fits into the parameters of `copy_few`."""
+
+    word: int
+    chunks: int
+    bytes: int
+
+
+def inline_launch(
+    works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG
+) -> InlineLaunch | None:
+    """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image` [INLINE_BYTES]; None if it is larger.
+
+    The works have passed `check`. Nothing is uploaded and nothing expanded, which is most of what a small hand-over
+    costs; the rest is numpy calls, so there are few.
+    """
+    if sum(len(m.rows) for w in works for m in w.maps) > FEW_RUNS:
+        return None
+    word, number, first, total, data = 0, 0, 0, 0, image.data
+    begins = {}
+    at = 0
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            begins[k, i] = at
+            at += RUN_WORDS * len(m.rows)
+        for shape, lo, hi in _wanted(work):
+            rows, width = work.maps[shape.map], shape.words * shape.units
+            chunks = -(-rows.size * width // (THREADS * DEPTH))
+            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
+            big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
+            if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > MOST:
+                return None
+            numbers = rows.size, shape.words, shape.units, chunks, first, len(rows.rows)
+            CLASS_FIELDS.pack_into(data, _HEAD.size + number * CLASS.itemsize, ops, place, *numbers)
+            word, number, first = shape.word, number + 1, first + chunks * (hi - lo)
+            total += rows.size * word * width * (hi - lo)
+    for k, work in enumerate(works):
+        for i, m in enumerate(work.maps):
+            place, n = _FEW_RUNS_AT + 4 * begins[k, i], len(m.rows)
+            if m.numbers is not None:
+                *places, lengths = m.numbers
+                firsts = accumulate(lengths[:-1], initial=0) if n else ()
+                struct.pack_into(f"<{RUN_WORDS * n}I", data, place, *firsts, *chain(*places))
+            else:
+                write_runs(m, image[place : place + RUN_BYTES * n].view(np.uint32).reshape(RUN_WORDS, n))
+    _HEAD.pack_into(data, 0, number, first)
+    return InlineLaunch(word or WORDS[0], first, total)
+
+
+def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
+    """Whether the runs are long enough for the copy engine, which starts each of them separately."""
+    m, width = work.maps[shape.map], shape.word * shape.words
+    if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
+        return False
+    return int(m.rows.min()) * width >= long
+
+
+def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
+    """Shapes with rows to copy, and their operations for the wanted layers."""
+    for shape in work.table.shapes:
+        lo, hi = shape.start, shape.stop
+        if work.layers is not None:
+            lo, hi = (shape.start + int(np.searchsorted(work.table.layers[lo:hi], x)) for x in work.layers)
+        if hi > lo and work.maps[shape.map].size:
+            yield shape, lo, hi
+
+
+SUMMED = 1 << 30
+"""Bytes that take about a millisecond."""
+_MOST_SUM_OPS = 65_535
+"""Operations of a launch: blocks along the second axis of a grid."""
+_ROW_BYTES = 16
+"""Bytes of an expanded row."""
+
+
+@attrs.frozen(eq=False)
+class SumTable:
+    """One side's operations of a rank pair, sorted by the width of their words and by map."""
+
+    ops: npt.NDArray[np.void]
+    """Rows of dtype SUM; `total` is the position of the group among `groups`."""
+    spans: tuple[tuple[int, int, int], ...]
+    """(map, start, stop) of operations of one map."""
+    launches: tuple[tuple[int, int, int], ...]
+    """(bytes of a word, offset of the first operation in the image, number of operations)."""
+    groups: tuple[int, ...]
+    maps: tuple[frozenset[int], ...]
+    """Of each group; a group none of whose maps has rows has no checksum."""
+    n_maps: int
+    """Maps to expand: those of rows, then those of global rows."""
+
+    def sizes(self, maps: Sequence[RowMap]) -> tuple[int, int]:
+        """Bytes of an image and of the expanded rows."""
+        runs = sum(len(m.rows) + len(m.piece_rows) for m in maps)
+        return self._runs + RUN_BYTES * runs + 8 * len(self.groups) + 8, 2 * _ROW_BYTES * sum(
+            m.size for m in maps
+        ) + _ROW_BYTES
+
+    @property
+    def _ops(self) -> int:
+        return up(self.n_maps * MAP.itemsize)
+
+    @property
+    def _runs(self) -> int:
+        return self._ops + up(self.ops.nbytes)
+
+    def write(self, maps: Sequence[RowMap], image: npt.NDArray[np.uint8], image_at: int, rows_at: int) -> int:
+        """Write one request's image, to be read at address `image_at`; the number of bytes, the last being the totals.
+
+        Rows are expanded to `rows_at`.
+        """
+        ops = image[self._ops : self._ops + self.ops.nbytes].view(SUM)
+        ops.data.cast("B")[:] = self.ops.data.cast("B")
+        at, rows = self._runs, [rows_at]
+        for n, m in enumerate((*maps, *maps)):
+            globals_ = n >= len(maps)
+            size = len(m.piece_rows if globals_ else m.rows)
+            MAP_FIELDS.pack_into(image.data, n * MAP.itemsize, image_at + at, rows[-1], size, m.size)
+            runs = image[at : at + RUN_BYTES * size].view(np.uint32).reshape(RUN_WORDS, size)
+            if not globals_:
+                write_runs(m, runs)
+            elif size:
+                runs[:] = 0
+                np.cumsum(m.piece_rows[:-1], out=runs[0, 1:], dtype=np.uint32)
+                runs[2] = m.piece_first
+            at += RUN_BYTES * size
+            rows.append(rows[-1] + _ROW_BYTES * m.size)
+        at = -(-at // 8) * 8
+        for n, start, stop in self.spans:
+            some = ops[start:stop]
+            some["places"], some["globals"], some["n_rows"] = rows[n], rows[n + len(maps)], maps[n].size
+        ops["total"] *= 8
+        ops["total"] += np.uint64(image_at + at)
+        image[at : at + 8 * len(self.groups)] = 0
+        return at + 8 * len(self.groups)
+
+    def found(self, maps: Sequence[RowMap], totals: npt.NDArray[np.uint8]) -> dict[int, int]:
+        """Checksums by sink group id, of the last bytes of the image."""
+        some = {n for n, m in enumerate(maps) if m.size}
+        values = totals.view(np.uint64).tolist()
+        return {g: value for g, of, value in zip(self.groups, self.maps, values, strict=True) if some & of}
+
+
+def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> SumTable:
+    """The table of a program's operations on one side, whose regions are at these addresses."""
+    side = "sink" if sink else "source"
+    ops = program.ops
+    made = np.zeros(len(ops), SUM)
+    made["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+    made["base"] += ops[f"{side}_offset"].astype(np.uint64)
+    for place in PLACES:
+        made[place] = ops[f"{side}_{place}_stride"]
+    together = ops["lane_bytes"].astype(np.uint64)
+    for name in ("base", *PLACES):
+        together |= made[name]
+    word = np.max([np.where(together & np.uint64(size - 1), 1, size) for size in WORDS], axis=0, initial=1)
+    groups = np.unique(ops["group"]).tolist()
+    made["seed"], made["lo"], made["sink"] = ops["seed"], ops["lo"], sink
+    made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
+    made["total"] = np.searchsorted(groups, ops["group"])
+    order = np.lexsort((ops["map"], -word))
+    made, word, maps = made[order], word[order], ops["map"][order].tolist()
+    firsts = np.flatnonzero(np.diff(word, prepend=0)).tolist()
+    cuts = sorted({*firsts, *range(0, len(ops), _MOST_SUM_OPS), len(ops)})
+    n_maps = 2 * len(program.maps)
+    begin = up(n_maps * MAP.itemsize)
+    spans, at = [], 0
+    for number, some in groupby(maps):
+        spans.append((number, at, at := at + len(list(some))))
+    return SumTable(
+        made, tuple(spans), tuple((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts)),
+        tuple(groups), tuple(frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups), n_maps,
+    )  # fmt: skip
