@@ -1,10 +1,10 @@
-"""The codec beside msgspec typed structs (msgpack maps) and positional frames, in one process, all checks on.
+"""The codec beside msgspec typed structs (msgpack maps), in one process, all checks on.
 
-`python benchmarks/codec.py [--write]`: prints the table; --write keeps raw samples in benchmarks/results/codec.json.
-Contenders: kvproto; msgspec with the same content as typed structs, field names as keys, number arrays as lists of
-integers (its typed form); `frames`, struct-packed positional parts, parsed by index without checks, as engines do today.
-Each gets what an engine has (numpy page ids for kvproto and frames, a list for msgspec, made beforehand) and must give the
-content back; that is asserted before anything is timed. Rounds are interleaved; times are medians.
+`python benchmarks/codec.py [--before PATH] [--write]`: prints medians in microseconds; --write keeps raw samples in
+benchmarks/results/codec.json. `strict` is kvproto's strict reader alone. msgspec has the same content as typed structs
+with field names as keys, and number arrays as lists of integers (its typed form). Each gets what an engine has (numpy page
+ids for kvproto, a list for msgspec, made beforehand) and must give the content back; that is asserted before anything is
+timed. Rounds are interleaved. --before PATH also measures the codec of another checkout, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
-import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,31 +31,43 @@ import numpy as np
 from kvproto.wire import decode, encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, MemoryKind, Outcome, Transport
+from kvproto.wire.strict import read_whole
 
 ROUNDS = 31
 RESULTS = Path(__file__).parent / "results/codec.json"
-
-
-# the shapes
+WAYS = ("kvproto encode", "kvproto decode", "strict decode", "msgspec encode", "msgspec decode")
+IDS = {"session": 0x1122334455667788, "request": 77, "sequence": 1234, "attempt": 1}
 
 
 def done() -> m.Done:
     """A writer's Done of a target and a draft, with the first token and two checksums."""
+    checksums = (m.Checksum(group=0, value=0x9E3779B97F4A7C15), m.Checksum(group=1, value=0xBF58476D1CE4E5B9))
     return m.Done(
-        session=0x1122334455667788, request=77, sequence=1234, attempt=1, writer=5, groups=np.array([0, 1], np.uint32), bytes=73 << 20,
-        outcome=Outcome.CONTINUE, handoff=(m.HandOff(group=2, data=b"\1\2\3\4"),),
-        checksums=(m.Checksum(group=0, value=0x9E3779B97F4A7C15), m.Checksum(group=1, value=0xBF58476D1CE4E5B9)),
-    )  # fmt: skip
+        **IDS,
+        writer=5,
+        groups=np.array([0, 1], np.uint32),
+        bytes=73 << 20,
+        outcome=Outcome.CONTINUE,
+        handoff=(m.HandOff(group=2, data=b"\1\2\3\4"),),
+        checksums=checksums,
+    )
 
 
-def transfer(pages: int) -> m.Transfer:
-    """A Transfer of that many page ids in random order."""
-    items = np.random.default_rng(7).permutation(1 << 20)[:pages].astype(np.uint32)
-    grants = (m.Grants(group=0, first=0, count=pages * 64, valid=pages * 64, items=items),)
+def transfer(groups: int, pages: int) -> m.Transfer:
+    """A Transfer of that many page ids of each group, in random order."""
+    dice = np.random.default_rng(7)
+    items = [dice.permutation(1 << 20)[:pages].astype(np.uint32) for _ in range(groups)]
+    count = pages * 64
     return m.Transfer(
-        session=0x1122334455667788, request=78, sequence=1234, attempt=1, ticket=bytes(range(16)), content=bytes(range(32)), source_version=1,
-        sink_version=1, epoch=1, grants=grants, writers=np.array([1, 5], np.uint32),
-    )  # fmt: skip
+        **IDS,
+        ticket=bytes(range(16)),
+        content=bytes(range(32)),
+        source_version=1,
+        sink_version=1,
+        epoch=1,
+        grants=tuple(m.Grants(group=g, first=0, count=count, valid=count, items=items[g]) for g in range(groups)),
+        writers=np.array([1, 5], np.uint32),
+    )
 
 
 def register(groups: list[tuple[int, int, int]]) -> m.Register:
@@ -63,54 +76,58 @@ def register(groups: list[tuple[int, int, int]]) -> m.Register:
     columns = []
     for group, (tensors, item, row) in enumerate(groups):
         first = len(regions)
-        for _ in range(tensors):
-            number = len(regions)
-            handle = m.Handle(transport=Transport.CUDA, data=bytes((number + i) % 256 for i in range(64)))
-            regions.append(
-                m.Region(
-                    id=number,
-                    base=(0x7F00 << 32) + number * (1 << 30),
-                    length=item * 4096,
-                    kind=MemoryKind.CUDA,
-                    device="GPU-5e0d6c2a-94d1-7a35-8c7e-2f1b0a9d4c11",
-                    boot=bytes(range(16)),
-                    handles=(handle,),
-                )
-            )
-        full = np.full(tensors, 0, np.uint64)
+        regions += [_region(number, item) for number in range(first, first + tensors)]
+        zeros = np.zeros(tensors, np.uint64)
         columns.append(
             m.Columns(
                 group=group,
                 items=4096,
                 region=np.arange(first, first + tensors, dtype=np.uint32),
-                offset=full,
-                item_stride=full + np.uint64(item),
-                row_stride=full + np.uint64(row),
-                lane_stride=full + np.uint64(min(row, 256)),
+                offset=zeros,
+                item_stride=zeros + np.uint64(item),
+                row_stride=zeros + np.uint64(row),
+                lane_stride=zeros + np.uint64(min(row, 256)),
             )
         )
-    routes = tuple(m.RouteRef(group=g, digest=bytes((g + i) % 256 for i in range(32))) for g in range(len(groups)))
     return m.Register(
-        session=0x1122334455667788, request=3, source=bytes(range(32)), sink=bytes(range(1, 33)), epoch=1, access=Access.WRITE,
-        regions=tuple(regions), columns=tuple(columns), routes=routes, plan=bytes(range(2, 34)),
-    )  # fmt: skip
+        session=IDS["session"],
+        request=3,
+        source=bytes(range(32)),
+        sink=bytes(range(1, 33)),
+        epoch=1,
+        access=Access.WRITE,
+        regions=tuple(regions),
+        columns=tuple(columns),
+        routes=tuple(m.RouteRef(group=group, digest=bytes(range(group, group + 32))) for group in range(len(groups))),
+        plan=bytes(range(2, 34)),
+    )
+
+
+def _region(number: int, item: int) -> m.Region:
+    return m.Region(
+        id=number,
+        base=(0x7F00 << 32) + number * (1 << 30),
+        length=item * 4096,
+        kind=MemoryKind.CUDA,
+        device="GPU-5e0d6c2a-94d1-7a35-8c7e-2f1b0a9d4c11",
+        boot=bytes(range(16)),
+        handles=(m.Handle(transport=Transport.CUDA, data=bytes((number + i) % 256 for i in range(64))),),
+    )
 
 
 SHAPES: dict[str, Callable[[], Any]] = {
+    "DoneAck": lambda: m.DoneAck(**IDS),
     "Done": done,
-    "Transfer, 32 ids": lambda: transfer(32),
-    "Transfer, 2,048 ids": lambda: transfer(2048),
-    "Transfer, 131,072 ids": lambda: transfer(131072),
-    "Register, 61 MLA + 1 draft layer": lambda: register([(61, 64 * 1152, 1152), (2, 64 * 2048, 2048)]),
+    "Transfer, 2 x 8 ids": lambda: transfer(2, 8),
+    "Transfer, 2 x 2,048 ids": lambda: transfer(2, 2048),
+    "Transfer, 131,072 ids": lambda: transfer(1, 131072),
     "Register, 80 GQA layers + 8 states": lambda: register([(160, 64 * 2048, 2048), (8, 1 << 20, 4096)]),
 }
 
 
-# msgspec typed structs, made from the registry, so that the content is the same
-
-
 def _typed() -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    """msgspec structs by name, made from the registry's tables, so that the content is the same."""
+    structs: dict[str, Any] = {}
 
     def python(type_: str) -> Any:
         if type_.startswith("list<"):
@@ -118,20 +135,21 @@ def _typed() -> dict[str, Any]:
         if type_.startswith("array<"):
             return list[int]
         if type_.startswith("struct:"):
-            return made[type_[7:]]
+            return structs[type_[7:]]
         return {"str": str, "bytes": bytes, "bool": bool}.get(type_, int)
 
-    todo = list(tables.FIELDS)
-    while todo:
-        name = todo.pop(0)
-        needed = {r[2].rpartition("struct:")[2].rstrip(">") for r in tables.FIELDS[name] if "struct:" in r[2]}
-        if needed - made.keys():
-            todo.append(name)
+    waiting = list(tables.FIELDS)
+    while waiting:
+        name = waiting.pop(0)
+        rows = tables.FIELDS[name]
+        needed = {row[2].rpartition("struct:")[2].rstrip(">") for row in rows if "struct:" in row[2]}
+        if needed - structs.keys():
+            waiting.append(name)
             continue
-        fields: list[Any] = [(r[1], python(r[2])) for r in tables.FIELDS[name] if r[3]]
-        fields += [(r[1], python(r[2]) | None, None) for r in tables.FIELDS[name] if not r[3]]
-        made[name] = msgspec.defstruct(name, fields, omit_defaults=True, forbid_unknown_fields=True)
-    return made
+        fields: list[Any] = [(row[1], python(row[2])) for row in rows if row[3]]
+        fields += [(row[1], python(row[2]) | None, None) for row in rows if not row[3]]
+        structs[name] = msgspec.defstruct(name, fields, omit_defaults=True, forbid_unknown_fields=True)
+    return structs
 
 
 TYPED = _typed()
@@ -142,72 +160,11 @@ def typed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, tuple):
-        return [typed(v) for v in value]
+        return [typed(element) for element in value]
     if attrs.has(type(value)):
-        found = {a.name: typed(getattr(value, a.name)) for a in attrs.fields(type(value))}
-        return TYPED[type(value).__name__](**{k: v for k, v in found.items() if v is not None})
+        fields = {field.name: typed(getattr(value, field.name)) for field in attrs.fields(type(value))}
+        return TYPED[type(value).__name__](**{name: field for name, field in fields.items() if field is not None})
     return int(value) if isinstance(value, int) else value
-
-
-# positional frames: a list of parts, each found by its index; numbers as decimal text or native struct
-
-
-def frames_encode(v: Any) -> list[bytes]:
-    """The parts of a multipart message, as today's engines send it."""
-    if isinstance(v, m.Done):
-        parts = [str(n).encode() for n in (v.session, v.sequence, v.attempt, v.writer, v.bytes, int(v.outcome))]
-        return [
-            *parts,
-            v.groups.tobytes(),
-            b"".join(h.data for h in v.handoff),
-            struct.pack(f"{len(v.checksums or ())}Q", *(c.value for c in v.checksums or ())),
-        ]
-    if isinstance(v, m.Transfer):
-        (grant,) = v.grants
-        assert grant.items is not None
-        numbers = [str(n).encode() for n in (v.session, v.sequence, v.attempt, v.epoch, grant.first, grant.count)]
-        return [*numbers, v.ticket, v.content, v.writers.tobytes(), grant.items.tobytes()]
-    regions = v.regions
-    parts = [str(n).encode() for n in (v.session, v.epoch)]
-    parts += [
-        struct.pack(f"{len(regions)}Q", *(r.base for r in regions)),
-        struct.pack(f"{len(regions)}Q", *(r.length for r in regions)),
-    ]
-    parts += [b"".join(r.handles[0].data for r in regions), regions[0].device.encode()]
-    for c in v.columns:
-        parts += [
-            getattr(c, n).astype(np.uint64).tobytes()
-            for n in ("region", "offset", "item_stride", "row_stride", "lane_stride")
-        ]
-    return [*parts, v.source, v.sink, v.plan, b"".join(r.digest for r in v.routes)]
-
-
-def frames_decode(kind: type[Any], p: list[bytes]) -> Any:
-    """What its parser does: by index, without a check."""
-    if kind is m.Done:
-        return (
-            tuple(int(x.decode("ascii")) for x in p[:6]),
-            np.frombuffer(p[6], np.uint32),
-            p[7],
-            struct.unpack(f"{len(p[8]) // 8}Q", p[8]),
-        )
-    if kind is m.Transfer:
-        return (
-            tuple(int(x.decode("ascii")) for x in p[:6]),
-            p[6],
-            p[7],
-            np.frombuffer(p[8], np.uint32),
-            np.frombuffer(p[9], np.uint32),
-        )
-    n = len(p[2]) // 8
-    head = (
-        int(p[0].decode("ascii")),
-        int(p[1].decode("ascii")),
-        list(struct.unpack(f"{n}Q", p[2])),
-        list(struct.unpack(f"{n}Q", p[3])),
-    )
-    handles = [p[4][i : i + 64] for i in range(0, len(p[4]), 64)]
-    return *head, handles, p[5].decode(), [list(struct.unpack(f"{len(x) // 8}Q", x)) for x in p[6:-4]], p[-4:]
 
 
 def timed(work: Callable[[], Any], number: int) -> float:
@@ -223,59 +180,67 @@ def measure(name: str) -> dict[str, Any]:
     value = SHAPES[name]()
     other, packer = typed(value), msgspec.msgpack.Encoder()
     unpacker = msgspec.msgpack.Decoder(type(other))
-    frame, packed, parts = encode(value), packer.encode(other), frames_encode(value)
-    assert decode(frame) == value
+    frame, packed, kind = encode(value), packer.encode(other), type(value).__name__
+    body = memoryview(frame)[tables.HEADER_BYTES :]
+    assert decode(frame) == read_whole(kind, body) == value
     assert unpacker.decode(packed) == other
-    kind = type(value)
     work: dict[str, Callable[[], Any]] = {
         "kvproto encode": lambda: encode(value),
         "kvproto decode": lambda: decode(frame),
+        "strict decode": lambda: read_whole(kind, body),
         "msgspec encode": lambda: packer.encode(other),
         "msgspec decode": lambda: unpacker.decode(packed),
-        "frames encode": lambda: frames_encode(value),
-        "frames decode": lambda: frames_decode(kind, parts),
     }
-    samples: dict[str, list[float]] = {label: [] for label in work}
-    number = {label: max(1, int(2000 / max(timed(w, 3), 0.5))) for label, w in work.items()}
+    samples: dict[str, list[float]] = {way: [] for way in WAYS}
+    number = {way: max(1, int(2000 / max(timed(call, 3), 0.5))) for way, call in work.items()}
     for _ in range(ROUNDS):
-        for label, w in work.items():
-            samples[label].append(timed(w, number[label]))
-    size = {"kvproto": len(frame), "msgspec": len(packed), "frames": sum(map(len, parts))}
-    return {"samples_us": samples, "bytes": size}
+        for way, call in work.items():
+            samples[way].append(timed(call, number[way]))
+    return {"samples_us": samples, "bytes": {"kvproto": len(frame), "msgspec": len(packed)}}
+
+
+def before(path: Path) -> dict[str, Any]:
+    """The shapes' results with the kvproto of another checkout."""
+    command = [sys.executable, __file__, "--json"]
+    out = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(path)}, check=True, capture_output=True, text=True
+    )
+    results: dict[str, Any] = json.loads(out.stdout)
+    return results
+
+
+def show(title: str, shapes: dict[str, Any]) -> None:
+    """Print the medians of all shapes."""
+    print(f"{title:36}" + "".join(f"{way:>16}" for way in WAYS) + f"{'bytes':>10}")
+    for name, row in shapes.items():
+        print(
+            f"{name:36}"
+            + "".join(f"{median(row['samples_us'][w]):16.1f}" for w in WAYS)
+            + f"{row['bytes']['kvproto']:10,}"
+        )
 
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout whose codec to measure too")
     parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
+    parser.add_argument("--json", action="store_true", help="print the samples alone, as JSON")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
-    found = {}
-    print(
-        f"{'median of encode + decode, us':36}{'kvproto':>10}{'msgspec':>10}{'ratio':>8}{'frames':>10} | bytes{'kvproto':>9}{'msgspec':>10}{'frames':>9}"
-    )
-    for name in SHAPES:
-        print(f"  {name} ...", end="\r", file=sys.stderr, flush=True)
-        row = found[name] = measure(name)
-        both = {
-            who: sum(median(row["samples_us"][f"{who} {way}"]) for way in ("encode", "decode"))
-            for who in ("kvproto", "msgspec", "frames")
-        }
-        row["median_us"] = both | {label: median(s) for label, s in row["samples_us"].items()}
-        b = row["bytes"]
-        print(
-            f"{name:36}{both['kvproto']:10.1f}{both['msgspec']:10.1f}{both['kvproto'] / both['msgspec']:8.2f}{both['frames']:10.1f} |"
-            f"      {b['kvproto']:8,}  {b['msgspec']:8,} {b['frames']:8,}"
-        )
+    earlier = before(args.before) if args.before else {}
+    shapes = {name: measure(name) for name in SHAPES}
+    if args.json:
+        print(json.dumps(shapes))
+        return 0
+    if earlier:
+        show("before, us", earlier)
+    show("now, us", shapes)
     if args.write:
-        versions = {
-            "python": platform.python_version(),
-            "msgspec": msgspec.__version__,
-            "msgpack": ".".join(map(str, msgpack.version)),
-            "numpy": np.__version__,
-            "attrs": attrs.__version__,
-        }
+        names = ("msgspec", "numpy", "attrs")
+        versions = {"python": platform.python_version(), "msgpack": ".".join(map(str, msgpack.version))}
+        versions |= {name: sys.modules[name].__version__ for name in names}
         head = {
             "benchmark": "codec",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -283,8 +248,7 @@ def main() -> int:
             "versions": versions,
             "rounds": ROUNDS,
         }
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(head | {"shapes": found}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(head | {"shapes": shapes, "before": earlier}, indent=1) + "\n")
     return 0
 
 

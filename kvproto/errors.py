@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, where, what each side has, and what to do."""
+"""Errors with a code, a place, the values of both sides, and advice."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class KvprotoError(Exception):
 
     def kept(self) -> Self:
         """Drop the frames of this error and of its causes, which would keep pools alive; for errors that are stored."""
-        each: BaseException | None = self
-        while each is not None:
-            each.__traceback__ = None
-            each = each.__cause__ or each.__context__
+        error: BaseException | None = self
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
         return self
 
     def again(self) -> Self:
         """A copy to raise in place of a stored error, which would otherwise collect the frames that it passes."""
-        made = copy(self)
-        made.__cause__ = self.__cause__
-        return made
+        error = copy(self)
+        error.__cause__ = self.__cause__
+        return error
 
     def at(self, path: str) -> Self:
         """A copy with another path."""
@@ -60,9 +60,9 @@ class ReportedError(RemoteError):
     @classmethod
     def of(cls, peer: str, error: KvprotoError) -> ReportedError:
         """`error` as reported by `peer`."""
-        made = cls(error.code, error.path, error.mine, error.yours, error.advice)
-        made.peer = peer
-        return made
+        reported = cls(error.code, error.path, error.mine, error.yours, error.advice)
+        reported.peer = peer
+        return reported
 
     def __str__(self) -> str:
         return f"{self.between('the peer expected', 'from this side it got', ' ')}, reported by {self.peer}"
@@ -72,22 +72,22 @@ class LocalError(KvprotoError):
     """This side cannot do what its caller wants; `path` names the argument or the part at fault."""
 
 
-def check_type(path: str, given: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
-    """Raise LocalError(OUT_OF_RANGE) naming the argument and both types, unless `given` is one of `kinds`."""
-    if not isinstance(given, kinds):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(given), advice)
+def check_type(path: str, value: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
+    """Raise LocalError(OUT_OF_RANGE) naming the argument and both types, unless `value` is one of `kinds`."""
+    if not isinstance(value, kinds):
+        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(value), advice)
 
 
-def check_whole(path: str, given: Any, low: int, high: int = U32, mine: str = "") -> int:
-    """Return `given` as an int; raises LocalError(OUT_OF_RANGE) unless it is a whole number in [low, high]."""
+def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = "") -> int:
+    """Return `value` as an int; raises LocalError(OUT_OF_RANGE) unless it is a whole number in [low, high]."""
     try:
-        number = operator.index(given)
+        number = operator.index(value)
     except TypeError:
         number = low - 1
-    if isinstance(given, bool) or not low <= number <= high:
-        what = given if isinstance(given, int | float) else type_name(given)
+    if isinstance(value, bool) or not low <= number <= high:
+        what = value if isinstance(value, int | float) else type_name(value)
         limit = f"{low} or more" if high >= U32 and number < low else f"{low} to {high}"
-        whole = "" if type(given) is int else "a whole number, "
+        whole = "" if type(value) is int else "a whole number, "
         raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or whole + limit, str(what))
     return number
 
@@ -97,18 +97,18 @@ def bad(path: str, mine: str, yours: object, advice: str = "") -> LocalError:
     return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, str(yours), advice)
 
 
-def type_name(given: object) -> str:
+def type_name(value: object) -> str:
     """The type of an argument as its users call it, such as "torch.Tensor"; never its value, which may be secret."""
-    kind = type(given)
+    kind = type(value)
     package = kind.__module__.partition(".")[0]
     return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
 def listed(names: Iterable[object], most: int = 3, between: str = ", ") -> str:
     """A list of names for a message: the first `most` of them, and how many more there are."""
-    found = [str(name) for name in names]
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return between.join(found[:most]) + more
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 class DeviceFault(RuntimeError):

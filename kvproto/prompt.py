@@ -1,4 +1,4 @@
-"""What identifies a request to both engines: the digest of its prompt, and the ticket that comes with it."""
+"""The identity of a request at both engines: the digest of its prompt, and the ticket that comes with it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,12 @@ class Prompt:
     """The number of positions on each axis other than the tokens, such as "image" for those of all images in turn."""
 
     def __init__(
-        self, tokens: Iterable[int], adapter: str = "", salts: Iterable[bytes] = (),
+        self,
+        tokens: Iterable[int],
+        adapter: str = "",
+        salts: Iterable[bytes] = (),
         axes: Mapping[str, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take token ids, [tokens], from any sequence or array of integers.
 
         `axes` states the length of every axis that a cache of either side names, 0 where the request has nothing on
@@ -59,14 +62,14 @@ class Prompt:
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):
             raise bad("Prompt.salts", "a sequence of digests", type_name(salts))
-        found = []
+        digests = []
         for i, salt in enumerate(salts):
             path, wanted = f"Prompt.salts[{i}]", "32 bytes, such as a SHA-256"
             check_type(path, salt, (bytes, bytearray, memoryview), wanted)
-            found.append(bytes(salt))
-            if len(found[i]) != 32:
-                raise bad(path, wanted, f"{len(found[i])} bytes")
-        self.__attrs_init__(_token_ids(tokens), adapter, tuple(found), _axes(axes))
+            digests.append(bytes(salt))
+            if len(digests[i]) != 32:
+                raise bad(path, wanted, f"{len(digests[i])} bytes")
+        self.__attrs_init__(_token_ids(tokens), adapter, tuple(digests), _axes(axes))
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -80,32 +83,32 @@ class Prompt:
         return hashlib.sha256(encode_struct(content)).digest()
 
 
-def _axes(given: Any) -> dict[str, int]:
+def _axes(axes: Any) -> dict[str, int]:
     """Lengths by the axis's name, in the order of names."""
-    check_type("Prompt.axes", given, (Mapping, NoneType), 'a mapping of axis to its length, such as {"image": 576}')
-    found = {}
-    for name, length in (given or {}).items():
+    check_type("Prompt.axes", axes, (Mapping, NoneType), 'a mapping of axis to its length, such as {"image": 576}')
+    lengths = {}
+    for name, length in (axes or {}).items():
         path = f"Prompt.axes[{name!r}]"
         check_type(path, name, str, "the name of an axis, a str")
         if name == TOKENS or not 0 < len(name.encode()) <= _LONGEST_AXIS:
             raise bad(path, f"a name of 1 to {_LONGEST_AXIS} bytes other than {TOKENS!r}", repr(name))
-        found[name] = check_whole(path, length, 0, mine="positions on this axis")
-    return dict(sorted(found.items(), key=lambda each: each[0].encode()))
+        lengths[name] = check_whole(path, length, 0, mine="positions on this axis")
+    return dict(sorted(lengths.items(), key=lambda axis: axis[0].encode()))
 
 
 def _token_ids(tokens: Any) -> npt.NDArray[np.uint32]:
     try:
-        given = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
+        ids = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens))
     except (TypeError, ValueError) as error:
         raise bad("Prompt.tokens", "a sequence of integers", f"{type(tokens).__name__}: {error}") from error
-    if given.ndim != 1 or not given.size:
-        raise bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {given.shape}")
-    if given.dtype.kind not in "iu":
-        raise bad("Prompt.tokens", "integers", f"elements of type {given.dtype}")
-    wrong = np.flatnonzero((given < 0) | (given > U32))
+    if ids.ndim != 1 or not ids.size:
+        raise bad("Prompt.tokens", "at least one token id, in one dimension", f"shape {ids.shape}")
+    if ids.dtype.kind not in "iu":
+        raise bad("Prompt.tokens", "integers", f"elements of type {ids.dtype}")
+    wrong = np.flatnonzero((ids < 0) | (ids > U32))
     if wrong.size:
-        raise bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(given[wrong[0]]))
-    return given.astype(np.uint32)
+        raise bad(f"Prompt.tokens[{wrong[0]}]", f"0 to {U32}", str(ids[wrong[0]]))
+    return ids.astype(np.uint32)
 
 
 def new_ticket(engine: str, replica: int = 0, deadline: float = 60.0) -> Ticket:
@@ -134,16 +137,16 @@ def check_name(argument: str, name: str) -> None:
 def write_ticket(ticket: Ticket) -> dict[str, Any]:
     """The JSON form of a ticket (spec/v1/json.md), which includes its secret key; raises LocalError(OUT_OF_RANGE)."""
     check_type("ticket", ticket, Ticket, "a kvproto.Ticket")
-    made: dict[str, Any] = to_json(ticket)
-    return made
+    form: dict[str, Any] = to_json(ticket)
+    return form
 
 
 def read_ticket(form: Mapping[str, Any] | str | bytes) -> Ticket:
     """The ticket of a JSON form, as a mapping or text; raises WireError, and LocalError for anything but an object."""
-    found: Any = form
+    mapping: Any = form
     if isinstance(form, str | bytes):
         if len(form) > _LONGEST_TEXT:
             raise WireError(ErrorCode.TOO_LARGE, "ticket", f"at most {_LONGEST_TEXT} characters", str(len(form)))
-        found = read_json(form, "ticket")
-    check_type("ticket", found, Mapping, "what write_ticket returned, or its JSON text")
-    return from_json(Ticket, dict(found))
+        mapping = read_json(form, "ticket")
+    check_type("ticket", mapping, Mapping, "what write_ticket returned, or its JSON text")
+    return from_json(Ticket, dict(mapping))

@@ -128,7 +128,7 @@ SLOW = {
     "wire/test_make.py",
     "wire/test_refusals.py::test_mutations_let_only_wire_errors_out",
     "wire/test_refusals.py::test_random_bytes_let_only_wire_errors_out",
-    "wire/test_straight.py",
+    "wire/test_readers.py",
     "wire/test_vectors.py::test_every_vector_can_be_explained",
     "wire/test_vectors.py::test_streams_may_be_cut_anywhere",
 }

@@ -1,6 +1,6 @@
 """The pools of today's engines by name: `pools("vllm", config)` is a Description and the tensors of each rank.
 
-The tables say what the releases in `ENGINES` allocate; `make engines` compares them with the packages' own functions.
+The tables describe the releases in `ENGINES`; `make engines` compares them with the packages' own functions.
 State a pool that is not here with `Cache`, `lay_out` and the strides of its tensors.
 """
 
@@ -39,7 +39,7 @@ class Pools:
 
 @attrs.frozen
 class EngineProfile:
-    """What one engine supports, and does unless its `Setup` says otherwise."""
+    """The cache dtypes and layouts of an engine, and how it arranges its pools."""
 
     releases: str
     dtypes: Mapping[str, KvDtype]
@@ -58,7 +58,7 @@ def pools(
     replica: int = 0,
     facts: Mapping[str, str] | None = None,
 ) -> Pools:
-    """A model as an engine runs it: its Description, and where each rank's tensors hold it.
+    """A model as an engine runs it: its Description, and the tensors of each rank.
 
     Raises LocalError(OUT_OF_RANGE) for an engine, config or setup that is not known or cannot be.
     """
@@ -154,12 +154,8 @@ _NVFP4 = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E4M3), of=("attention",))
 _NVFP4_MIXED = attrs.evolve(_NVFP4, apart={"v_scale": 4})
 """As kernels for Blackwell's data-center GPUs need it: the scales of V are interleaved over four tokens of a head."""
 _DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-_VLLM_NVFP4 = KvDtype(
-    by_sm={
-        80: (_ANY := attrs.evolve(_NVFP4, backends=("FLASHINFER",), layouts=_DENSE)), 90: _ANY, 120: _ANY,
-        100: attrs.evolve(_NVFP4_MIXED, backends=("FLASHINFER",), layouts=("LBHNC", "BLHNC")),
-    }
-)  # fmt: skip
+_VLLM_PLAIN = attrs.evolve(_NVFP4, backends=("FLASHINFER",), layouts=_DENSE)
+_VLLM_MIXED = attrs.evolve(_NVFP4_MIXED, backends=("FLASHINFER",), layouts=("LBHNC", "BLHNC"))
 _FP8 = {"fp8": KvDtype(DType.F8E4M3), "fp8_e5m2": KvDtype(DType.F8E5M2)}
 _BF16 = KvDtype(DType.BF16)
 _FP4_MX = KvDtype(DType.F4E2M1, blocks=(16, DType.F8E8M0), of=("attention", "mla"), layouts=("NHD",))
@@ -171,8 +167,8 @@ ENGINES: dict[str, EngineProfile] = {
             "fp8_per_token_head": KvDtype(DType.F8E4M3, scaled=True),
             "int8_per_token_head": KvDtype(DType.I8, scaled=True),
             "fp8_ds_mla": KvDtype(row="always"),
-            "nvfp4": _VLLM_NVFP4,
-            "nvfp4_4over6": KvDtype(by_sm={100: _VLLM_NVFP4.by_sm[100]}),
+            "nvfp4": KvDtype(by_sm={80: _VLLM_PLAIN, 90: _VLLM_PLAIN, 120: _VLLM_PLAIN, 100: _VLLM_MIXED}),
+            "nvfp4_4over6": KvDtype(by_sm={100: _VLLM_MIXED}),
             "nvfp4_ds_mla": KvDtype(
                 row="always", of=("mla", "indexer"),
                 packed=(DType.F4E2M1, 16, DType.F8E4M3, DType.F8E4M3, "vllm.nvfp4_ds_mla"),

@@ -206,7 +206,7 @@ def _kv_heads(config: Config) -> int:
 
 
 _KV_HEADS = {"step3_text": "num_attention_groups", "falcon": "num_kv_heads"}
-"""By model type: what a config.json calls num_key_value_heads if it lacks that."""
+"""By model type: the field that stands for num_key_value_heads."""
 
 
 def _head_dim(config: Config) -> int:

@@ -57,7 +57,7 @@ class Setup:
 
 @attrs.frozen
 class KvDtype:
-    """What a cache dtype of an engine makes of K and V, and of a latent."""
+    """The form of K and V, and of a latent, under one cache dtype of an engine."""
 
     element: DType | None = None
     """Element type of K and V; None for that of the model."""
@@ -82,7 +82,7 @@ class KvDtype:
     page: int | None = None
     """Tokens of its pages, if it supports only one size."""
     by_sm: Mapping[int, KvDtype] = {}
-    """What it is by compute capability, if it is not the same on all GPUs."""
+    """Its form by compute capability, if it is not the same on all GPUs."""
 
 
 Make = Callable[[int], list[Cache]]

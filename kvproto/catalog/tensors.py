@@ -55,7 +55,7 @@ class Array:
 
 @attrs.frozen
 class RankMemory:
-    """What a rank registers: its allocations, the views of them, and columns group by group."""
+    """The memory that a rank registers: allocations, the views of them, and columns group by group."""
 
     regions: tuple[tuple[str, int], ...]
     """Name and bytes of each allocation; its region id is its index."""
@@ -65,7 +65,7 @@ class RankMemory:
 
 @attrs.define
 class _PlacedPart:
-    """One part on axis P: its extents, the strides found so far, and the bytes that they span."""
+    """One part on axis P: its extents, the strides so far, and the bytes that they span."""
 
     nth: int
     """Index of its group among those of the layer."""
@@ -80,7 +80,7 @@ class _PlacedPart:
 
 @attrs.define
 class _Regions:
-    """Allocations by name, with ascending ids and bytes that grow with what is put into them."""
+    """Allocations by name, with ascending ids; they grow to hold their contents."""
 
     sizes: dict[str, int] = attrs.field(factory=dict)
     ids: dict[str, int] = attrs.field(factory=dict)

@@ -84,7 +84,7 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "FLASHINFER_MLA_SPARSE_SM90": Backend(multiple=64),
     },
 }
-"""By what a model caches: K and V, a latent, or a latent with an index; the default first."""
+"""By kind of attention: K and V, a latent, or a latent with an index; the default first."""
 _BLOCK = 16
 """Tokens of a block, unless the kernels of a backend need more."""
 _MLA_BLOCK = 128
@@ -93,7 +93,7 @@ _BY_PLANES = ("nvfp4", "nvfp4_4over6")
 
 
 def _values(cache: Cache) -> str:
-    """The name of the group in whose blocks a cache lies: for separate scales, that of what they scale."""
+    """The name of the group in whose blocks a cache lies: for separate scales, the group that they scale."""
     name = cache.group.name
     return name.removesuffix(f" {cache.group.parts[0].name}") if cache_kind(cache) == "scales" else name
 
@@ -119,7 +119,7 @@ def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
     if states and len(states) < len(caches):
         block = _aligned(make, block, [*backends.values()], setup)
         caches = make(block)
-    caches = [c.sharded() if cache_kind(c) == "indexer" else c for c in caches]  # dealt with what it indexes
+    caches = [c.sharded() if cache_kind(c) == "indexer" else c for c in caches]  # dealt like the latent that it indexes
     layout = _layout([*backends.values()], caches, setup)
     layers = _layers(caches, backends, layout, setup)
     if states:

@@ -23,14 +23,14 @@ _TOKENS = 48
 def page(
     source: Geometry,
     sink: Geometry,
-    made: Plan,
+    agreed: Plan,
     moved: Mapping[tuple[int, int], int],
     letters: Mapping[int, str],
     tokens: int,
 ) -> str:
     """The page as HTML; `moved` holds the bytes of each (source, sink) rank pair for `tokens` tokens."""
     theirs = {g.id: g for g in source.groups}
-    home = {r.group: theirs[b.source_group] for r in made.routes for b in r.boxes}
+    home = {r.group: theirs[b.source_group] for r in agreed.routes for b in r.boxes}
     whole = {g.id: [i for i, p in enumerate(g.parts) if not p.at] for g in sink.groups}  # not each section
     groups = []
     for g in sink.groups:
@@ -43,11 +43,11 @@ def page(
         {"source": r.source, "sink": r.sink, "group": r.group}
         | {f: getattr(b, f) for f in fields}
         | {"part": whole[r.group].index(b.part)}
-        for r in made.routes
+        for r in agreed.routes
         for b in r.boxes
     ]
     data = {
-        "digest": made.digest.hex(),
+        "digest": agreed.digest.hex(),
         "tokens": tokens,
         "groups": groups,
         "sources": [r.rank for r in source.ranks],
@@ -55,7 +55,7 @@ def page(
         "boxes": boxes,
         "bytes": {f"{a},{b}": n for (a, b), n in moved.items()},
         "ranges": HEAD,
-        "slices": [{"sink": s.sink, "source": s.source, "row": row(s)} for s in slices(source, sink, made)],
+        "slices": [{"sink": s.sink, "source": s.source, "row": row(s)} for s in slices(source, sink, agreed)],
     }
     text = json.dumps(data).replace("<", "\\u003c")  # so that no name of the user can end the script
     return files("kvproto.cli").joinpath("page.html").read_text().replace("/*data*/null", text)

@@ -86,35 +86,35 @@ def run(args: argparse.Namespace) -> int:
         return _failed(error)
     features = chosen(args)
     try:
-        made = plan(source, sink, features)
+        agreed = plan(source, sink, features)
     except KvprotoError as error:
         return _refused(error, args.json)
     if args.command == "check":
-        return compatible(made, differences(source, sink), unstated(source, sink), args.json)
+        return compatible(agreed, differences(source, sink), unstated(source, sink), args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
     try:
-        moved = programs(source, sink, made, request)
+        moved = programs(source, sink, agreed, request)
         rules = spreads(source, sink, features, request, costs)
     except KvprotoError as error:
         return _failed(error.between("wanted", "found", " "))
     if args.html is not None:
         sizes = {pair: program.bytes for pair, program in moved.items()}
         try:
-            args.html.write_text(page(source, sink, made, sizes, _letters(sink), args.tokens))
+            args.html.write_text(page(source, sink, agreed, sizes, _letters(sink), args.tokens))
         except OSError as error:
             return _failed(error)
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        data = _as_json(sink, made, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
+        data = _as_json(sink, agreed, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
         if args.slices:
-            data["slices"] = slices.as_json(slices_of(source, sink, made))
+            data["slices"] = slices.as_json(slices_of(source, sink, agreed))
         print(json.dumps(data))
         return 0
     if args.slices:
-        lines = slices.table(slices_of(source, sink, made))
+        lines = slices.table(slices_of(source, sink, agreed))
     else:
         by = f"by {file}" if file else ORIGIN
-        picture = _picture(source, sink, made, moved, args.first_token, args.tokens)
+        picture = _picture(source, sink, agreed, moved, args.first_token, args.tokens)
         lines = chain(picture, _costed(moved, costs, by), shown(rules))
     for line in lines:
         print(line)
@@ -174,18 +174,18 @@ def _refused(error: KvprotoError, as_json: bool) -> int:
 
 
 def compatible(
-    made: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool, advice: str = ""
+    agreed: Plan, warnings: Sequence[tuple[str, str, str]], unsaid: Sequence[str], as_json: bool, advice: str = ""
 ) -> int:
     """Print the plan's digest, its warnings, and which facts were not compared; returns the exit status."""
     if as_json:
         differing = [{"path": path, "source": a, "sink": b} for path, a, b in warnings]
-        data = {"compatible": True, "plan": made.digest.hex(), "cold": list(made.cold)}
+        data = {"compatible": True, "plan": agreed.digest.hex(), "cold": list(agreed.cold)}
         print(json.dumps(data | {"warnings": differing, "unstated": list(unsaid)}))
         return 0
-    print(f"compatible: plan {made.digest.hex()[:16]}, {len(made.routes)} routes")
+    print(f"compatible: plan {agreed.digest.hex()[:16]}, {len(agreed.routes)} routes")
     for path, a, b in warnings:
         print(f"warning: {path}: prefill has {a}, decode has {b}")
-    for model in made.cold:
+    for model in agreed.cold:
         print(f"warning: draft {model} starts cold: prefill does not have it")
     if unsaid:
         print(f"not compared, as neither side states them: {', '.join(unsaid)}{advice}")
@@ -193,7 +193,7 @@ def compatible(
 
 
 def _as_json(
-    sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost]
+    sink: Geometry, agreed: Plan, moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost]
 ) -> dict[str, Any]:
     pairs = []
     for (a, b), program in moved.items():
@@ -203,23 +203,23 @@ def _as_json(
             {
                 "source": a,
                 "sink": b,
-                "send_flags": list(made.send_flags(a, b)),
+                "send_flags": list(agreed.send_flags(a, b)),
                 "bytes": runs.bytes,
                 "runs": runs.count,
                 "bytes_per_run": runs.mean,
-                "routes": {str(r.group): r.digest.hex() for r in made.between(a, b)},
+                "routes": {str(r.group): r.digest.hex() for r in agreed.between(a, b)},
                 "seconds": {e.name: e.seconds for e in ways},
                 "advice": advise(ways).kind,
             }
         )
-    required = {str(r.rank): list(made.required(r.rank)) for r in sink.ranks}
-    return {"plan": made.digest.hex(), "cold": list(made.cold), "required": required, "pairs": pairs}
+    required = {str(r.rank): list(agreed.required(r.rank)) for r in sink.ranks}
+    return {"plan": agreed.digest.hex(), "cold": list(agreed.cold), "required": required, "pairs": pairs}
 
 
 def _picture(
-    source: Geometry, sink: Geometry, made: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
+    source: Geometry, sink: Geometry, agreed: Plan, moved: dict[tuple[int, int], CopyProgram], first: int, tokens: int
 ) -> Iterator[str]:
-    """A matrix of ranks with a letter for each group, and what the request moves."""
+    """A matrix of ranks with a letter for each group, and the bytes that the request moves."""
     letters = _letters(sink)
     shown = ", ".join(f"{letters[g.id]} = {g.name}" for g in sink.groups)
     yield f"{shown}; prefill ranks across, decode ranks down"
@@ -229,15 +229,16 @@ def _picture(
         yield f"({len(columns)} x {len(sink.ranks)} ranks: only those with routes, rank by rank)"
         for rank in sink.ranks[:64]:
             yield f"D{rank.rank:<4} <- " + " ".join(
-                f"P{a}:{''.join(letters[g] for g in made.send_flags(a, rank.rank))}" for a in made.required(rank.rank)
+                f"P{a}:{''.join(letters[g] for g in agreed.send_flags(a, rank.rank))}"
+                for a in agreed.required(rank.rank)
             )
     else:
         yield "       " + "".join(f"P{c:<{width - 1}}" for c in columns) + " awaits"
         for rank in sink.ranks:
             cells = "".join(
-                f"{''.join(letters[g] for g in made.send_flags(a, rank.rank)) or '.':<{width}}" for a in columns
+                f"{''.join(letters[g] for g in agreed.send_flags(a, rank.rank)) or '.':<{width}}" for a in columns
             )
-            yield f"  D{rank.rank:<4}{cells} {len(made.required(rank.rank))} of {len(columns)}"
+            yield f"  D{rank.rank:<4}{cells} {len(agreed.required(rank.rank))} of {len(columns)}"
     total = Runs(sum(p.runs().count for p in moved.values()), sum(p.bytes for p in moved.values()))
     yield ""
     yield f"tokens [{first:,}, {first + tokens:,}), pools without gaps, items in no order:"

@@ -1,4 +1,4 @@
-"""Which columns of a rank may overlap, and whether the items of one transfer do (KVP-GRANT-ALIAS).
+"""Overlaps between the columns of a rank, and between the items of one transfer (KVP-GRANT-ALIAS).
 
 Engines let columns share memory: a joint page interleaves layers and parts, and the groups of a unified pool take turns
 in the same bytes. The items that a transfer names must still be disjoint. The work is split so that a transfer costs
@@ -146,10 +146,10 @@ def _apart(cluster: _Extents) -> bool:
 
 
 def _pieces(cluster: _Extents, modulus: int) -> IntArray:
-    """A number for each column; columns with different numbers lie apart modulo `modulus`, whichever their items."""
+    """A number for each column; columns with different numbers lie apart modulo `modulus`, for all items."""
     width = cluster["lane_bytes"].copy()
     for extent, stride in _AXES:
-        # an axis keeps the place modulo the modulus, or else widens what is there
+        # an axis keeps the place modulo the modulus, or else widens it
         width += np.where(cluster[stride] % modulus == 0, 0, (cluster[extent] - 1) * cluster[stride])
     order = np.argsort(cluster["offset"] % modulus, kind="stable")
     begin = (cluster["offset"] % modulus)[order]
@@ -161,7 +161,7 @@ def _pieces(cluster: _Extents, modulus: int) -> IntArray:
 
 
 def overlapping(geometry: Geometry, rank: int, columns: Columns) -> tuple[int, int] | None:
-    """Two columns of a group that share some bytes but not all, whichever the items; None if there are none."""
+    """Two columns of a group that share some bytes but not all, for any items; None if there are none."""
     seen: set[bytes] = set()
     for cluster in _clusters(*_extents(geometry, rank, {columns.group: columns})):
         shape = cluster[[name for name in _EXTENT.names or () if name != "column"]].tobytes()

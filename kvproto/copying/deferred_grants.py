@@ -1,7 +1,7 @@
 """Items that are granted after their Transfer: at once (feature INTENT), or piece by piece (feature SPANS).
 
-What is granted so far is kept as grants whose windows begin where the Transfer's do and end where the last Grant said.
-They are whole when they end where the Transfer's do and no item is missing.
+The grants so far have windows that begin with the Transfer's and end where the last Grant said. They are complete when
+they end with the Transfer's and no item is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
 
 
 def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
-    """What is granted of a Transfer's windows before its first Grant: no tokens and no items."""
+    """The grants of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
         attrs.evolve(g, count=0, items=_NO_ITEMS) if kind_of(side.group(g.group)).has_memory else g for g in asked
     )
@@ -60,7 +60,7 @@ def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Gra
 def with_grant(
     side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants], more: Sequence[Grants], spans: bool
 ) -> tuple[Grants, ...]:
-    """What is granted of `asked` after a Grant that says `more`; its items are checked elsewhere.
+    """The grants of `asked` after a Grant with `more`, whose items are checked elsewhere.
 
     Raises BAD_GRANT for other groups or windows (KVP-INT-WINDOW, KVP-SPN-GROW).
     """
@@ -88,7 +88,7 @@ def with_grant(
 
 
 def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
-    """What a Grant says once `before` has been granted: the windows of `now`, and the items that are new."""
+    """The contents of a Grant after `before`: the windows of `now`, and the items that are new."""
     return tuple(
         attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
         for old, g in zip(before, now, strict=True)
@@ -98,7 +98,7 @@ def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Gran
 def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
     """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
 
-    What moves only when prefill is over is granted last: slots, opaque pages, and pages of other axes.
+    Slots, opaque pages and pages of other axes move when prefill is over, and so are granted last.
     """
     if tokens >= end:
         return tuple(asked)

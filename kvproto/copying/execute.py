@@ -1,6 +1,6 @@
 """The numpy executor of copy programs, and the checksum of feature VERIFY.
 
-Views are built over the region's own buffer, so numpy refuses whatever would lie outside it. Numpy releases the GIL for
+Views are built over the region's own buffer, so numpy refuses places outside it. Numpy releases the GIL for
 each index by arrays and each copy of more than 500 elements, and a thread that computes in Python then holds it for
 5 ms. So a small program runs as slices of memoryviews, which keep the GIL, and operations that lie equally far apart on
 both sides, as the sections of a transposed part do, run as one.

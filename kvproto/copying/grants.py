@@ -108,7 +108,7 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
 def _check_items(
     at: str, group: Group, grant: Grants, need: int, columns: Mapping[int, Columns], written: bool, had: int
 ) -> None:
-    """Check the items of a grant, of which the first `had` were checked already."""
+    """Check the items of a grant from number `had` on; the earlier ones were checked before."""
     items = grant.items
     came = 0 if items is None else items.size
     if came != need:

@@ -61,7 +61,7 @@ def windows(grants: Iterable[Grants]) -> dict[int, Window]:
 
 @attrs.frozen
 class RankLayout:
-    """One rank's layout: what it owns, and where that lies in its memory."""
+    """One rank's layout: its shares, and their places in its memory."""
 
     geometry: Geometry
     rank: int
@@ -182,7 +182,7 @@ class RowMap:
         return rows
 
     def between(self, lo: int, hi: int) -> RowMap:
-        """Cut the runs down to global rows [lo, hi). Raises LAYOUT_OPAQUE where items are opaque."""
+        """Cut the runs down to global rows [lo, hi). Raises LAYOUT_OPAQUE if items are opaque."""
         if self.whole:
             advice = "send groups with an opaque part at once, when the prompt is computed"
             raise LocalError(ErrorCode.LAYOUT_OPAQUE, "tokens", "whole items", f"rows {lo} to {hi}", advice)
@@ -222,7 +222,7 @@ class Runs:
 
 @attrs.frozen(eq=False)
 class CopyProgram:
-    """What is copied for one request of one rank pair: a table of operations over shared row maps."""
+    """The copies of one request of one rank pair: a table of operations over shared row maps."""
 
     maps: tuple[RowMap, ...]
     ops: npt.NDArray[np.void]

@@ -1,4 +1,4 @@
-"""Which rows of which items move: the row map of one request, for a pair of groups and a pair of token classes.
+"""Row maps: which rows of which items move for one request, for a pair of groups and a pair of token classes.
 
 Both sides' items and deals are intervals on the axis of rows, and runs are their intersections. So the cost of a map
 depends on its runs alone.
@@ -26,7 +26,7 @@ _FURTHEST = 1 << 62
 
 @attrs.frozen
 class MapSpec:
-    """What a row map depends on at registration: a pair of groups and a pair of token classes."""
+    """The part of a row map that is known at registration: a pair of groups and a pair of token classes."""
 
     source: Group
     sink: Group

@@ -1,4 +1,4 @@
-"""Which groups hold the scales of which others, and the check that a transfer requests both from the same token."""
+"""Groups that hold the scales of others, and the check that a transfer requests both from the same token."""
 
 from __future__ import annotations
 

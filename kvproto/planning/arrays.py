@@ -15,7 +15,7 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def merged_intervals(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending intervals, with those that touch merged."""
+    """The same ascending intervals, with neighbours that touch merged into one."""
     merged: list[tuple[int, int]] = []
     for lo, hi in intervals:
         if merged and merged[-1][1] == lo:

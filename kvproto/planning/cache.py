@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from kvproto.errors import bad, check_type, check_whole
+from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
-from kvproto.planning.sizes import BITS, Sizes, bytes_of, called, check_parts, check_size, ids_of, parts_of, scales_of
-from kvproto.wire.enums import DType, ItemKind
+from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 __all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
 
+BITS: dict[int, int] = {
+    DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
+    DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
+}  # fmt: skip
+"""Bits of an element of each known type."""
+
+Sizes = tuple[DType, int, int | tuple[int, ...]]
+"""Element type, lanes, and bytes of a lane or of each of its sections."""
+LayerIds = int | Iterable[int]
+"""A number of layers, or their ids."""
 BLOCK_SCALED: dict[str, dict[str, Any]] = {
     "NVFP4": {"dtype": DType.F4E2M1, "scale_block": 16, "scale_dtype": DType.F8E4M3},
     "MXFP4": {"dtype": DType.F4E2M1, "scale_block": 32, "scale_dtype": DType.F8E8M0},
 }
-"""Arguments of `Cache.gqa` and `Cache.mla`, by the name of the format."""
+"""P of `Cache.gqa` and `Cache.mla`, by the name of the format."""
 
 
 @attrs.frozen
@@ -49,22 +60,43 @@ class Block:
         return lo * self.unit, hi * self.unit
 
 
-Made = TypeVar("Made")
-Given = ParamSpec("Given")
-_LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
-"""The least values of arguments that may be less than 1."""
+Blocks = Sequence[Block]
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
-def _checked(make: Callable[Concatenate[type[Cache], Given], Made]) -> Callable[Concatenate[type[Cache], Given], Made]:
-    """Raise LocalError, naming the argument, for numbers that are too small and for what is not an element type."""
+def called(make: Callable[P, T]) -> Callable[P, T]:
+    """Make missing and unknown arguments of `make` a LocalError instead of a TypeError."""
+    signature = inspect.signature(make)
 
     @wraps(make)
-    def checked(cls: type[Cache], /, *args: Given.args, **named: Given.kwargs) -> Made:
-        for name, given in named.items():
-            if name.endswith("dtype") and (given is not None or name != "scale_dtype"):
-                check_type(f"Cache.{name}", given, DType, "a kvproto.DType")
-            elif name not in ("name", "layers", "parts", "blocks", "part", "split", "axis", "of") and given is not None:
-                check_whole(f"Cache.{name}", given, _LEAST.get(name, 1))
+    def checked(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            signature.bind(*args, **named)
+        except TypeError as error:
+            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Cache.{make.__name__}", advice=str(error)) from None
+        return make(*args, **named)
+
+    return checked
+
+
+_LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
+"""The least values of arguments that may be less than 1."""
+_NO_NUMBERS = ("name", "layers", "parts", "blocks", "part", "split", "axis", "of")
+
+
+def _checked(
+    make: Callable[Concatenate[type[Cache], P], T],
+) -> Callable[Concatenate[type[Cache], P], T]:
+    """Raise LocalError, naming the argument, for a number that is too small or a dtype that is no `DType`."""
+
+    @wraps(make)
+    def checked(cls: type[Cache], /, *args: P.args, **named: P.kwargs) -> T:
+        for name, value in named.items():
+            if name.endswith("dtype") and (value is not None or name != "scale_dtype"):
+                check_type(f"Cache.{name}", value, DType, "a kvproto.DType")
+            elif name not in _NO_NUMBERS and value is not None:
+                check_whole(f"Cache.{name}", value, _LEAST.get(name, 1))
         return make(cls, *args, **named)
 
     return called(checked)
@@ -93,11 +125,19 @@ class Cache:
 
     @called
     def over(
-        self, *, tp: int | None = None, cp: int | None = None, dcp: int | None = None, interleave: int | None = None,
-        origin: int | None = None, deal: str | tuple[int, ...] | None = None, stages: tuple[int, ...] | None = None,
-        virtual: int | None = None, copies: bool = True,
-    ) -> Cache:  # fmt: skip
-        """The same cache with sizes of `Parallel` that differ from the engine's; those that are not named do not.
+        self,
+        *,
+        tp: int | None = None,
+        cp: int | None = None,
+        dcp: int | None = None,
+        interleave: int | None = None,
+        origin: int | None = None,
+        deal: str | tuple[int, ...] | None = None,
+        stages: tuple[int, ...] | None = None,
+        virtual: int | None = None,
+        copies: bool = True,
+    ) -> Cache:
+        """The same cache with sizes of `Parallel` that differ from the engine's; the others stay as they are.
 
         A draft of TP 2 in an engine of TP 8 is `over(tp=2)`: ranks 0 to 3 hold its first half and ranks 4 to 7 the
         other. With `copies=False` only ranks 0 and 1 hold it. Naming `stages` divides a draft over pipeline stages
@@ -134,17 +174,26 @@ class Cache:
         """
         check_type("axis", axis, str, 'the name of an axis, such as "image"')
         if not kind_of(self.group).paged or axis == TOKENS or not 0 < len(axis.encode()) <= 64:
-            found = repr(axis) if kind_of(self.group).paged else "items of another kind"
-            raise bad(f"{self.group.name!r}.along", f"pages, and a name of 1 to 64 bytes, not {TOKENS!r}", found)
+            yours = repr(axis) if kind_of(self.group).paged else "items of another kind"
+            raise bad(f"{self.group.name!r}.along", f"pages, and a name of 1 to 64 bytes, not {TOKENS!r}", yours)
         return attrs.evolve(self, group=attrs.evolve(self.group, axis=axis))
 
     @classmethod
     @_checked
     def gqa(
-        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
-        v_head_dim: int | None = None, dtype: DType = DType.BF16, scale_block: int | None = None,
-        scale_dtype: DType | None = None, model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        page: int,
+        v_head_dim: int | None = None,
+        dtype: DType = DType.BF16,
+        scale_block: int | None = None,
+        scale_dtype: DType | None = None,
+        model: int = 0,
+    ) -> Cache:
         """Paged K and V of multi-head or grouped-query attention, with a scale for every `scale_block` elements if set.
 
         NVFP4 is F4E2M1 with blocks of 16 and scales of F8E4M3, and its scale of the whole tensor is a fact; MXFP4 is
@@ -158,9 +207,19 @@ class Cache:
     @classmethod
     @_checked
     def mla(
-        cls, name: str, layers: int | Iterable[int], *, latent: int, rope: int, page: int, dtype: DType = DType.BF16,
-        scale_block: int | None = None, scale_dtype: DType | None = None, split: bool = False, model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        latent: int,
+        rope: int,
+        page: int,
+        dtype: DType = DType.BF16,
+        scale_block: int | None = None,
+        scale_dtype: DType | None = None,
+        split: bool = False,
+        model: int = 0,
+    ) -> Cache:
         """Paged latent of multi-head latent attention, rope part included: one lane, whole on every rank.
 
         With `split` the two lie in separate buffers; they are sections of one part, so a peer may keep them in one.
@@ -175,9 +234,17 @@ class Cache:
     @classmethod
     @_checked
     def cross(
-        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, page: int,
-        dtype: DType = DType.BF16, axis: str = "image", model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        page: int,
+        dtype: DType = DType.BF16,
+        axis: str = "image",
+        model: int = 0,
+    ) -> Cache:
         """Paged K and V of cross-attention: a row for every position of `axis` that an encoder saw."""
         sizes = (dtype, kv_heads, bytes_of(dtype, head_dim, "Cache.head_dim"))
         parts = dict.fromkeys(("cross_k", "cross_v"), sizes)
@@ -195,9 +262,16 @@ class Cache:
     @classmethod
     @_checked
     def indexer(
-        cls, name: str, layers: int | Iterable[int], *, head_dim: int, page: int, dtype: DType = DType.F8E4M3,
-        scale_block: int | None = 128, model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        head_dim: int,
+        page: int,
+        dtype: DType = DType.F8E4M3,
+        scale_block: int | None = 128,
+        model: int = 0,
+    ) -> Cache:
         """Paged keys of a sparse-attention indexer with an F32 scale for every `scale_block`; whole on every rank."""
         parts: dict[str, Sizes] = {"index": (dtype, 1, bytes_of(dtype, head_dim, "Cache.head_dim"))}
         parts |= scales_of({"index": head_dim}, 1, scale_block)
@@ -206,9 +280,8 @@ class Cache:
     @classmethod
     @_checked
     def page_scales(
-        cls, name: str, layers: int | Iterable[int], *, page: int, kv_heads: int | None = None, of: str = "kv",
-        model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls, name: str, layers: LayerIds, *, page: int, kv_heads: int | None = None, of: str = "kv", model: int = 0
+    ) -> Cache:
         """One F32 scale for each page and KV head of K and of V, or with `of="latent"` one for each page.
 
         Both sides must have equal pages. The scale of a page that is not full moves too (KVP-GRANT-PARTIAL). The scale
@@ -220,85 +293,138 @@ class Cache:
             raise bad("Cache.kv_heads", "the KV heads of K and V, and none of a latent", f"{kv_heads} of {of!r}")
         names = ("k_scale", "v_scale") if of == "kv" else ("latent_scale",)
         parts = tuple(g.Part(name=p, dtype=DType.F32, lanes=kv_heads or 1, lane_bytes=4) for p in names)
-        return cls._of(name, layers, model, ItemKind.PAGE, 1, parts, tokens_per_row=page, partial=True)
+        rows: dict[str, Any] = {"rows": 1, "tokens_per_row": page, "partial": True}
+        return cls._of(name, layers, parts, kind=ItemKind.PAGE, model=model, **rows)
 
     @classmethod
     @_checked
     def compressed(
-        cls, name: str, layers: int | Iterable[int], *, dim: int, tokens_per_row: int, page_rows: int,
-        dtype: DType = DType.BF16, part: str = "latent", model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        dim: int,
+        tokens_per_row: int,
+        page_rows: int,
+        dtype: DType = DType.BF16,
+        part: str = "latent",
+        model: int = 0,
+    ) -> Cache:
         """Pages of `page_rows` rows that each cover `tokens_per_row` tokens (4 or 128, say), in one lane of `part`."""
         parts = (g.Part(name=part, dtype=dtype, lanes=1, lane_bytes=bytes_of(dtype, dim, "Cache.dim")),)
-        return cls._of(name, layers, model, ItemKind.PAGE, page_rows, parts, tokens_per_row=tokens_per_row)
+        rows: dict[str, Any] = {"rows": page_rows, "tokens_per_row": tokens_per_row}
+        return cls._of(name, layers, parts, kind=ItemKind.PAGE, model=model, **rows)
 
     @classmethod
     @_checked
     def window(
-        cls, name: str, layers: int | Iterable[int], *, kv_heads: int, head_dim: int, ring_rows: int,
-        dtype: DType = DType.BF16, model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        ring_rows: int,
+        dtype: DType = DType.BF16,
+        model: int = 0,
+    ) -> Cache:
         """K and V of a sliding window, in a ring for each request: row = position mod `ring_rows`.
 
         The two sides may have rings of different lengths.
         """
         size = bytes_of(dtype, head_dim, "Cache.head_dim")
         parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
-        return cls._of(name, layers, model, ItemKind.RING, ring_rows, parts)
+        return cls._of(name, layers, parts, kind=ItemKind.RING, model=model, rows=ring_rows)
 
     @classmethod
     @_checked
-    def paged(
-        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, Sizes], page: int, model: int = 0,
-    ) -> Cache:  # fmt: skip
+    def paged(cls, name: str, layers: LayerIds, *, parts: Mapping[str, Sizes], page: int, model: int = 0) -> Cache:
         """Any other paged parts: name to element type, lanes, and bytes of a lane.
 
-        A tuple of bytes states a lane's sections, each of which lies in a separate buffer.
+        A tuple of bytes states the sections of a lane, each in a buffer of its own.
         """
-        return cls._of(name, layers, model, ItemKind.PAGE, page, parts_of(parts))
+        return cls._of(name, layers, parts_of(parts), kind=ItemKind.PAGE, model=model, rows=page)
 
     @classmethod
     @_checked
     def state(
-        cls, name: str, layers: int | Iterable[int], *, parts: Mapping[str, Sizes], rows: int = 1,
-        scratch_rows: int = 0, blocks: Mapping[str, Sequence[Block]] | None = None, model: int = 0,
-    ) -> Cache:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        parts: Mapping[str, Sizes],
+        rows: int = 1,
+        scratch_rows: int = 0,
+        blocks: Mapping[str, Blocks] | None = None,
+        model: int = 0,
+    ) -> Cache:
         """Recurrent state, in a slot for each request: `rows` live rows, then scratch rows, which are never sent."""
-        rows_ = {"live_rows": rows}
-        return cls._of(name, layers, model, ItemKind.SLOT, rows + scratch_rows, parts_of(parts), blocks, **rows_)
+        slot = {"kind": ItemKind.SLOT, "model": model, "rows": rows + scratch_rows, "live_rows": rows}
+        return cls._of(name, layers, parts_of(parts), blocks, **slot)
 
     @classmethod
     @_checked
     def mamba1(
-        cls, name: str, layers: int | Iterable[int], *, channels: int, state: int, kernel: int,
-        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[Cache, Cache]:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        channels: int,
+        state: int,
+        kernel: int,
+        dtype: DType = DType.BF16,
+        state_dtype: DType = DType.F32,
+        scratch_rows: int = 0,
+        model: int = 0,
+    ) -> tuple[Cache, Cache]:
         """Conv and SSM state of Mamba 1 (arXiv 2312.00752), both divided by channels."""
         ssm = (state_dtype, channels, bytes_of(state_dtype, state, "Cache.state"))
-        return cls._recurrent(name, layers, (Block(channels),), kernel, dtype, ssm, scratch_rows, model)
+        return cls._recurrent(name, layers, (Block(channels),), ssm, kernel, dtype, scratch_rows, model)
 
     @classmethod
     @_checked
     def mamba2(
-        cls, name: str, layers: int | Iterable[int], *, heads: int, head_dim: int, groups: int, state: int, kernel: int,
-        dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[Cache, Cache]:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state: int,
+        kernel: int,
+        dtype: DType = DType.BF16,
+        state_dtype: DType = DType.F32,
+        scratch_rows: int = 0,
+        model: int = 0,
+    ) -> tuple[Cache, Cache]:
         """Conv and SSM state of Mamba 2 (arXiv 2405.21060): x is divided by heads, B and C each by groups."""
         ssm = (state_dtype, heads, bytes_of(state_dtype, head_dim * state, "Cache.state"))
         conv = (Block(heads * head_dim, head_dim), Block(groups * state, state), Block(groups * state, state))
-        return cls._recurrent(name, layers, conv, kernel, dtype, ssm, scratch_rows, model)
+        return cls._recurrent(name, layers, conv, ssm, kernel, dtype, scratch_rows, model)
 
     @classmethod
     @_checked
     def gdn(
-        cls, name: str, layers: int | Iterable[int], *, key_heads: int, key_dim: int, value_heads: int, value_dim: int,
-        kernel: int, dtype: DType = DType.BF16, state_dtype: DType = DType.F32, scratch_rows: int = 0, model: int = 0,
-    ) -> tuple[Cache, Cache]:  # fmt: skip
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        key_heads: int,
+        key_dim: int,
+        value_heads: int,
+        value_dim: int,
+        kernel: int,
+        dtype: DType = DType.BF16,
+        state_dtype: DType = DType.F32,
+        scratch_rows: int = 0,
+        model: int = 0,
+    ) -> tuple[Cache, Cache]:
         """Conv and recurrent state of gated delta nets (arXiv 2412.06464): q, k and v are each divided by heads."""
         ssm = (state_dtype, value_heads, bytes_of(state_dtype, key_dim * value_dim, "Cache.key_dim"))
         key = Block(key_heads * key_dim, key_dim)
         conv = (key, key, Block(value_heads * value_dim, value_dim))
-        return cls._recurrent(name, layers, conv, kernel, dtype, ssm, scratch_rows, model)
+        return cls._recurrent(name, layers, conv, ssm, kernel, dtype, scratch_rows, model)
 
     @classmethod
     @_checked
@@ -325,26 +451,96 @@ class Cache:
 
     @classmethod
     def _recurrent(
-        cls, name: str, layers: int | Iterable[int], blocks: tuple[Block, ...], kernel: int, dtype: DType,
-        ssm: Sizes, scratch_rows: int, model: int,
-    ) -> tuple[Cache, Cache]:  # fmt: skip
-        layers = ids_of(layers)
-        parts = {"conv": (dtype, sum(b.lanes for b in blocks), bytes_of(dtype, 1, "Cache.dtype"))}
-        conv = cls.state(
-            f"{name} conv", layers, parts=parts, rows=kernel - 1, scratch_rows=scratch_rows, blocks={"conv": blocks},
-            model=model,
-        )  # fmt: skip
-        return conv, cls.state(f"{name} ssm", layers, parts={"ssm": ssm}, model=model)
+        cls, name: str, layers: LayerIds, conv: Blocks, ssm: Sizes, kernel: int, dtype: DType, scratch: int, model: int
+    ) -> tuple[Cache, Cache]:
+        layers, parts = ids_of(layers), {"conv": (dtype, sum(b.lanes for b in conv), bytes_of(dtype, 1, "Cache.dtype"))}
+        slots: dict[str, Any] = {"parts": parts, "rows": kernel - 1, "scratch_rows": scratch, "blocks": {"conv": conv}}
+        states = cls.state(f"{name} ssm", layers, parts={"ssm": ssm}, model=model)
+        return cls.state(f"{name} conv", layers, model=model, **slots), states
 
     @classmethod
     def _of(
-        cls, name: str, layers: int | Iterable[int], model: int, kind: ItemKind, rows: int, parts: tuple[g.Part, ...],
-        blocks: Mapping[str, Sequence[Block]] | None = None, **more: Any,
-    ) -> Cache:  # fmt: skip
-        numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | more
-        group = Group(id=0, name=name, model=model, kind=kind, rows=rows, parts=parts, **numbers)
-        given = blocks or {}
-        unknown = given.keys() - {p.name for p in parts}
-        if unknown:
-            raise bad("blocks", ", ".join(p.name for p in parts), sorted(unknown)[0])
-        return cls(group, ids_of(layers), tuple(tuple(given.get(p.name, (Block(p.lanes),))) for p in parts))
+        cls,
+        name: str,
+        layers: LayerIds,
+        parts: tuple[g.Part, ...],
+        blocks: Mapping[str, Blocks] | None = None,
+        **group: Any,
+    ) -> Cache:
+        numbers = {"tokens_per_row": 1, "cp_size": 1, "interleave": 1, "origin": 0} | group
+        by_part = blocks or {}
+        if unknown := by_part.keys() - {p.name for p in parts}:
+            raise bad("blocks", ", ".join(p.name for p in parts), min(unknown))
+        divided = tuple(tuple(by_part.get(p.name, (Block(p.lanes),))) for p in parts)
+        return cls(Group(id=0, name=name, parts=parts, **numbers), ids_of(layers), divided)
+
+
+def bytes_of(dtype: DType, elements: int, path: str = "elements") -> int:
+    """Bytes of packed elements; raises LocalError(OUT_OF_RANGE) if the last byte would be half full."""
+    size, rest = divmod(elements * BITS[dtype], 8)
+    if rest:
+        raise bad(path, f"an even number of {dtype.name}, two of which make a byte", elements)
+    return size
+
+
+def ids_of(layers: LayerIds) -> tuple[int, ...]:
+    """Layer ids; a number n stands for layers 0 to n - 1."""
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        return tuple(range(check_whole("Cache.layers", layers, 0)))
+    return tuple(check_whole("Cache.layers", layer, 0) for layer in layers)
+
+
+def check_size(path: str, dtype: DType, size: Any) -> int:
+    """`size`, once it is known to be bytes of whole elements of `dtype`; raises LocalError otherwise."""
+    check_type(path, dtype, DType, "a kvproto.DType")
+    if check_whole(path, size, 1) * 8 % BITS[dtype]:
+        raise bad(path, f"a multiple of {BITS[dtype] // 8} bytes, an element of {dtype.name}", size)
+    return int(size)
+
+
+def check_parts(parts: Any, values: int, mine: str) -> None:
+    """Raise LocalError unless `parts` maps names to `values` values each."""
+    check_type("Cache.parts", parts, Mapping, f"a mapping of part name to {mine}")
+    for name, stated in parts.items():
+        check_type("Cache.parts", name, str, "names of parts, each a str")
+        if not isinstance(stated, tuple | list) or len(stated) != values:
+            raise bad(f'Cache.parts["{name}"]', mine, stated)
+
+
+def parts_of(parts: Mapping[str, Sizes]) -> tuple[g.Part, ...]:
+    """A part for each name, or a section for each of several sizes."""
+    check_parts(parts, 3, "element type, lanes, and bytes of a lane or of each of its sections")
+    sections = []
+    for name, (dtype, lanes, stated) in parts.items():
+        path = f'Cache.parts["{name}"]'
+        check_whole(path, lanes, 1)
+        if not isinstance(stated, tuple | list):
+            sections.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=check_size(path, dtype, stated)))
+            continue
+        sizes = [check_size(path, dtype, size) for size in stated]
+        if not sizes:
+            raise bad(path, "a section at least", "none")
+        for at, end in pairwise(accumulate(sizes, initial=0)):
+            sections.append(g.Part(name=name, dtype=dtype, lanes=lanes, lane_bytes=end - at, at=at, whole=sum(sizes)))
+    return tuple(sections)
+
+
+def scales_of(
+    elements: Mapping[str, int], lanes: int, block: int | None, dtype: DType | None = None
+) -> dict[str, Sizes]:
+    """For each part, a part with a scale (F32 by default) for each block of a lane's elements; none without blocks.
+
+    Blocks divide a lane, so two sides whose scales are equally long have equal blocks.
+    """
+    if block is None:
+        if dtype is not None:
+            raise bad("Cache.scale_dtype", "nothing without scale_block", dtype.name)
+        return {}
+    for part, n in elements.items():
+        if n % block:
+            raise bad("Cache.scale_block", f"a divisor of {n}, the elements of a lane of {part}", block)
+    chosen = DType.F32 if dtype is None else dtype
+    return {
+        f"{part}_scale": (chosen, lanes, bytes_of(chosen, n // block, "Cache.scale_block"))
+        for part, n in elements.items()
+    }

@@ -1,4 +1,4 @@
-"""Whether two Descriptions fit at all: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
+"""Comparison of two Descriptions: facts of identity, and the pairs of parts (clauses KVP-GEO-FACT, KVP-PLAN-*).
 
 In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
@@ -14,11 +14,11 @@ import numpy as np
 
 from kvproto.errors import PlanError
 from kvproto.planning.axes import axis_of
+from kvproto.planning.cache import BITS
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
-from kvproto.planning.sizes import BITS
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
-"""Names in the registry of facts that both sides should state; those that end in "target" are also a draft's."""
+"""Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""
 _ABSENT = "(absent)"
 _LONGEST = 80
 _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "owns": "group"}
@@ -49,13 +49,13 @@ def unstated(source: Geometry, sink: Geometry) -> tuple[str, ...]:
     """The registered facts that should be compared but that neither side states."""
     models = {g.model: "target" if g.model == 0 else f"draft{g.model if g.model > 1 else ''}" for g in sink.groups}
     small = {models[g.model] for g in sink.groups for part in g.parts if BITS.get(part.dtype, 16) < 16}
-    found = []
+    names = []
     for name in COMPARED:
         base, dot, _ = name.partition(".")
         of = [model for _, model in sorted(models.items()) if base != "kv_scales" or model in small]
-        found += [f"{base}.{model}" for model in of] if dot else [name]
+        names += [f"{base}.{model}" for model in of] if dot else [name]
     stated = {fact.name for side in (source, sink) for fact in side.facts}
-    return _shared(tuple(name for name in found if name not in stated))
+    return _shared(tuple(name for name in names if name not in stated))
 
 
 def check_facts(source: Geometry, sink: Geometry) -> None:
@@ -94,13 +94,13 @@ def _differing(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
             yield from _differing(at, mine, yours)
             continue
         key = _KEYS.get(name)
-        some, others = ({getattr(e, key) if key else i: e for i, e in enumerate(es)} for es in (mine, yours))
-        for each in [*some, *(each for each in others if each not in some)]:
-            yield from _differing(f"{at}[{each}]", some.get(each), others.get(each))
+        ours, theirs = ({getattr(e, key) if key else i: e for i, e in enumerate(es)} for es in (mine, yours))
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            yield from _differing(f"{at}[{name}]", ours.get(name), theirs.get(name))
 
 
 def _brief(value: Any) -> str:
-    """A value for display; of a struct, that it is there."""
+    """A value as text for people; of a struct, only that it is stated."""
     if value is None or attrs.has(type(value)):
         return _ABSENT if value is None else "(stated)"
     text = str(value.tolist() if isinstance(value, np.ndarray) else value)
@@ -182,10 +182,10 @@ def unscaled(group: Group, part: str, layer: int) -> PlanError:
 
 
 def scaled_by(part: str) -> str | None:
-    """The registered name of what a part of this name scales; None if it is not a scale."""
+    """The registered name of the part that a part of this name scales; None if it is not a scale."""
     return SCALES.get(name_of(part))
 
 
 def name_of(part: str) -> str:
-    """The registered name of which `part` is an alias, or else `part` itself."""
+    """The registered name behind an alias, or else `part` itself."""
     return ALIASES.get(part, part)

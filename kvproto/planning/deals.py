@@ -1,4 +1,4 @@
-"""Which cp rank owns which rows: closed forms over a deal that repeats (spec/v1/dcp.md).
+"""Deals of rows over cp ranks, in closed forms: who owns a row, and where it lies (spec/v1/dcp.md).
 
 A deal hands out runs of `interleave` tokens, in turn or in the group's `order`. Rows here are global rows of the group,
 each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
@@ -57,7 +57,7 @@ def _turn(group: Group) -> _Turn:
 
 
 def _in_turn(group: Group) -> bool:
-    """Whether cp ranks take one run each in turn; a single rank does, whatever its order says."""
+    """Whether cp ranks take one run each in turn; a single rank always does."""
     return group.order is None or group.cp_size == 1
 
 
@@ -113,29 +113,29 @@ def local_row(group: Group, rows: IntArray) -> IntArray:
     run, origin = deal(group)
     turn, rest = np.divmod(rows - origin, run * runs(group))
     if _in_turn(group):
-        found: IntArray = turn * run + rest % run
+        local: IntArray = turn * run + rest % run
     else:
-        made, nth = _turn(group), rest // run
-        found = (turn * made.taken[made.order[nth]] + made.nth[nth]) * run + rest % run
-    return found
+        table, nth = _turn(group), rest // run
+        local = (turn * table.taken[table.order[nth]] + table.nth[nth]) * run + rest % run
+    return local
 
 
 def owned_before(group: Group, cp_rank: int, row: Count) -> Count:
     """Number of global rows below `row` that the cp rank owns; for one row or an array of any shape."""
-    found: Count
+    owned: Count
     at_least, at_most = (max, min) if isinstance(row, int) else (np.maximum, np.minimum)
     run, origin = deal(group)
     whole, rest = divmod(at_least(row - origin, 0), run * runs(group))
     if _in_turn(group):
-        found = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
-        return found
-    made, (nth, inside) = _turn(group), divmod(rest, run)
-    before: Any = np.searchsorted(made.of(cp_rank), nth)
-    mine: Any = made.order[nth] == cp_rank
+        owned = whole * run + at_most(at_least(rest - cp_rank * run, 0), run)
+        return owned
+    table, (nth, inside) = _turn(group), divmod(rest, run)
+    before: Any = np.searchsorted(table.of(cp_rank), nth)
+    mine: Any = table.order[nth] == cp_rank
     if isinstance(row, int):
         before, mine = int(before), bool(mine)
-    found = (whole * int(made.taken[cp_rank]) + before) * run + mine * inside
-    return found
+    owned = (whole * int(table.taken[cp_rank]) + before) * run + mine * inside
+    return owned
 
 
 def most_before(group: Group, row: int) -> int:
@@ -175,9 +175,9 @@ def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray,
     a, b = np.maximum(nth * run, lo), np.minimum(nth * run + run, hi)
     if group.order is None:
         return origin + (nth * group.cp_size + cp_rank) * run + a - nth * run, b - a
-    made = _turn(group)
-    turn, of_turn = np.divmod(nth, made.taken[cp_rank])
-    return origin + (turn * made.order.size + made.of(cp_rank)[of_turn]) * run + a - nth * run, b - a
+    table = _turn(group)
+    turn, of_turn = np.divmod(nth, table.taken[cp_rank])
+    return origin + (turn * table.order.size + table.of(cp_rank)[of_turn]) * run + a - nth * run, b - a
 
 
 def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
@@ -188,10 +188,10 @@ def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     """
     both = gcd(*(deal(g)[0] * runs(g) for g in (source, sink)))
     if source.cp_size * runs(sink) <= sink.cp_size * runs(source):
-        found = _meeting(source, sink, both)
+        meets = _meeting(source, sink, both)
     else:
-        found = _meeting(sink, source, both).T
-    ours, theirs = np.nonzero(found)
+        meets = _meeting(sink, source, both).T
+    ours, theirs = np.nonzero(meets)
     return tuple(zip(ours.tolist(), theirs.tolist(), strict=True))
 
 
@@ -205,10 +205,10 @@ def _meeting(one: Group, other: Group, both: int) -> npt.NDArray[np.bool_]:
     first, after = np.searchsorted(places, low), np.searchsorted(places, high)
     meets = after - first  # how many runs of the other side each run meets
     if meets.sum() <= one.cp_size * places.size:
-        found: npt.NDArray[np.bool_] = np.zeros((one.cp_size, other.cp_size), np.bool_)
+        shared: npt.NDArray[np.bool_] = np.zeros((one.cp_size, other.cp_size), np.bool_)
         nth = np.arange(meets.sum()) + np.repeat(first - np.cumsum(meets) + meets, meets)
-        found[np.repeat(_order(one), meets), _order(other)[at][nth % at.size]] = True
-        return found
+        shared[np.repeat(_order(one), meets), _order(other)[at][nth % at.size]] = True
+        return shared
     # how many runs of each cp rank meet each run of the other side: a running sum of where they begin and end
     wide = places.size + 1
     begin, end = (np.bincount(_order(one) * wide + where, minlength=one.cp_size * wide) for where in (first, after))

@@ -50,7 +50,7 @@ class PieceTable:
 
 @attrs.frozen(eq=False)
 class ShareTable:
-    """What one source rank sends to one sink rank of a piece, in layers [layer_lo, layer_hi): columns [n]."""
+    """Shares of a piece that one source rank sends to one sink rank, in layers [layer_lo, layer_hi): columns [n]."""
 
     piece: IntArray
     source: IntArray

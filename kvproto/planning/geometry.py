@@ -1,4 +1,4 @@
-"""What each rank owns, as the Description states it: constructors and invariants.
+"""Descriptions of ownership: constructors and invariants.
 
 The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, `LaneSpan`, `Fact`).
 `kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
@@ -29,9 +29,16 @@ __all__ = [
 
 
 def gqa(
-    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32,
-    v_head_bytes: int | None = None, **more: Any,
-) -> Group:  # fmt: skip
+    id: int,
+    name: str,
+    model: int,
+    kv_heads: int,
+    head_bytes: int,
+    page_size: int,
+    dtype: DType = DType.F32,
+    v_head_bytes: int | None = None,
+    **more: Any,
+) -> Group:
     """Paged K and V of multi-head or grouped-query attention, with one lane of `head_bytes` bytes for each KV head.
 
     Lanes of V have `v_head_bytes` if given. Whether K and V are joint or apart, NHD or HND, padded or not, is stated by
@@ -50,8 +57,8 @@ def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: D
 
 def handoff(id: int, name: str, parts: Mapping[str, tuple[DType, int]]) -> Group:
     """Bytes that Done carries, such as the first token: part name to element type and length in bytes."""
-    made = tuple(Part(name=n, dtype=d, lanes=1, lane_bytes=size) for n, (d, size) in parts.items())
-    return _group(id, name, 0, ItemKind.HANDOFF, 1, made)
+    stated = tuple(Part(name=n, dtype=d, lanes=1, lane_bytes=size) for n, (d, size) in parts.items())
+    return _group(id, name, 0, ItemKind.HANDOFF, 1, stated)
 
 
 def _group(id: int, name: str, model: int, kind: ItemKind, rows: int, parts: tuple[Part, ...], **more: Any) -> Group:
@@ -95,7 +102,7 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 def lane_bytes(part: Part) -> int:
-    """Bytes of a lane of the whole part, of which this may be a section (clause KVP-GEO-SECTIONS)."""
+    """Bytes of a lane of the whole part; `part` may be a section of it (clause KVP-GEO-SECTIONS)."""
     return part.lane_bytes if part.whole is None else part.whole
 
 
@@ -108,7 +115,7 @@ def column_names(group: Group) -> list[str]:
 
 
 def validate(geometry: Geometry) -> None:
-    """Raise WireError or PlanError(BAD_GEOMETRY) where a Description contradicts itself (clauses KVP-GEO-*)."""
+    """Raise WireError or PlanError(BAD_GEOMETRY) if a Description contradicts itself (clauses KVP-GEO-*)."""
     check_fields(geometry)
     _check(geometry)
 
@@ -137,6 +144,7 @@ def _check(geometry: Geometry) -> None:
 
 def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     """Raise BAD_GEOMETRY for a Description that is larger than any fleet needs (KVP-GEO-SIZE)."""
+    orders = [g.order for g in geometry.groups if g.order is not None]
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
         ("groups", limits.MAX_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
@@ -144,7 +152,7 @@ def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
             "groups",
             limits.MAX_RUNS,
             "runs in orders",
-            sum(len(g.order) for g in geometry.groups if g.order is not None),
+            sum(map(len, orders)),
         ),
         ("ranks", limits.MAX_RANKS, "ranks", len(geometry.ranks)),
         ("ranks", limits.MAX_CLAIMS, "layers times intervals", sum(claims)),
@@ -159,10 +167,8 @@ def _check_group(group: Group, path: str) -> None:
     plain = (group.model, group.rows, group.tokens_per_row, *(p.lanes for p in group.parts))
     sections = any(lane_bytes(p) != p.lane_bytes for p in group.parts)
     if not kind_of(group).has_memory and (sections or plain != (0, 1, 1, *(1 for _ in group.parts))):
-        shape = (
-            f"model {group.model}, {group.rows} rows, lanes {[p.lanes for p in group.parts]}"
-            + ", in sections" * sections
-        )
+        lanes = f"lanes {[p.lanes for p in group.parts]}" + ", in sections" * sections
+        shape = f"model {group.model}, {group.rows} rows, {lanes}"
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
     if group.partial and not (kind_of(group).paged or kind_of(group).wraps):
         raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
@@ -207,13 +213,9 @@ def _check_sections(group: Group, path: str) -> None:
                 raise _bad(f"{at}.{name}", f"{mine}, as this is a section of {part.name}", str(yours))
         last[part.name] = j
     for name, j in last.items():
-        end = (group.parts[j].at or 0) + group.parts[j].lane_bytes
-        if end != lane_bytes(group.parts[j]):
-            raise _bad(
-                f"{path}.parts[{j}].whole",
-                f"{end}, where the last section of {name} ends",
-                str(lane_bytes(group.parts[j])),
-            )
+        end, whole = (group.parts[j].at or 0) + group.parts[j].lane_bytes, lane_bytes(group.parts[j])
+        if end != whole:
+            raise _bad(f"{path}.parts[{j}].whole", f"{end}, where the last section of {name} ends", str(whole))
 
 
 def _intervals(group: Group | None, share: Owns) -> int:
@@ -239,9 +241,8 @@ def _check_owns(group: Group, share: Owns, path: str) -> None:
     for p in range(len(group.parts)):
         spans = sorted(by_part.get(p, ()))
         if not spans or any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
-            raise _bad(
-                f"{path}.lanes", f"disjoint spans of each part, at least one for {group.parts[p].name}", str(spans)
-            )
+            wanted = f"disjoint spans of each part, at least one for {group.parts[p].name}"
+            raise _bad(f"{path}.lanes", wanted, str(spans))
 
 
 def _bad(path: str, mine: str, yours: str) -> PlanError:

@@ -97,14 +97,14 @@ class Parallel:
         if isinstance(self.deal, str):
             if self.deal not in DEALS:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, f"{of}deal", _A_DEAL, repr(self.deal), _NO_TABLE)
-            made = DEALS[self.deal](ranks)
+            order = DEALS[self.deal](ranks)
         else:
-            made = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
-            if set(made) != set(range(ranks)):
+            order = tuple(check_whole(f"{of}deal", rank, 0) for rank in self.deal)
+            if set(order) != set(range(ranks)):
                 one = "runs of rank 0 alone, as neither cp nor dcp is above 1"
                 many = f"runs of each of the ranks 0 to {ranks - 1}, and of no other"
-                raise bad(f"{of}deal", one if ranks == 1 else many, made)
-        return None if ranks == 1 or made == DEALS["cyclic"](ranks) else made
+                raise bad(f"{of}deal", one if ranks == 1 else many, order)
+        return None if ranks == 1 or order == DEALS["cyclic"](ranks) else order
 
 
 _MOST_CHUNKS = 1 << 10
@@ -118,9 +118,13 @@ _NO_TABLE = (
 
 
 def lay_out(
-    specs: Sequence[Cache], parallel: Parallel | None = None, replica: int = 0,
-    facts: Mapping[str, str] | None = None, depth: int | None = None, warn: Mapping[str, str] | None = None,
-) -> Geometry:  # fmt: skip
+    specs: Sequence[Cache],
+    parallel: Parallel | None = None,
+    replica: int = 0,
+    facts: Mapping[str, str] | None = None,
+    depth: int | None = None,
+    warn: Mapping[str, str] | None = None,
+) -> Geometry:
     """The Geometry of one replica of an engine; the id of each cache's group is its index in `specs`.
 
     The peer must state equal `facts`. It may state other values for the facts in `warn`: the two still connect, and
@@ -142,21 +146,21 @@ def lay_out(
         _check(spec, f"specs[{i}]", depth)
     _check_apart(specs)
     _check_scales(specs)
-    for path, given in (("facts", facts), ("warn", warn)):
-        check_type(path, given, (Mapping, NoneType), "a mapping of the name of a fact to its value")
-        for name, value in (given or {}).items():
+    for path, stated in (("facts", facts), ("warn", warn)):
+        check_type(path, stated, (Mapping, NoneType), "a mapping of the name of a fact to its value")
+        for name, value in (stated or {}).items():
             check_type(path, name, str, "names of facts, each a str")
             check_type(f"{path}[{name!r}]", value, str, "the value as text, a str")
-    made = [_Laid.of(specs, id, sizes, depth) for id in range(len(specs))]
+    placed = [_PlacedCache.of(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
-        tuple(share for laid in made if (share := laid.share(stage, nth)) is not None)
+        tuple(share for cache in placed if (share := cache.share(stage, nth)) is not None)
         for stage in range(sizes.pp)
         for nth in range(sizes.cp * sizes.tp)
     ]
     geometry = Geometry(
         replica=replica,
         facts=g.facts(facts or {}, warn),
-        groups=tuple(laid.group for laid in made),
+        groups=tuple(cache.group for cache in placed),
         ranks=tuple(Rank(rank=i, owns=shares) for i, shares in enumerate(ranks)),
     )
     try:
@@ -167,20 +171,20 @@ def lay_out(
 
 
 @attrs.frozen
-class _Laid:
+class _PlacedCache:
     """A cache on the ranks of an engine."""
 
     spec: Cache
     group: Group
     sizes: Parallel
-    """The engine's, with those that differ for this cache."""
+    """The sizes of this cache: the engine's, or its own."""
     layers: tuple[tuple[int, ...], ...]
     """Layers of the cache on each pipeline stage."""
     ranks: int
     """Ranks of a pipeline stage."""
 
     @classmethod
-    def of(cls, specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> _Laid:
+    def of(cls, specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> _PlacedCache:
         spec, path = specs[id], f"specs[{id}]"
         sizes, group = _own(spec, path, engine), attrs.evolve(spec.group, id=id)
         dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
@@ -190,11 +194,9 @@ class _Laid:
                     whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
                     advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
                     raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
-            order = sizes.order()
-            group = attrs.evolve(
-                group, cp_size=dealt, interleave=sizes.interleave, origin=sizes.origin,
-                order=None if order is None else np.array(order, np.uint32),
-            )  # fmt: skip
+            order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
+            interleave, origin = sizes.interleave, sizes.origin
+            group = attrs.evolve(group, cp_size=dealt, interleave=interleave, origin=origin, order=order)
         stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
         if _staged(spec):
             deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
@@ -208,7 +210,7 @@ class _Laid:
         return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
 
     def share(self, stage: int, nth: int) -> Owns | None:
-        """What the nth rank of a stage owns; None if the stage has no layers, or the rank does not hold the cache."""
+        """The share of the nth rank of a stage; None if it has no layers, or the rank does not hold the cache."""
         held = self.sizes.cp * self.sizes.tp
         nth = nth * held // self.ranks if self.spec.copies else nth
         if not self.layers[stage] or nth >= held:
@@ -228,7 +230,7 @@ class _Laid:
 
 
 def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:
-    """The sizes of one cache: the engine's, except for those that it names. Raises LocalError."""
+    """The sizes of one cache: its own, and otherwise the engine's. Raises LocalError."""
     if not spec.own:
         return engine
     base = engine if _dealt(spec) else attrs.evolve(engine, dcp=1, deal="cyclic")
@@ -279,8 +281,10 @@ def _check_scales(specs: Sequence[Cache]) -> None:
     """
     stated = {
         (spec.group.model, name_of(part.name), layer): spec.group
-        for spec in specs for part in spec.group.parts for layer in spec.layers
-    }  # fmt: skip
+        for spec in specs
+        for part in spec.group.parts
+        for layer in spec.layers
+    }
     valued = {model for model, name, _ in stated if not scaled_by(name)}
     for group, part, layers in ((spec.group, part, spec.layers) for spec in specs for part in spec.group.parts):
         of, path = scaled_by(part.name), f"{group.name!r}.parts[{part.name}]"

@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 @attrs.frozen
 class Route:
-    """What one source rank sends to one sink rank of one group."""
+    """All boxes that one source rank sends to one sink rank of one group."""
 
     source: int
     sink: int
@@ -191,7 +191,7 @@ def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Colle
 
 
 def _check_scales(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> None:
-    """Raise PART_MISSING where the source has scales that the sink does not take with its values (KVP-PLAN-SCALES)."""
+    """Raise PART_MISSING if the source has scales that the sink leaves behind (KVP-PLAN-SCALES)."""
     scaled, taken = _scaled(have), _scaled(want)
     if not scaled:
         return
@@ -208,7 +208,7 @@ def _check_scales(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) ->
 
 
 def _scaled(owned: OwnedIntervals) -> dict[tuple[int, str], set[int]]:
-    """The layers that have scales, by model and the registered name of what is scaled."""
+    """The layers that have scales, by model and the registered name of the scaled part."""
     layers: dict[tuple[int, str], set[int]] = defaultdict(set)
     for (model, name), intervals in owned.items():
         if scaled := scaled_by(name):

@@ -33,7 +33,7 @@ class Range:
 
     layers: Intervals
     columns: tuple[PartLanes, ...]
-    """One; for a part in sections, those that hold some of the bytes."""
+    """One; several if sections of a part hold the bytes."""
     cp_rank: int = 0
     """Which share of the tokens it is."""
     cp_size: int = 1
@@ -48,7 +48,7 @@ class Range:
 
 @attrs.frozen
 class Slice:
-    """What one sink rank gets of one part from one source rank, with the same lanes in all of its layers."""
+    """A range of one part that a sink rank gets from a source rank, with the same lanes in all of its layers."""
 
     sink: int
     source: int
@@ -64,21 +64,19 @@ class Slice:
 
 def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
     """The slices of a plan between two Descriptions, by sink rank, cache and source rank."""
-    found: dict[tuple[int, int, int, int, tuple[int, ...]], list[Box]] = defaultdict(list)
+    by_range: dict[tuple[int, int, int, int, tuple[int, ...]], list[Box]] = defaultdict(list)
     for route in plan.routes:
         for box in route.boxes:
             alike = box.lo, box.hi, box.source_class, box.sink_class, box.source_group
-            found[route.sink, route.group, box.part, route.source, alike].append(box)
+            by_range[route.sink, route.group, box.part, route.source, alike].append(box)
     sides = [_Side(source), _Side(sink)]
-    for (to, group, part, from_, (lo, hi, c, d, home)), boxes in sorted(found.items()):
+    for (to, group, part, from_, (lo, hi, c, d, home)), boxes in sorted(by_range.items()):
         dst = sides[1].groups[group]
         name = dst.parts[part].name
         layers = tuple(merged_intervals(sorted((box.layer_lo, box.layer_hi) for box in boxes)))
         whole = Range(layers, (PartLanes(name, ((lo, hi),), lane_bytes(dst.parts[part])),))
-        local, remote = (
-            sides[1].local(to, group, name, layers, lo, hi, d),
-            sides[0].local(from_, home, name, layers, lo, hi, c),
-        )
+        local = sides[1].local(to, group, name, layers, lo, hi, d)
+        remote = sides[0].local(from_, home, name, layers, lo, hi, c)
         yield Slice(to, from_, f"{dst.name}.{name}", whole, local, remote)
 
 
@@ -93,7 +91,7 @@ class _Side:
         """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
         share, stated = self._shares[rank, group], self.groups[group]
         names = column_names(stated)
-        found = [
+        columns = [
             PartLanes(names[i], lanes, p.lane_bytes)
             for i, p in enumerate(stated.parts)
             if p.name == part and (lanes := _own(p, [s for s in share.lanes if s.part == i], lo, hi))
@@ -101,13 +99,13 @@ class _Side:
         ends = ((int(np.searchsorted(share.layers, a)), b - a) for a, b in layers)
         order = None if stated.order is None else tuple(stated.order.tolist())
         local = tuple(merged_intervals((a, a + n) for a, n in ends))
-        return Range(local, tuple(found), cp_rank, stated.cp_size, stated.interleave, stated.origin, order)
+        return Range(local, tuple(columns), cp_rank, stated.cp_size, stated.interleave, stated.origin, order)
 
 
 def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
     """The part of bytes [lo, hi) of a lane axis that a column holds, in bytes along the rank's own lanes of it."""
     whole, size, at = lane_bytes(part), part.lane_bytes, part.at or 0
-    before, found = 0, []
+    before, held = 0, []
     for span in spans:
         first, last = max(span.lo, lo // whole), min(span.hi, -(-hi // whole))
         # adjacent lanes of a whole part are one interval; those of a section are not
@@ -116,6 +114,6 @@ def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
             x, y = max(lo, a * whole + at), min(hi, (b - 1) * whole + at + size)
             if x < y:
                 skip = (before + a - span.lo) * size - a * whole - at
-                found.append((x + skip, y + skip))
+                held.append((x + skip, y + skip))
         before += span.hi - span.lo
-    return tuple(merged_intervals(sorted(found)))
+    return tuple(merged_intervals(sorted(held)))

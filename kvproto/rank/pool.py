@@ -70,45 +70,35 @@ class Pool:
         if isinstance(axes, Mapping) and (missing := groups.keys() ^ axes.keys()):
             yours = f"{sorted(map(str, axes))}: {sorted(map(str, missing))} differ"
             raise _bad("axes", f"the groups {sorted(groups)}", yours)
-        found: dict[str, tuple[int, list[Column]]] = {}
+        by_group: dict[str, tuple[int, list[Column]]] = {}
         for name, (group, share) in groups.items():
-            said = axes if isinstance(axes, str) else axes[name]
-            check_type(f'axes["{name}"]', said, str, 'words, such as "page token head dim"')
-            found[name] = columns_of(group, share, tensors[name], said, f'tensors["{name}"]')
-        views = {id(c.view): c.view for _, columns in found.values() for c in columns}
+            order = axes if isinstance(axes, str) else axes[name]
+            check_type(f'axes["{name}"]', order, str, 'words, such as "page token head dim"')
+            by_group[name] = columns_of(group, share, tensors[name], order, f'tensors["{name}"]')
+        views = {id(c.view): c.view for _, columns in by_group.values() for c in columns}
         self.memories, region_of = shareable.adopt_all(views)
         if len(self.memories) > limits.MAX_REGIONS:
             mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
             advice = "allocate layers together: peers map each allocation"
             raise LocalError(ErrorCode.TOO_LARGE, "tensors", mine, yours, advice)
-        made = {}
-        for name, (items, columns) in found.items():
+        registered = {}
+        for name, (items, columns) in by_group.items():
             homes = [region_of[id(c.view)] for c in columns]
-            rows = [
-                (c.address - base, c.item_stride, c.row_stride, c.lane_stride)
-                for c, (_, base) in zip(columns, homes, strict=True)
-            ]
-            places = {(region, row[0]) for (region, _), row in zip(homes, rows, strict=True)}
-            if len(places) < len(rows) and not shared:
+            region = np.array([region for region, _ in homes], np.uint32)
+            offset = np.array([c.address - base for c, (_, base) in zip(columns, homes, strict=True)], np.uint64)
+            if len(set(zip(region.tolist(), offset.tolist(), strict=True))) < len(columns) and not shared:
                 wanted = "a place of its own for each layer and part; `shared` for layers that share a cache"
                 raise _bad(f'tensors["{name}"]', wanted, "two at one address")
-            offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
+            names = ("item_stride", "row_stride", "lane_stride")
+            strides = {stride: np.array([getattr(c, stride) for c in columns], np.uint64) for stride in names}
             group = groups[name][0]
-            made[group.id] = Columns(
-                group=group.id,
-                items=items,
-                region=np.array([region for region, _ in homes], np.uint32),
-                offset=offset,
-                item_stride=item,
-                row_stride=row,
-                lane_stride=lane,
-            )
-            if both := overlapping(geometry, rank, made[group.id]):
+            registered[group.id] = Columns(group=group.id, items=items, region=region, offset=offset, **strides)
+            if both := overlapping(geometry, rank, registered[group.id]):
                 one, other = sorted(columns[k].path for k in both)
                 wanted = f"bytes that {one} does not have" if one != other else "layers and parts that lie apart"
                 advice = "let each layer and part lie apart; layers that share a cache share all of it (`shared`)"
                 raise LocalError(ErrorCode.BAD_COLUMNS, other, wanted, "some of the same bytes", advice)
-        self._open(RankLayout(geometry, rank, made), shared)
+        self._open(RankLayout(geometry, rank, registered), shared)
 
     @classmethod
     def allocate(
@@ -123,8 +113,8 @@ class Pool:
         """Allocate zeroed memory for so many pages of every group, or by group name: on GPU `device`, or on the host.
 
         Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND), without gaps. Raises
-        LocalError: BAD_COLUMNS for wrong `pages` or `rank`, TRANSPORT_FAILED where memory is short, NO_TRANSPORT where
-        no transport knows GPUs.
+        LocalError: BAD_COLUMNS for wrong `pages` or `rank`, TRANSPORT_FAILED if memory is short, NO_TRANSPORT if no
+        transport knows GPUs.
         """
         groups = _groups(geometry, rank)
         wanted = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(groups, pages)
@@ -135,14 +125,14 @@ class Pool:
             raise _bad("pages", f"1 at least for each of {sorted(groups)}", str(pages))
         numbers = {group.id: wanted[name] for name, (group, _) in groups.items()}
         columns, length = pack(geometry, rank, numbers, heads_first)
-        made = cls.__new__(cls)
+        pool = cls.__new__(cls)
         try:
-            made.memories = {0: shareable.allocate(max(length, 1), device)}
+            pool.memories = {0: shareable.allocate(max(length, 1), device)}
         except LocalError as error:
             raise error.at("pages" if error.path == "length" else error.path) from error
-        made._owned = True
-        made._open(RankLayout(geometry, rank, columns))
-        return made
+        pool._owned = True
+        pool._open(RankLayout(geometry, rank, columns))
+        return pool
 
     memories: Mapping[int, Memory]
     """Memory by region id; each has `__dlpack__`, which gives access to its bytes without a copy."""
@@ -171,7 +161,7 @@ class Pool:
 
     @property
     def geometry(self) -> Geometry:
-        """What all ranks of this engine's replica own."""
+        """The shares of all ranks of this engine's replica."""
         return self.layout.geometry
 
     @property

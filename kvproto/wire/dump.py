@@ -11,7 +11,8 @@ import numpy as np
 from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, decode, decode_struct, message_class
-from kvproto.wire.strict import CLASSES, read_whole
+from kvproto.wire.fields import CLASSES
+from kvproto.wire.strict import read_whole
 
 __all__ = ["explain"]
 
@@ -33,8 +34,8 @@ def explain(buffer: Buffer, struct: str | None = None, secrets: bool = False) ->
     lines = list(_envelope(data)) if struct is None else []
     trace: list[tuple[int, str, Any]] = []
     try:
-        made: Any = decode(data) if struct is None else decode_struct(CLASSES[struct], data)
-        verdict = f"{type(made).__name__}: good"
+        value: Any = decode(data) if struct is None else decode_struct(CLASSES[struct], data)
+        verdict = f"{type(value).__name__}: good"
     except WireError as error:
         verdict = f"refused: {error.between('expected', 'found', ' ')}"
     with contextlib.suppress(WireError):
@@ -120,7 +121,7 @@ def _body(name: str, data: bytes, base: int, trace: list[tuple[int, str, Any]], 
 
 
 def _secretive(name: str) -> bool:
-    """Whether a message or struct holds a secret field, however deep."""
+    """Tell if a message or struct holds a secret field, at any depth."""
     inner = (row[2].rpartition("struct:")[2].rstrip(">") for row in tables.FIELDS[name] if "struct:" in row[2])
     return name in tables.SECRET or any(map(_secretive, inner))
 

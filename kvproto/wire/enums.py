@@ -193,342 +193,89 @@ class Feature(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """What a refusal says is wrong."""
+    """A reason for a refusal: its code, its class, the recovery that fits, and its meaning, which is the docstring."""
 
-    BAD_MAGIC = 0x0101
-    """The frame does not start with the magic."""
-    BAD_LENGTH = 0x0102
-    """A number array ends inside an element."""
-    UNKNOWN_FLAG = 0x0103
-    """An unknown flag bit of the low byte is set."""
-    UNSUPPORTED_VERSION = 0x0104
-    """The major version is not one that the reader speaks."""
-    UNKNOWN_MESSAGE = 0x0105
-    """The message type is not known."""
-    TRUNCATED = 0x0106
-    """A value extends beyond the end of the buffer."""
-    TRAILING_BYTES = 0x0107
-    """Bytes follow the value."""
-    NOT_CANONICAL = 0x0108
-    """A value is not in its shortest form."""
-    BAD_TYPE = 0x0109
-    """A value has the wrong type."""
-    FIELD_ORDER = 0x010A
-    """Field ids do not ascend, or repeat."""
-    UNKNOWN_FIELD = 0x010B
-    """A field that must be understood is not known."""
-    BAD_TEXT = 0x010C
-    """A string is not UTF-8."""
-    MISSING_FIELD = 0x0201
-    """A required field is absent."""
-    OUT_OF_RANGE = 0x0202
-    """A value is outside its range."""
-    UNKNOWN_ENUM_VALUE = 0x0203
-    """A closed enum does not have this value."""
-    BAD_GEOMETRY = 0x0204
-    """A Description contradicts itself."""
-    BAD_DIGEST = 0x0205
-    """A digest does not match the bytes that it was sent with."""
-    BAD_COLUMNS = 0x0206
-    """Columns do not match the Description that they follow."""
-    OUT_OF_REGION = 0x0207
-    """A column or an item lies outside its region."""
-    BAD_GRANT = 0x0208
-    """A grant names the wrong groups, tokens or items."""
-    ITEM_ALIAS = 0x0209
-    """Items of one transfer overlap in memory."""
-    NOT_ASCENDING = 0x020A
-    """Elements are not in ascending order, or repeat."""
-    REPEATED = 0x020B
-    """Two elements have the same name or number."""
-    FIELD_CONFLICT = 0x020C
-    """Fields of one map contradict each other."""
-    IDENTITY_MISMATCH = 0x0301
-    """An identity fact differs."""
-    DTYPE_MISMATCH = 0x0302
-    """The element types of a part differ."""
-    LANE_MISMATCH = 0x0303
-    """The lane extents of a part cannot be mapped."""
-    LAYER_MISSING = 0x0304
-    """The source lacks a layer that the sink needs."""
-    PART_MISSING = 0x0305
-    """The source lacks a part that the sink needs, or the sink takes a part without its scales."""
-    KIND_MISMATCH = 0x0306
-    """The item kinds of a group differ."""
-    ROW_MISMATCH = 0x0307
-    """The rows of a group cannot be mapped."""
-    LAYOUT_OPAQUE = 0x0308
-    """Opaque encodings differ."""
-    ROUTE_MISMATCH = 0x0309
-    """The two sides computed different routes."""
-    DESCRIPTION_MISMATCH = 0x030A
-    """A digest or version names another Description."""
-    NO_TRANSPORT = 0x030B
-    """No transport is common to both sides."""
-    CONTENT_MISMATCH = 0x030C
-    """The content digest is not that of the ticket's prompt."""
-    COVERAGE = 0x030D
-    """No source rank owns bytes that the sink needs."""
-    NO_VERSION = 0x030E
-    """No version is common to both sides."""
-    FEATURE_MISSING = 0x030F
-    """A feature that one side needs is not offered by the other, or was not chosen."""
-    AXIS_MISMATCH = 0x0310
-    """The rows of a group stand for positions of different axes."""
-    UNKNOWN_SESSION = 0x0401
-    """The session id is not known."""
-    UNEXPECTED_MESSAGE = 0x0402
-    """The message is not allowed in this state."""
-    WRONG_PEER = 0x0403
-    """The engine, role or rank is not the one expected."""
-    UNKNOWN_TICKET = 0x0404
-    """The ticket is not known here, or has expired."""
-    TICKET_BOUND = 0x0405
-    """The ticket is bound to another sink."""
-    STALE_TRANSFER = 0x0406
-    """The transfer is finished."""
-    ABORTED = 0x0407
-    """The transfer was aborted."""
-    SUPERSEDED = 0x0408
-    """A newer incarnation took over."""
-    DRAINING = 0x0409
-    """The engine is going away."""
-    PEER_LOST = 0x040A
-    """The peer went away."""
-    VERIFY_FAILED = 0x040B
-    """The bytes that arrived are not the bytes that were sent."""
-    DEADLINE = 0x040C
-    """The time allowed for this has passed."""
-    STATE_POSITION = 0x040D
-    """The source does not have the state after exactly that many tokens."""
-    CREDIT = 0x040E
-    """Slots or bytes were sent or granted beyond what credit allows."""
-    TICKET_USED = 0x040F
-    """Another transfer uses the ticket, or has used it."""
-    NOT_HELD = 0x0410
-    """The source no longer holds the items of the first tokens."""
-    NOT_ALLOWED = 0x0411
-    """The peer's key may not connect, or may not state this engine, replica, rank or role."""
-    TOO_LARGE = 0x0501
-    """A body, list, array or string is longer than the limit."""
-    TOO_DEEP = 0x0502
-    """Values are nested deeper than the limit."""
-    BUSY = 0x0503
-    """The engine has no room at present."""
-    PROMPT_TOO_LONG = 0x0504
-    """The prompt does not fit into the pools."""
-    INTERNAL = 0x0601
-    """The engine failed."""
-    TRANSPORT_FAILED = 0x0602
-    """The transport could not map or copy."""
-    POOL_MOVED = 0x0603
-    """The memory of a registered pool is no longer where it was."""
+    _value_: int
+    error_class: str
+    recovery: str
+
+    def __new__(cls, code: int, error_class: str = "", recovery: str = "", meaning: str = "") -> "ErrorCode":
+        member = int.__new__(cls, code)
+        member._value_, member.error_class, member.recovery, member.__doc__ = code, error_class, recovery, meaning
+        return member
+
+    BAD_MAGIC = 0x0101, "malformed", "fix", "The frame does not start with the magic."
+    BAD_LENGTH = 0x0102, "malformed", "fix", "A number array ends inside an element."
+    UNKNOWN_FLAG = 0x0103, "malformed", "fix", "An unknown flag bit of the low byte is set."
+    UNSUPPORTED_VERSION = 0x0104, "malformed", "renegotiate", "The major version is not one that the reader speaks."
+    UNKNOWN_MESSAGE = 0x0105, "malformed", "renegotiate", "The message type is not known."
+    TRUNCATED = 0x0106, "malformed", "fix", "A value extends beyond the end of the buffer."
+    TRAILING_BYTES = 0x0107, "malformed", "fix", "Bytes follow the value."
+    NOT_CANONICAL = 0x0108, "malformed", "fix", "A value is not in its shortest form."
+    BAD_TYPE = 0x0109, "malformed", "fix", "A value has the wrong type."
+    FIELD_ORDER = 0x010A, "malformed", "fix", "Field ids do not ascend, or repeat."
+    UNKNOWN_FIELD = 0x010B, "malformed", "renegotiate", "A field that must be understood is not known."
+    BAD_TEXT = 0x010C, "malformed", "fix", "A string is not UTF-8."
+    MISSING_FIELD = 0x0201, "invalid", "fix", "A required field is absent."
+    OUT_OF_RANGE = 0x0202, "invalid", "fix", "A value is outside its range."
+    UNKNOWN_ENUM_VALUE = 0x0203, "invalid", "fix", "A closed enum does not have this value."
+    BAD_GEOMETRY = 0x0204, "invalid", "fix", "A Description contradicts itself."
+    BAD_DIGEST = 0x0205, "invalid", "fix", "A digest does not match the bytes that it was sent with."
+    BAD_COLUMNS = 0x0206, "invalid", "fix", "Columns do not match the Description that they follow."
+    OUT_OF_REGION = 0x0207, "invalid", "fix", "A column or an item lies outside its region."
+    BAD_GRANT = 0x0208, "invalid", "fix", "A grant names the wrong groups, tokens or items."
+    ITEM_ALIAS = 0x0209, "invalid", "fix", "Items of one transfer overlap in memory."
+    NOT_ASCENDING = 0x020A, "invalid", "fix", "Elements are not in ascending order, or repeat."
+    REPEATED = 0x020B, "invalid", "fix", "Two elements have the same name or number."
+    FIELD_CONFLICT = 0x020C, "invalid", "fix", "Fields of one map contradict each other."
+    IDENTITY_MISMATCH = 0x0301, "incompatible", "give-up", "An identity fact differs."
+    DTYPE_MISMATCH = 0x0302, "incompatible", "give-up", "The element types of a part differ."
+    LANE_MISMATCH = 0x0303, "incompatible", "give-up", "The lane extents of a part cannot be mapped."
+    LAYER_MISSING = 0x0304, "incompatible", "give-up", "The source lacks a layer that the sink needs."
+    PART_MISSING = 0x0305, "incompatible", "give-up", "The source lacks a part that the sink needs, or the sink takes a part without its scales."
+    KIND_MISMATCH = 0x0306, "incompatible", "give-up", "The item kinds of a group differ."
+    ROW_MISMATCH = 0x0307, "incompatible", "give-up", "The rows of a group cannot be mapped."
+    LAYOUT_OPAQUE = 0x0308, "incompatible", "give-up", "Opaque encodings differ."
+    ROUTE_MISMATCH = 0x0309, "incompatible", "give-up", "The two sides computed different routes."
+    DESCRIPTION_MISMATCH = 0x030A, "incompatible", "renegotiate", "A digest or version names another Description."
+    NO_TRANSPORT = 0x030B, "incompatible", "give-up", "No transport is common to both sides."
+    CONTENT_MISMATCH = 0x030C, "incompatible", "give-up", "The content digest is not that of the ticket's prompt."
+    COVERAGE = 0x030D, "incompatible", "give-up", "No source rank owns bytes that the sink needs."
+    NO_VERSION = 0x030E, "incompatible", "give-up", "No version is common to both sides."
+    FEATURE_MISSING = 0x030F, "incompatible", "give-up", "A feature that one side needs is not offered by the other, or was not chosen."
+    AXIS_MISMATCH = 0x0310, "incompatible", "give-up", "The rows of a group stand for positions of different axes."
+    UNKNOWN_SESSION = 0x0401, "state", "reconnect", "The session id is not known."
+    UNEXPECTED_MESSAGE = 0x0402, "state", "fix", "The message is not allowed in this state."
+    WRONG_PEER = 0x0403, "state", "give-up", "The engine, role or rank is not the one expected."
+    UNKNOWN_TICKET = 0x0404, "state", "give-up", "The ticket is not known here, or has expired."
+    TICKET_BOUND = 0x0405, "state", "give-up", "The ticket is bound to another sink."
+    STALE_TRANSFER = 0x0406, "state", "give-up", "The transfer is finished."
+    ABORTED = 0x0407, "state", "give-up", "The transfer was aborted."
+    SUPERSEDED = 0x0408, "state", "give-up", "A newer incarnation took over."
+    DRAINING = 0x0409, "state", "give-up", "The engine is going away."
+    PEER_LOST = 0x040A, "state", "reconnect", "The peer went away."
+    VERIFY_FAILED = 0x040B, "state", "give-up", "The bytes that arrived are not the bytes that were sent."
+    DEADLINE = 0x040C, "state", "give-up", "The time allowed for this has passed."
+    STATE_POSITION = 0x040D, "state", "give-up", "The source does not have the state after exactly that many tokens."
+    CREDIT = 0x040E, "state", "reconnect", "Slots or bytes were sent or granted beyond what credit allows."
+    TICKET_USED = 0x040F, "state", "give-up", "Another transfer uses the ticket, or has used it."
+    NOT_HELD = 0x0410, "state", "give-up", "The source no longer holds the items of the first tokens."
+    NOT_ALLOWED = 0x0411, "state", "give-up", "The peer's key may not connect, or may not state this engine, replica, rank or role."
+    TOO_LARGE = 0x0501, "limit", "fix", "A body, list, array or string is longer than the limit."
+    TOO_DEEP = 0x0502, "limit", "fix", "Values are nested deeper than the limit."
+    BUSY = 0x0503, "limit", "retry-later", "The engine has no room at present."
+    PROMPT_TOO_LONG = 0x0504, "limit", "give-up", "The prompt does not fit into the pools."
+    INTERNAL = 0x0601, "internal", "give-up", "The engine failed."
+    TRANSPORT_FAILED = 0x0602, "internal", "reconnect", "The transport could not map or copy."
+    POOL_MOVED = 0x0603, "internal", "reconnect", "The memory of a registered pool is no longer where it was."
+
+
+ERROR_CLASS = {code: code.error_class for code in ErrorCode}
+ERROR_RECOVERY = {code: code.recovery for code in ErrorCode}
+ERROR_DOC = {code: code.__doc__ or "" for code in ErrorCode}
 
 
 def word(enum: type[IntEnum], value: int) -> str:
     """The name of a value, for texts; the number of one that is not known."""
     known = enum._value2member_map_.get(value)
     return str(int(value)) if known is None else known.name
-
-
-
-ERROR_CLASS: dict[ErrorCode, str] = {
-    ErrorCode.BAD_MAGIC: "malformed",
-    ErrorCode.BAD_LENGTH: "malformed",
-    ErrorCode.UNKNOWN_FLAG: "malformed",
-    ErrorCode.UNSUPPORTED_VERSION: "malformed",
-    ErrorCode.UNKNOWN_MESSAGE: "malformed",
-    ErrorCode.TRUNCATED: "malformed",
-    ErrorCode.TRAILING_BYTES: "malformed",
-    ErrorCode.NOT_CANONICAL: "malformed",
-    ErrorCode.BAD_TYPE: "malformed",
-    ErrorCode.FIELD_ORDER: "malformed",
-    ErrorCode.UNKNOWN_FIELD: "malformed",
-    ErrorCode.BAD_TEXT: "malformed",
-    ErrorCode.MISSING_FIELD: "invalid",
-    ErrorCode.OUT_OF_RANGE: "invalid",
-    ErrorCode.UNKNOWN_ENUM_VALUE: "invalid",
-    ErrorCode.BAD_GEOMETRY: "invalid",
-    ErrorCode.BAD_DIGEST: "invalid",
-    ErrorCode.BAD_COLUMNS: "invalid",
-    ErrorCode.OUT_OF_REGION: "invalid",
-    ErrorCode.BAD_GRANT: "invalid",
-    ErrorCode.ITEM_ALIAS: "invalid",
-    ErrorCode.NOT_ASCENDING: "invalid",
-    ErrorCode.REPEATED: "invalid",
-    ErrorCode.FIELD_CONFLICT: "invalid",
-    ErrorCode.IDENTITY_MISMATCH: "incompatible",
-    ErrorCode.DTYPE_MISMATCH: "incompatible",
-    ErrorCode.LANE_MISMATCH: "incompatible",
-    ErrorCode.LAYER_MISSING: "incompatible",
-    ErrorCode.PART_MISSING: "incompatible",
-    ErrorCode.KIND_MISMATCH: "incompatible",
-    ErrorCode.ROW_MISMATCH: "incompatible",
-    ErrorCode.LAYOUT_OPAQUE: "incompatible",
-    ErrorCode.ROUTE_MISMATCH: "incompatible",
-    ErrorCode.DESCRIPTION_MISMATCH: "incompatible",
-    ErrorCode.NO_TRANSPORT: "incompatible",
-    ErrorCode.CONTENT_MISMATCH: "incompatible",
-    ErrorCode.COVERAGE: "incompatible",
-    ErrorCode.NO_VERSION: "incompatible",
-    ErrorCode.FEATURE_MISSING: "incompatible",
-    ErrorCode.AXIS_MISMATCH: "incompatible",
-    ErrorCode.UNKNOWN_SESSION: "state",
-    ErrorCode.UNEXPECTED_MESSAGE: "state",
-    ErrorCode.WRONG_PEER: "state",
-    ErrorCode.UNKNOWN_TICKET: "state",
-    ErrorCode.TICKET_BOUND: "state",
-    ErrorCode.STALE_TRANSFER: "state",
-    ErrorCode.ABORTED: "state",
-    ErrorCode.SUPERSEDED: "state",
-    ErrorCode.DRAINING: "state",
-    ErrorCode.PEER_LOST: "state",
-    ErrorCode.VERIFY_FAILED: "state",
-    ErrorCode.DEADLINE: "state",
-    ErrorCode.STATE_POSITION: "state",
-    ErrorCode.CREDIT: "state",
-    ErrorCode.TICKET_USED: "state",
-    ErrorCode.NOT_HELD: "state",
-    ErrorCode.NOT_ALLOWED: "state",
-    ErrorCode.TOO_LARGE: "limit",
-    ErrorCode.TOO_DEEP: "limit",
-    ErrorCode.BUSY: "limit",
-    ErrorCode.PROMPT_TOO_LONG: "limit",
-    ErrorCode.INTERNAL: "internal",
-    ErrorCode.TRANSPORT_FAILED: "internal",
-    ErrorCode.POOL_MOVED: "internal",
-}
-
-ERROR_RECOVERY: dict[ErrorCode, str] = {
-    ErrorCode.BAD_MAGIC: "fix",
-    ErrorCode.BAD_LENGTH: "fix",
-    ErrorCode.UNKNOWN_FLAG: "fix",
-    ErrorCode.UNSUPPORTED_VERSION: "renegotiate",
-    ErrorCode.UNKNOWN_MESSAGE: "renegotiate",
-    ErrorCode.TRUNCATED: "fix",
-    ErrorCode.TRAILING_BYTES: "fix",
-    ErrorCode.NOT_CANONICAL: "fix",
-    ErrorCode.BAD_TYPE: "fix",
-    ErrorCode.FIELD_ORDER: "fix",
-    ErrorCode.UNKNOWN_FIELD: "renegotiate",
-    ErrorCode.BAD_TEXT: "fix",
-    ErrorCode.MISSING_FIELD: "fix",
-    ErrorCode.OUT_OF_RANGE: "fix",
-    ErrorCode.UNKNOWN_ENUM_VALUE: "fix",
-    ErrorCode.BAD_GEOMETRY: "fix",
-    ErrorCode.BAD_DIGEST: "fix",
-    ErrorCode.BAD_COLUMNS: "fix",
-    ErrorCode.OUT_OF_REGION: "fix",
-    ErrorCode.BAD_GRANT: "fix",
-    ErrorCode.ITEM_ALIAS: "fix",
-    ErrorCode.NOT_ASCENDING: "fix",
-    ErrorCode.REPEATED: "fix",
-    ErrorCode.FIELD_CONFLICT: "fix",
-    ErrorCode.IDENTITY_MISMATCH: "give-up",
-    ErrorCode.DTYPE_MISMATCH: "give-up",
-    ErrorCode.LANE_MISMATCH: "give-up",
-    ErrorCode.LAYER_MISSING: "give-up",
-    ErrorCode.PART_MISSING: "give-up",
-    ErrorCode.KIND_MISMATCH: "give-up",
-    ErrorCode.ROW_MISMATCH: "give-up",
-    ErrorCode.LAYOUT_OPAQUE: "give-up",
-    ErrorCode.ROUTE_MISMATCH: "give-up",
-    ErrorCode.DESCRIPTION_MISMATCH: "renegotiate",
-    ErrorCode.NO_TRANSPORT: "give-up",
-    ErrorCode.CONTENT_MISMATCH: "give-up",
-    ErrorCode.COVERAGE: "give-up",
-    ErrorCode.NO_VERSION: "give-up",
-    ErrorCode.FEATURE_MISSING: "give-up",
-    ErrorCode.AXIS_MISMATCH: "give-up",
-    ErrorCode.UNKNOWN_SESSION: "reconnect",
-    ErrorCode.UNEXPECTED_MESSAGE: "fix",
-    ErrorCode.WRONG_PEER: "give-up",
-    ErrorCode.UNKNOWN_TICKET: "give-up",
-    ErrorCode.TICKET_BOUND: "give-up",
-    ErrorCode.STALE_TRANSFER: "give-up",
-    ErrorCode.ABORTED: "give-up",
-    ErrorCode.SUPERSEDED: "give-up",
-    ErrorCode.DRAINING: "give-up",
-    ErrorCode.PEER_LOST: "reconnect",
-    ErrorCode.VERIFY_FAILED: "give-up",
-    ErrorCode.DEADLINE: "give-up",
-    ErrorCode.STATE_POSITION: "give-up",
-    ErrorCode.CREDIT: "reconnect",
-    ErrorCode.TICKET_USED: "give-up",
-    ErrorCode.NOT_HELD: "give-up",
-    ErrorCode.NOT_ALLOWED: "give-up",
-    ErrorCode.TOO_LARGE: "fix",
-    ErrorCode.TOO_DEEP: "fix",
-    ErrorCode.BUSY: "retry-later",
-    ErrorCode.PROMPT_TOO_LONG: "give-up",
-    ErrorCode.INTERNAL: "give-up",
-    ErrorCode.TRANSPORT_FAILED: "reconnect",
-    ErrorCode.POOL_MOVED: "reconnect",
-}
-
-ERROR_DOC: dict[ErrorCode, str] = {
-    ErrorCode.BAD_MAGIC: "The frame does not start with the magic.",
-    ErrorCode.BAD_LENGTH: "A number array ends inside an element.",
-    ErrorCode.UNKNOWN_FLAG: "An unknown flag bit of the low byte is set.",
-    ErrorCode.UNSUPPORTED_VERSION: "The major version is not one that the reader speaks.",
-    ErrorCode.UNKNOWN_MESSAGE: "The message type is not known.",
-    ErrorCode.TRUNCATED: "A value extends beyond the end of the buffer.",
-    ErrorCode.TRAILING_BYTES: "Bytes follow the value.",
-    ErrorCode.NOT_CANONICAL: "A value is not in its shortest form.",
-    ErrorCode.BAD_TYPE: "A value has the wrong type.",
-    ErrorCode.FIELD_ORDER: "Field ids do not ascend, or repeat.",
-    ErrorCode.UNKNOWN_FIELD: "A field that must be understood is not known.",
-    ErrorCode.BAD_TEXT: "A string is not UTF-8.",
-    ErrorCode.MISSING_FIELD: "A required field is absent.",
-    ErrorCode.OUT_OF_RANGE: "A value is outside its range.",
-    ErrorCode.UNKNOWN_ENUM_VALUE: "A closed enum does not have this value.",
-    ErrorCode.BAD_GEOMETRY: "A Description contradicts itself.",
-    ErrorCode.BAD_DIGEST: "A digest does not match the bytes that it was sent with.",
-    ErrorCode.BAD_COLUMNS: "Columns do not match the Description that they follow.",
-    ErrorCode.OUT_OF_REGION: "A column or an item lies outside its region.",
-    ErrorCode.BAD_GRANT: "A grant names the wrong groups, tokens or items.",
-    ErrorCode.ITEM_ALIAS: "Items of one transfer overlap in memory.",
-    ErrorCode.NOT_ASCENDING: "Elements are not in ascending order, or repeat.",
-    ErrorCode.REPEATED: "Two elements have the same name or number.",
-    ErrorCode.FIELD_CONFLICT: "Fields of one map contradict each other.",
-    ErrorCode.IDENTITY_MISMATCH: "An identity fact differs.",
-    ErrorCode.DTYPE_MISMATCH: "The element types of a part differ.",
-    ErrorCode.LANE_MISMATCH: "The lane extents of a part cannot be mapped.",
-    ErrorCode.LAYER_MISSING: "The source lacks a layer that the sink needs.",
-    ErrorCode.PART_MISSING: "The source lacks a part that the sink needs, or the sink takes a part without its scales.",
-    ErrorCode.KIND_MISMATCH: "The item kinds of a group differ.",
-    ErrorCode.ROW_MISMATCH: "The rows of a group cannot be mapped.",
-    ErrorCode.LAYOUT_OPAQUE: "Opaque encodings differ.",
-    ErrorCode.ROUTE_MISMATCH: "The two sides computed different routes.",
-    ErrorCode.DESCRIPTION_MISMATCH: "A digest or version names another Description.",
-    ErrorCode.NO_TRANSPORT: "No transport is common to both sides.",
-    ErrorCode.CONTENT_MISMATCH: "The content digest is not that of the ticket's prompt.",
-    ErrorCode.COVERAGE: "No source rank owns bytes that the sink needs.",
-    ErrorCode.NO_VERSION: "No version is common to both sides.",
-    ErrorCode.FEATURE_MISSING: "A feature that one side needs is not offered by the other, or was not chosen.",
-    ErrorCode.AXIS_MISMATCH: "The rows of a group stand for positions of different axes.",
-    ErrorCode.UNKNOWN_SESSION: "The session id is not known.",
-    ErrorCode.UNEXPECTED_MESSAGE: "The message is not allowed in this state.",
-    ErrorCode.WRONG_PEER: "The engine, role or rank is not the one expected.",
-    ErrorCode.UNKNOWN_TICKET: "The ticket is not known here, or has expired.",
-    ErrorCode.TICKET_BOUND: "The ticket is bound to another sink.",
-    ErrorCode.STALE_TRANSFER: "The transfer is finished.",
-    ErrorCode.ABORTED: "The transfer was aborted.",
-    ErrorCode.SUPERSEDED: "A newer incarnation took over.",
-    ErrorCode.DRAINING: "The engine is going away.",
-    ErrorCode.PEER_LOST: "The peer went away.",
-    ErrorCode.VERIFY_FAILED: "The bytes that arrived are not the bytes that were sent.",
-    ErrorCode.DEADLINE: "The time allowed for this has passed.",
-    ErrorCode.STATE_POSITION: "The source does not have the state after exactly that many tokens.",
-    ErrorCode.CREDIT: "Slots or bytes were sent or granted beyond what credit allows.",
-    ErrorCode.TICKET_USED: "Another transfer uses the ticket, or has used it.",
-    ErrorCode.NOT_HELD: "The source no longer holds the items of the first tokens.",
-    ErrorCode.NOT_ALLOWED: "The peer's key may not connect, or may not state this engine, replica, rank or role.",
-    ErrorCode.TOO_LARGE: "A body, list, array or string is longer than the limit.",
-    ErrorCode.TOO_DEEP: "Values are nested deeper than the limit.",
-    ErrorCode.BUSY: "The engine has no room at present.",
-    ErrorCode.PROMPT_TOO_LONG: "The prompt does not fit into the pools.",
-    ErrorCode.INTERNAL: "The engine failed.",
-    ErrorCode.TRANSPORT_FAILED: "The transport could not map or copy.",
-    ErrorCode.POOL_MOVED: "The memory of a registered pool is no longer where it was.",
-}

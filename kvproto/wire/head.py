@@ -1,4 +1,4 @@
-"""What can be read of a frame that is refused: its type, and the ids at the head of its body."""
+"""The head of a refused frame: its type, and the ids at the start of its body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDS = ("session", "request", "sequence", "attempt")
 
 @attrs.frozen
 class Head:
-    """Type and ids of a message; None for those that it lacks or that cannot be read."""
+    """Type and ids of a message; None where it lacks one or a reader cannot find it."""
 
     cls: type[Any] | None = None
     session: int | None = None
@@ -38,8 +38,8 @@ class Head:
 
 
 def read_head(frame: Buffer) -> Head:
-    """What can be read of a malformed frame; never raises."""
-    found: dict[str, int] = {}
+    """Read as much of the head as a malformed frame has; never raises."""
+    ids: dict[str, int] = {}
     cls = None
     trace: list[tuple[int, str, Any]] = []
     try:
@@ -54,5 +54,5 @@ def read_head(frame: Buffer) -> Head:
                 break
             name = note
         elif kind == "value" and name in _IDS:
-            found[name] = note
-    return Head(cls, **found)
+            ids[name] = note
+    return Head(cls, **ids)

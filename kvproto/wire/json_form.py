@@ -31,12 +31,12 @@ def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
     if cls not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)
     hidden = tables.SECRET.get(cls, set()) if redact else set()
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for _, name, type_, *_ in tables.FIELDS[cls]:
         item = getattr(value, name)
         if item is not None:
-            found[name] = REDACTED if name in hidden else _out(item, type_, redact)
-    return found
+            data[name] = REDACTED if name in hidden else _out(item, type_, redact)
+    return data
 
 
 def _out(value: Any, type_: str, redact: bool) -> Any:
@@ -60,15 +60,15 @@ def from_json(cls: type[T], data: Any) -> T:
     """The message or struct of JSON data; raises WireError with a path, or LocalError for another `cls`."""
     if cls.__name__ not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls.__name__)
-    made: T = _object(cls, data, "")
-    return made
+    value: T = _object(cls, data, "")
+    return value
 
 
 def _object(cls: type[Any], data: Any, path: str) -> Any:
     name = cls.__name__
     if not isinstance(data, dict):
         raise refuse(ErrorCode.BAD_TYPE, path, "an object", type(data).__name__)
-    found = {}
+    values = {}
     rows = {row[1]: row for row in tables.FIELDS[name]}
     for key in data:
         if key not in rows and not str(key).startswith("x_"):
@@ -77,17 +77,17 @@ def _object(cls: type[Any], data: Any, path: str) -> Any:
         at = _join(path, field)
         if field in data:
             try:
-                found[field] = _in(data[field], row[2], at)
-                check_field(name, field, found[field], at)
+                values[field] = _in(data[field], row[2], at)
+                check_field(name, field, values[field], at)
             except WireError as error:
                 if field in tables.SECRET.get(name, ()):
                     raise refuse(error.code, error.path, error.mine, REDACTED) from None
                 raise
         elif row[3]:
             raise refuse(ErrorCode.MISSING_FIELD, at, "required", "absent")
-    made = cls(**found)
-    check_rules(made, path)
-    return made
+    whole = cls(**values)
+    check_rules(whole, path)
+    return whole
 
 
 def _join(path: str, name: str) -> str:
@@ -99,12 +99,12 @@ def _in(value: Any, type_: str, path: str) -> Any:
         if not isinstance(value, list):
             raise refuse(ErrorCode.BAD_TYPE, path, "a list", type(value).__name__)
         inner = type_[type_.index("<") + 1 : -1]
-        made = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
+        elements = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
         if inner in _BITS:
-            for i, v in enumerate(made):
+            for i, v in enumerate(elements):
                 if v >> _BITS[inner]:
                     raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << _BITS[inner]) - 1}", v)
-        return np.array(made, np.uint64) if type_.startswith("array<") else tuple(made)
+        return np.array(elements, np.uint64) if type_.startswith("array<") else tuple(elements)
     if type_.startswith("struct:"):
         return _object(getattr(messages, type_[7:]), value, path)
     if type_.startswith("enum:"):
@@ -131,8 +131,8 @@ def _enum(value: Any, name: str, path: str) -> int:
     elif not isinstance(value, str):
         raise refuse(ErrorCode.BAD_TYPE, path, f"a name of {name}", type(value).__name__)
     elif isinstance(value, str) and value in cls.__members__:
-        made: int = cls[value]
-        return made
+        member: int = cls[value]
+        return member
     raise refuse(ErrorCode.UNKNOWN_ENUM_VALUE, path, f"a name of {name}", repr(value)[:80])
 
 

@@ -15,7 +15,6 @@ _same = attrs.cmp_using(eq=np.array_equal)
 @attrs.frozen(kw_only=True)
 class Version:
     """One version."""
-
     major: int
     """Major version. Since 1.0."""
     minor: int
@@ -25,7 +24,6 @@ class Version:
 @attrs.frozen(kw_only=True)
 class VersionRange:
     """Minor versions of one major."""
-
     major: int
     """Major version. Since 1.0."""
     min_minor: int
@@ -37,7 +35,6 @@ class VersionRange:
 @attrs.frozen(kw_only=True)
 class Limits:
     """What a reader accepts."""
-
     max_body: int
     """Longest body. [byte] Since 1.0."""
     max_transfers: int
@@ -47,7 +44,6 @@ class Limits:
 @attrs.frozen(kw_only=True)
 class Endpoint:
     """Where a rank listens."""
-
     rank: int
     """Rank within the replica. Since 1.0."""
     address: str = attrs.field(repr=False)
@@ -57,7 +53,6 @@ class Endpoint:
 @attrs.frozen(kw_only=True)
 class Geometry:
     """What each rank of a replica owns, without addresses."""
-
     replica: int
     """Ordinal of the replica within its engine. Since 1.0."""
     facts: tuple["Fact", ...]
@@ -71,7 +66,6 @@ class Geometry:
 @attrs.frozen(kw_only=True)
 class Fact:
     """One named identity fact."""
-
     name: str
     """Name, such as weights.target. Since 1.0."""
     value: str
@@ -83,7 +77,6 @@ class Fact:
 @attrs.frozen(kw_only=True)
 class Group:
     """A cache whose items all have the same shape."""
-
     id: int
     """Id within the Description. Since 1.0."""
     name: str
@@ -117,7 +110,6 @@ class Group:
 @attrs.frozen(kw_only=True)
 class Part:
     """One array of a layer: K, V, latent, conv, ssm, scale, index ..."""
-
     name: str
     """Name, by which the parts of both sides are paired. Since 1.0."""
     dtype: int
@@ -137,7 +129,6 @@ class Part:
 @attrs.frozen(kw_only=True)
 class Rank:
     """What one rank owns."""
-
     rank: int
     """Rank within the replica. Since 1.0."""
     owns: tuple["Owns", ...]
@@ -147,7 +138,6 @@ class Rank:
 @attrs.frozen(kw_only=True)
 class Owns:
     """A rank's share of a group."""
-
     group: int
     """Group id. Since 1.0."""
     layers: UIntArray = attrs.field(eq=_same, hash=False)
@@ -161,7 +151,6 @@ class Owns:
 @attrs.frozen(kw_only=True)
 class LaneSpan:
     """Interval of lanes of one part."""
-
     part: int
     """Index into the group's parts. Since 1.0."""
     lo: int
@@ -173,7 +162,6 @@ class LaneSpan:
 @attrs.frozen(kw_only=True)
 class Region:
     """Memory that a peer may access."""
-
     id: int
     """Id within the Register. Since 1.0."""
     base: int = attrs.field(repr=False)
@@ -195,7 +183,6 @@ class Region:
 @attrs.frozen(kw_only=True)
 class Handle:
     """One way to reach a region."""
-
     transport: int
     """Transport that the handle is for. Since 1.0."""
     data: bytes = attrs.field(repr=False)
@@ -205,7 +192,6 @@ class Handle:
 @attrs.frozen(kw_only=True)
 class Process:
     """One process on a host, named for peers on the same host."""
-
     boot: bytes
     """Boot id of the host. [byte] Since 1.0."""
     namespace: int
@@ -219,7 +205,6 @@ class Process:
 @attrs.frozen(kw_only=True)
 class Columns:
     """Where the layers and parts of a group lie: one entry for each owned layer and, within it, for each part."""
-
     group: int
     """Group id. Since 1.0."""
     items: int
@@ -239,7 +224,6 @@ class Columns:
 @attrs.frozen(kw_only=True)
 class RouteRef:
     """A route of a rank pair."""
-
     group: int
     """The sink's group id. Since 1.0."""
     digest: bytes
@@ -249,7 +233,6 @@ class RouteRef:
 @attrs.frozen(kw_only=True)
 class Grants:
     """Tokens and items of one group."""
-
     group: int
     """Group id of the side whose items they are. Since 1.0."""
     first: int
@@ -269,7 +252,6 @@ class Grants:
 @attrs.frozen(kw_only=True)
 class Begin:
     """Where a window that was requested as `late` begins."""
-
     group: int
     """The sink's group id. Since 1.0."""
     first: int
@@ -279,7 +261,6 @@ class Begin:
 @attrs.frozen(kw_only=True)
 class HandOff:
     """Bytes of a hand-off group."""
-
     group: int
     """The sink's group id. Since 1.0."""
     data: bytes
@@ -289,7 +270,6 @@ class HandOff:
 @attrs.frozen(kw_only=True)
 class Checksum:
     """Checksum of one group by global coordinate."""
-
     group: int
     """The sink's group id. Since 1.0."""
     value: int
@@ -301,7 +281,6 @@ class Checksum:
 @attrs.frozen(kw_only=True)
 class Ticket:
     """Names a request to both engines; whatever routes requests carries it along with the prompt."""
-
     key: bytes = attrs.field(repr=False)
     """Secret that names the request. [byte] Since 1.0."""
     engine: str
@@ -315,7 +294,6 @@ class Ticket:
 @attrs.frozen(kw_only=True)
 class Content:
     """What a content digest covers."""
-
     tokens: UIntArray = attrs.field(eq=_same, hash=False)
     """Token ids of the prompt. [token] Since 1.0."""
     adapter: str
@@ -329,7 +307,6 @@ class Content:
 @attrs.frozen(kw_only=True)
 class Axis:
     """Length of one axis of a request."""
-
     name: str
     """Name, as in Group. Since 1.0."""
     length: int
@@ -339,7 +316,6 @@ class Axis:
 @attrs.frozen(kw_only=True)
 class Manifest:
     """A cached page in storage (draft)."""
-
     id: bytes
     """Id of the page. Since 1.0."""
     form: enums.KeyForm
@@ -361,7 +337,6 @@ class Manifest:
 @attrs.frozen(kw_only=True)
 class Component:
     """The bytes of one group of a cached page."""
-
     group: int
     """Group of the Description. Since 1.0."""
     form: enums.KeyForm
@@ -379,7 +354,6 @@ class Component:
 @attrs.frozen(kw_only=True)
 class KeptPage:
     """Where a rank holds a cached page (draft)."""
-
     id: bytes
     """Id of the page. Since 1.0."""
     tier: int | None = attrs.field(default=None)
@@ -389,9 +363,7 @@ class KeptPage:
 @attrs.frozen(kw_only=True)
 class Hello:
     """Open or resume a session."""
-
     TYPE: ClassVar[int] = 0x0001
-
     resume: int | None = attrs.field(default=None)
     """Session id to resume. Since 1.0."""
     request: int
@@ -419,9 +391,7 @@ class Hello:
 @attrs.frozen(kw_only=True)
 class Welcome:
     """Mint a session, and state the chosen version and features and where all ranks listen."""
-
     TYPE: ClassVar[int] = 0x0002
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -447,9 +417,7 @@ class Welcome:
 @attrs.frozen(kw_only=True)
 class Refused:
     """Refuse Hello, Describe, Register or Unregister."""
-
     TYPE: ClassVar[int] = 0x0003
-
     session: int | None = attrs.field(default=None)
     """Session id, if there is one. Since 1.0."""
     request: int
@@ -469,9 +437,7 @@ class Refused:
 @attrs.frozen(kw_only=True)
 class Error:
     """Report an error that no other message carries; never answered."""
-
     TYPE: ClassVar[int] = 0x0004
-
     session: int | None = attrs.field(default=None)
     """Session id as received, if it could be read. Since 1.0."""
     request: int | None = attrs.field(default=None)
@@ -493,9 +459,7 @@ class Error:
 @attrs.frozen(kw_only=True)
 class Goodbye:
     """Close the session in an orderly way."""
-
     TYPE: ClassVar[int] = 0x0005
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     reason: str
@@ -505,9 +469,7 @@ class Goodbye:
 @attrs.frozen(kw_only=True)
 class Ping:
     """Ask whether the peer is alive."""
-
     TYPE: ClassVar[int] = 0x0006
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -517,9 +479,7 @@ class Ping:
 @attrs.frozen(kw_only=True)
 class Pong:
     """The peer is alive."""
-
     TYPE: ClassVar[int] = 0x0007
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -529,9 +489,7 @@ class Pong:
 @attrs.frozen(kw_only=True)
 class Describe:
     """State the writer's geometry and ask for the reader's."""
-
     TYPE: ClassVar[int] = 0x0101
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -549,9 +507,7 @@ class Describe:
 @attrs.frozen(kw_only=True)
 class Description:
     """State the writer's geometry."""
-
     TYPE: ClassVar[int] = 0x0102
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -567,9 +523,7 @@ class Description:
 @attrs.frozen(kw_only=True)
 class Register:
     """Grant a peer access to this rank's memory, and state the routes of the rank pair."""
-
     TYPE: ClassVar[int] = 0x0103
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -595,9 +549,7 @@ class Register:
 @attrs.frozen(kw_only=True)
 class Registered:
     """Confirm that the memory is mapped, and state the routes that the receiver computed."""
-
     TYPE: ClassVar[int] = 0x0104
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -617,9 +569,7 @@ class Registered:
 @attrs.frozen(kw_only=True)
 class Unregister:
     """Ask the holder to unmap the memory of an epoch."""
-
     TYPE: ClassVar[int] = 0x0105
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -633,9 +583,7 @@ class Unregister:
 @attrs.frozen(kw_only=True)
 class Unregistered:
     """The holder has unmapped the memory, or cannot prove it."""
-
     TYPE: ClassVar[int] = 0x0106
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -649,9 +597,7 @@ class Unregistered:
 @attrs.frozen(kw_only=True)
 class Transfer:
     """Ask a routed source rank for the cache of one request."""
-
     TYPE: ClassVar[int] = 0x0201
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -679,9 +625,7 @@ class Transfer:
 @attrs.frozen(kw_only=True)
 class Accepted:
     """The transfer will be answered by Done or Failed."""
-
     TYPE: ClassVar[int] = 0x0202
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -697,9 +641,7 @@ class Accepted:
 @attrs.frozen(kw_only=True)
 class Grant:
     """Name items of a transfer that was sent as an intent."""
-
     TYPE: ClassVar[int] = 0x0203
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -715,9 +657,7 @@ class Grant:
 @attrs.frozen(kw_only=True)
 class Progress:
     """How far the source has come with an accepted transfer that lacks items."""
-
     TYPE: ClassVar[int] = 0x0204
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     sequence: int
@@ -733,9 +673,7 @@ class Progress:
 @attrs.frozen(kw_only=True)
 class Done:
     """Every byte of this writer is at its destination."""
-
     TYPE: ClassVar[int] = 0x0205
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -763,9 +701,7 @@ class Done:
 @attrs.frozen(kw_only=True)
 class DoneAck:
     """Done or Failed has arrived."""
-
     TYPE: ClassVar[int] = 0x0206
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -779,9 +715,7 @@ class DoneAck:
 @attrs.frozen(kw_only=True)
 class Failed:
     """The transfer ends without its bytes; this proves nothing about writes."""
-
     TYPE: ClassVar[int] = 0x0207
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -805,9 +739,7 @@ class Failed:
 @attrs.frozen(kw_only=True)
 class Abort:
     """Stop the attempt."""
-
     TYPE: ClassVar[int] = 0x0208
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -823,9 +755,7 @@ class Abort:
 @attrs.frozen(kw_only=True)
 class Drained:
     """What is known of the attempt's writes."""
-
     TYPE: ClassVar[int] = 0x0209
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -841,9 +771,7 @@ class Drained:
 @attrs.frozen(kw_only=True)
 class Chunk:
     """A staging slot of the sink holds the next bytes of the packed stream."""
-
     TYPE: ClassVar[int] = 0x0301
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     sequence: int
@@ -865,9 +793,7 @@ class Chunk:
 @attrs.frozen(kw_only=True)
 class Credit:
     """What the source may send before it must wait."""
-
     TYPE: ClassVar[int] = 0x0302
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     kind: enums.CreditKind
@@ -883,9 +809,7 @@ class Credit:
 @attrs.frozen(kw_only=True)
 class Data:
     """The next bytes of the packed stream, inside the session."""
-
     TYPE: ClassVar[int] = 0x0303
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     sequence: int
@@ -905,9 +829,7 @@ class Data:
 @attrs.frozen(kw_only=True)
 class Offer:
     """The items may be read until the lease ends."""
-
     TYPE: ClassVar[int] = 0x0401
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -937,9 +859,7 @@ class Offer:
 @attrs.frozen(kw_only=True)
 class Pulled:
     """Every byte of the offer has been read, or no more will be."""
-
     TYPE: ClassVar[int] = 0x0402
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -955,9 +875,7 @@ class Pulled:
 @attrs.frozen(kw_only=True)
 class Released:
     """The lease is over and the items may change."""
-
     TYPE: ClassVar[int] = 0x0403
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     sequence: int
@@ -969,9 +887,7 @@ class Released:
 @attrs.frozen(kw_only=True)
 class Renew:
     """Ask for a longer lease."""
-
     TYPE: ClassVar[int] = 0x0404
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -987,9 +903,7 @@ class Renew:
 @attrs.frozen(kw_only=True)
 class Renewed:
     """State how long the lease is from now on."""
-
     TYPE: ClassVar[int] = 0x0405
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -1005,9 +919,7 @@ class Renewed:
 @attrs.frozen(kw_only=True)
 class Watch:
     """Ask which cached pages the source rank has, and ask to be told of changes."""
-
     TYPE: ClassVar[int] = 0x0501
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -1019,9 +931,7 @@ class Watch:
 @attrs.frozen(kw_only=True)
 class Watched:
     """A piece of the list of cached pages."""
-
     TYPE: ClassVar[int] = 0x0502
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     request: int
@@ -1043,9 +953,7 @@ class Watched:
 @attrs.frozen(kw_only=True)
 class Kept:
     """Cached pages that have come, gone or moved, and where they are now."""
-
     TYPE: ClassVar[int] = 0x0503
-
     session: int
     """Session id that Welcome minted. Since 1.0."""
     number: int
@@ -1055,37 +963,7 @@ class Kept:
 
 
 Message = (
-    Hello
-    | Welcome
-    | Refused
-    | Error
-    | Goodbye
-    | Ping
-    | Pong
-    | Describe
-    | Description
-    | Register
-    | Registered
-    | Unregister
-    | Unregistered
-    | Transfer
-    | Accepted
-    | Grant
-    | Progress
-    | Done
-    | DoneAck
-    | Failed
-    | Abort
-    | Drained
-    | Chunk
-    | Credit
-    | Data
-    | Offer
-    | Pulled
-    | Released
-    | Renew
-    | Renewed
-    | Watch
-    | Watched
-    | Kept
+    Hello | Welcome | Refused | Error | Goodbye | Ping | Pong | Describe | Description | Register | Registered |
+    Unregister | Unregistered | Transfer | Accepted | Grant | Progress | Done | DoneAck | Failed | Abort | Drained |
+    Chunk | Credit | Data | Offer | Pulled | Released | Renew | Renewed | Watch | Watched | Kept
 )

@@ -34,23 +34,23 @@ def read_json(text: str | bytes, path: str, finite: bool = True) -> Any:
     With `finite`, so do NaN, Infinity and numbers that are too large for a float.
     """
     try:
-        given = text if isinstance(text, str) else text.decode()
-        made = json.loads(given, object_pairs_hook=lambda pairs: map_of(pairs, path))
+        decoded = text if isinstance(text, str) else text.decode()
+        value = json.loads(decoded, object_pairs_hook=lambda pairs: map_of(pairs, path))
     except RecursionError:
         raise refuse(ErrorCode.TOO_DEEP, path, f"{DEPTH} levels", "more") from None
     except ValueError as error:
         raise refuse(ErrorCode.BAD_TYPE, path, "JSON", f"other text: {error}") from None
-    return plain(made, path, finite)
+    return plain(value, path, finite)
 
 
 def map_of(pairs: Iterable[tuple[Any, Any]], path: str) -> dict[Any, Any]:
     """A map of these pairs; raises WireError if a key occurs twice."""
-    found: dict[Any, Any] = {}
+    entries: dict[Any, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise refuse(ErrorCode.REPEATED, path, "each key once", key)
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def plain(value: Any, path: str, finite: bool = True, depth: int = 0) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.fields import DTYPES, ends
 
 __all__ = ["Fault", "Reader", "refuse"]
 
@@ -159,14 +160,14 @@ class Reader:
         size = head - 0xA0 if 0xA0 <= head <= 0xBF else self._length(head, _STR, "a string", tables.MAX_STRING)
         data = self._take(size)
         try:
-            made = str(data, "utf-8")
+            decoded = str(data, "utf-8")
         except UnicodeDecodeError:
             raise Fault(ErrorCode.BAD_TEXT, "UTF-8", "other bytes") from None
         if not low <= size <= high:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{size} bytes")
-        return made
+        return decoded
 
-    def numbers(self, kinds: str, widest: int, low: int | None = None, high: int | None = None) -> np.ndarray[Any, Any]:
+    def numbers(self, kinds: str, widest: int, low: int = 0, high: int = tables.MAX_ARRAY) -> np.ndarray[Any, Any]:
         """A number array of low to high elements, as a view; `kinds` are those of "u" and "i" that may occur."""
         head = self._byte()
         size = _FIXEXT.get(head)
@@ -182,11 +183,11 @@ class Reader:
             raise Fault(ErrorCode.BAD_LENGTH, f"whole numbers of {width} bytes", f"{size} bytes")
         if size > width * tables.MAX_ARRAY:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, size // width)
-        values = np.frombuffer(self._take(size), f"<{kind}{width}")
+        values = np.frombuffer(self._take(size), DTYPES[code])
         if (code > 1 and not size) or (width > 1 and _narrower(values, kind, width)):
             raise Fault(ErrorCode.NOT_CANONICAL, "the narrowest width", f"{width} bytes")
-        if values.size < (low or 0) or (high is not None and values.size > high):
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"at least {low or 0} elements", f"{values.size} elements")
+        if not low <= values.size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"at least {low} elements", f"{values.size} elements")
         return values
 
     def skip(self, depth: int) -> None:
@@ -230,10 +231,10 @@ class Reader:
 
 
 def _narrower(values: np.ndarray[Any, Any], kind: str, width: int) -> bool:
-    if kind == "u":
-        return int(values.max()) < 1 << 4 * width
-    half = 1 << 4 * width - 1
-    return -half <= int(values.min()) and int(values.max()) < half
+    """Tell if half the width holds all elements."""
+    half = 1 << 4 * width - (kind == "i")
+    least, most = ends(values)
+    return most < half and (kind == "u" or least >= -half)
 
 
 def _wrong(head: int, wanted: str) -> Fault:

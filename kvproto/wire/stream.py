@@ -37,30 +37,30 @@ class Decoder:
         return iter(self._cut())
 
     def _cut(self) -> list[Message | WireError]:
-        found: list[Message | WireError] = []
+        items: list[Message | WireError] = []
         at = 0
         held = self._held
         while self._broken is None:
             start = bytes(held[at : at + 4])
             if not tables.MAGIC.startswith(start):
                 self._broken = refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
-                found.append(self._broken)
+                items.append(self._broken)
                 break
             if len(held) - at < tables.HEADER_BYTES:
                 break
             length = int.from_bytes(held[at + 12 : at + 16], "little")
             end = at + tables.HEADER_BYTES + length
             if length > tables.MAX_BODY:
-                found.append(_decoded(bytes(held[at : at + tables.HEADER_BYTES])))
+                items.append(_decoded(bytes(held[at : at + tables.HEADER_BYTES])))
                 self._skip = max(0, end - len(held))
                 at = min(end, len(held))
                 continue
             if len(held) < end:
                 break
-            found.append(_decoded(bytes(held[at:end])))
+            items.append(_decoded(bytes(held[at:end])))
             at = end
         del held[:at]
-        return found
+        return items
 
     def close(self) -> None:
         """End the stream; raises TRUNCATED inside a frame."""

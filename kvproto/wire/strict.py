@@ -1,42 +1,42 @@
-"""The strict, table-driven reader of bodies, which decides what is refused, with which code and path.
+"""The strict reader of bodies, which the tables drive: it decides which body is refused, with which code and path.
 
-The straight-line code of `straight.py` accepts nothing that this refuses; whatever it does not accept comes here.
+The canonical reader accepts nothing that this refuses; a body that it does not accept comes here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvproto.wire import enums, messages, tables
+from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.fields import CLASSES, handler
 from kvproto.wire.reader import Fault, Reader, refuse
 from kvproto.wire.rules import check
 
-__all__ = ["CLASSES", "read_whole"]
+__all__ = ["read_whole"]
 
-CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
 Read = Callable[[Reader, int], Any]
-_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 
 
 def read_whole(name: str, view: memoryview, trace: list[Any] | None = None) -> Any:
     """The message or struct of a canonical map that fills the view; raises WireError."""
-    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else tables.MAX_BODY  # each takes at least a byte
+    # a struct has no bound but its bytes: each value takes at least one
+    values = tables.MAX_VALUES if hasattr(CLASSES[name], "TYPE") else tables.MAX_BODY
     reader = Reader(view, values, trace)
     try:
-        made = _READERS[name](reader, 1)
+        value = _READERS[name](reader, 1)
     except Fault as fault:
         raise fault.error() from None
     if reader.at != reader.end:
         raise refuse(ErrorCode.TRAILING_BYTES, "", f"{reader.at} bytes", f"{reader.end} bytes")
-    return made
+    return value
 
 
 def _struct_reader(name: str) -> Read:
     cls = CLASSES[name]
-    fields = {f[0]: (f[1], _reader(f)) for f in tables.FIELDS[name]}
-    required = [f[1] for f in tables.FIELDS[name] if f[3]]
+    fields = {field[0]: (field[1], handler(field, _MAKERS)) for field in tables.FIELDS[name]}
+    required = [field[1] for field in tables.FIELDS[name] if field[3]]
 
     def label(number: int) -> str:
         return fields[number][0] if number in fields else f"#{number:04x}"
@@ -50,10 +50,10 @@ def _struct_reader(name: str) -> Read:
 
     def read(reader: Reader, depth: int) -> Any:
         last = 0
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         count = reader.map_header(depth)
-        told = reader.trace is not None
-        if told:
+        traced = reader.trace is not None
+        if traced:
             reader.mark("map", f"{name}, {count} fields")
         for _ in range(count):
             number = reader.uint()
@@ -61,11 +61,11 @@ def _struct_reader(name: str) -> Read:
                 raise Fault(ErrorCode.FIELD_ORDER, f"above {last}", number, label(number))
             last = number
             field = fields.get(number)
-            if told:
+            if traced:
                 reader.mark("id", label(number))
             try:
                 if field is not None:
-                    found[field[0]] = field[1](reader, depth)
+                    values[field[0]] = field[1](reader, depth)
                 else:
                     unknown(reader, number, depth)
                     reader.mark("skipped", None)
@@ -73,39 +73,18 @@ def _struct_reader(name: str) -> Read:
                 fault.steps.append(label(number))
                 raise
         for field_name in required:
-            if field_name not in found:
+            if field_name not in values:
                 raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", field_name)
-        made = cls(**found)
-        check(name, made)
+        value = cls(**values)
+        check(name, value)
         reader.mark("end", None)
-        return made
+        return value
 
     return read
 
 
-def _reader(field: tables.Field) -> Read:
-    _, _, type_, _, low, high, length = field
-    if type_.startswith("list<"):
-        inner = type_[5:-1]
-        return _list_reader(_reader((0, "", inner, True, None, None, None)), low, high, inner)
-    if type_.startswith("struct:"):
-        name = type_[7:]
-        return lambda reader, depth: _READERS[name](reader, depth + 1)
-    if type_.startswith("array<"):
-        widest = _BITS[type_[6:-1]] // 8
-        return _leaf(lambda reader: reader.numbers("u", widest, low, high))
-    if type_.startswith("enum:"):
-        return _leaf(_enum_reader(type_[5:]))
-    if type_ in _BITS:
-        least, most = low or 0, high if high is not None else (1 << _BITS[type_]) - 1
-        return _leaf(lambda reader: reader.uint_in(least, most))
-    if type_ == "bytes":
-        shortest, longest = (low or 0, high or tables.MAX_BYTES) if length is None else (length, length)
-        return _leaf(lambda reader: reader.bytes(shortest, longest))
-    if type_ == "str":
-        shortest, longest = low or 0, high if high is not None else tables.MAX_STRING
-        return _leaf(lambda reader: reader.text(shortest, longest))
-    return _leaf(lambda reader: reader.boolean())
+def _struct(name: str) -> Read:
+    return lambda reader, depth: _READERS[name](reader, depth + 1)
 
 
 def _leaf(read: Callable[[Reader], Any]) -> Read:
@@ -118,8 +97,8 @@ def _leaf(read: Callable[[Reader], Any]) -> Read:
     return leaf
 
 
-def _enum_reader(name: str) -> Callable[[Reader], Any]:
-    known = {int(v): v for v in getattr(enums, name)}
+def _enum(name: str) -> Read:
+    known = {int(member): member for member in getattr(enums, name)}
     is_open = name in tables.OPEN_ENUMS
 
     def read(reader: Reader) -> Any:
@@ -132,30 +111,38 @@ def _enum_reader(name: str) -> Callable[[Reader], Any]:
             raise Fault(ErrorCode.UNKNOWN_ENUM_VALUE, f"a value of {name}", value)
         return value
 
-    return read
+    return _leaf(read)
 
 
-def _list_reader(item: Read, low: int | None, high: int | None, inner: str) -> Read:
-    least, most = low or 0, high if high is not None else tables.MAX_LIST
-
+def _list(item: Read, low: int, high: int, inner: str) -> Read:
     def read(reader: Reader, depth: int) -> tuple[Any, ...]:
-        made: list[Any] = []
+        values: list[Any] = []
         count = reader.array_header(depth + 1)
-        if not least <= count <= most:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{least}..{most} elements", f"{count} elements")
+        if not low <= count <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} elements", f"{count} elements")
         reader.mark("list", f"{count} of {inner.rpartition(':')[2]}")
         try:
             for i in range(count):
                 if reader.trace is not None:
                     reader.mark("element", i)
-                made.append(item(reader, depth + 1))
+                values.append(item(reader, depth + 1))
         except Fault as fault:
-            fault.steps.append(f"[{len(made)}]")
+            fault.steps.append(f"[{len(values)}]")
             raise
         reader.mark("end", None)
-        return tuple(made)
+        return tuple(values)
 
     return read
 
 
+_MAKERS: Mapping[str, Callable[..., Read]] = {
+    "list": _list,
+    "struct": _struct,
+    "enum": _enum,
+    "numbers": lambda widest, low, high: _leaf(lambda reader: reader.numbers("u", widest, low, high)),
+    "uint": lambda low, high: _leaf(lambda reader: reader.uint_in(low, high)),
+    "bytes": lambda low, high: _leaf(lambda reader: reader.bytes(low, high)),
+    "text": lambda low, high: _leaf(lambda reader: reader.text(low, high)),
+    "boolean": lambda: _leaf(lambda reader: reader.boolean()),
+}
 _READERS: dict[str, Read] = {name: _struct_reader(name) for name in tables.FIELDS}

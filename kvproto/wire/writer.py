@@ -1,23 +1,29 @@
-"""Turns attrs objects into what msgpack packs, and refuses everything that the reader would refuse."""
+"""The writer of bodies: turns attrs objects into what msgpack packs, and refuses everything that the readers would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgpack
 import numpy as np
+from msgpack import ExtType, packb
 
 from kvproto.errors import LocalError
-from kvproto.wire import enums, messages, tables
+from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.fields import CLASSES, DTYPES, count_values, ends, handler, integers
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 
 __all__ = ["check_field", "check_rules", "pack", "validate"]
 
 Write = Callable[[Any], Any]
-_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+# tuples, as a union of types would be made again at each check
+_INTEGERS = (int, np.integer)
+_BOOLEANS = (bool, np.bool_)
+_BYTES = (bytes, bytearray, memoryview)
+_SEQUENCES = (tuple, list)
+_ARRAYS = (np.ndarray, tuple, list)
 
 
 def pack(value: Any, grease: int | None = None) -> bytes:
@@ -25,31 +31,25 @@ def pack(value: Any, grease: int | None = None) -> bytes:
     fields = validate(value)
     if grease is not None:
         fields[grease] = value.TYPE
-    if hasattr(value, "TYPE") and (count := _values(fields)) > tables.MAX_VALUES:
+    body: bytes = packb(fields)
+    # a value takes a byte at least, so that short bodies need no count
+    if len(body) > tables.MAX_VALUES and hasattr(value, "TYPE") and (count := count_values(fields)) > tables.MAX_VALUES:
         raise refuse(ErrorCode.TOO_LARGE, "", f"{tables.MAX_VALUES} entries and elements", count)
-    made: bytes = msgpack.packb(fields, use_bin_type=True)
-    if len(made) > tables.MAX_BODY:
-        raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(made))
-    return made
-
-
-def _values(made: Any) -> int:
-    """Entries of maps and elements of lists, at any depth."""
-    if isinstance(made, dict | list):
-        return len(made) + sum(map(_values, made.values() if isinstance(made, dict) else made))
-    return 0
+    if len(body) > tables.MAX_BODY:
+        raise refuse(ErrorCode.TOO_LARGE, "", tables.MAX_BODY, len(body))
+    return body
 
 
 def validate(value: Any) -> dict[int, Any]:
-    """The map by field id; raises WireError with the path of what is wrong."""
+    """The map by field id; raises WireError with the path of the first field that is wrong."""
     write = _WRITERS.get(type(value))
     if write is None:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", type(value).__name__)
     try:
-        made: dict[int, Any] = write(value)
+        fields: dict[int, Any] = write(value)
     except Fault as fault:
         raise fault.error() from None
-    return made
+    return fields
 
 
 def check_field(name: str, field: str, value: Any, path: str) -> None:
@@ -68,53 +68,43 @@ def check_rules(value: Any, path: str) -> None:
         raise fault.error(path) from None
 
 
-def _struct_writer(cls: type[Any]) -> Write:
-    fields = [(f[0], f[1], _writer(f), f[3]) for f in tables.FIELDS[cls.__name__]]
+def _struct_writer(name: str) -> Write:
+    cls = CLASSES[name]
+    rows = [(*row[:2], row[3], *integers(row), _FIELD_WRITERS[name, row[1]]) for row in tables.FIELDS[name]]
+    ruled = name in tables.RULES
 
     def write(value: Any) -> dict[int, Any]:
         if type(value) is not cls:
-            raise _wrong(cls.__name__, value)
-        found = {}
-        for number, name, writer, required in fields:
-            item = getattr(value, name)
-            if item is not None:
+            raise _wrong(name, value)
+        fields = {}
+        for number, field, required, low, high, write_field in rows:
+            item = getattr(value, field)
+            # most fields are integers, which are checked sooner than a function is called
+            if item.__class__ is int and low <= item <= high:
+                fields[number] = item
+            elif item is not None:
                 try:
-                    found[number] = writer(item)
+                    fields[number] = write_field(item)
                 except Fault as fault:
-                    fault.steps.append(name)
+                    fault.steps.append(field)
                     raise
             elif required:
-                raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", name)
-        check(cls.__name__, value)
-        return found
+                raise Fault(ErrorCode.MISSING_FIELD, "required", "absent", field)
+        if ruled:
+            check(name, value)
+        return fields
 
     return write
 
 
-def _writer(field: tables.Field) -> Write:
-    _, _, type_, _, low, high, length = field
-    if type_.startswith("list<"):
-        inner = _writer((0, "", type_[5:-1], True, None, None, None))
-        return _list_writer(inner, low or 0, high if high is not None else tables.MAX_LIST)
-    if type_.startswith("struct:"):
-        cls = getattr(messages, type_[7:])
-        return lambda value: _WRITERS[cls](value)
-    if type_.startswith("array<"):
-        return _array_writer(_BITS[type_[6:-1]] // 8, low or 0, high if high is not None else tables.MAX_ARRAY)
-    if type_.startswith("enum:"):
-        return _enum_writer(type_[5:])
-    if type_ in _BITS:
-        return _int_writer(low or 0, high if high is not None else (1 << _BITS[type_]) - 1)
-    if type_ == "bytes":
-        return _bytes_writer(*((length, length) if length is not None else (low or 0, high or tables.MAX_BYTES)))
-    if type_ == "str":
-        return _text_writer(low or 0, high if high is not None else tables.MAX_STRING)
-    return _write_bool
+def _struct(name: str) -> Write:
+    cls = CLASSES[name]
+    return lambda value: _WRITERS[cls](value)
 
 
-def _int_writer(low: int, high: int) -> Write:
+def _uint(low: int, high: int) -> Write:
     def write(value: Any) -> int:
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        if value.__class__ is not int and (not isinstance(value, _INTEGERS) or isinstance(value, bool)):
             raise _wrong("an integer", value)
         if not low <= value <= high:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high}", value)
@@ -123,34 +113,34 @@ def _int_writer(low: int, high: int) -> Write:
     return write
 
 
-def _enum_writer(name: str) -> Write:
-    number = _int_writer(0, 0xFFFF)
-    known = None if name in tables.OPEN_ENUMS else {int(v) for v in getattr(enums, name)}
+def _enum(name: str) -> Write:
+    write_number = _uint(0, 0xFFFF)
+    known = None if name in tables.OPEN_ENUMS else {int(member) for member in getattr(enums, name)}
 
     def write(value: Any) -> int:
-        made: int = number(value)
-        if known is not None and made not in known:
-            raise Fault(ErrorCode.UNKNOWN_ENUM_VALUE, f"a value of {name}", made)
-        return made
+        number: int = write_number(value)
+        if known is not None and number not in known:
+            raise Fault(ErrorCode.UNKNOWN_ENUM_VALUE, f"a value of {name}", number)
+        return number
 
     return write
 
 
-def _bytes_writer(low: int, high: int) -> Write:
+def _bytes(low: int, high: int) -> Write:
     def write(value: Any) -> bytes:
-        if not isinstance(value, bytes | bytearray | memoryview):
+        if not isinstance(value, _BYTES):
             raise _wrong("bytes", value)
-        made = bytes(value)
-        if len(made) > tables.MAX_BYTES:
-            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(made))
-        if not low <= len(made) <= high:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{len(made)} bytes")
-        return made
+        data = bytes(value)
+        if len(data) > tables.MAX_BYTES:
+            raise Fault(ErrorCode.TOO_LARGE, tables.MAX_BYTES, len(data))
+        if not low <= len(data) <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} bytes", f"{len(data)} bytes")
+        return data
 
     return write
 
 
-def _text_writer(low: int, high: int) -> Write:
+def _text(low: int, high: int) -> Write:
     def write(value: Any) -> str:
         if not isinstance(value, str):
             raise _wrong("a string", value)
@@ -167,48 +157,52 @@ def _text_writer(low: int, high: int) -> Write:
     return write
 
 
-def _write_bool(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise _wrong("a boolean", value)
-    return bool(value)
+def _boolean() -> Write:
+    def write(value: Any) -> bool:
+        if not isinstance(value, _BOOLEANS):
+            raise _wrong("a boolean", value)
+        return bool(value)
+
+    return write
 
 
-def _list_writer(item: Write, low: int, high: int) -> Write:
+def _list(item: Write, low: int, high: int, _: str) -> Write:
     def write(value: Any) -> list[Any]:
-        if not isinstance(value, tuple | list):
+        if not isinstance(value, _SEQUENCES):
             raise _wrong("a tuple", value)
         if len(value) > tables.MAX_LIST:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_LIST, len(value))
         if not low <= len(value) <= high:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} elements", f"{len(value)} elements")
-        made: list[Any] = []
+        elements: list[Any] = []
         try:
-            for part in value:
-                made.append(item(part))
+            for element in value:
+                elements.append(item(element))
         except Fault as fault:
-            fault.steps.append(f"[{len(made)}]")
+            fault.steps.append(f"[{len(elements)}]")
             raise
-        return made
+        return elements
 
     return write
 
 
-def _array_writer(widest: int, least: int, most: int) -> Write:
-    def write(value: Any) -> msgpack.ExtType:
-        if not isinstance(value, np.ndarray | tuple | list):
+def _numbers(widest: int, low: int, high: int) -> Write:
+    def write(value: Any) -> ExtType:
+        if not isinstance(value, _ARRAYS):
             raise _wrong("a number array", value)
         if len(value) > tables.MAX_ARRAY:
             raise Fault(ErrorCode.TOO_LARGE, tables.MAX_ARRAY, len(value))
         array = np.asarray(value)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "ui"):
             raise Fault(ErrorCode.BAD_TYPE, "a vector of integers", f"{array.dtype} {array.shape}")
-        low, top = (int(array.min()), int(array.max())) if array.size else (0, 0)
-        if low < 0 or top >= 1 << 8 * widest:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"0..{(1 << 8 * widest) - 1}", low if low < 0 else top)
-        if not least <= array.size <= most:
-            raise Fault(ErrorCode.OUT_OF_RANGE, f"{least}..{most} elements", f"{array.size} elements")
-        width = next(w for w in (1, 2, 4, 8) if top < 1 << 8 * w)
-        return msgpack.ExtType(tables.ARRAY_CODES[width], array.astype(f"<u{width}", copy=False).tobytes())
+        least, most = ends(array) if array.size else (0, 0)
+        if least < 0 or most >= 1 << 8 * widest:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"0..{(1 << 8 * widest) - 1}", least if least < 0 else most)
+        if not low <= array.size <= high:
+            raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} elements", f"{array.size} elements")
+        width = 1 if most < 0x100 else 2 if most < 0x10000 else 4 if most < 0x100000000 else 8
+        code = tables.ARRAY_CODES[width]
+        return ExtType(code, array.astype(DTYPES[code], copy=False).tobytes())
 
     return write
 
@@ -217,8 +211,9 @@ def _wrong(wanted: str, value: object) -> Fault:
     return Fault(ErrorCode.BAD_TYPE, wanted, type(value).__name__)
 
 
-_FIELD_WRITERS = {(name, row[1]): _writer(row) for name, rows in tables.FIELDS.items() for row in rows}
-_WRITERS: dict[type[Any], Write] = {}
-for _name in tables.FIELDS:
-    _cls = getattr(messages, _name)
-    _WRITERS[_cls] = _struct_writer(_cls)
+_MAKERS: Mapping[str, Callable[..., Write]] = {
+    "list": _list, "struct": _struct, "numbers": _numbers, "uint": _uint, "enum": _enum, "bytes": _bytes, "text": _text,
+    "boolean": _boolean,
+}  # fmt: skip
+_FIELD_WRITERS = {(name, row[1]): handler(row, _MAKERS) for name, rows in tables.FIELDS.items() for row in rows}
+_WRITERS: dict[type[Any], Write] = {CLASSES[name]: _struct_writer(name) for name in tables.FIELDS}

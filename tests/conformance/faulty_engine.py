@@ -35,7 +35,7 @@ from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
-from kvproto.source.prefill import Request
+from kvproto.source import prefill
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm import memory
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver
@@ -261,7 +261,7 @@ FAULTS: dict[str, Fault] = {
     },
     "grants of both kinds, refused otherwise": ("source", says(m.Failed, code=0x0601), "LIVE-1008", "code"),
     "rows that come with the end of prefill are left out": (
-        "source", has(Request, "reach", property(lambda self: (dict(self.tokens), dict(self.since), False))),
+        "source", has(prefill.Prefill, "reach", property(lambda self: (dict(self.tokens), dict(self.since), False))),
         "LIVE-1021", "every byte",
     ),
     "memory that was given back stays mapped": (

@@ -236,7 +236,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "runs of a table are dealt in turn": (
         "tokens_by_a_table", "planning/deals.py", "np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()", "a + cp_rank * run"),
     "a rank's rows without those of its earlier runs": (
-        "tokens_by_a_table", "planning/deals.py", "made.taken[made.order[nth]] + made.nth[nth])", "made.taken[made.order[nth]])"),
+        "tokens_by_a_table", "planning/deals.py", "table.taken[table.order[nth]] + table.nth[nth])", "table.taken[table.order[nth]])"),
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvproto.copying.program import IntArray, Window
-from kvproto.copying.rows import Deals, row_map
+from kvproto.copying.rows import MapSpec, row_map
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Group, gqa
 from kvproto.wire.enums import ErrorCode
@@ -25,7 +25,7 @@ def window(group: Group, first: int, count: int, lacks: int = 0) -> Window:
 @pytest.mark.parametrize("side", ["source", "sink"])
 def test_an_item_too_few(group: Group, count: int, side: str) -> None:
     """KVP-GRANT-COUNT: at the end of either window."""
-    both = Deals(group, group, 0, 0, False, False, False)
+    both = MapSpec(group, group, 0, 0, False, False, False)
     windows = {each: window(group, 0, count, each == side) for each in ("source", "sink")}
     with pytest.raises(RemoteError) as caught:
         row_map(both, windows["source"], windows["sink"])
@@ -36,7 +36,7 @@ def test_an_item_too_few(group: Group, count: int, side: str) -> None:
 @pytest.mark.parametrize("count", [20, 100])
 def test_tokens_before_the_window_of_the_source(group: Group, count: int) -> None:
     """KVP-GRANT-COUNT: the source holds the rest alone."""
-    both = Deals(group, group, 0, 0, False, False, False)
+    both = MapSpec(group, group, 0, 0, False, False, False)
     with pytest.raises(RemoteError) as caught:
         row_map(both, window(group, 8, count), window(group, 0, count))
     assert caught.value.code == ErrorCode.BAD_GRANT

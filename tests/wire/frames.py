@@ -64,58 +64,67 @@ def objects(name: str) -> st.SearchStrategy[Any]:
 @st.composite
 def _objects(draw: st.DrawFn, name: str) -> Any:
     rows = {r[1]: r for r in tables.FIELDS[name]}
-    found = {n: draw(values(r) if r[3] else optional(r)) for n, r in rows.items()}
+    fields = {n: draw(values(r) if r[3] else optional(r)) for n, r in rows.items()}
     for rule, args, _ in tables.RULES.get(name, ()):
-        repair(draw, rule, [str(a) for a in args], found, rows)
-    return getattr(messages, name)(**found)
+        repair(draw, rule, [str(a) for a in args], fields, rows)
+    return getattr(messages, name)(**fields)
 
 
-def repair(draw: st.DrawFn, rule: str, args: list[str], found: dict[str, Any], rows: dict[str, tables.Field]) -> None:
+def repair(draw: st.DrawFn, rule: str, args: list[str], fields: dict[str, Any], rows: dict[str, tables.Field]) -> None:
     """Bend the fields until the rule holds."""
     field = args[0]
-    value = found[field]
+    value = fields[field]
     if rule in ("present_iff", "only_if"):
         type_ = rows[args[1]][2][5:]
-        wanted = found[args[1]] == getattr(enums, type_)[args[2]]
+        wanted = fields[args[1]] == getattr(enums, type_)[args[2]]
         if not wanted:
-            found[field] = None
+            fields[field] = None
         elif rule == "present_iff" and value is None:
-            found[field] = draw(values(rows[field]))
+            fields[field] = draw(values(rows[field]))
     elif value is None:
         return
     elif rule in ("ascend", "rise", "unique"):
         if isinstance(value, np.ndarray):
-            found[field] = np.unique(value)
+            fields[field] = np.unique(value)
         elif len(args) == 1:
-            found[field] = tuple(sorted(set(value)))
+            fields[field] = tuple(sorted(set(value)))
         else:
-            each = value if rule == "rise" else {getattr(e, args[1]): e for e in value}.values()
-            found[field] = tuple(sorted(each, key=lambda e: getattr(e, args[1])))
+            elements = value if rule == "rise" else {getattr(e, args[1]): e for e in value}.values()
+            fields[field] = tuple(sorted(elements, key=lambda e: getattr(e, args[1])))
     elif rule == "subset":
-        found[field] = tuple(v for v in value if v in found[args[1]])
+        fields[field] = tuple(v for v in value if v in fields[args[1]])
     elif rule in ("le", "lt"):
-        low, high = sorted((value, found[args[1]]))
+        low, high = sorted((value, fields[args[1]]))
         if low == high and rule == "lt":
             low, high = 0, max(high, 1)
-        found[field], found[args[1]] = low, high
+        fields[field], fields[args[1]] = low, high
     elif rule == "sum_le":
-        if args[2] in found:
-            found[args[2]] = min(value + found[args[1]], 2**64 - 1)
-            found[field] = found[args[2]] - found[args[1]]
+        if args[2] in fields:
+            fields[args[2]] = min(value + fields[args[1]], 2**64 - 1)
+            fields[field] = fields[args[2]] - fields[args[1]]
         else:
-            found[field] = min(value, 2**62)
-            found[args[1]] = min(found[args[1]], 2**62)
+            fields[field] = min(value, 2**62)
+            fields[args[1]] = min(fields[args[1]], 2**62)
     elif rule == "same_length":
-        found |= {a: np.resize(found[a], len(value)) for a in args}
+        fields |= {a: np.resize(fields[a], len(value)) for a in args}
     else:
         raise AssertionError(rule)
 
 
 def transfer(*grants: messages.Grants) -> messages.Transfer:
     return messages.Transfer(
-        session=1, request=1, sequence=1, attempt=1, ticket=b"\xab" * 16, content=bytes(32), source_version=1,
-        sink_version=1, epoch=1, grants=grants, writers=np.array([0]),
-    )  # fmt: skip
+        session=1,
+        request=1,
+        sequence=1,
+        attempt=1,
+        ticket=b"\xab" * 16,
+        content=bytes(32),
+        source_version=1,
+        sink_version=1,
+        epoch=1,
+        grants=grants,
+        writers=np.array([0]),
+    )
 
 
 def grant(items: Any) -> messages.Grants:
@@ -124,11 +133,25 @@ def grant(items: Any) -> messages.Grants:
 
 def register(length: int = 4096) -> messages.Register:
     regions = tuple(
-        messages.Region(id=i, base=1 << 46, length=length if i == 2 else 1, kind=enums.MemoryKind.HOST, boot=bytes(16),
-                        handles=(messages.Handle(transport=enums.Transport.SHM, data=b"\xcd\xef\xcd\xef"),))
+        messages.Region(
+            id=i,
+            base=1 << 46,
+            length=length if i == 2 else 1,
+            kind=enums.MemoryKind.HOST,
+            boot=bytes(16),
+            handles=(messages.Handle(transport=enums.Transport.SHM, data=b"\xcd\xef\xcd\xef"),),
+        )
         for i in range(3)
-    )  # fmt: skip
+    )
     return messages.Register(
-        session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=enums.Access.WRITE, regions=regions,
-        columns=(), routes=(), plan=bytes(32),
-    )  # fmt: skip
+        session=1,
+        request=1,
+        source=bytes(32),
+        sink=bytes(32),
+        epoch=1,
+        access=enums.Access.WRITE,
+        regions=regions,
+        columns=(),
+        routes=(),
+        plan=bytes(32),
+    )

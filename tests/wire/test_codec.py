@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from kvproto.errors import LocalError, WireError
 from kvproto.wire import decode, decode_struct, encode, encode_struct, enums, from_json, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.primitives import read_uint
 from tests.wire.frames import GOLDEN, MESSAGES, extended, grant, objects, register, transfer
 
 CODEC = Path(__file__).parents[2] / "spec/v1/vectors/codec"
@@ -94,8 +92,14 @@ def test_arrays_take_the_narrowest_width(items: list[int], ext: str) -> None:
 def test_offsets_may_be_64_bits_wide() -> None:
     one = np.array([1])
     columns = messages.Columns(
-        group=0, items=1, region=one, offset=np.array([2**64 - 1], np.uint64), item_stride=one, row_stride=one, lane_stride=one
-    )  # fmt: skip
+        group=0,
+        items=1,
+        region=one,
+        offset=np.array([2**64 - 1], np.uint64),
+        item_stride=one,
+        row_stride=one,
+        lane_stride=one,
+    )
     assert decode_struct(messages.Columns, encode_struct(columns)).offset.tolist() == [2**64 - 1]
 
 
@@ -168,12 +172,6 @@ def test_secrets_are_in_no_repr() -> None:
     assert "ticket" not in shown
     assert str(1 << 46) not in shown
     assert r"\xcd\xef" not in shown
-
-
-@pytest.mark.parametrize("bits", [7, 8, 16, 32])
-def test_the_first_number_of_each_width_needs_no_second_look(bits: int) -> None:
-    wide = msgpack.packb(1 << bits)
-    assert read_uint(wide, wide[0], 1) == (1 << bits, len(wide))
 
 
 @pytest.mark.parametrize("head", [0xC1, 0xC6, 0xDD])

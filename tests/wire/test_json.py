@@ -18,9 +18,17 @@ def test_form() -> None:
     """KVP-JSON-W-KEYS, KVP-JSON-W-INT, KVP-JSON-W-BYTES, KVP-JSON-W-ENUM."""
     assert to_json(Ticket(key=b"\xab" * 16, engine="p0", replica=1, deadline=60000)) == TICKET
     hello = Hello(
-        request=1, versions=(VersionRange(major=1, min_minor=0, max_minor=0),), engine="d", incarnation=2**64 - 1, rank=0,
-        replica=0, role=Role.SINK, offered=(1, 77), needed=(), limits=Limits(max_body=1, max_transfers=1),
-    )  # fmt: skip
+        request=1,
+        versions=(VersionRange(major=1, min_minor=0, max_minor=0),),
+        engine="d",
+        incarnation=2**64 - 1,
+        rank=0,
+        replica=0,
+        role=Role.SINK,
+        offered=(1, 77),
+        needed=(),
+        limits=Limits(max_body=1, max_transfers=1),
+    )
     data = to_json(hello)
     assert "resume" not in data
     assert data["incarnation"] == "18446744073709551615"

@@ -43,21 +43,21 @@ def test_prose_around_the_tables_stays() -> None:
     path = ROOT / "page.md"
     begin = f"<!-- begin one. {HEAD} -->"
     page = f"before\n{begin}\nold\n<!-- end one -->\nafter\n"
-    made = markdown.renewed(page, "one", "new", path)
-    assert made == f"before\n{begin}\n\nnew\n\n<!-- end one -->\nafter\n"
-    assert markdown.renewed(made, "one", "new", path) == made
+    renewed = markdown.renewed(page, "one", "new", path)
+    assert renewed == f"before\n{begin}\n\nnew\n\n<!-- end one -->\nafter\n"
+    assert markdown.renewed(renewed, "one", "new", path) == renewed
     with pytest.raises(RegistryError):
         markdown.renewed("no marks", "one", "new", path)
 
 
 def field(facts: dict[str, Any], name: str, number: int) -> dict[str, Any]:
-    found: dict[str, Any] = facts["message"][name]["field"][number]
-    return found
+    row: dict[str, Any] = facts["message"][name]["field"][number]
+    return row
 
 
 def rule(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = facts["message"][name]["rule"][0]
-    return found
+    row: dict[str, Any] = facts["message"][name]["rule"][0]
+    return row
 
 
 MUTANTS: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -16,8 +16,8 @@ FILES = sorted(VECTORS.glob("codec/*.json"))
 
 
 def cases(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
-    return found
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return rows
 
 
 def read(case: dict[str, Any], data: bytes) -> Any:
@@ -49,8 +49,8 @@ def test_writer_makes_the_same_bytes(path: Path) -> None:
     for case in cases(path):
         if "fields" in case and case.get("canonical", True):
             value = from_json(getattr(messages, case.get("message") or case["struct"]), case["fields"])
-            made = encode_struct(value) if "struct" in case else encode(value)  # type: ignore[arg-type]
-            assert made.hex() == case["bytes"], case["id"]
+            written = encode_struct(value) if "struct" in case else encode(value)  # type: ignore[arg-type]
+            assert written.hex() == case["bytes"], case["id"]
 
 
 def test_there_are_enough_and_each_has_its_own_name() -> None:
@@ -93,10 +93,10 @@ def test_streams_may_be_cut_anywhere(seed: int) -> None:
     decoder.close()
     assert len(got) == len(rows) > 1000
     for case, item in zip(rows, got, strict=True):
-        found = (
+        said = (
             {"error": item.code.name, "path": item.path} if isinstance(item, WireError) else {"fields": to_json(item)}
         )
-        assert found == {k: case[k] for k in ("error", "path", "fields") if k in case}, case["id"]
+        assert said == {k: case[k] for k in ("error", "path", "fields") if k in case}, case["id"]
 
 
 def test_a_stream_ends_at_a_bad_magic() -> None:

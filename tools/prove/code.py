@@ -20,7 +20,7 @@ __all__ = ["AREAS", "Mutant", "files", "sample"]
 
 AREAS: dict[str, tuple[str, ...]] = {
     # what is mutated: hand-written files, whose generated neighbours the mutants of the registry are for
-    "codec": ("kvproto/wire/[crsw]*.py", "kvproto/wire/json_form.py", "kvproto/wire/primitives.py"),
+    "codec": ("kvproto/wire/[crsw]*.py", "kvproto/wire/fields.py", "kvproto/wire/json_form.py"),
     "planner": (
         "kvproto/planning/plan.py",
         "kvproto/planning/arrays.py",

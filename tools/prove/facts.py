@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tools.prove.changing import Changes, module_of
-from tools.specgen import python, straight
+from tools.specgen import python
 from tools.specgen.registry import Facts, load
 
 __all__ = ["changes_of", "homes", "mutants"]
@@ -20,7 +20,6 @@ _FILES: dict[str, Callable[[Facts], str]] = {
     "kvproto/wire/enums.py": python.enums_module,
     "kvproto/wire/messages.py": python.messages_module,
     "kvproto/wire/tables.py": python.tables_module,
-    "kvproto/wire/straight.py": straight.straight_module,
     "kvproto/planning/parts.py": python.parts_module,
     "kvproto/planning/limits.py": lambda facts: python.limits_module(facts, "plan"),
     "kvproto/session/limits.py": lambda facts: python.limits_module(facts, "session"),

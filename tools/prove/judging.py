@@ -89,16 +89,17 @@ def as_it_is(asked: Sequence[Case]) -> str:
 
 
 def by_both_codecs(changes: Changes, asked: Sequence[Case], doubts: Mapping[str, int]) -> str:
-    """The same, of a codec whose halves are looked at apart, as each would hide what is wrong with the other.
+    """The same, of a codec whose readers are judged apart, as each would hide what is wrong with the other.
 
-    Straight-line code may doubt no more often than `doubts` says, by case; then the strict tables are asked alone.
+    The canonical reader may leave a case to the strict one no more often than `doubts` says; then the strict one is
+    asked alone.
     """
 
     def halves(asked: Sequence[Case], testee: Testee) -> str:
         doubted = _counted()
         found = _first(asked, testee, lambda case: doubted() > doubts[case.id])
         if found == SURVIVED:
-            _without_straight_lines()
+            _strict_alone()
             found = _first(asked, testee)
         return found
 
@@ -106,7 +107,7 @@ def by_both_codecs(changes: Changes, asked: Sequence[Case], doubts: Mapping[str,
 
 
 def doubts(asked: Sequence[Case]) -> str:
-    """How often the straight-line code leaves each case to the strict tables, as JSON."""
+    """How often the canonical reader leaves each case to the strict one, as JSON."""
     testee, told = _Within(), {}
     doubted = _counted()
     run(asked, testee, lambda result: told.update({result.case.id: doubted()}))
@@ -135,39 +136,25 @@ def _first(asked: Sequence[Case], testee: Testee, also: Callable[[Case], bool] =
 
 
 def _counted() -> Callable[[], int]:
-    """What says how often the strict tables were asked since it was last called."""
+    """A function that returns how often the strict reader was asked since its last call."""
     codec = importlib.import_module("kvproto.wire.codec")
-    times = [0]
+    read_whole, times = codec.read_whole, [0]
 
-    def counting(table: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*words: Any) -> Any:
-            times[0] += 1
-            return table(*words)
-
-        return counted
+    def counted(*args: Any) -> Any:
+        times[0] += 1
+        return read_whole(*args)
 
     def since() -> int:
-        found, times[0] = times[0], 0
-        return found
+        asked, times[0] = times[0], 0
+        return asked
 
-    vars(codec).update(read_whole=counting(codec.read_whole), pack=counting(codec.pack))
+    vars(codec).update(read_whole=counted)
     return since
 
 
-class _Doubts(dict[Any, Any]):
-    """In place of the straight-line code: it doubts everything."""
-
-    def __missing__(self, key: Any) -> Any:
-        def doubt(*anything: Any) -> Any:
-            raise TypeError
-
-        return doubt
-
-
-def _without_straight_lines() -> None:
-    codec, straight = (importlib.import_module(f"kvproto.wire.{name}") for name in ("codec", "straight"))
-    vars(straight).update(ENCODE=_Doubts(), DECODE=_Doubts())
-    vars(codec).update(_FAST={})
+def _strict_alone() -> None:
+    """Let the strict reader read all bodies."""
+    vars(importlib.import_module("kvproto.wire.codec")).update(read_canonical=lambda name, body: None)
 
 
 def failing(changes: Changes, asked: Sequence[Case]) -> str:

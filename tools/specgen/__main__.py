@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, straight, testees, vectors
+from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, testees, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, load
 
@@ -25,7 +25,6 @@ def modules(facts: Facts) -> dict[Path, str]:
         ROOT / "kvproto/wire/enums.py": python.enums_module(facts),
         ROOT / "kvproto/wire/messages.py": python.messages_module(facts),
         ROOT / "kvproto/wire/tables.py": python.tables_module(facts),
-        ROOT / "kvproto/wire/straight.py": straight.straight_module(facts),
         ROOT / "kvproto/planning/parts.py": python.parts_module(facts),
         ROOT / "kvproto/planning/limits.py": python.limits_module(facts, "plan"),
         ROOT / "kvproto/session/limits.py": python.limits_module(facts, "session"),

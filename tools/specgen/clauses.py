@@ -41,38 +41,42 @@ class Clause:
 
 def clauses(facts: Facts) -> dict[str, Clause]:
     """Every clause by its id; raises RegistryError for a sentence that breaks the rules of clauses."""
-    found: dict[str, Clause] = {}
+    by_id: dict[str, Clause] = {}
     for path in sorted(SPEC.glob("*.md")):
         for id_, text in _BULLET.findall(path.read_text()):
             keywords, role = _KEYWORD.findall(text), _ROLE.search(text)
             errors = {n for n in _NAME.findall(text) if n in facts["error"]}
             at = f"{path.name}: {id_}"
-            _need(id_ not in found, f"{at}: the id comes twice")
+            _need(id_ not in by_id, f"{at}: the id comes twice")
             _need(len(keywords) == 1, f"{at}: one key word, not {keywords}")
             _need(role is not None, f"{at}: no role")
             _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
-            found[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], min(errors, default=None), text)
-    return found
+            by_id[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], min(errors, default=None), text)
+    return by_id
 
 
 def as_json(facts: Facts) -> str:
     """Every clause as JSON: its page, role, key word and error, and its sentence."""
     rows = {
         c.id: {
-            "page": c.page, "role": c.role, "keyword": c.keyword, "error": c.error or "", "text": " ".join(c.text.split()),
+            "page": c.page,
+            "role": c.role,
+            "keyword": c.keyword,
+            "error": c.error or "",
+            "text": " ".join(c.text.split()),
         }
         for c in clauses(facts).values()
-    }  # fmt: skip
+    }
     return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def check(facts: Facts) -> None:
     """Raise RegistryError if registry and prose do not match."""
-    found = clauses(facts)
+    known = clauses(facts)
     for name, body in (facts["struct"] | facts["message"]).items():
         for rule in body.get("rule", ()):
-            _need(rule["clause"] in found, f"{name}, rule {rule['id']}: no clause {rule['clause']}")
-            error = found[rule["clause"]].error
+            _need(rule["clause"] in known, f"{name}, rule {rule['id']}: no clause {rule['clause']}")
+            error = known[rule["clause"]].error
             generic = rule["clause"].startswith("KVP-RULE-")
             _need(
                 generic or error == rule["error"],
@@ -80,17 +84,17 @@ def check(facts: Facts) -> None:
             )
         for field in body["field"]:
             for id_ in field.get("clauses", ()):
-                _need(id_ in found, f"{name}.{field['name']}: no clause {id_}")
+                _need(id_ in known, f"{name}.{field['name']}: no clause {id_}")
     for name, feature in facts["feature"].items():
         for id_ in feature["clauses"]:
-            _need(id_ in found, f"feature {name}: no clause {id_}")
-    said = {c.error for c in found.values()}
+            _need(id_ in known, f"feature {name}: no clause {id_}")
+    said = {c.error for c in known.values()}
     said |= {r["error"] for b in (facts["struct"] | facts["message"]).values() for r in b.get("rule", ())}
     for name in facts["error"]:
         _need(name in said, f"error {name}: no clause says it")
     for path in sorted(SPEC.glob("*.md")):
         for id_ in _ID.findall(path.read_text()):
-            _need(id_ in found, f"{path.name}: {id_} is no clause")
+            _need(id_ in known, f"{path.name}: {id_} is no clause")
 
 
 def _need(good: bool, what: str) -> None:

@@ -47,16 +47,17 @@ class _Of:
 
     def at(self, field: str) -> int:
         """The id of one of its fields."""
-        return int(next(each["id"] for each in self.body.body["field"] if each["name"] == field))
+        return int(next(field_row["id"] for field_row in self.body.body["field"] if field_row["name"] == field))
 
     def good(self, id_: str, clause: str, note: str, nodes: dict[int, Node], fields: dict[str, Any]) -> Case:
         """A case of these fields in addition to the least ones, which is read and written."""
         value = attrs.evolve(
-            self.body.least, node=dict(sorted({**self.body.least.node, **nodes}.items())),
+            self.body.least,
+            node=dict(sorted({**self.body.least.node, **nodes}.items())),
             json={**self.body.least.json, **fields},
-        )  # fmt: skip
-        made = self.body.good(id_, clause, value, note)
-        return made | ({"canonical": False} if max(nodes) >= 0x8000 else {})
+        )
+        case = self.body.good(id_, clause, value, note)
+        return case | ({"canonical": False} if max(nodes) >= 0x8000 else {})
 
     def bad(self, id_: str, clause: str, note: str, nodes: dict[int, Node], error: str, path: str) -> Case:
         """A case of these fields in addition to the least ones, which is refused."""
@@ -79,17 +80,17 @@ def _texts(facts: Facts) -> Iterator[Case]:
             f"text-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: text(value)}, {"reason": value}
         )
     for head, size in ((b"\xd9\x1f", 31), (b"\xda\x00\xff", 255), (b"\xdb\x00\x00\x10\x00", limit)):
-        made = {at: head + b"x" * size}
+        nodes = {at: head + b"x" * size}
         yield of.bad(
-            f"text-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "reason"
+            f"text-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", nodes, "NOT_CANONICAL", "reason"
         )
     beyond = {at: text("x" * (limit + 1))}
     yield of.bad("text-too-long", "KVP-BODY-LIMIT", "one byte beyond the limit", beyond, "TOO_LARGE", "reason")
     for name, data, note in _TEXTS:
         yield of.good(f"text-{name}", "KVP-BODY-TEXT", note, {at: text(data.decode())}, {"reason": data.decode()})
     for name, data, note in _NO_TEXTS:
-        made = {at: bytes((0xA0 | len(data),)) + data}
-        yield of.bad(f"text-{name}", "KVP-BODY-TEXT", note, made, "BAD_TEXT", "reason")
+        nodes = {at: bytes((0xA0 | len(data),)) + data}
+        yield of.bad(f"text-{name}", "KVP-BODY-TEXT", note, nodes, "BAD_TEXT", "reason")
 
 
 def _bytes(facts: Facts) -> Iterator[Case]:
@@ -101,9 +102,9 @@ def _bytes(facts: Facts) -> Iterator[Case]:
             f"bytes-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: binary(data)}, {"data": data.hex()}
         )
     for head, size in ((b"\xc5\x00\xff", 255), (b"\xc6\x00\x00\x01\x00", 256), (b"\xc6\x00\x00\xff\xff", 65_535)):
-        made = {at: head + bytes(size)}
+        nodes = {at: head + bytes(size)}
         yield of.bad(
-            f"bytes-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "data"
+            f"bytes-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", nodes, "NOT_CANONICAL", "data"
         )
 
 
@@ -112,18 +113,18 @@ def _integers(facts: Facts) -> Iterator[Case]:
     at = of.at("sequence")
     for bits, head, form in ((7, 0xCC, "B"), (8, 0xCD, "H"), (16, 0xCE, "I"), (32, 0xCF, "Q")):
         for value in ((1 << bits) - 1, 1 << bits):
-            made = {at: uint(value)}
+            nodes = {at: uint(value)}
             yield of.good(
-                f"int-{value:x}", "KVP-BODY-W-SHORT", "where the form changes", made, {"sequence": str(value)}
+                f"int-{value:x}", "KVP-BODY-W-SHORT", "where the form changes", nodes, {"sequence": str(value)}
             )
         wide = {at: bytes((head,)) + struct.pack(f">{form}", (1 << bits) - 1)}
         yield of.bad(
             f"int-{(1 << bits) - 1:x}-wide", "KVP-BODY-FORM", "a longer form", wide, "NOT_CANONICAL", "sequence"
         )
     for value in (1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1):
-        made = {at: uint(value)}
+        nodes = {at: uint(value)}
         yield of.good(
-            f"int-{value:x}", "KVP-BODY-RANGE", "where other number types end", made, {"sequence": str(value)}
+            f"int-{value:x}", "KVP-BODY-RANGE", "where other number types end", nodes, {"sequence": str(value)}
         )
 
 
@@ -145,15 +146,15 @@ def _arrays(facts: Facts) -> Iterator[Case]:
         (256, b"\xc9\x00\x00\x01\x00"),
         (65_535, b"\xc9\x00\x00\xff\xff"),
     ):
-        made = {at: head + b"\x01" + bytes(n % 256 for n in range(size))}
+        nodes = {at: head + b"\x01" + bytes(n % 256 for n in range(size))}
         yield of.bad(
-            f"array-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "groups"
+            f"array-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", nodes, "NOT_CANONICAL", "groups"
         )
     for bits in (8, 16):
         for value in ((1 << bits) - 1, 1 << bits):
             json = {"groups": ["0", str(value)]}
-            made = {at: numbers([0, value])}
-            yield of.good(f"array-of-{value:x}", "KVP-BODY-W-ARRAY", "where elements become wider", made, json)
+            nodes = {at: numbers([0, value])}
+            yield of.good(f"array-of-{value:x}", "KVP-BODY-W-ARRAY", "where elements become wider", nodes, json)
         wide = {at: numbers([0, (1 << bits) - 1], bits // 4)}
         yield of.bad(
             f"array-of-{(1 << bits) - 1:x}-wide",
@@ -193,9 +194,9 @@ def _lists(facts: Facts) -> Iterator[Case]:
         json = {"begins": [{"group": str(group), "first": str(group)} for group in range(size)]}
         yield of.good(f"list-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: nodes}, json)
         head = b"\xdc\x00\x0f" if size == 15 else b"\xdd\x00\x00\x00\x10"
-        made = {at: head + b"".join(map(raw, nodes))}
+        body = {at: head + b"".join(map(raw, nodes))}
         yield of.bad(
-            f"list-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", made, "NOT_CANONICAL", "begins"
+            f"list-{size}-wide", "KVP-BODY-FORM", "a longer header than it needs", body, "NOT_CANONICAL", "begins"
         )
 
 
@@ -258,14 +259,14 @@ def _ignored(facts: Facts) -> Iterator[Case]:
         yield of.bad(f"ignored-empty-{code}", "KVP-BODY-ARRAY-WIDTH", note, empty, "NOT_CANONICAL", "#801b")
     begins, json = inner.at("begins"), {"begins": [{"group": "1", "first": "2"}]}
     for id_ in (0x8000, 0x801B, 0xFFFF):
-        made = {begins: [{1: uint(1), 2: uint(2), id_: uint(1)}]}
+        nodes = {begins: [{1: uint(1), 2: uint(2), id_: uint(1)}]}
         case = inner.good(
-            f"ignored-inside-{id_:x}", "KVP-BODY-IGNORE", "a struct inside grows like a message", made, json
+            f"ignored-inside-{id_:x}", "KVP-BODY-IGNORE", "a struct inside grows like a message", nodes, json
         )
         yield case | {"canonical": False}
-    made = {begins: [{1: uint(1), 2: uint(2), 0x7FFF: uint(1)}]}
+    nodes = {begins: [{1: uint(1), 2: uint(2), 0x7FFF: uint(1)}]}
     yield inner.bad(
-        "unknown-inside-7fff", "KVP-BODY-UNKNOWN", "the same inside", made, "UNKNOWN_FIELD", "begins[0].#7fff"
+        "unknown-inside-7fff", "KVP-BODY-UNKNOWN", "the same inside", nodes, "UNKNOWN_FIELD", "begins[0].#7fff"
     )
 
 
@@ -279,14 +280,14 @@ def _rules(facts: Facts) -> Iterator[Case]:
     for name, first, second, note in _ORDERS:
         forth = sorted((first, second), key=str.encode) == [first, second]
         low, high = (first, second) if forth else (second, first)
-        json = {"axes": [{"name": each, "length": "1"} for each in (low, high)]}
+        json = {"axes": [{"name": axis, "length": "1"} for axis in (low, high)]}
         yield of.good(f"order-{name}", "KVP-RULE-ASCEND", note, axes(low, high), json)
         yield of.bad(f"order-{name}-not", "KVP-RULE-ASCEND", note, axes(high, low), "NOT_ASCENDING", "axes[1].name")
     hello = _Of.named(facts, "Hello")
     (version,) = hello.body.least.node[hello.at("versions")]
-    made = {hello.at("versions"): [{**version, 1: uint(major)} for major in (1, 2, 1)]}
+    nodes = {hello.at("versions"): [{**version, 1: uint(major)} for major in (1, 2, 1)]}
     yield hello.bad(
-        "unique-apart", "KVP-RULE-UNIQUE", "twice, and not side by side", made, "REPEATED", "versions[2].major"
+        "unique-apart", "KVP-RULE-UNIQUE", "twice, and not side by side", nodes, "REPEATED", "versions[2].major"
     )
 
 
@@ -294,8 +295,12 @@ def _flags(facts: Facts) -> Iterator[Case]:
     body = Body(facts, "DoneAck", set())
     frame = bytes.fromhex(body.good("", "", body.least, "")["bytes"])
     for bit in range(8):
-        made = frame[:8] + bytes((1 << bit,)) + frame[9:]
+        flagged = frame[:8] + bytes((1 << bit,)) + frame[9:]
         yield {
-            "id": f"flag-{bit}", "clause": "KVP-FRAME-FLAGS", "bytes": made.hex(), "error": "UNKNOWN_FLAG",
-            "path": "@flags", "note": "a bit of the low byte",
-        }  # fmt: skip
+            "id": f"flag-{bit}",
+            "clause": "KVP-FRAME-FLAGS",
+            "bytes": flagged.hex(),
+            "error": "UNKNOWN_FLAG",
+            "path": "@flags",
+            "note": "a bit of the low byte",
+        }

@@ -73,13 +73,13 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
     turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
     cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
     cases.append(_too_large(facts, rows))
-    made = {
+    files = {
         "json": cases,
         "streams": list(_streams(facts, rows)),
         "codec/enums": list(_enums(facts, rows)),
         "codec/edges": edges(facts),
     }
-    return {SPEC / f"vectors/{name}.json": _text(name, some) for name, some in made.items()}
+    return {SPEC / f"vectors/{name}.json": _text(name, file_cases) for name, file_cases in files.items()}
 
 
 def _text(suite: str, cases: Iterable[Case]) -> str:
@@ -152,9 +152,14 @@ def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
     fields = rows["Welcome"]["least"]["fields"] | many_values(facts, beyond=1)[1]
     note = "a frame that its own writer could not read"
     return {
-        "id": "Welcome-values", "clause": "KVP-BODY-W-RANGE", "message": "Welcome", "fields": fields,
-        "error": "TOO_LARGE", "path": "", "note": note,
-    }  # fmt: skip
+        "id": "Welcome-values",
+        "clause": "KVP-BODY-W-RANGE",
+        "message": "Welcome",
+        "fields": fields,
+        "error": "TOO_LARGE",
+        "path": "",
+        "note": note,
+    }
 
 
 def _wrong(
@@ -271,7 +276,7 @@ def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     known = {name: enum["values"] for name, enum in facts["enum"].items()}
     known["ErrorCode"] = {name: error["code"] for name, error in facts["error"].items()}
     for enum, values in known.items():
-        for row in (copy.deepcopy(some[id_]) for some in rows.values() for id_ in ("full", "least") if id_ in some):
+        for row in (copy.deepcopy(cases[id_]) for cases in rows.values() for id_ in ("full", "least") if id_ in cases):
             places = list(_places(facts, enum, row.get("message") or row["struct"], row["fields"]))
             marks = {uint(id_) + uint(values[where[key]]) for where, key, id_ in places if where[key] in values}
             data = bytes.fromhex(row["bytes"])
@@ -282,13 +287,13 @@ def _enums(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
         (where, key, id_), head = places[0], 0 if "struct" in row else 16
         for word, value in values.items():
             where[key] = word
-            made = data.replace(min(marks), uint(id_) + uint(value))
-            made = made[:12] + (len(made) - head).to_bytes(4, "little") + made[16:] if head else made
+            frame = data.replace(min(marks), uint(id_) + uint(value))
+            frame = frame[:12] + (len(frame) - head).to_bytes(4, "little") + frame[16:] if head else frame
             about: Case = {k: copy.deepcopy(row[k]) for k in ("message", "struct", "fields") if k in row}
             yield {
                 "id": f"{enum}-{word}",
                 "clause": "KVP-JSON-W-ENUM",
-                "bytes": made.hex(),
+                "bytes": frame.hex(),
                 **about,
                 "note": f"{word} is {value}",
             }
@@ -307,8 +312,8 @@ def _places(facts: Facts, enum: str, name: str, fields: Any) -> Iterator[tuple[A
             yield fields, field["name"], field["id"]
         if inner.startswith("struct:"):
             value = fields[field["name"]]
-            for each in value if isinstance(value, list) else [value]:
-                yield from _places(facts, enum, inner[7:], each)
+            for item in value if isinstance(value, list) else [value]:
+                yield from _places(facts, enum, inner[7:], item)
 
 
 def _answer(row: Case) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def _rule(owner: str, body: Facts, r: Facts, facts: Facts) -> None:
 
 
 def _fits(rule: str, args: list[Any], types: list[str | None], facts: Facts) -> bool:
-    """Whether a predicate can work on its arguments."""
+    """Tell if a predicate can work on its arguments."""
     first = types[0] if types else None
     if first is None:
         return False

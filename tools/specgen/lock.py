@@ -100,19 +100,19 @@ def _held(name: str) -> tuple[str, dict[str, str]]:
 
 
 def differences(facts: Facts) -> list[str]:
-    """What differs from the locks, by name, with one line for each difference."""
-    found = []
+    """Differences from the locks, by name, one line each."""
+    lines = []
     for name, rows in _LOCKS.items():
         reason, held = _held(name)
         now = dict(_unique(name, rows(facts)))
         if reason not in CHANGELOG.read_text():
-            found.append(f"{name}.lock: the changelog does not have the line {reason!r}")
+            lines.append(f"{name}.lock: the changelog does not have the line {reason!r}")
         for key in [*held, *(k for k in now if k not in held)]:
             before, after = held.get(key), now.get(key)
             if before != after:
                 change = "is new" if before is None else "is gone" if after is None else f"was {before}, is {after}"
-                found.append(f"{name}.lock: {key} {change}")
-    return found
+                lines.append(f"{name}.lock: {key} {change}")
+    return lines
 
 
 def _unique(name: str, rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -69,17 +69,17 @@ def _status(body: Facts) -> str:
 
 def _heard(name: str, facts: Facts) -> str:
     """The states that a message is heard in, machine by machine."""
-    found = []
+    parts = []
     for key, machine in facts["machine"].items():
         states = [s["name"] for s in machine["state"]]
         here = {before for before, message, _, _ in moves(facts, key) if message == name}
         if len(here) > 4:
-            found.append(
+            parts.append(
                 "all but " + ", ".join(s for s in states if s not in here) if len(here) < len(states) else "all"
             )
         elif here:
-            found.append(", ".join(s for s in states if s in here))
-    return "; ".join(found) or "all"
+            parts.append(", ".join(s for s in states if s in here))
+    return "; ".join(parts) or "all"
 
 
 def _span(f: Facts) -> str:
@@ -256,21 +256,21 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
 
 def pages(facts: Facts) -> dict[Path, str]:
     """Every page that holds generated blocks, renewed."""
-    found = {}
+    texts = {}
     for page, blocks in PAGES.items():
         path = SPEC / page
         text = path.read_text()
         for name, make in blocks.items():
             text = renewed(text, name, make(facts), path)
-        found[path] = text
-    return found
+        texts[path] = text
+    return texts
 
 
-def renewed(text: str, name: str, made: str, path: Path) -> str:
+def renewed(text: str, name: str, block: str, path: Path) -> str:
     """The page with one block renewed; the prose around it stays."""
     begin, end = f"<!-- begin {name}. {HEAD} -->", f"<!-- end {name} -->"
-    before, found, rest = text.partition(begin)
+    before, marked, rest = text.partition(begin)
     _, ended, after = rest.partition(end)
-    if not found or not ended:
+    if not marked or not ended:
         raise RegistryError(f"{path.relative_to(ROOT)}: no marks for the block {name}")
-    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    return f"{before}{begin}\n\n{block}\n\n{end}{after}"

@@ -1,4 +1,4 @@
-"""Which tests, vectors and cases name each clause; a clause that none of them names needs an exemption with a reason.
+"""The tests, vectors and cases that name each clause; a clause that none of them names needs an exemption with a reason.
 
 A clause is named by its id in the source of a test under tests/ or conformance/, or in a vector. tests/gpu does not count, since it
 does not run everywhere; a clause that only it holds is exempt, and the exemption names the test.
@@ -30,18 +30,18 @@ _OF_GENERATOR = "tests/wire/test_make.py"
 
 def named() -> dict[str, set[str]]:
     """By clause id: the tests, files of the conformance suite, and vectors that name it."""
-    found: dict[str, set[str]] = defaultdict(set)
+    names: dict[str, set[str]] = defaultdict(set)
     paths = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("conformance/**/*.py"), *SPEC.glob("vectors/**/*.json")]
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith("tests/gpu/") and name != _OF_GENERATOR:
             for id_ in _ID.findall(path.read_text()):
-                found[id_].add(name)
-    return found
+                names[id_].add(name)
+    return names
 
 
 def exemptions(facts: Facts) -> dict[str, dict[str, str]]:
-    """By clause id: the reason, note and what shows it of each exemption; raises RegistryError for an invalid one."""
+    """By clause id: the reason and note of each exemption, and the tests that show it; raises RegistryError for an invalid one."""
     rows: dict[str, dict[str, str]] = tomllib.loads(EXEMPTIONS.read_text())
     known = clauses(facts)
     for id_, row in rows.items():
@@ -64,7 +64,7 @@ def exemptions(facts: Facts) -> dict[str, dict[str, str]]:
 
 
 def unnamed(facts: Facts) -> list[str]:
-    """What is wrong, one line each: clauses that nothing names, names of clauses that are gone, needless exemptions."""
+    """Mistakes, one line each: clauses that nothing names, names of clauses that are gone, needless exemptions."""
     known, seen, exempt = clauses(facts), named(), exemptions(facts)
     lines = [
         f"{c.page}: {c.id} is named by no test, vector or case" for c in known.values() if c.id not in seen | exempt

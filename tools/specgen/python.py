@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Iterator
 
 from tools.specgen.registry import HEAD, Facts, moves
 
@@ -33,6 +35,33 @@ def annotation(type_: str, facts: Facts) -> str:
     return "int" if type_ in _INTS else type_
 
 
+_ERRORS = '''
+class ErrorCode(IntEnum):
+    """A reason for a refusal: its code, its class, the recovery that fits, and its meaning, which is the docstring."""
+
+    _value_: int
+    error_class: str
+    recovery: str
+
+    def __new__(cls, code: int, error_class: str = "", recovery: str = "", meaning: str = "") -> "ErrorCode":
+        member = int.__new__(cls, code)
+        member._value_, member.error_class, member.recovery, member.__doc__ = code, error_class, recovery, meaning
+        return member
+'''
+_ERROR_TABLES = '''
+
+ERROR_CLASS = {code: code.error_class for code in ErrorCode}
+ERROR_RECOVERY = {code: code.recovery for code in ErrorCode}
+ERROR_DOC = {code: code.__doc__ or "" for code in ErrorCode}
+
+
+def word(enum: type[IntEnum], value: int) -> str:
+    """The name of a value, for texts; the number of one that is not known."""
+    known = enum._value2member_map_.get(value)
+    return str(int(value)) if known is None else known.name
+'''
+
+
 def enums_module(facts: Facts) -> str:
     """kvproto/wire/enums.py"""
     out = [f'"""Enums and errors of v1. {HEAD}"""', "", "from enum import IntEnum", ""]
@@ -41,50 +70,56 @@ def enums_module(facts: Facts) -> str:
         for member, value in enum["values"].items():
             out += [f"    {member} = {value}", f'    """{enum["docs"][member]}"""']
         out.append("")
-    out += ["", "class ErrorCode(IntEnum):", '    """What a refusal says is wrong."""', ""]
+    out.append(_ERRORS)
     for name, error in facts["error"].items():
-        out += [f"    {name} = 0x{error['code']:04X}", f'    """{error["doc"]}"""']
-    out += [
-        "", "", "def word(enum: type[IntEnum], value: int) -> str:", '    """The name of a value, for texts; the number of one that is not known."""',
-        "    known = enum._value2member_map_.get(value)", '    return str(int(value)) if known is None else known.name', "",
-    ]  # fmt: skip
-    for table, key in (("CLASS", "class"), ("RECOVERY", "recovery"), ("DOC", "doc")):
-        out += ["", "" if table == "CLASS" else None, f"ERROR_{table}: dict[ErrorCode, str] = {{"]  # type: ignore[list-item]
-        out += [f'    ErrorCode.{name}: "{error[key]}",' for name, error in facts["error"].items()] + ["}"]
-    return "\n".join(line for line in out if line is not None) + "\n"
+        texts = ", ".join(json.dumps(error[key]) for key in ("class", "recovery", "doc"))
+        out.append(f"    {name} = 0x{error['code']:04X}, {texts}")
+    return "\n".join(out) + "\n" + _ERROR_TABLES
+
+
+_MESSAGES_HEAD = """
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvproto.wire import enums
+
+UIntArray = npt.NDArray[np.unsignedinteger[Any]]
+_same = attrs.cmp_using(eq=np.array_equal)
+"""
 
 
 def messages_module(facts: Facts) -> str:
     """kvproto/wire/messages.py"""
-    out = [
-        f'"""Messages and structs of v1. {HEAD}"""', "", "from typing import Any, ClassVar", "", "import attrs", "import numpy as np",
-        "import numpy.typing as npt", "", "from kvproto.wire import enums", "", "UIntArray = npt.NDArray[np.unsignedinteger[Any]]",
-        "_same = attrs.cmp_using(eq=np.array_equal)", "",
-    ]  # fmt: skip
+    out = [f'"""Messages and structs of v1. {HEAD}"""', _MESSAGES_HEAD]
     for kind in ("struct", "message"):
         for name, body in facts[kind].items():
-            out += ["", "@attrs.frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""', ""]
+            out += ["", "@attrs.frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""']
             if kind == "message":
-                out += [f"    TYPE: ClassVar[int] = 0x{body['id']:04X}", ""]
+                out.append(f"    TYPE: ClassVar[int] = 0x{body['id']:04X}")
             for field in body["field"]:
-                type_ = annotation(field["type"], facts)
-                options = []
-                if field["presence"] == "optional":
-                    type_ = f'"{type_[1:-1]} | None"' if type_.startswith('"') else f"{type_} | None"
-                    options.append("default=None")
-                if field.get("secret"):
-                    options.append("repr=False")
-                if field["type"].startswith("array<"):
-                    options.append("eq=_same, hash=False")
-                default = f" = attrs.field({', '.join(options)})" if options else ""
                 unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
-                out += [
-                    f"    {field['name']}: {type_}{default}",
-                    f'    """{field["doc"]}{unit} Since {field["since"]}."""',
-                ]
+                out += [_attribute(field, facts), f'    """{field["doc"]}{unit} Since {field["since"]}."""']
             out.append("")
-    out += ["", "Message = (", "    " + "\n    | ".join(facts["message"]), ")"]
-    return "\n".join(out) + "\n"
+    union = textwrap.wrap(" | ".join(facts["message"]), 112)
+    return "\n".join([*out, "", "Message = (", textwrap.indent("\n".join(union), "    "), ")"]) + "\n"
+
+
+def _attribute(field: Facts, facts: Facts) -> str:
+    """The line of a class that states a field."""
+    type_ = annotation(field["type"], facts)
+    options = []
+    if field["presence"] == "optional":
+        type_ = f'"{type_[1:-1]} | None"' if type_.startswith('"') else f"{type_} | None"
+        options.append("default=None")
+    if field.get("secret"):
+        options.append("repr=False")
+    if field["type"].startswith("array<"):
+        options.append("eq=_same, hash=False")
+    default = f" = attrs.field({', '.join(options)})" if options else ""
+    return f"    {field['name']}: {type_}{default}"
 
 
 def parts_module(facts: Facts) -> str:
@@ -98,7 +133,8 @@ def parts_module(facts: Facts) -> str:
         "",
         "ALIASES = {",
     ]
-    out += [f"    {json.dumps(alias)}: {json.dumps(name)}," for name, row in parts.items() for alias in row["aliases"]]
+    aliases = [(json.dumps(row["aliases"]), json.dumps(name)) for name, row in parts.items() if row["aliases"]]
+    out += [f"    **dict.fromkeys({names}, {name})," for names, name in aliases]
     out += ["}", '"""Registered names by alias."""', "", "SHARE_OF = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
     out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
@@ -111,54 +147,89 @@ def parts_module(facts: Facts) -> str:
 
 def tables_module(facts: Facts) -> str:
     """kvproto/wire/tables.py"""
-    p, limits, grease = facts["protocol"], facts["limit"], facts["grease"]
-    open_enums = ["ErrorCode", *(n for n, e in facts["enum"].items() if e["open"])]
+    protocol, grease = facts["protocol"], facts["grease"]
+    bodies = (facts["struct"] | facts["message"]).items()
+    open_enums = ["ErrorCode", *(name for name, enum in facts["enum"].items() if enum["open"])]
+    ranges = {key: row for key, row in grease.items() if key != "major"}
+    codes = {1 << i: facts["ext"][f"u{8 << i}"] for i in range(4)}
+    kinds = {code: (name[0], int(name[1:]) // 8) for name, code in facts["ext"].items()}
+    frozen = [name for name, message in facts["message"].items() if message["frozen"]]
+    units = {n: {f["name"]: f["unit"] for f in body["field"] if f["unit"] != "none"} for n, body in bodies}
+    secret = {n: sorted(f["name"] for f in body["field"] if f.get("secret")) for n, body in bodies}
     out = [
-        f'"""Tables that the strict codec walks. {HEAD}"""', "", f'MAGIC = b"{p["magic"]}"', f"MAJOR = {p['major']}", f"MINOR = {p['minor']}",
-        f"HEADER_BYTES = {p['header_bytes']}", f"FROZEN_MAJOR = {p['frozen_major']}", f"KNOWN_FLAGS = {p['known_flags']}",
-        *(f"{name.upper()} = {row['value']}" for name, row in limits.items() if row["scope"] == "body"),
-        *(f"GREASE_{key.upper()} = range({g['first']}, {g['last'] + 1}, {g['step']})" for key, g in grease.items() if key != "major"),
-        f"GREASE_MAJOR = {grease['major']}", f"MAY_IGNORE = 0x{1 << facts['field_ids']['may_ignore_bit']:04X}", "",
-        "ARRAY_CODES = {" + ", ".join(f"{1 << i}: {facts['ext'][f'u{8 << i}']}" for i in range(4)) + "}", '"""Width in bytes of unsigned numbers to ext code."""', "",
-        "ARRAY_KINDS = {" + ", ".join(f'{code}: ("{name[0]}", {int(name[1:]) // 8})' for name, code in facts["ext"].items()) + "}", '"""Ext code to kind and width in bytes."""', "",
-        f"OPEN_ENUMS = {{{json.dumps(open_enums)[1:-1]}}}", "",
+        f'"""Tables that the codec is made of. {HEAD}"""',
+        "",
+        f"MAGIC = {_source(protocol['magic'].encode())}",
+        f"MAJOR = {protocol['major']}",
+        f"MINOR = {protocol['minor']}",
+        f"HEADER_BYTES = {protocol['header_bytes']}",
+        f"FROZEN_MAJOR = {protocol['frozen_major']}",
+        f"KNOWN_FLAGS = {protocol['known_flags']}",
+        *(f"{name.upper()} = {row['value']}" for name, row in facts["limit"].items() if row["scope"] == "body"),
+        *(f"GREASE_{k.upper()} = range({r['first']}, {r['last'] + 1}, {r['step']})" for k, r in ranges.items()),
+        f"GREASE_MAJOR = {grease['major']}",
+        f"MAY_IGNORE = 0x{1 << facts['field_ids']['may_ignore_bit']:04X}",
+        "",
+        f"ARRAY_CODES = {_source(codes)}",
+        '"""Width in bytes of unsigned numbers to ext code."""',
+        "",
+        f"ARRAY_KINDS = {_source(kinds)}",
+        '"""Ext code to kind and width in bytes."""',
+        "",
+        f"OPEN_ENUMS = {{{_source(open_enums)[1:-1]}}}",
+        f"FROZEN = {{{_source(frozen)[1:-1]}}}",
+        "",
         "Field = tuple[int, str, str, bool, int | None, int | None, int | None]",
         '"""id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""',
-        "Rule = tuple[str, tuple[str | int, ...], str]", '"""predicate, its arguments, the error"""', "",
-        "FROZEN = {" + ", ".join(f'"{n}"' for n, m in facts["message"].items() if m["frozen"]) + "}", "",
-        "FIELDS: dict[str, tuple[Field, ...]] = {",
-    ]  # fmt: skip
-    bodies = (facts["struct"] | facts["message"]).items()
-    for name, body in bodies:
-        out.append(f'    "{name}": (')
-        for f in body["field"]:
-            row = (
-                f["id"],
-                f["name"],
-                f["type"],
-                f["presence"] == "required",
-                f.get("min"),
-                f.get("max"),
-                f.get("length"),
-            )
-            out.append("        " + repr(row).replace("'", '"') + ",")
-        out.append("    ),")
-    out += ["}", "", "RULES: dict[str, tuple[Rule, ...]] = {"]
-    for name, body in bodies:
-        if body.get("rule"):
-            out.append(f'    "{name}": (')
-            for r in body["rule"]:
-                out.append("        " + repr((r["rule"], tuple(r["args"]), r["error"])).replace("'", '"') + ",")
-            out.append("    ),")
-    units = {n: {f["name"]: f["unit"] for f in b["field"] if f["unit"] != "none"} for n, b in bodies}
-    secret = {n: {f["name"] for f in b["field"] if f.get("secret")} for n, b in bodies}
-    out += ["}", "", "DELIVERY: dict[str, str] = {"]
-    out += [f'    "{name}": "{message["delivery"]}",' for name, message in facts["message"].items()]
-    out += ["}", "", "UNITS: dict[str, dict[str, str]] = {"]
-    out += [f"    {json.dumps(n)}: {json.dumps(row)}," for n, row in units.items() if row]
-    out += ["}", "", "SECRET: dict[str, set[str]] = {"]
-    out += [f"    {json.dumps(n)}: {{{json.dumps(sorted(row))[1:-1]}}}," for n, row in secret.items() if row]
-    return "\n".join([*out, "}"]) + "\n"
+        "Rule = tuple[str, tuple[str | int, ...], str]",
+        '"""predicate, its arguments, the error"""',
+        "",
+        *_table(
+            "FIELDS: dict[str, tuple[Field, ...]]", {name: tuple(map(_field, body["field"])) for name, body in bodies}
+        ),
+        *_table(
+            "RULES: dict[str, tuple[Rule, ...]]", {name: _rules(body) for name, body in bodies if body.get("rule")}
+        ),
+        "DELIVERY: dict[str, str] = {",
+        *(f'    "{name}": "{message["delivery"]}",' for name, message in facts["message"].items()),
+        "}",
+        "",
+        "UNITS: dict[str, dict[str, str]] = {",
+        *(f"    {_source(name)}: {_source(row)}," for name, row in units.items() if row),
+        "}",
+        "",
+        "SECRET: dict[str, set[str]] = {",
+        *(f"    {_source(name)}: {{{_source(row)[1:-1]}}}," for name, row in secret.items() if row),
+        "}",
+    ]
+    return "\n".join(out) + "\n"
+
+
+def _source(value: object) -> str:
+    """A plain value as Python, with double quotes."""
+    return repr(value).replace("'", '"')
+
+
+def _field(field: Facts) -> tuple[object, ...]:
+    required = field["presence"] == "required"
+    return field["id"], field["name"], field["type"], required, field.get("min"), field.get("max"), field.get("length")
+
+
+def _rules(body: Facts) -> tuple[tuple[object, ...], ...]:
+    return tuple((rule["rule"], tuple(rule["args"]), rule["error"]) for rule in body["rule"])
+
+
+def _table(head: str, rows: dict[str, tuple[tuple[object, ...], ...]]) -> Iterator[str]:
+    """A dict of rows by name, a line a row; a single row stands beside its name."""
+    yield f"{head} = {{"
+    for name, entries in rows.items():
+        if len(entries) == 1:
+            yield f'    "{name}": {_source(entries)},'
+        else:
+            yield f'    "{name}": ('
+            yield from (f"        {_source(entry)}," for entry in entries)
+            yield "    ),"
+    yield from ("}", "")
 
 
 _LIMITS = {
@@ -166,7 +237,7 @@ _LIMITS = {
     "net": "Times and numbers of connections. ",
     "plan": "Limits of planning. ",
 }
-"""What the module of each scope holds."""
+"""The subject of the module of each scope."""
 
 
 def limits_module(facts: Facts, scope: str) -> str:

@@ -1,4 +1,4 @@
-"""Which cases of the conformance suite show each MUST of the pages that vectors can show; the others need a reason.
+"""The cases of the conformance suite that show each MUST of the pages that vectors can show; the others need a reason.
 
 A clause that names an error is shown by a case that is refused if another of the same message, struct or suite is accepted; any other clause
 by a case that is accepted. Clauses of sessions are shown by scenarios of live engines, and are not counted here.
@@ -32,23 +32,23 @@ _BY_READING = ("KVP-JSON-W-KEYS", "KVP-JSON-W-INT", "KVP-JSON-W-BYTES", "KVP-JSO
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """By clause: how many of its cases are accepted, and how many are refused."""
+    """The number of accepted and of refused cases, by clause."""
     cases = load()
     accepting = {(case.suite, case.about) for case in cases if not _refuses(case)}
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    tally: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for case in cases:
         if not _refuses(case):
-            found[case.clause][0] += 1
+            tally[case.clause][0] += 1
             ops = {ask.question["op"] for ask in case.asks}
             for id_ in (*(_BY_WRITING if "encode" in ops else ()), *(_BY_READING if "decode" in ops else ())):
-                found[id_][0] += 1
+                tally[id_][0] += 1
         elif (case.suite, case.about) in accepting or not case.about:
-            found[case.clause][1] += 1
-    return {id_: (accepted, refused) for id_, (accepted, refused) in found.items()}
+            tally[case.clause][1] += 1
+    return {id_: (accepted, refused) for id_, (accepted, refused) in tally.items()}
 
 
 def _refuses(case: Case) -> bool:
-    """Whether something in a case is refused: the question, a frame of a stream, or Data."""
+    """Tell if a case refuses something: the question, a frame of a stream, or Data."""
     return any(
         "error" in ask.expected
         or "refused" in ask.expected
@@ -58,7 +58,7 @@ def _refuses(case: Case) -> bool:
 
 
 def unshown(facts: Facts) -> list[str]:
-    """What is wrong, one line each: clauses that no case shows, and exceptions that are not needed or not valid."""
+    """Mistakes, one line each: clauses that no case shows, and exceptions that are not needed or not valid."""
     shown, lines = counts(), []
     excepted = tomllib.loads(EXCEPTIONS.read_text())
     known = clauses(facts)

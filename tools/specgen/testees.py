@@ -18,19 +18,19 @@ _LIMIT_OF = {"str": "max_string", "bytes": "max_bytes", "list": "max_list", "arr
 
 def testees(facts: Facts) -> dict[Path, str]:
     """Testees with their facts renewed."""
-    return {path: _renewed(path.read_text(), made(facts)) for path, made in _MADE.items()}
+    return {path: _renewed(path.read_text(), make(facts)) for path, make in _MADE.items()}
 
 
 def _renewed(text: str, facts: str) -> str:
-    """The text with the lines between those that begin and end the block replaced."""
+    """The text with the lines of the block replaced, and its first and last line kept."""
     lines = text.splitlines(keepends=True)
     begin, end = (next(i for i, line in enumerate(lines) if mark in line) for mark in (_BEGIN, _END))
     return "".join([*lines[: begin + 1], facts, *lines[end:]])
 
 
 def _enums(facts: Facts) -> dict[str, tuple[bool, dict[str, int]]]:
-    found = {name: (bool(enum["open"]), enum["values"]) for name, enum in facts["enum"].items()}
-    return found | {"ErrorCode": (True, {name: error["code"] for name, error in facts["error"].items()})}
+    declared = {name: (bool(enum["open"]), enum["values"]) for name, enum in facts["enum"].items()}
+    return declared | {"ErrorCode": (True, {name: error["code"] for name, error in facts["error"].items()})}
 
 
 def _range(facts: Facts, field: dict[str, Any]) -> tuple[int, int]:

@@ -33,7 +33,7 @@ _BARE = ("Geometry", "Ticket", "Content", "Manifest")
 
 def vectors(facts: Facts) -> dict[Path, str]:
     """A file for each message and each bare struct. The fields of a kind of struct are tested once, where it occurs first."""
-    found = {}
+    files = {}
     judged: set[str] = set()
     for name in (*facts["message"], *_BARE):
         cases = list(Body(facts, name, judged).cases())
@@ -42,8 +42,8 @@ def vectors(facts: Facts) -> dict[Path, str]:
             f'{{"suite": "{name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n'
         )
         number = f"{facts['message'][name]['id']:04x}" if name in facts["message"] else "struct"
-        found[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"
-    return found
+        files[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"
+    return files
 
 
 def uint(value: int) -> bytes:
@@ -102,8 +102,8 @@ def raw(node: Node) -> bytes:
         return _headed(len(node), (0x80, 16), (0, 0xDE, 0xDF)) + b"".join(uint(k) + raw(v) for k, v in node.items())
     if isinstance(node, list):
         return _headed(len(node), (0x90, 16), (0, 0xDC, 0xDD)) + b"".join(map(raw, node))
-    made: bytes = node
-    return made
+    encoded: bytes = node
+    return encoded
 
 
 @attrs.frozen
@@ -185,16 +185,16 @@ class Body:
                 self._find(name, step, f"{path}{f['name']}{'[0]' if inside else ''}.", homes)
 
     def _body(self, name: str) -> Facts:
-        found: Facts = (self.facts["struct"] | self.facts["message"])[name]
-        return found
+        body: Facts = (self.facts["struct"] | self.facts["message"])[name]
+        return body
 
     def _fields(self, name: str) -> list[Facts]:
-        found: list[Facts] = self._body(name)["field"]
-        return found
+        fields: list[Facts] = self._body(name)["field"]
+        return fields
 
     # values
 
-    def _struct(self, name: str, full: bool, index: int = 0, **given: Any) -> _Value:
+    def _struct(self, name: str, full: bool, index: int = 0) -> _Value:
         node: dict[int, Node] = {}
         shown: dict[str, Any] = {}
         absent, must = self._absent(name, full), self._must(name, full)
@@ -207,14 +207,14 @@ class Body:
 
     def _absent(self, name: str, full: bool) -> set[str]:
         """Optional fields that the rules on presence exclude for the enum value of the sample."""
-        found = set()
+        absent = set()
         fields = {f["name"]: f for f in self._fields(name)}
         for rule in self._body(name).get("rule", ()):
             if rule["rule"] in ("present_iff", "only_if"):
                 enum = self.facts["enum"][fields[rule["args"][1]]["type"][5:]]
                 if self._member(enum, full) != rule["args"][2]:
-                    found.add(rule["args"][0])
-        return found
+                    absent.add(rule["args"][0])
+        return absent
 
     def _must(self, name: str, full: bool) -> set[str]:
         """Optional fields that the rules on presence require."""
@@ -228,8 +228,8 @@ class Body:
     def _enum(self, name: str) -> Facts:
         if name == "ErrorCode":
             return {"open": True, "values": {n: e["code"] for n, e in self.facts["error"].items()}}
-        found: Facts = self.facts["enum"][name]
-        return found
+        enum: Facts = self.facts["enum"][name]
+        return enum
 
     def _value(self, f: Facts, full: bool, index: int, owner: str) -> _Value:
         """A sample value, the least or a large one; it rises with the `index` in a list, so that lists ascend."""
@@ -332,9 +332,13 @@ class Body:
             yield {"id": what, "clause": clause, "bytes": bytes_.hex(), "error": error, "path": "@length", "note": note}
         other = self.facts["protocol"]["major"] if self.body["frozen"] else 0
         yield {
-            "id": "other-major", "clause": "KVP-FRAME-TYPE-MAJOR", "bytes": self._frame(body, other), "error": "UNSUPPORTED_VERSION",
-            "path": "@major", "note": "a known type under another major",
-        }  # fmt: skip
+            "id": "other-major",
+            "clause": "KVP-FRAME-TYPE-MAJOR",
+            "bytes": self._frame(body, other),
+            "error": "UNSUPPORTED_VERSION",
+            "path": "@major",
+            "note": "a known type under another major",
+        }
 
     def _whole(self) -> Iterator[Case]:
         """Cases of the body as a whole."""
@@ -387,7 +391,7 @@ class Body:
         above, above_path = at[:-1], path.removesuffix(f["name"])
         rule = next(r for r in self._body(owner)["rule"] if r["rule"] in _PRESENCE and r["args"][0] == f["name"])
         _, enum_field, member = rule["args"]
-        fields = {each["name"]: each for each in self._fields(owner)}
+        fields = {field["name"]: field for field in self._fields(owner)}
         number = self.facts["enum"][fields[enum_field]["type"][5:]]["values"][member]
         value = self._value(f, True, 0, "")
         node = _replaced(self.full.node, (*above, fields[enum_field]["id"]), uint(number))
@@ -489,8 +493,8 @@ class Body:
         if not self._ruled(owner, f["name"]):
             edges = [e for e in (0x7F, 0x80, 0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF, 0x100000000) if low < e < high]
             head = self.turn % 3 if at[0] > 4 or self.bare else 99  # sessions and ids are the same everywhere
-            some = {f"{e:x}": e for e in edges[head::3]}
-            for what, value in ({"low": low, "high": high} | some).items():
+            inner = {f"{e:x}": e for e in edges[head::3]}
+            for what, value in ({"low": low, "high": high} | inner).items():
                 good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))
                 note = "the end of the range" if what in ("low", "high") else "where the shortest form changes"
                 yield self.good(
@@ -520,7 +524,7 @@ class Body:
             yield self.good(f"{id_}-is-{name}", "KVP-BODY-ENUM", value, "every value has its number")
 
     def _ruled(self, owner: str, name: str) -> bool:
-        """Whether a rule of this map or of one around it restricts the field; its ends are then cases of that rule."""
+        """Tell if a rule of this map or of one around it restricts the field; its ends are then cases of that rule."""
         own = any(name in r["args"] for r in self._body(owner).get("rule", ()))
         bodies = self.facts["struct"] | self.facts["message"]
         return own or any(
@@ -747,14 +751,13 @@ class Body:
         rules = [r for r in self._body(owner).get("rule", ()) if r["rule"] == "subset"]
         if f["type"].startswith("list<enum:") and not any(r["args"][0] == f["name"] for r in rules):
             enum = self._enum(f["type"][10:-1])
-            some = dict(sorted(enum["values"].items(), key=lambda each: each[1]))
-            shown: list[Any] = list(some)
+            numbers_by_name = dict(sorted(enum["values"].items(), key=lambda member: member[1]))
+            shown: list[Any] = list(numbers_by_name)
             if enum["open"]:
-                some[""] = max(some.values()) + 1
-                shown.append({"unknown": str(some[""])})
-            value = _Value(
-                _replaced(node, at, [uint(n) for n in some.values()]), _json_replaced(self.full.json, path, shown)
-            )
+                numbers_by_name[""] = max(numbers_by_name.values()) + 1
+                shown.append({"unknown": str(numbers_by_name[""])})
+            nodes = [uint(number) for number in numbers_by_name.values()]
+            value = _Value(_replaced(node, at, nodes), _json_replaced(self.full.json, path, shown))
             yield self.good(f"{id_}-every", "KVP-BODY-ENUM", value, "every value, and of an open enum the next")
 
     def _ruled_list(self, owner: str, name: str) -> bool:
@@ -853,12 +856,12 @@ class Body:
                 node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
                 yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
             node, shown = whole.node, whole.json
-            for each in args:
-                node = _replaced(node, (*at, fields[each]["id"]), numbers([1]))
-                shown = _json_replaced(shown, f"{path}{each}", ["1"])
+            for array in args:
+                node = _replaced(node, (*at, fields[array]["id"]), numbers([1]))
+                shown = _json_replaced(shown, f"{path}{array}", ["1"])
             yield self.good(f"{id_}-one", clause, _Value(node, shown), "one of each")
-            for each in args if first.get("min") else ():
-                node = _replaced(node, (*at, fields[each]["id"]), numbers([]))
+            for array in args if first.get("min") else ():
+                node = _replaced(node, (*at, fields[array]["id"]), numbers([]))
             if first.get("min"):
                 where = f"{path}{args[0]}"
                 yield self.bad(f"{id_}-none", "KVP-BODY-RANGE", node, "OUT_OF_RANGE", where, "nothing at all")
@@ -904,14 +907,16 @@ class Body:
             node = _replaced(whole.node, (*at, fields[enum_field]["id"]), uint(number))
             shown = _json_replaced(whole.json, f"{path}{enum_field}", {"unknown": str(number)})
             note = "what belongs to a later value, only a later version knows"
-            for label, given in (("with", value), ("without", _Value(None, None))):
-                one = _Value(_replaced(node, where, given.node), _json_replaced(shown, f"{path}{field}", given.json))
+            for label, presence in (("with", value), ("without", _Value(None, None))):
+                one = _Value(
+                    _replaced(node, where, presence.node), _json_replaced(shown, f"{path}{field}", presence.json)
+                )
                 yield self.good(f"{id_}-{what}-{label}", "KVP-BODY-OPEN", one, note)
 
     def _others(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> list[Any]:
         """Changes that satisfy the other rules on presence by the same enum field."""
         body = self._body(owner)
-        found = []
+        mends = []
         for other in body.get("rule", ()):
             presence = other["rule"] in ("present_iff", "only_if")
             if other is not rule and presence and other["args"][1] == rule["args"][1]:
@@ -925,8 +930,8 @@ class Body:
                         shown, f"{path}{f['name']}", value.json
                     )
 
-                found.append(mend)
-        return found
+                mends.append(mend)
+        return mends
 
 
 def _at(node: Node, path: tuple[int, ...]) -> Node:
@@ -956,8 +961,8 @@ def _json_replaced(shown: Any, path: str, new: Any) -> Any:
                 if more
                 else [new if i == step else v for i, v in enumerate(value)]
             )
-        made = dict(value)
-        made[str(step)] = walk(value[step], more[0], more[1:]) if more else new
-        return {k: v for k, v in made.items() if v is not None}
+        members = dict(value)
+        members[str(step)] = walk(value[step], more[0], more[1:]) if more else new
+        return {k: v for k, v in members.items() if v is not None}
 
     return walk(shown, first, rest)

@@ -1,0 +1,70 @@
+"""The registry's tables as the readers and the writer use them: the class of a map, and the handler of a field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvproto.wire import messages, tables
+
+__all__ = ["CLASSES", "DTYPES", "count_values", "ends", "handler", "integers"]
+
+Handler = TypeVar("Handler")
+CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
+"""The class of each message and struct by name."""
+DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
+"""Ext code to the element type of a number array."""
+_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+_FEW = 64
+"""Elements up to which Python compares sooner than numpy."""
+
+
+def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -> Handler:
+    """Make the handler of a field: call the maker of its type with the bounds of the field.
+
+    `makers` holds, by name: uint(low, high), boolean(), enum(name), text and bytes(low, high) in bytes, struct(name),
+    numbers(bytes of the widest element, low, high) and list(handler of an element, low, high, type of an element).
+    """
+    _, _, type_, _, low, high, length = field
+    least = low or 0
+    if type_.startswith("list<"):
+        inner = type_[5:-1]
+        item = handler((0, "", inner, True, None, None, None), makers)
+        return makers["list"](item, least, tables.MAX_LIST if high is None else high, inner)
+    if type_.startswith("array<"):
+        return makers["numbers"](_BITS[type_[6:-1]] // 8, least, tables.MAX_ARRAY if high is None else high)
+    if type_.startswith(("struct:", "enum:")):
+        kind, _, name = type_.partition(":")
+        return makers[kind](name)
+    if type_ in _BITS:
+        return makers["uint"](*integers(field))
+    if type_ == "bytes":
+        return makers["bytes"](*((least, high or tables.MAX_BYTES) if length is None else (length, length)))
+    if type_ == "str":
+        return makers["text"](least, tables.MAX_STRING if high is None else high)
+    return makers["boolean"]()
+
+
+def integers(field: tables.Field) -> tuple[int, int]:
+    """The least and the largest integer of a field; (1, 0), between which there is none, if it is of another type."""
+    _, _, type_, _, low, high, _ = field
+    if type_ not in _BITS:
+        return 1, 0
+    return low or 0, (1 << _BITS[type_]) - 1 if high is None else high
+
+
+def count_values(value: Any) -> int:
+    """Entries of maps and elements of lists in the objects of msgpack, at any depth (KVP-BODY-VALUES)."""
+    if isinstance(value, dict | list):
+        return len(value) + sum(map(count_values, value.values() if isinstance(value, dict) else value))
+    return 0
+
+
+def ends(values: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """The least and the largest element of a number array that is not empty; 0 may stand for the least unsigned one."""
+    if values.size <= _FEW:
+        numbers = values.tolist()
+        return min(numbers), max(numbers)
+    return (0 if values.dtype.kind == "u" else int(values.min())), int(values.max())
