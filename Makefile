@@ -52,8 +52,6 @@ check: $(VENV)/.check
 	@$(PY) -m tools.house
 	@$(PY) -m tools.specgen --check
 	@$(PY) benchmarks/tables.py --check
-	@$(PY) benchmarks/dcp_report.py --check
-	@$(PY) -m benchmarks.tiers_report --check
 	@$(PY) -m tools.layout_vectors --check
 
 # The conformance suite on every testee, as far as its claim goes; a page for each, and one for all, in build/conformance.

@@ -1,40 +1,35 @@
 """The codec beside msgspec typed structs (msgpack maps), in one process, all checks on.
 
-`python benchmarks/codec.py [--before PATH] [--write]`: prints medians in microseconds; --write keeps raw samples in
-benchmarks/results/codec.json. `strict` is kvproto's strict reader alone. msgspec has the same content as typed structs
-with field names as keys, and number arrays as lists of integers (its typed form). Each gets what an engine has (numpy page
+`python benchmarks/codec.py [--before PATH] [--out]`: prints medians in microseconds; --out keeps all samples. `strict` is
+kvproto's strict reader alone. msgspec has the same content as typed structs with field names as keys, and number arrays as
+lists of integers (its typed form). Each gets what an engine has (numpy page
 ids for kvproto, a list for msgspec, made beforehand) and must give the content back; that is asserted before anything is
 timed. Rounds are interleaved. --before PATH also measures the codec of another checkout, in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import attrs
-import msgpack
 import msgspec
 import numpy as np
+from harness import arguments, facts, in_turn, keep
 
 from kvproto.wire import decode, encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, MemoryKind, Outcome, Transport
 from kvproto.wire.strict import read_whole
 
-ROUNDS = 31
-RESULTS = Path(__file__).parent / "results/codec.json"
 WAYS = ("kvproto encode", "kvproto decode", "strict decode", "msgspec encode", "msgspec decode")
 IDS = {"session": 0x1122334455667788, "request": 77, "sequence": 1234, "attempt": 1}
 
@@ -175,7 +170,7 @@ def timed(work: Callable[[], Any], number: int) -> float:
     return (time.perf_counter() - start) / number * 1e6
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, rounds: int) -> dict[str, Any]:
     """All contenders on one shape; raw samples in microseconds."""
     value = SHAPES[name]()
     other, packer = typed(value), msgspec.msgpack.Encoder()
@@ -191,11 +186,8 @@ def measure(name: str) -> dict[str, Any]:
         "msgspec encode": lambda: packer.encode(other),
         "msgspec decode": lambda: unpacker.decode(packed),
     }
-    samples: dict[str, list[float]] = {way: [] for way in WAYS}
     number = {way: max(1, int(2000 / max(timed(call, 3), 0.5))) for way, call in work.items()}
-    for _ in range(ROUNDS):
-        for way, call in work.items():
-            samples[way].append(timed(call, number[way]))
+    samples = in_turn({way: lambda way=way: timed(work[way], number[way]) for way in work}, rounds, warm=0)
     return {"samples_us": samples, "bytes": {"kvproto": len(frame), "msgspec": len(packed)}}
 
 
@@ -222,33 +214,22 @@ def show(title: str, shapes: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "codec", rounds=31)
     parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout whose codec to measure too")
-    parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
     parser.add_argument("--json", action="store_true", help="print the samples alone, as JSON")
     args = parser.parse_args()
     gc.collect()
     gc.freeze()
     earlier = before(args.before) if args.before else {}
-    shapes = {name: measure(name) for name in SHAPES}
+    shapes = {name: measure(name, args.rounds) for name in SHAPES}
     if args.json:
         print(json.dumps(shapes))
         return 0
     if earlier:
         show("before, us", earlier)
     show("now, us", shapes)
-    if args.write:
-        names = ("msgspec", "numpy", "attrs")
-        versions = {"python": platform.python_version(), "msgpack": ".".join(map(str, msgpack.version))}
-        versions |= {name: sys.modules[name].__version__ for name in names}
-        head = {
-            "benchmark": "codec",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()}, {platform.system()}",
-            "versions": versions,
-            "rounds": ROUNDS,
-        }
-        RESULTS.write_text(json.dumps(head | {"shapes": shapes, "before": earlier}, indent=1) + "\n")
+    head = {"benchmark": "codec"} | facts("msgspec", "msgpack", "attrs") | {"rounds": args.rounds}
+    keep(args.out, head | {"shapes": shapes, "before": earlier})
     return 0
 
 

@@ -45,9 +45,17 @@ SHAPES = [
 
 def shard_of(shape: Shape, size: int, rank: int) -> Shard:
     group = Group(
-        id=0, name="kv", model=0, kind=ItemKind.PAGE, rows=shape.page, tokens_per_row=1, cp_size=size, interleave=1, origin=0,
+        id=0,
+        name="kv",
+        model=0,
+        kind=ItemKind.PAGE,
+        rows=shape.page,
+        tokens_per_row=1,
+        cp_size=size,
+        interleave=1,
+        origin=0,
         parts=(),
-    )  # fmt: skip
+    )
     return Shard(group, rank)
 
 

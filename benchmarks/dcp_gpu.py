@@ -1,12 +1,12 @@
 """Decode context parallelism on GPUs: one rank of a group, local attention, exchange and merge, in microseconds a layer.
 
-`python benchmarks/dcp_gpu.py [--write]` on a machine with two GPUs that are peers; FlashInfer must be installed. Qwen3-235B
+`python benchmarks/dcp_gpu.py [--out]` on a machine with two GPUs that are peers; FlashInfer must be installed. Qwen3-235B
 at TP 8 (8 query heads a rank over one KV head of 128) and DeepSeek-V3 at TP 8 (16 heads over latents of 512 + 64), bfloat16,
 pages in no order, tokens dealt one by one. "One rank" is the same rank without DCP: its own heads, all tokens. A step is
 gathering queries (unless every rank projects all), attention over the rank's tokens, exchange and merge. So many layers are
 captured in one graph that their pools do not stay in the cache; the figure is the graph's time by layer, and a sample is of
 replays back to back, on the slower of the two GPUs: ranks of an engine go at the pace of the slowest. All ways of a batch and context take turns, as a GPU at its power limit is faster for a while after a
-rest. --write keeps raw samples in benchmarks/results/dcp_gpu.json; dcp_report.py makes the table and the plot.
+rest. --out keeps all samples; tables.py and plots.py make the tables and the picture.
 
 `--device cpu` runs the same code on back end torch at a small size, to see that it runs.
 """
@@ -19,6 +19,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from dcp_case import SHAPES, Shape, bare, batch_for, shard_of
+from harness import arguments, keep
 from torch import Tensor
 
 from kvproto_reference.attention.base import Exchange, Kernel
@@ -38,7 +40,6 @@ from kvproto_reference.attention.flashinfer_kernel import kernel_of
 from kvproto_reference.attention.torch_kernel import TorchKernel
 from kvproto_reference.cache import KVPool
 
-RESULTS = Path(__file__).parent / "results/dcp_gpu.json"
 ROUNDS, WARM = 9, 2
 SAMPLE = 4e-3
 """About how many seconds a sample takes."""
@@ -100,7 +101,7 @@ class Bench:
         agreed = torch.tensor(list(times.values()), device=self.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         times = dict(zip(times, agreed.tolist(), strict=True))
-        found: Samples = {name: [] for name in ways}
+        figures: Samples = {name: [] for name in ways}
         dice = np.random.default_rng(1)
         for turn in range(-WARM, ROUNDS) if self.cuda else range(2):
             for k in dice.permutation(len(ways)).tolist():
@@ -108,10 +109,10 @@ class Bench:
                 self.together()
                 took = self.span(graphs[name], times[name]) / ways[name][1] * 1e6
                 if turn >= 0:
-                    found[name].append(took)
-        samples = torch.tensor(list(found.values()), device=self.device)
+                    figures[name].append(took)
+        samples = torch.tensor(list(figures.values()), device=self.device)
         dist.all_reduce(samples, op=dist.ReduceOp.MAX)
-        return dict(zip(found, samples.tolist(), strict=True))
+        return dict(zip(figures, samples.tolist(), strict=True))
 
     def span(self, graph: Callable[[], object], times: int) -> float:
         """Seconds of one of so many replays."""
@@ -157,7 +158,7 @@ class Bench:
 
 def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any]:
     """One rank against a group of all, at one batch and context."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "shape": shape.name,
         "batch": batch,
         "context": context,
@@ -172,8 +173,8 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         layers = max(1, min(24 if bench.cuda else 2, CACHED // (int(step.bounds.sum()) * shape.row)))
         pool = bench.pools(shape, pages, layers)
         kernel = bench.kernel(pool, heads)
-        found["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
-        found["plan"][size] = planned(bench, kernel, step)
+        figures["kv_bytes"][size] = int(step.bounds.sum()) * shape.row
+        figures["plan"][size] = planned(bench, kernel, step)
         own, every = (
             torch.randn(layers, batch, n, pool.config.row_dim, dtype=torch.bfloat16, device=bench.device)
             for n in (shape.heads, heads)
@@ -185,10 +186,10 @@ def steps(bench: Bench, shape: Shape, batch: int, context: int) -> dict[str, Any
         for name, exchange in bench.exchanges.items() if size > 1 else ():
             q = every if getattr(exchange, "replicated", False) else own
             ways[f"step, {name}"] = repeat(layers, whole(kernel, exchange), q)
-    found["us"] = bench.timed(ways)
+    figures["us"] = bench.timed(ways)
     for exchange in bench.exchanges.values():
         exchange.check()
-    return found
+    return figures
 
 
 def planned(bench: Bench, kernel: Kernel, step: Batch) -> list[float]:
@@ -236,13 +237,13 @@ def exchanges(bench: Bench, shape: Shape, batch: int) -> dict[str, Any]:
     log2 = torch.randn(batch, heads, device=bench.device)
     read = torch.ones(batch, dtype=torch.int32, device=bench.device)
     q = torch.randn(layers, batch, shape.heads, config.row_dim, dtype=torch.bfloat16, device=bench.device)
-    found: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
+    figures: Found = Base2(out, log2, read) if bench.cuda else Partial(out, log2)
     ways: dict[str, Way] = {}
     for name, exchange in bench.exchanges.items():
-        acts = {"merge": lambda q, _, x=exchange: x.merge(found)}
+        acts = {"merge": lambda q, _, x=exchange: x.merge(figures)}
         if not getattr(exchange, "replicated", False):
             acts["queries"] = lambda q, _, x=exchange: x.queries(q)
-            acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(found))
+            acts["both"] = lambda q, _, x=exchange: (x.queries(q), x.merge(figures))
         ways |= {f"{what}, {name}": repeat(layers, act, q) for what, act in acts.items()}
     return {"shape": shape.name, "batch": batch, "us": bench.timed(ways)}
 
@@ -260,7 +261,7 @@ def ceilings(bench: Bench) -> dict[str, float]:
     return {"read": big.nbytes / us["read"] * 1e6, "multiply": 2 * 8192**3 / us["multiply"] * 1e6}
 
 
-def work(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+def work(rank: int, size: int, port: int, args: argparse.Namespace, out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0"}
     cuda = args.device == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -271,20 +272,20 @@ def work(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
     most = max(batches) * max(contexts)
     with torch.inference_mode():
         bench = Bench(device, int(most * 1152 * 1.02) + (64 << 20) if cuda else 64 << 20)
-        found: dict[str, Any] = {"ceilings": ceilings(bench), "steps": [], "verify": [], "exchanges": []}
+        figures: dict[str, Any] = {"ceilings": ceilings(bench), "steps": [], "verify": [], "exchanges": []}
         if size > 1:
             for shape, batch in itertools.product(SHAPES, batches):
-                found["exchanges"].append(exchanges(bench, shape, batch))
-                told(rank, found["exchanges"][-1])
+                figures["exchanges"].append(exchanges(bench, shape, batch))
+                told(rank, figures["exchanges"][-1])
         for shape, batch, context in itertools.product(SHAPES, batches, contexts):
-            found["steps"].append(steps(bench, shape, batch, context))
-            told(rank, found["steps"][-1])
+            figures["steps"].append(steps(bench, shape, batch, context))
+            told(rank, figures["steps"][-1])
         for shape, (batch, context, count) in itertools.product(SHAPES, VERIFIED if cuda else [(2, 30, 3)]):
             if batch * context <= most:
-                found["verify"].append(verify(bench, shape, batch, context, count))
-                told(rank, found["verify"][-1])
+                figures["verify"].append(verify(bench, shape, batch, context, count))
+                told(rank, figures["verify"][-1])
     if rank == 0:
-        Path(args.out).write_text(json.dumps({"size": size} | found) + "\n")
+        out.write_text(json.dumps({"size": size} | figures))
     dist.barrier()
     os._exit(0)  # graphs hold NCCL's communicator, whose teardown waits for them
 
@@ -297,26 +298,24 @@ def told(rank: int, of: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    options.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    options.add_argument("--gpus", type=int, default=2)
-    options.add_argument("--out", type=Path, default=RESULTS)
-    args = options.parse_args()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    keep = args.out
-    args.out = keep.with_suffix(".part")
-    mp.spawn(work, (args.gpus, port, args), nprocs=args.gpus)
-    result = json.loads(args.out.read_text())
-    args.out.unlink()
-    if args.write:
-        from facts import facts
+    parser = arguments(__doc__, "dcp_gpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--gpus", type=int, default=2)
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rank0.json"
+        mp.spawn(work, (args.gpus, port, args, out), nprocs=args.gpus)
+        figures = json.loads(out.read_text())
+    if args.device == "cuda":
+        from gpu import gpu_facts  # needs CUDA's libraries
 
-        keep.write_text(json.dumps(facts() | result, indent=1) + "\n")
+        figures = gpu_facts() | figures
+    keep(args.out, figures)
     return 0
 
 

@@ -1,25 +1,23 @@
 """Decode steps of the reference engine on one GPU, beside reading weights and cache once.
 
-`python benchmarks/decode_engine.py [--write]`: a decoder of Llama-3-8B's shapes with random bf16 weights, FlashInfer, a step
+`python benchmarks/decode_engine.py [--out]`: a decoder of Llama-3-8B's shapes with random bf16 weights, FlashInfer, a step
 captured in a CUDA graph; batches at one context, their rows random. A step is what the scheduler calls: plan, replay, and
 the most likely tokens on the host. The floor is the bytes of weights and rows over the bandwidth that a sum of 4 GB reads
-at in the same run. --write keeps raw samples in benchmarks/results/decode_engine.json.
+at in the same run. --out keeps all samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from dcp_case import Shape, shard_of
-from facts import facts
+from gpu import gpu_facts
+from harness import arguments, keep
 
 from kvproto_reference.cache import KVPool
 from kvproto_reference.engine.build import torch_runner
@@ -27,11 +25,20 @@ from kvproto_reference.engine.captured import CapturedRunner
 from kvproto_reference.engine.runner import Chunk, TorchRunner
 from kvproto_reference.models import Decoder, ModelConfig
 
-RESULTS = Path(__file__).parent / "results/decode_engine.json"
 LLAMA = ModelConfig(
-    kind="gqa", hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, tied=False, qk_norm=False,
-    rope_theta=500000.0, dtype="bfloat16",
-)  # fmt: skip
+    kind="gqa",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    vocab=128256,
+    tied=False,
+    qk_norm=False,
+    rope_theta=500000.0,
+    dtype="bfloat16",
+)
 PAGE, STEPS = 16, 60
 
 
@@ -39,13 +46,13 @@ def seconds(runner: TorchRunner, batch: int, context: int) -> list[float]:
     """Of one step after the other; each adds a token."""
     shard = runner.shard
     tables = np.split(np.random.default_rng(0).permutation(batch * shard.pages(context + 2 * STEPS)), batch)
-    found, tokens = [], [1] * batch
+    figures, tokens = [], [1] * batch
     for step in range(STEPS):
         began = time.perf_counter()
         chunks = [Chunk([t], context + step, table) for t, table in zip(tokens, tables, strict=True)]
         tokens = runner.run(chunks).best().tolist()
-        found.append(time.perf_counter() - began)
-    return found[10:]
+        figures.append(time.perf_counter() - began)
+    return figures[10:]
 
 
 def bandwidth() -> float:
@@ -64,12 +71,10 @@ def bandwidth() -> float:
 
 @torch.inference_mode()
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--batches", type=int, nargs="+", default=[1, 64])
-    options.add_argument("--context", type=int, default=8192)
-    options.add_argument("--out", type=Path, default=RESULTS)
-    args = options.parse_args()
+    parser = arguments(__doc__, "decode_engine")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, default=8192)
+    args = parser.parse_args()
     rate = bandwidth()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -79,7 +84,7 @@ def main() -> int:
     model.join()
     weights = sum(p.nbytes for p in model.parameters()) - model.embed.nbytes
     group = Shape("Llama-3-8B", {}, 32, PAGE)
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for batch in args.batches:
         pages = batch * -(-(args.context + 2 * STEPS) // PAGE)
         pool = KVPool.allocate(LLAMA, pages, PAGE, device="cuda")
@@ -91,7 +96,7 @@ def main() -> int:
             runner = torch_runner(model, pool, shard_of(group, 1, 0), back_end="flashinfer", captured=captured)
             assert isinstance(runner, CapturedRunner) == captured
             took = seconds(runner, batch, args.context)
-            found.append({"batch": batch, "context": args.context, "way": name, "seconds": took, "floor": floor})
+            figures.append({"batch": batch, "context": args.context, "way": name, "seconds": took, "floor": floor})
             step = median(took)
             print(
                 f"batch {batch} {name}: {step * 1e3:.2f} ms, {batch / step:.0f} tokens/s, {floor / step:.2f} of the floor",
@@ -99,8 +104,7 @@ def main() -> int:
             )
             del runner
         del pool
-    if args.write:
-        args.out.write_text(json.dumps(facts() | {"read": rate, "weights": weights, "steps": found}, indent=1) + "\n")
+    keep(args.out, gpu_facts() | {"read": rate, "weights": weights, "steps": figures})
     return 0
 
 

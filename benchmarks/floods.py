@@ -1,16 +1,12 @@
 """What ZeroMQ itself does not bound: connections that arrive between two turns, and a message that never ends.
 
-    python benchmarks/floods.py
-
-A Listener runs in this process, which may open 1,024 descriptors; the flood comes from another. The message comes in
-the clear: a client that is on the allow-list could send the same under CURVE. Writes
-benchmarks/results/floods.json: counts and bytes, no times.
+`python benchmarks/floods.py [--out]`. A Listener runs in this process, which may open 1,024 descriptors; the flood comes from another. The message comes in
+the clear: a client that is on the allow-list could send the same under CURVE. Results are counts and bytes, no times.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import resource
@@ -20,12 +16,12 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
+
+from harness import arguments, facts, keep
 
 from kvproto.net import AllowList, Listener, make_keys
 
-RESULT = Path(__file__).parent / "results" / "floods.json"
 DESCRIPTORS, SECONDS, FRAME = 1024, 3.0, 1 << 20
 
 
@@ -74,7 +70,8 @@ def resident() -> int:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, print, keep."""
+    args = arguments(__doc__, "floods").parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,12 +92,11 @@ def main() -> None:
             list(listener.receive())
         after = resident() - before
     found = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "cores": os.cpu_count(),
         "connections": {"descriptors": DESCRIPTORS, "limit": counted.most, "most_at_once": most, "seconds": SECONDS},
         "endless_message": {"seconds": SECONDS, "grown_bytes": grown, "left_bytes": after},
-    }  # fmt: skip
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    }
+    print(found)
+    keep(args.out, facts() | found)
 
 
 if __name__ == "__main__":

@@ -1,59 +1,64 @@
-"""Transport inline compared with a bare ZeroMQ socket, and what a long hand-over costs others: `python benchmarks/inline.py [--write]`.
+"""Transport inline compared with a bare ZeroMQ socket, and what a long hand-over costs others: `python benchmarks/inline.py [--out]`.
 
 Two processes, over ipc and over loopback TCP. Each round sends the same bytes by a bare DEALER and ROUTER, in messages
 as long as Data, and by inline: from `fetch` to Arrived, packed, checked and unpacked, first without VERIFY and then with.
 Then short requests are fetched one after the other, by the same sink and by another, at first alone and then while a
-hand-over of 1 GiB streams. --write keeps raw samples in benchmarks/results/inline.json.
+hand-over of 1 GiB streams. --out keeps all samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
-import platform
+import socket
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
+from harness import arguments, child, facts, keep
 
 from kvproto import Cache, Fetch, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
 from kvproto.transport.inline.transport import FRAME, WINDOW, InlineTransport
 
-RESULTS = Path(__file__).parent / "results/inline.json"
 PAGE, TOKEN = 64, 32 << 10
 GEOMETRY = lay_out([Cache.gqa("kv", 8, kv_heads=8, head_dim=128, page=PAGE)])
 """TOKEN bytes a token, in runs of 128 KiB."""
 MOVED, LONG = 64 << 20, 1 << 30
 SHORT = Prompt([1])
-Table = dict[str, list[int]]
 
 
 def options(verify: bool, window: int) -> Options:
     return Options(transports=[InlineTransport(window)], verify=verify, insecure=True)
 
 
-def prefill(conn: Connection, address: str, window: int) -> None:
+def addresses(stack: ExitStack, kind: str) -> list[str]:
+    """Three: of a bare socket, and of sources without and with VERIFY."""
+    if kind == "ipc":
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        return [f"ipc://{folder}/{name}" for name in ("bare", "plain", "verified")]
+    with ExitStack() as taken:
+        free = [taken.enter_context(socket.socket()) for _ in range(3)]
+        for end in free:
+            end.bind(("127.0.0.1", 0))
+        return [f"tcp://127.0.0.1:{end.getsockname()[1]}" for end in free]
+
+
+def prefill(conn: Connection, places: list[str], window: int) -> None:
     """Two sources, without and with VERIFY, and bare frames."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    router.bind(address.format("bare"))
+    router.bind(places[0])
     with ExitStack() as stack:
         sources = []
         for verify, bytes_ in ((False, LONG), (True, MOVED)):
             pool = Pool.allocate(GEOMETRY, bytes_ // TOKEN // PAGE)
             pool.array("kv", 0, "k")[:] = 7
-            made = Source(f"prefill-{verify}", pool, address.format(verify), options(verify, window))
-            sources.append(stack.enter_context(made))
-        conn.send([router.getsockopt_string(zmq.LAST_ENDPOINT), *(s._node._listener.address for s in sources)])
+            source = Source(f"prefill-{verify}", pool, places[1 + verify], options(verify, window))
+            sources.append(stack.enter_context(source))
+        conn.send("ready")
         while asked := conn.recv():
             if isinstance(asked, int):
                 identity, _ = router.recv_multipart()
@@ -72,22 +77,18 @@ def prefill(conn: Connection, address: str, window: int) -> None:
 class Decode:
     """Sinks of one source each, and a bare socket."""
 
-    def __init__(self, conn: Connection, stack: ExitStack, addresses: list[str], window: int) -> None:
+    def __init__(self, conn: Connection, stack: ExitStack, places: list[str], window: int) -> None:
         self._conn = conn
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bare = self._context.socket(zmq.DEALER)
-        self._bare.connect(addresses[0])
+        self._bare.connect(places[0])
         stack.callback(self._context.term)
         stack.callback(self._bare.close, linger=0)
         self.sinks = []
-        for name, which, pages in (
-            ("long", 0, LONG // TOKEN // PAGE + 1),
-            ("verified", 1, MOVED // TOKEN // PAGE),
-            ("other", 0, 1),
-        ):
-            sink = Sink(
-                name, Pool.allocate(GEOMETRY, pages), {f"prefill-{bool(which)}": addresses[1 + which]}, options(bool(which), window)
-            )  # fmt: skip
+        sizes = ("long", 0, LONG // TOKEN // PAGE + 1), ("verified", 1, MOVED // TOKEN // PAGE), ("other", 0, 1)
+        for name, which, pages in sizes:
+            seed = {f"prefill-{bool(which)}": places[1 + which]}
+            sink = Sink(name, Pool.allocate(GEOMETRY, pages), seed, options(bool(which), window))
             self.sinks.append((stack.enter_context(sink), which))
 
     def bare(self, bytes_: int) -> float:
@@ -128,62 +129,54 @@ class Decode:
         return time.perf_counter() - begin
 
 
-def measured(address: str, rounds: int, window: int) -> dict[str, Any]:
-    """Rates and latencies over one kind of address."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=prefill, args=(theirs, address, window), daemon=True)
-    process.start()
-    theirs.close()
-    found: dict[str, Any] = {"bare": [], "inline": [], "verified": [], "alone": {}, "beside": {}}
+def measured(kind: str, rounds: int, window: int) -> dict[str, Any]:
+    """Rates in GB/s and latencies in seconds over one kind of address."""
+    figures: dict[str, Any] = {"bare": [], "inline": [], "verified": [], "alone": {}, "beside": {}}
     with ExitStack() as stack:
-        made = Decode(ours, stack, ours.recv(), window)
+        places = addresses(stack, kind)
+        conn = stack.enter_context(child(prefill, places, window))
+        conn.recv()
+        decode = Decode(conn, stack, places, window)
         for i in range(rounds + 1):  # the first one warms up
-            seconds = {"bare": made.bare(MOVED), "inline": made.inline(0, MOVED), "verified": made.inline(1, MOVED)}
-            for way, each in seconds.items():
+            seconds = {
+                "bare": decode.bare(MOVED),
+                "inline": decode.inline(0, MOVED),
+                "verified": decode.inline(1, MOVED),
+            }
+            for way, took in seconds.items():
                 if i:
-                    found[way].append(round(MOVED / each / 1e9, 4))
+                    figures[way].append(round(MOVED / took / 1e9, 4))
         for sink, name in ((0, "same"), (2, "other")):
-            made.short(sink)
-            found["alone"][name] = [made.short(sink) for _ in range(100)]
-            found["beside"][name] = []
+            decode.short(sink)
+            figures["alone"][name] = [decode.short(sink) for _ in range(100)]
+            figures["beside"][name] = []
             pages = list(range(LONG // TOKEN // PAGE))
-            long = made.fetch(0, made.ready(0, LONG // TOKEN, pages), pages)
+            long = decode.fetch(0, decode.ready(0, LONG // TOKEN, pages), pages)
             while not long.done:
-                found["beside"][name].append(made.short(sink))
-            found["beside"][name].pop()  # it may have outlived the stream
+                figures["beside"][name].append(decode.short(sink))
+            figures["beside"][name].pop()  # it may have outlived the stream
             long.wait(0)
-        ours.send(None)
-    process.join()
-    return found
+        conn.send(None)
+    return figures
 
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = arguments(__doc__, "inline", rounds=5)
     parser.add_argument("--window", type=int, default=WINDOW, help="bytes that may be on their way")
     args = parser.parse_args()
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, address in (("ipc", f"ipc://{folder}/{{}}"), ("tcp", "tcp://127.0.0.1:*")):
-            found[name] = made = measured(address, args.rounds, args.window)
-            rates = ", ".join(f"{way} {np.median(made[way]):.2f}" for way in ("bare", "inline", "verified"))
-            print(f"{name}: {rates} GB/s, medians")
-            for who in ("same", "other"):
-                for when in ("alone", "beside"):
-                    p50, p99 = np.percentile(made[when][who], (50, 99)) * 1e3
-                    print(
-                        f"  short request, {who} sink, {when}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, n {len(made[when][who])}"
-                    )
-    if args.write:
-        head = {
-            "benchmark": "inline", "date": datetime.now(UTC).isoformat(timespec="seconds"), "unit": "GB/s; seconds",
-            "machine": f"{platform.machine()}, {platform.system()}", "cpus": os.cpu_count(), "load": os.getloadavg()[0],
-            "versions": {"python": platform.python_version(), "numpy": np.__version__, "pyzmq": zmq.__version__, "zmq": zmq.zmq_version()},
-            "bytes": MOVED, "long": LONG, "frame": FRAME, "window": args.window,
-        }  # fmt: skip
-        RESULTS.write_text(json.dumps(head | found, indent=1) + "\n")
+    head = {"benchmark": "inline", "unit": "GB/s; seconds"} | facts() | {"zmq": zmq.zmq_version()}
+    figures: dict[str, Any] = {kind: measured(kind, args.rounds, args.window) for kind in ("ipc", "tcp")}
+    for kind, of in figures.items():
+        rates = ", ".join(f"{way} {np.median(of[way]):.2f}" for way in ("bare", "inline", "verified"))
+        print(f"{kind}: {rates} GB/s, medians")
+        for who in ("same", "other"):
+            for when in ("alone", "beside"):
+                p50, p99 = np.percentile(of[when][who], (50, 99)) * 1e3
+                count = len(of[when][who])
+                print(f"  short request, {who} sink, {when}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, n {count}")
+    sizes = {"bytes": MOVED, "long": LONG, "frame": FRAME, "window": args.window}
+    keep(args.out, head | sizes | figures)
     return 0
 
 

@@ -1,32 +1,28 @@
-"""Decode memory that waits for prefill: pages times seconds, with and without intent: `python benchmarks/intent.py [--write]`.
+"""Decode memory that waits for prefill: pages times seconds, with and without intent: `python benchmarks/intent.py [--out]`.
 
 A source and a sink of one host. REQUESTS requests are fetched at once; prefill computes one after the other, chunk by chunk, each chunk
 as long as a forward of it might take. Pages are claimed by `fetch` (at once), when prefill is over (intent), or piece by
 piece while it runs (spans). A page is held from when it is claimed until its request has arrived. The ways take turns in
-ROUNDS rounds, and the figures are medians of them. `late_ms` is what the way costs: from the end of a request's prefill to Arrived.
---write keeps them in benchmarks/results/intent.json.
+rounds, and the figures are medians of them. `late_ms` is what the way costs: from the end of a request's prefill to Arrived.
+--out keeps them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from harness import arguments, facts, keep
 
 from kvproto import Cache, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
 from kvproto.events import PagesWanted
 
-RESULT = Path(__file__).parent / "results" / "intent.json"
 PAGE, TOKENS, CHUNK, FORWARD = 64, 2048, 256, 0.02
 """Tokens of a page, of a prompt, of a chunk, and seconds of one."""
-REQUESTS, ROUNDS = 8, 5
+REQUESTS = 8
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=8, head_dim=64, page=PAGE)])
 """4 KiB a token: 8 MiB a prompt."""
 PAGES = REQUESTS * TOKENS // PAGE
@@ -96,9 +92,7 @@ def measured(way: str, source: Source, sink: Sink) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and keep what was measured if requested."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    write = parser.parse_args().write
+    args = arguments(__doc__, "intent", rounds=5).parse_args()
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
@@ -108,21 +102,18 @@ def main() -> None:
             Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink,
         ):
             measured("at once", source, sink)
-            for _ in range(ROUNDS):
+            for _ in range(args.rounds):
                 for way in WAYS:
                     found[way].append(measured(way, source, sink))
-    result: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "machine": platform.machine(),
-        "requests": REQUESTS, "tokens": TOKENS, "chunk": CHUNK, "forward_seconds": FORWARD, "page_tokens": PAGE,
-        "pages_a_request": TOKENS // PAGE, "bytes_a_request": TOKENS << 12, "rounds": ROUNDS, "ways": {},
-    }  # fmt: skip
+    ways: dict[str, Any] = {}
     for way, rounds in found.items():
         figures = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-        result["ways"][way] = {name: round(value, 2) for name, value in figures.items()}
+        ways[way] = {name: round(value, 2) for name, value in figures.items()}
         shown = "  ".join(f"{name} {value:8.2f}" for name, value in figures.items())
         print(f"{way:8}  {shown}")
-    if write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    sizes = {"requests": REQUESTS, "tokens": TOKENS, "chunk": CHUNK, "forward_seconds": FORWARD, "page_tokens": PAGE}
+    sizes |= {"pages_a_request": TOKENS // PAGE, "bytes_a_request": TOKENS << 12, "rounds": args.rounds}
+    keep(args.out, facts() | sizes | {"ways": ways})
 
 
 if __name__ == "__main__":

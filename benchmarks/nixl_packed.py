@@ -9,9 +9,7 @@ for a second at each run length.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import multiprocessing
 import socket
 import sys
 import time
@@ -20,7 +18,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from transfer_gpu import WARM_UP, compare, random_bytes, shape
+from gpu import WARM_UP, compare, poison, random_bytes, scattered_shape
+from harness import arguments, child
 
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
@@ -43,7 +42,7 @@ Found = dict[str, dict[int, list[float]]]
 
 
 def program(run: int) -> CopyProgram:
-    layers, number, rows, width = shape(run)
+    layers, number, rows, width = scattered_shape(run)
     return scattered(width, number, layers, POOL // layers // width, seed=run, run=rows)
 
 
@@ -77,11 +76,9 @@ def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: 
         while (asked := conn.recv()) is not None:
             what, sequence, run = asked
             if what == "poison":
-                seen = torch.from_dlpack(pool).view(torch.uint8)
-                seen.fill_(0xEE)
-                torch.cuda.synchronize(1)
+                seen = poison(pool)
             elif what == "compare":
-                width, source = shape(run)[3], DeviceMemory(POOL, 1)
+                width, source = scattered_shape(run)[3], DeviceMemory(POOL, 1)
                 assert seen is not None
                 compare(program(run), width, random_bytes(source, 1), seen)
                 torch.cuda.synchronize(1)
@@ -165,9 +162,9 @@ class _Source:
 
 
 def _write(
+    told: Connection,
     conn: Connection,
     end: socket.socket,
-    told: Connection,
     runs: list[int],
     rounds: int,
     chunk: int,
@@ -189,8 +186,8 @@ def _write(
                 warm = time.monotonic() + WARM_UP
                 while len(samples[CEILING]) < rounds:
                     begun = time.monotonic()
-                    found = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
-                    for name, rate in found.items():
+                    figures = dict(zip(samples, (*source.packed(run, made), source.ceiling(long)), strict=True))
+                    for name, rate in figures.items():
                         samples[name] += [rate] if begun > warm else []
                 told.send((run, samples))
             conn.send(None)
@@ -200,64 +197,51 @@ def _write(
 
 
 def measure(
-    runs: list[int],
-    rounds: int,
-    chunk: int = CHUNK,
-    slots: int = SLOTS,
-    blocks: int | None = None,
+    runs: list[int], rounds: int, chunk: int = CHUNK, slots: int = SLOTS, blocks: int | None = None
 ) -> Found | str:
     """GB/s by contender and run length, or why there are none."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
+    figures: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    result, told = context.Pipe()
-    sink = context.Process(target=_sink, args=(there, ends[1], chunk, slots, blocks), daemon=True)
-    writer = context.Process(target=_write, args=(here, ends[0], told, runs, rounds, chunk, slots, blocks), daemon=True)
-    sink.start()
-    writer.start()
-    for each in (here, there, told, *ends):
-        each.close()  # so that an end that dies is heard
-    found: Found = {PACKED: {}, CALLED: {}, CEILING: {}}
-    try:
-        while True:
-            if not result.poll(3 * PATIENCE):
-                return "no answer in time"
-            word = result.recv()
-            if word is None:
-                return found
-            if isinstance(word, str):
-                return word
-            run, samples = word
-            for name, rates in samples.items():
-                found[name][run] = rates
-    except EOFError:
-        return "the process ended"
-    finally:
-        for process in (writer, sink):
-            process.kill()
-            process.join()
+    with (
+        child(_sink, ends[1], chunk, slots, blocks) as sink,
+        child(_write, sink, ends[0], runs, rounds, chunk, slots, blocks) as result,
+    ):
+        for end in ends:
+            end.close()  # so that an end that dies is noticed
+        try:
+            while result.poll(3 * PATIENCE):
+                word = result.recv()
+                if word is None:
+                    return figures
+                if isinstance(word, str):
+                    return word
+                run, samples = word
+                for name, rates in samples.items():
+                    figures[name][run] = rates
+        except EOFError:
+            return "the process ended"
+    return "no answer in time"
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
-    options.add_argument("--slots", type=int, nargs="*", default=[4, 8])
-    options.add_argument(
+    parser = arguments(__doc__, "nixl_packed", rounds=5)
+    parser.add_argument("--chunk", type=int, nargs="*", default=[16, 32, 64], metavar="MB")
+    parser.add_argument("--slots", type=int, nargs="*", default=[4, 8])
+    parser.add_argument(
         "--blocks", type=int, help="thread blocks of packing and unpacking; by default one a multiprocessor"
     )
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
-    args = options.parse_args()
+    parser.add_argument("--runs", type=int, nargs="*", default=[256, 4096, 1 << 20])
+    args = parser.parse_args()
     print(
         f"{'chunk, MB':>10}{'slots':>7}{'run, bytes':>13}{'packed':>10}{'with tables':>13}{'64 MB writes':>14}{'packed / those':>16}  GB/s, medians"
     )
     for chunk, slots in itertools.product(args.chunk, args.slots):
-        found = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
-        if isinstance(found, str):
-            print(f"{chunk:10}{slots:7}  {found}", flush=True)
+        figures = measure(args.runs, args.rounds, chunk << 20, slots, args.blocks)
+        if isinstance(figures, str):
+            print(f"{chunk:10}{slots:7}  {figures}", flush=True)
             continue
         for run in args.runs:
-            packed, called, long = (median(found[name][run]) for name in (PACKED, CALLED, CEILING))
+            packed, called, long = (median(figures[name][run]) for name in (PACKED, CALLED, CEILING))
             print(
                 f"{chunk:10}{slots:7}{run:13,}{packed:10.1f}{called:13.1f}{long:14.1f}{packed / long:16.3f}", flush=True
             )

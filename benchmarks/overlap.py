@@ -1,6 +1,6 @@
 """Hand-over behind compute: what is left to copy after a prefill's last layer, and what copies cost the prefill.
 
-`python benchmarks/overlap.py [--write]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
+`python benchmarks/overlap.py [--out]` on a machine with two GPUs that are peers. A decoder of Llama-3-8B's shapes (random
 bf16 weights, no rotary embedding) prefills 8,192 tokens on one GPU into pages in no order and hands layers to a sink on the
 other once they are enqueued, after the last one's event: as soon as there are 16 MB, or when little is to come; or all of them
 after the prefill, which is what the others are compared with. Ways take turns in an order by chance. The tail is from the event of the last layer to the last byte
@@ -8,18 +8,15 @@ after the prefill, which is what the others are compared with. Ways take turns i
 the same pages when nothing computes, and 100 us. Every byte is compared.
 
 Prefills are measured in time and in cycles of the GPU: products hold an H200 at its power limit, where its clock moves with
-whatever else draws power, and has drawn it in the last seconds. --write keeps raw samples in benchmarks/results/overlap.json.
+whatever else draws power, and has drawn it in the last seconds. --out keeps all samples.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -27,29 +24,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
-from facts import facts
+from gpu import POISON, bytes_of, gpu_facts, poison
+from harness import arguments, keep
+from pair import Pair
 from tables import prefills, slower
 from torch.nn.attention.bias import causal_lower_right
 
-from kvproto import Pool
+from kvproto import Fetch, Options, Pool, Prompt, Request
 from kvproto.catalog.models import describe
-from kvproto.events import Connected
-from kvproto.net import Dialer, Listener
-from kvproto.rank.base import party_of
-from kvproto.rank.events import Copied, Received
-from kvproto.rank.page_tables import grants_of
-from kvproto.sink.node import SinkNode
-from kvproto.source.node import SourceNode
-from kvproto.source.prefill import Computed, Finished
+from kvproto.events import Event, Sent
 from kvproto.transport.base import Move
 from kvproto.transport.cuda.copier import DeviceCopy
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
-from kvproto.wire.enums import DType, Outcome
-from kvproto.wire.messages import Ticket
+from kvproto.wire.enums import DType
 
-RESULTS = Path(__file__).parent / "results/overlap.json"
 CONFIG = {
     "num_hidden_layers": 32,
     "hidden_size": 4096,
@@ -59,6 +49,7 @@ CONFIG = {
 }
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 32, 4096, 32, 8, 128, 14336
 PAGE, TOKENS = 64, 8192
+PROMPT = Prompt(range(TOKENS))
 AFTER = "after the prefill"
 POKE = 4096
 POKED = "after the prefill, 4 KB a layer"
@@ -89,7 +80,7 @@ class Model:
             for _ in range(LAYERS)
         ]
         self.prompt = random(TOKENS, WIDTH) * WIDTH**0.5
-        bytes_ = torch.from_dlpack(pool.memories[0]).view(torch.uint8)
+        bytes_ = bytes_of(pool.memories[0])
         self.pages = []
         for layer in range(LAYERS):
             views = []
@@ -171,50 +162,45 @@ class Marked(CudaTransport):
         return copy
 
 
-class Pair:
-    """A source and a sink, ready."""
+class Mover:
+    """A source and a sink, ready, which hand over in one way."""
 
-    def __init__(self, pools: Sequence[Pool], way: str) -> None:
-        address = f"ipc://{tempfile.mkdtemp(prefix='kvproto-')}/kv"
+    def __init__(self, stack: ExitStack, pools: tuple[Pool, Pool], way: str) -> None:
         options, ratio = WAYS[way]
         self.behind = way not in (AFTER, POKED)
         self.poke = [DeviceMemory(POKE, d) for d in (0, 1)] if way == POKED else []
         self.side = torch.cuda.Stream(0)
-        self.mover = Marked(0, **options)
-        self.source = SourceNode(
-            party_of("prefill", pools[0]), pools[0], Listener(address), {0: address}, verify=False,
-            transports=[self.mover], first_part_ratio=ratio,
-        )  # fmt: skip
-        self.sink = SinkNode(party_of("decode", pools[1]), pools[1], Dialer(), verify=False)
-        self.sink.connect(("prefill", 0), address)
-        while not any(isinstance(e, Connected) for e in self.sink.turn()):
-            self.source.turn()
-        self.number = 0
+        self.transport = Marked(0, **options)
+        plain = Options(thread=False, verify=False)
+        marked = Options(thread=False, verify=False, transports=[self.transport], first_part_ratio=ratio)
+        self.pair = Pair(stack, pools, marked, plain)
+        self.source, self.sink = self.pair.source, self.pair.sink
+        self.group = pools[0].layout.group(0).name
 
-    def ask(self, items: list[int]) -> bytes:
-        """The sink asks for the next request."""
-        self.number += 1
-        ticket = Ticket(key=self.number.to_bytes(16, "little"), engine="prefill", replica=0, deadline=60000)
-        self.source.expect(ticket, bytes(32), TOKENS)
-        side = self.sink.pool.layout
-        grants = grants_of(side, {side.group(0).name: items}, 0, TOKENS)
-        self.sink.fetch(self.number, ("prefill", 0), bytes(ticket.key), bytes(32), grants)
-        while not self.source.endpoint.asking(bytes(ticket.key)):
-            self.source.turn(), self.sink.turn()
-        return bytes(ticket.key)
+    def ask(self, items: list[int]) -> tuple[Request, Fetch]:
+        """The sink asks for the next request, and the source has heard it."""
+        asked = self.pair.ask(PROMPT, {self.group: items})
+        self.pair.settle(0.002)
+        return asked
 
-    def close(self) -> None:
-        self.source.close("over"), self.sink.close("over")
+    def end(self, request: Request, fetch: Fetch, events: list[Event]) -> Sent:
+        """Step until both sides know that all has arrived; what the source says of it."""
+        while not (fetch.done and request.done):
+            events += self.source.step()
+            self.sink.step()
+        sent = next(event for event in events if isinstance(event, Sent) and event.request is request)
+        self.transport.landed.synchronize()
+        return sent
 
 
 @torch.inference_mode()
-def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair, to: list[int]) -> dict[str, float]:
+def prefill(model: Model, chunk: int, items: list[int], clock: Clock, mover: Mover, to: list[int]) -> dict[str, float]:
     """Seconds and clock of compute, the tail in two measures, and the bytes of the last part.
 
     Another prefill runs before it, without a pause: a GPU that has rested is faster for a while, then slower.
     """
-    key, tables = pair.ask(to), {0: np.array(items)}
-    sent: list[Any] = []
+    request, fetch = mover.ask(to)
+    tables, told = {mover.group: items}, list[Event]()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     events, stream = [], torch.cuda.current_stream(0)  # by name: a sink in this process makes the other GPU current
     torch.cuda.synchronize(0)
@@ -223,64 +209,51 @@ def prefill(model: Model, chunk: int, items: list[int], clock: Clock, pair: Pair
     clock.read(0)
     begin.record(stream)
     for tokens, layers in model.prefill(chunk):
-        if pair.poke:
-            pair.side.wait_stream(stream)
-            call(
-                driver.cuMemcpyDtoDAsync(pair.poke[1].address, pair.poke[0].address, POKE, pair.side.cuda_stream),
-                "poke",
-            )
-        if pair.behind and (tokens, layers) != (TOKENS, LAYERS):
+        if mover.poke:
+            mover.side.wait_stream(stream)
+            there, here = mover.poke[1].address, mover.poke[0].address
+            call(driver.cuMemcpyDtoDAsync(there, here, POKE, mover.side.cuda_stream), "poke")
+        if mover.behind and (tokens, layers) != (TOKENS, LAYERS):
             events.append(torch.cuda.Event())
             events[-1].record(stream)
-            pair.source.computed(key, Computed(tables, tokens, (layers - 1, layers), after=events[-1].cuda_event))
-            sent += pair.source.turn()
+            request.computed(tables, tokens, layers=(layers - 1, layers), after=events[-1].cuda_event)
+            told += mover.source.step()
     end.record(stream)
-    pair.source.finish(key, Finished({0: np.array(items)}, TOKENS, Outcome.CONTINUE, {}, after=end.cuda_event))
+    request.finish(tables, after=end.cuda_event)
     clock.read(1)
     while not end.query():
-        sent += pair.source.turn()
+        told += mover.source.step()
     over = time.perf_counter()
-    while not any(isinstance(e, Received) for e in pair.sink.turn()):
-        sent += pair.source.turn()
+    while not fetch.done:
+        mover.sink.step()
+        told += mover.source.step()
     known = time.perf_counter()
-    while not (last := next((e for e in sent if isinstance(e, Copied)), None)):
-        sent += pair.source.turn()
-    pair.source.turn()
-    pair.mover.landed.synchronize()
+    sent = mover.end(request, fetch, told)
     return {
         "compute": begin.elapsed_time(end) / 1000,
         "mhz": clock.mhz(),
-        "tail": end.elapsed_time(pair.mover.landed) / 1000,
+        "tail": end.elapsed_time(mover.transport.landed) / 1000,
         "told": known - over,
-        "left": last.left,
+        "left": sent.left,
     }
 
 
 @torch.inference_mode()
-def idle_rate(model: Model, pair: Pair, items: list[int], to: list[int]) -> float:
+def idle_rate(mover: Mover, items: list[int], to: list[int]) -> float:
     """Bytes a second of a hand-over of everything when nothing computes, from an event to the last byte."""
-    key = pair.ask(to)
+    request, fetch = mover.ask(to)
     start = torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(0):
         torch.cuda._sleep(20_000_000)  # so that what the host does lies before it
         start.record()
-    pair.source.finish(key, Finished({0: np.array(items)}, TOKENS, Outcome.CONTINUE, {}, after=start.cuda_event))
-    sent: list[Any] = []
-    while not any(isinstance(e, Copied) for e in sent):
-        sent += pair.source.turn()
-    while not any(isinstance(e, Received) for e in pair.sink.turn()):
-        pass
-    pair.source.turn()
-    return float(
-        sum(next(e for e in sent if isinstance(e, Copied)).bytes.values())
-        / start.elapsed_time(pair.mover.landed)
-        * 1000
-    )
+    request.finish({mover.group: items}, after=start.cuda_event)
+    sent = mover.end(request, fetch, [])
+    return float(sum(sent.bytes.values()) / start.elapsed_time(mover.transport.landed) * 1000)
 
 
 def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
     """Every page is where it must be, and pages that nobody asked for are as they were."""
-    a, b = (torch.from_dlpack(p.memories[0]).view(torch.uint8) for p in pools)
+    a, b = (bytes_of(p.memories[0]) for p in pools)
     asked = set(to)
     for layer in range(LAYERS):
         for part in pools[0].layout.group(0).parts:
@@ -290,48 +263,49 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
                 sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
             if not torch.equal(sides[0][items].to(b.device), sides[1][to]):
                 raise SystemExit(f"layer {layer}: bytes differ")
-            if not (sides[1][[i for i in range(len(sides[1])) if i not in asked]] == 0xEE).all():
+            if not (sides[1][[i for i in range(len(sides[1])) if i not in asked]] == POISON).all():
                 raise SystemExit(f"layer {layer}: a page was written that nobody asked for")
 
 
+def shown(run: dict[str, Any], base: dict[str, Any]) -> None:
+    """Print one way beside the first."""
+    of = prefills(run)
+    in_time, in_cycles = slower(of, prefills(base))
+    compute = f"prefill {of['compute'] * 1e3:.2f} ms at {of['mhz']:.0f} MHz: {in_time:+5.2f} % in time, {in_cycles:+5.2f} % in cycles"
+    part = f"last part {of['left'] / 1e6:6.1f} MB at {median(run['rate']) / 1e9:5.1f} GB/s"
+    tail = f"tail {of['tail'] * 1e6:4.0f} us of {of['allowed'] * 1e6:4.0f} allowed, to the sink's report {of['told'] * 1e6:.0f} us"
+    print(f"\rchunks of {run['chunk']:,}, {run['way']:36} {compute}; {part}; {tail}", flush=True)
+
+
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--rounds", type=int, default=16)
-    options.add_argument("--out", type=Path, default=RESULTS)
-    args = options.parse_args()
+    args = arguments(__doc__, "overlap", rounds=16).parse_args()
     enable_peer(0, 1), enable_peer(1, 0)
     geometry = describe(CONFIG, (), page=PAGE, kv_dtype=DType.BF16)
     pages, dice = TOKENS // PAGE, np.random.default_rng(1)
-    pools = [Pool.allocate(geometry, 2 * pages, device=d) for d in (0, 1)]
+    pools = Pool.allocate(geometry, 2 * pages, device=0), Pool.allocate(geometry, 2 * pages, device=1)
     items, to = (dice.permutation(2 * pages)[:pages].tolist() for _ in range(2))
     model, clock = Model(pools[0], items), Clock()
-    pairs = {way: Pair(pools, way) for way in WAYS}
-    found: list[dict[str, Any]] = []
-    for chunk, ways in RUNS.items():
-        for way in ways:
-            print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
-            torch.from_dlpack(pools[1].memories[0]).view(torch.uint8).fill_(0xEE)
-            torch.cuda.synchronize(1)
-            prefill(model, chunk, items, clock, pairs[way], to)
-            compare(pools, items, to)
-        samples: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        for n in range(args.rounds):
-            print(f"\rchunks of {chunk}, round {n + 1} of {args.rounds} ...   ", end="", file=sys.stderr, flush=True)
-            for k in dice.permutation(len(ways)).tolist():
-                samples[ways[k]].append(prefill(model, chunk, items, clock, pairs[ways[k]], to))
-        for way in ways:
-            rates = [idle_rate(model, pairs[way], items, to) for _ in range(args.rounds)]
-            found.append({"way": way, "chunk": chunk, "prefills": samples[way], "rate": rates})
-            of, than = prefills(found[-1]), prefills(next(r for r in found if (r["way"], r["chunk"]) == (AFTER, chunk)))
-            in_time, in_cycles = slower(of, than)
-            print(f"\rchunks of {chunk:,}, {way:36} prefill {of['compute'] * 1e3:.2f} ms at {of['mhz']:.0f} MHz: {in_time:+5.2f} % in time, {in_cycles:+5.2f} % in cycles; "
-                  f"last part {of['left'] / 1e6:6.1f} MB at {median(rates) / 1e9:5.1f} GB/s; tail {of['tail'] * 1e6:4.0f} us of {of['allowed'] * 1e6:4.0f} allowed, "
-                  f"to the sink's node {of['told'] * 1e6:.0f} us", flush=True)  # fmt: skip
-    for pair in pairs.values():
-        pair.close()
-    if args.write:
-        args.out.write_text(json.dumps(facts() | {"runs": found}, indent=1) + "\n")
+    runs: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        movers = {way: Mover(stack, pools, way) for way in WAYS}
+        for chunk, ways in RUNS.items():
+            for way in ways:
+                print(f"\r{way}, chunks of {chunk} ...   ", end="", file=sys.stderr, flush=True)
+                poison(pools[1].memories[0])
+                prefill(model, chunk, items, clock, movers[way], to)
+                compare(pools, items, to)
+            samples: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            for n in range(args.rounds):
+                print(
+                    f"\rchunks of {chunk}, round {n + 1} of {args.rounds} ...   ", end="", file=sys.stderr, flush=True
+                )
+                for k in dice.permutation(len(ways)).tolist():
+                    samples[ways[k]].append(prefill(model, chunk, items, clock, movers[ways[k]], to))
+            for way in ways:
+                rates = [idle_rate(movers[way], items, to) for _ in range(args.rounds)]
+                runs.append({"way": way, "chunk": chunk, "prefills": samples[way], "rate": rates})
+                shown(runs[-1], next(run for run in runs if (run["way"], run["chunk"]) == (AFTER, chunk)))
+    keep(args.out, gpu_facts() | {"runs": runs})
     return 0
 
 

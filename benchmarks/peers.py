@@ -7,7 +7,6 @@ that is not installed, or does not start, is left out with its reason.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from harness import child, rounded
 
 POOL = 4 << 30
 MOST = 16384
@@ -34,7 +34,7 @@ def _nixl_agent(name: str, device: int) -> tuple[Any, Any]:
 def _nixl_owner(pipe: Connection) -> None:
     agent, memory = _nixl_agent("owner", 1)
     pipe.send((agent.get_agent_metadata(), memory.address))
-    pipe.recv()
+    pipe.poll(None)
 
 
 def _nixl_writer(pipe: Connection) -> Callable[[np.ndarray, np.ndarray, int], Callable[[], None]]:
@@ -79,7 +79,7 @@ def _mooncake_engine(device: int) -> tuple[Any, Any, str]:
 def _mooncake_owner(pipe: Connection) -> None:
     _engine, memory, name = _mooncake_engine(1)
     pipe.send((name, memory.address))
-    pipe.recv()
+    pipe.poll(None)
 
 
 def _mooncake_writer(pipe: Connection) -> Callable[[np.ndarray, np.ndarray, int], Callable[[], None]]:
@@ -105,7 +105,7 @@ LIBRARIES = {
 }
 
 
-def _write(library: str, pipe: Connection, result: Connection, runs: list[int], rounds: int) -> None:
+def _write(result: Connection, library: str, pipe: Connection, runs: list[int], rounds: int) -> None:
     try:
         prepare = LIBRARIES[library][1](pipe)
         dice = np.random.default_rng(1)
@@ -125,35 +125,22 @@ def _write(library: str, pipe: Connection, result: Connection, runs: list[int], 
 
 def measure(runs: list[int], rounds: int) -> dict[str, dict[int, list[float]] | str]:
     """By library, the samples by run length, or why there are none."""
-    context = multiprocessing.get_context("spawn")
-    found: dict[str, dict[int, list[float]] | str] = {}
-    for library, (own, _) in LIBRARIES.items():
-        here, there = context.Pipe()
-        result, told = context.Pipe()
-        owner = context.Process(target=own, args=(there,), daemon=True)
-        writer = context.Process(target=_write, args=(library, here, told, runs, rounds), daemon=True)
-        owner.start()
-        writer.start()
-        samples: dict[int, list[float]] = {}
+    return {library: _measure(library, runs, rounds) for library in LIBRARIES}
+
+
+def _measure(library: str, runs: list[int], rounds: int) -> dict[int, list[float]] | str:
+    samples: dict[int, list[float]] = {}
+    with child(LIBRARIES[library][0]) as owner, child(_write, library, owner, runs, rounds) as result:
         try:
-            while True:
-                if not result.poll(90) or (word := result.recv()) is None:
-                    found[library] = samples or "no answer in 90 s"
-                    break
-                if isinstance(word, str):
-                    found[library] = samples or word
-                    break
+            while result.poll(90):
+                if (word := result.recv()) is None or isinstance(word, str):
+                    return samples or word or "no samples"
                 samples[word[0]] = word[1]
         except EOFError:
-            found[library] = samples or "the process ended"
-        for process in (writer, owner):
-            process.kill()
-            process.join()
-    return found
+            return samples or "the process ended"
+    return samples or "no answer in 90 s"
 
 
 if __name__ == "__main__":
-    for library, samples in measure([512, 8192, 1 << 20, 1 << 26], 3).items():
-        print(
-            library, samples if isinstance(samples, str) else {k: [round(x, 2) for x in v] for k, v in samples.items()}
-        )
+    for library, rates in measure([512, 8192, 1 << 20, 1 << 26], 3).items():
+        print(library, rates if isinstance(rates, str) else rounded(rates, 2))

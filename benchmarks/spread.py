@@ -1,28 +1,23 @@
 """What each source that a sink rank awaits costs the sink, beside the bytes.
 
-`python benchmarks/spread.py [--write]`: a cache of 64 layers and 16 KB in all, which 16 source ranks hold, is fetched by one rank from one to 16 of
-them, by shm, in one process and thread. Time of the sink's own turns alone, CPU time, median of fetches; --write keeps the medians in
-benchmarks/results/spread.json.
+`python benchmarks/spread.py [--out]`: a cache of 64 layers and 16 KB in all, which 16 source ranks hold, is fetched by one rank from one to 16 of
+them, by shm, in one process and thread. Time of the sink's own turns alone, CPU time, median of fetches; --out keeps the medians.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from harness import arguments, facts, keep
 
 from kvproto import Cache, DType, Options, Parallel, Pool, Prompt, Sink, Source, lay_out, new_ticket
 
-RESULTS = Path(__file__).parent / "results/spread.json"
 LAYERS, PAGE, FETCHES = 64, 16, 60
 
 
@@ -62,9 +57,7 @@ def seconds(folder: Path, ranks: int) -> list[float]:
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"keep the medians in {RESULTS.name}")
-    args = parser.parse_args()
+    args = arguments(__doc__, "spread").parse_args()
     numbers = [1, 2, 4, 8, 16]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         medians = [median(seconds(Path(folder), n)) for n in numbers]
@@ -72,15 +65,7 @@ def main() -> int:
         print(f"{n:3} sources awaited: {value * 1e6:8.0f} us of the sink")
     slope = float(np.polyfit(numbers, medians, 1)[0])
     print(f"each of them: {slope * 1e6:.0f} us")
-    if args.write:
-        head = {
-            "benchmark": "spread",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "python": platform.python_version(),
-        }
-        RESULTS.write_text(
-            json.dumps(head | {"awaited": numbers, "seconds": medians, "each_s": slope}, indent=1) + "\n"
-        )
+    keep(args.out, {"benchmark": "spread"} | facts() | {"awaited": numbers, "seconds": medians, "each_s": slope})
     return 0
 
 

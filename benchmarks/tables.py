@@ -1,26 +1,49 @@
-"""Writes the tables of docs/gpu.md from benchmarks/results, so that no figure is copied by hand.
+"""Writes the tables of docs/gpu.md, docs/dcp_gpu.md and docs/tiers.md from benchmarks/results, so that no figure is copied by hand.
 
-`python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated. --check
-writes nothing; exit status 1: a table says something else than the results.
+`python benchmarks/tables.py [--check]`: what stands between `<!-- table NAME -->` and the next empty line is generated;
+benchmarks/plots.py draws the pages' pictures. --check writes nothing; exit status 1: a table differs from the results.
+
+The projection of docs/dcp_gpu.md: attention by the bytes that a rank reads, between the runs of one rank and of a group of
+two at the same batch, and not faster than the rate at which a verify step multiplies; exchange as a line in the bytes that
+a rank receives, fitted to all batches of two ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs/gpu.md"
+import numpy as np
+from harness import RESULTS, ROOT, results
+
 ALLOWED = 100e-6
 """Seconds from the last layer to the last byte, beyond those of the last part on an idle GPU."""
+DCP: dict[str, Any] = json.loads((RESULTS / "dcp_gpu.json").read_text())
+STEPS = {
+    name: f"step, {name}"
+    for name in ("NCCL all-to-all", "NCCL all-to-all, q on all", "peer memory", "peer memory, q on all")
+}
+NCCL = ("NCCL all-to-all", "NCCL all-gather and reduce-scatter")
+HEADS, VALUES, ROWS = {"GQA": 8, "MLA": 16}, {"GQA": 128, "MLA": 512}, {"GQA": 128, "MLA": 576}
+Rows = Iterator[Sequence[object]]
+TABLES: list[tuple[str, str, str, Callable[[], Rows]]] = []
+"""Page, name, head and rows of each."""
 
 
-def results(name: str) -> Any:
-    return json.loads((HERE / f"results/{name}.json").read_text())
+def table(page: str, name: str, head: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
+    """A decorator of functions that yield the rows of a table."""
+
+    def add(rows: Callable[[], Rows]) -> Callable[[], Rows]:
+        TABLES.append((page, name, head, rows))
+        return rows
+
+    return add
+
+
+# docs/gpu.md
 
 
 def gb(rate: float | None) -> str:
@@ -33,70 +56,43 @@ def rates() -> Iterator[tuple[str, dict[str, float]]]:
         yield f"{int(run):,}", {name: median(s) for name, s in samples.items()}
 
 
-def cuda() -> Iterator[Sequence[str]]:
-    yield (
-        "run, bytes",
-        "peer copy",
-        "pull",
-        "push",
-        "torch: select, copy, put",
-        "cuMemcpyBatchAsync",
-        "NIXL, a descriptor a run",
-        "Mooncake, a descriptor a run",
-    )
+@table("gpu", "verify", " | with checksums | without | with checksums, before | without, before")
+def verify() -> Rows:
+    samples = results("verify_gpu")["samples"]
+    before = samples.pop("before")
+    for name, now in samples.items():
+        yield name, *(f"{median(map(max, rounds[way])):.0f}" for rounds in (now, before[name]) for way in rounds)
+
+
+@table(
+    "gpu",
+    "cuda",
+    "run, bytes | peer copy | pull | push | torch: select, copy, put | cuMemcpyBatchAsync | NIXL, a descriptor a run"
+    " | Mooncake, a descriptor a run",
+)
+def cuda() -> Rows:
+    others = "torch, float64", "cuMemcpyBatchAsync", "NIXL, descriptors", "Mooncake, descriptors"
     for run, of in rates():
         ours = [f"{gb(of[n])} ({of[n] / of['peer copy']:.3f})" for n in ("kernel, pull", "kernel, push")]
-        others = [
-            gb(of.get(n))
-            for n in ("torch, float64", "cuMemcpyBatchAsync", "NIXL, descriptors", "Mooncake, descriptors")
-        ]
-        yield run, gb(of["peer copy"]), *ours, *others
+        yield run, gb(of["peer copy"]), *ours, *(gb(of.get(name)) for name in others)
 
 
-def nixl() -> Iterator[Sequence[str]]:
-    yield (
-        "run, bytes",
-        "packed, GB/s",
-        "NIXL's own writes of 64 MB, in the same rounds",
-        "share",
-        "with its tables",
-        "NIXL, a descriptor a run",
-    )
-    for run, of in rates():
-        packed, own, tables = of["NIXL, packed"], of["NIXL, writes of 64 MB"], of["NIXL, packed, with its tables"]
-        yield (
-            run,
-            gb(packed),
-            gb(own),
-            f"{packed / own:.2f}",
-            f"{gb(tables)} ({tables / own:.2f})",
-            gb(of.get("NIXL, descriptors")),
-        )
-
-
-def shapes() -> Iterator[Sequence[str]]:
-    yield "one rank pair's share of a request", "tokens", "MB", "bytes of a run", "us", "GB/s", "of the ceiling"
+@table(
+    "gpu", "shapes", "one rank pair's share of a request | tokens | MB | bytes of a run | us | GB/s | of the ceiling"
+)
+def shapes() -> Rows:
     for s in results("transfer_shapes")["shapes"]:
         seconds = median(s["seconds"])
         rate = s["bytes"] / seconds
-        yield (
-            s["shape"],
-            f"{s['tokens']:,}",
-            f"{s['bytes'] / 1e6:,.1f}",
-            f"{s['mean_run']:,.0f}",
-            f"{seconds * 1e6:,.0f}",
-            gb(rate / 1e9),
-            f"{rate / median(s['ceiling']):.3f}",
-        )
+        cells = f"{s['tokens']:,}", f"{s['bytes'] / 1e6:,.1f}", f"{s['mean_run']:,.0f}", f"{seconds * 1e6:,.0f}"
+        yield s["shape"], *cells, gb(rate / 1e9), f"{rate / median(s['ceiling']):.3f}"
 
 
 def prefills(run: dict[str, Any]) -> dict[str, float]:
     """Of one way and chunk: medians, with the cycles of the GPU and the tail that is allowed."""
     of = {name: median(p[name] for p in run["prefills"]) for name in run["prefills"][0]}
-    return of | {
-        "cycles": median(p["compute"] * p["mhz"] for p in run["prefills"]),
-        "allowed": of["left"] / median(run["rate"]) + ALLOWED,
-    }
+    cycles = median(p["compute"] * p["mhz"] for p in run["prefills"])
+    return of | {"cycles": cycles, "allowed": of["left"] / median(run["rate"]) + ALLOWED}
 
 
 def slower(of: dict[str, float], than: dict[str, float]) -> list[float]:
@@ -104,60 +100,205 @@ def slower(of: dict[str, float], than: dict[str, float]) -> list[float]:
     return [(of[n] / than[n] - 1) * 100 for n in ("compute", "cycles")]
 
 
-def overlap() -> Iterator[Sequence[str]]:
-    yield (
-        "handed over",
-        "chunks of",
-        "prefill, ms",
-        "clock, MHz",
-        "slower in time",
-        "in cycles",
-        "last part, MB",
-        "from the last layer to the last byte, us",
-        "allowed",
-    )
+@table(
+    "gpu",
+    "overlap",
+    "handed over | chunks of | prefill, ms | clock, MHz | slower in time | in cycles | last part, MB"
+    " | from the last layer to the last byte, us | allowed",
+)
+def overlap() -> Rows:
     base: dict[int, dict[str, float]] = {}
-    for r in results("overlap")["runs"]:
-        of = prefills(r)
-        than = base.setdefault(r["chunk"], of)
+    for run in results("overlap")["runs"]:
+        of = prefills(run)
+        than = base.setdefault(run["chunk"], of)
         more = ["" if than is of else f"{percent:+z.1f} %" for percent in slower(of, than)]
-        yield (r["way"], f"{r['chunk']:,}", f"{of['compute'] * 1e3:.1f}", f"{of['mhz']:,.0f}", *more, f"{of['left'] / 1e6:,.1f}", f"{of['tail'] * 1e6:,.0f}",
-               f"{of['allowed'] * 1e6:,.0f}")  # fmt: skip
+        tail = f"{of['left'] / 1e6:,.1f}", f"{of['tail'] * 1e6:,.0f}", f"{of['allowed'] * 1e6:,.0f}"
+        yield run["way"], f"{run['chunk']:,}", f"{of['compute'] * 1e3:.1f}", f"{of['mhz']:,.0f}", *more, *tail
 
 
-def verify() -> Iterator[Sequence[str]]:
-    samples = results("verify_gpu")["samples"]
-    before = samples["before"]
-    yield "", "with checksums", "without", "with checksums, before", "without, before"
-    for name, rounds in samples.items():
-        if name != "before":
-            of = [f"{median(map(max, some[way])):.0f}" for some in (rounds, before[name]) for way in some]
-            yield name, *of
+@table(
+    "gpu",
+    "nixl",
+    "run, bytes | packed, GB/s | NIXL's own writes of 64 MB, in the same rounds | share | with its tables"
+    " | NIXL, a descriptor a run",
+)
+def nixl() -> Rows:
+    for run, of in rates():
+        packed, own, whole = of["NIXL, packed"], of["NIXL, writes of 64 MB"], of["NIXL, packed, with its tables"]
+        share = f"{gb(whole)} ({whole / own:.2f})"
+        yield run, gb(packed), gb(own), f"{packed / own:.2f}", share, gb(of.get("NIXL, descriptors"))
 
 
-TABLES = {"verify": verify, "cuda": cuda, "shapes": shapes, "overlap": overlap, "nixl": nixl}
+# docs/dcp_gpu.md
 
 
-def written(page: str) -> str:
-    """`page` with all tables made anew."""
-    for name, rows in TABLES.items():
-        head, *body = ["| " + " | ".join(row) + " |" for row in rows()]
-        mark = f"<!-- table {name} -->\n\n"
-        before, after = page.split(mark)
-        page = (
-            before
-            + mark
-            + "\n".join([head, "|---" * (head.count(" | ") + 1) + "|", *body])
-            + after[after.index("\n\n") :]
-        )
-    return page
+def us(of: dict[str, Any]) -> dict[str, float]:
+    return {name: median(samples) for name, samples in of["us"].items()}
+
+
+def tokens(n: int) -> str:
+    return f"{n >> 10}K"
+
+
+def batches() -> list[int]:
+    return sorted({step["batch"] for step in DCP["steps"]})
+
+
+def runs_of(shape: str, batch: int) -> list[dict[str, Any]]:
+    """Steps of one shape and batch, by context."""
+    return [step for step in DCP["steps"] if (step["shape"], step["batch"]) == (shape, batch)]
+
+
+@table(
+    "dcp_gpu",
+    "steps",
+    " | batch | context | one rank, us | two, attention | "
+    + " | ".join(f"two, {name}" for name in STEPS)
+    + " | times faster",
+)
+def steps() -> Rows:
+    """One rank against a group of two."""
+    for s in DCP["steps"]:
+        of = us(s)
+        one = of["attention, N=1"]
+        whole = [f"{of[name]:.1f} ({one / of[name]:.2f})" for name in STEPS.values()]
+        best = one / min(of[name] for name in STEPS.values())
+        attention = f"{one:.1f}", f"{of['attention, N=2']:.1f}"
+        yield s["shape"], s["batch"], tokens(s["context"]), *attention, *whole, f"{best:.2f}"
+
+
+@table(
+    "dcp_gpu",
+    "attention",
+    " | batch | context | N | bare, us | ours, us | share | plan(), us | KV MB a rank and layer",
+)
+def attention() -> Rows:
+    """Through the wrapper against FlashInfer called by hand, and plan()."""
+    for s in DCP["steps"]:
+        for n in ("1", "2"):
+            way = f"attention, N={n}"
+            by_hand = f"{way}, FlashInfer bare"
+            share = median(b / o for b, o in zip(s["us"][by_hand], s["us"][way], strict=True))
+            cells = f"{us(s)[by_hand]:.1f}", f"{us(s)[way]:.1f}", f"{share:.3f}", f"{median(s['plan'][n]):.0f}"
+            yield s["shape"], s["batch"], tokens(s["context"]), n, *cells, f"{s['kv_bytes'][n] / 1e6:,.1f}"
+
+
+@table(
+    "dcp_gpu",
+    "exchanges",
+    " | batch | better NCCL way, us | peer memory, us | times faster | q on all: NCCL, us | peer memory, us | times faster",
+)
+def exchanges() -> Rows:
+    """Gathering queries, exchange and merge, without attention."""
+    for s in DCP["exchanges"]:
+        of = us(s)
+        both, merge = (min(of[f"{what}, {name}"] for name in NCCL) for what in ("both", "merge"))
+        ours, own = of["both, peer memory"], of["merge, peer memory, q on all"]
+        cells = f"{both:.1f}", f"{ours:.1f}", f"{both / ours:.2f}", f"{merge:.1f}", f"{own:.1f}", f"{merge / own:.2f}"
+        yield s["shape"], s["batch"], *cells
+
+
+@table(
+    "dcp_gpu",
+    "verify",
+    " | batch | context | tokens | us | reading, us | multiplying, us | share of the larger",
+)
+def verify_steps() -> Rows:
+    """Several tokens a sequence, over what was committed before, beside what memory and arithmetic allow."""
+    for v in DCP["verify"]:
+        took, reads = median(v["us"]), v["bytes"] / DCP["ceilings"]["read"] * 1e6
+        multiplies = v["flops"] / DCP["ceilings"]["multiply"] * 1e6
+        cells = f"{took:.1f}", f"{reads:.1f}", f"{multiplies:.1f}", f"{max(reads, multiplies) / took:.2f}"
+        yield v["shape"], v["batch"], tokens(v["context"]), v["tokens"], *cells
+
+
+@table("dcp_gpu", "break_even", " | batch | " + " | ".join(STEPS))
+def break_even() -> Rows:
+    """The context from which a group of two is faster than one rank, between those that were run."""
+    for shape in HEADS:
+        for batch in batches():
+            yield shape, batch, *(_break_even(runs_of(shape, batch), name) for name in STEPS.values())
+
+
+def _break_even(runs: Sequence[dict[str, Any]], name: str) -> str:
+    gains = [(s["context"], us(s)["attention, N=1"] - us(s)[name]) for s in runs]
+    if gains[0][1] > 0:
+        return f"under {tokens(gains[0][0])}"
+    for (shorter, loss), (longer, gain) in zip(gains, gains[1:], strict=False):
+        if gain > 0:
+            return f"{(shorter + (longer - shorter) * loss / (loss - gain)) / 1024:.0f}K"
+    return f"over {tokens(gains[-1][0])}"
+
+
+@table("dcp_gpu", "projection", " | batch | context | N = 2 measured | N = 2 of the model | N = 4 | N = 8")
+def projection() -> Rows:
+    """What larger groups would give; not measured."""
+    for shape in HEADS:
+        link = _link(shape)
+        rate = max(v["flops"] / median(v["us"]) for v in DCP["verify"] if v["shape"] == shape)
+        for batch in batches():
+            runs = runs_of(shape, batch)
+            read = [s["kv_bytes"][n] for s in runs for n in ("1", "2")]
+            took = [us(s)[f"attention, N={n}"] for s in runs for n in ("1", "2")]
+            points = [*zip(*sorted(zip(read, took, strict=True)), strict=True)]
+            for s in runs:
+                one = us(s)["attention, N=1"]
+                modelled = []
+                for n in (2, 4, 8):
+                    rows = s["kv_bytes"]["1"] / n / {"GQA": 512, "MLA": 1152}[shape]
+                    multiplied = 2 * rows * HEADS[shape] * n * (ROWS[shape] + VALUES[shape]) / rate
+                    local = float(np.interp(s["kv_bytes"]["1"] / n, *points))
+                    modelled.append(one / (max(local, multiplied) + link(_received(shape, batch, n))))
+                measured = one / us(s)["step, peer memory"]
+                yield shape, batch, tokens(s["context"]), *(f"{x:.2f}" for x in (measured, *modelled))
+
+
+def _received(shape: str, batch: int, n: int) -> float:
+    """Bytes that a rank gets from the others in a step: queries, outputs and log-sum-exps."""
+    return (n - 1) * batch * HEADS[shape] * (2 * ROWS[shape] + 2 * VALUES[shape] + 4)
+
+
+def _link(shape: str) -> Callable[[float], float]:
+    """Microseconds of queries, exchange and merge by bytes received."""
+    points = sorted((_received(s["shape"], s["batch"], 2), us(s)["both, peer memory"]) for s in DCP["exchanges"])
+    slope, start = np.polyfit(*zip(*points, strict=True), 1)
+    return lambda received: float(start + slope * received)
+
+
+# docs/tiers.md
+
+
+@table("tiers", "disk", " | write, MB/s | of one file | read, MB/s | of one file")
+def disk() -> Rows:
+    of = results("tiers")["disk"]
+    for name in of["mb_s"]["write"]:
+        pairs = ((of["mb_s"][way][name], of["of_one_file"][way].get(name)) for way in ("write", "read"))
+        yield name, *(cell for rate, share in pairs for cell in (f"{rate:,}", "" if share is None else f"{share:.2f}"))
+
+
+def written(text: str, page: str) -> str:
+    """The text of a page with all its tables made anew."""
+    for of, name, head, rows in TABLES:
+        if of == page:
+            mark = f"<!-- table {name} -->\n\n"
+            before, after = text.split(mark)
+            line = "|---" * (head.count(" | ") + 1) + "|"
+            body = ["| " + " | ".join(map(str, row)) + " |" for row in rows()]
+            text = before + mark + "\n".join([f"| {head} |", line, *body]) + after[after.index("\n\n") :]
+    return text
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    if "--check" not in sys.argv:
-        PAGE.write_text(written(page))
-    return int("--check" in sys.argv and written(page) != page)
+    stale = 0
+    for page in dict.fromkeys(of for of, *_ in TABLES):
+        path = ROOT / f"docs/{page}.md"
+        text = path.read_text()
+        new = written(text, page)
+        if "--check" in sys.argv:
+            stale += new != text
+        else:
+            path.write_text(new)
+    return int(stale > 0)
 
 
 if __name__ == "__main__":

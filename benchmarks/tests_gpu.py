@@ -1,15 +1,13 @@
 """Runs tests/gpu on this machine's GPUs, and keeps what was run, with what, and how it ended.
 
-`python benchmarks/tests_gpu.py [--write] [--sanitize]`: a process for each file of tests, --jobs of them at once. With --sanitize
+`python benchmarks/tests_gpu.py [--out] [--sanitize]`: a process for each file of tests, --jobs of them at once. With --sanitize
 the tests of the copy and exchange kernels run again under compute-sanitizer's memcheck. (Its racecheck looks at shared memory, which no kernel
-here uses.) --write keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed;
+here uses.) --out keeps it in benchmarks/results/tests_gpu_N.json, N the GPUs that this process sees. Exit status 0: all passed;
 2: there is no GPU, or no compute-sanitizer.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import shutil
 import subprocess
@@ -22,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from facts import facts
+from gpu import gpu_facts
+from harness import ROOT, arguments, keep
 
 from kvproto.transport.cuda.bench import count
 
-ROOT = Path(__file__).parents[1]
 SANITIZED = {
     ("tests/gpu/test_copier.py", "tests/gpu/test_packer.py"): "not late",
     ("tests/gpu/test_dcp_exchange.py",): "attention_over_all or replays",
@@ -44,18 +42,8 @@ def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str]
     """One pytest: the outcome and the seconds of each test, and the end of what it printed where one failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            *before,
-            sys.executable,
-            "-m",
-            "pytest",
-            *files,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            *options,
-        ]
+        plain = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [*before, sys.executable, "-m", "pytest", *files, *plain, *options]
         began = time.monotonic()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - began
@@ -82,12 +70,10 @@ def run(files: Sequence[str], before: Sequence[str] = (), options: Sequence[str]
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--sanitize", action="store_true")
-    options.add_argument("--jobs", type=int, default=3, help="files at once")
-    options.add_argument("--out", type=Path)
-    args = options.parse_args()
+    parser = arguments(__doc__, f"tests_gpu_{count()}")
+    parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--jobs", type=int, default=3, help="files at once")
+    args = parser.parse_args()
     if not count() or (args.sanitize and not shutil.which(MEMCHECK[0])):
         print("no GPU" if not count() else f"no {MEMCHECK[0]}", file=sys.stderr)
         return 2
@@ -103,9 +89,7 @@ def main() -> int:
     )
     for r in runs:
         print("\n".join(r.get("sanitizer", [])) or r.get("output", ""), end="\n" if r["rc"] or "sanitizer" in r else "")
-    if args.write or args.out:
-        path = args.out or ROOT / f"benchmarks/results/tests_gpu_{count()}.json"
-        path.write_text(json.dumps(facts() | {"runs": runs}, indent=1) + "\n")
+    keep(args.out, gpu_facts() | {"runs": runs})
     return 1 if any(r["rc"] for r in runs) else 0
 
 

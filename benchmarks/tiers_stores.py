@@ -2,14 +2,13 @@
 
 512 pages, each an object of 590 KB, one of 74 KB and a manifest of 300 B, written to this disk and read from it.
 
-python -m benchmarks.tiers_stores     writes benchmarks/results/tiers_stores.json; needs rocksdict and boto3 (extras bench and test)
+`python benchmarks/tiers_stores.py [--out]`; needs rocksdict and boto3 (extras bench and test).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,15 +19,14 @@ from typing import Any
 import boto3
 import numpy as np
 import rocksdict
+from harness import arguments, facts, keep
 from moto.server import ThreadedMotoServer
+from tiers import dropped, timed
 
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
 
-from .tiers_disk import dropped, timed
-
-RESULT = Path(__file__).parent / "results" / "tiers_stores.json"
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)
 CALLS = 100
 
@@ -50,8 +48,8 @@ class Rocks:
         self.db.put(key.encode(), data, self.how)
 
     def get(self, key: str) -> bytes | None:
-        found: bytes | None = self.db.get(key.encode())
-        return found
+        figures: bytes | None = self.db.get(key.encode())
+        return figures
 
 
 STORES: dict[str, Callable[[Path], Any]] = {
@@ -68,21 +66,21 @@ def measure(make: Callable[[Path], Any]) -> dict[str, float]:
     """Rates in MB/s, and the time to find 512 manifests."""
     data = [np.random.default_rng(g).bytes(size) for g, size in enumerate(SIZES)]
     keys = [f"o/{i:064x}.{'ab' * 32}.{g}.{'cd' * 32}" for i in range(PAGES) for g in range(len(SIZES))]
-    total, found = PAGES * sum(SIZES) / 1e6, {}
+    total, figures = PAGES * sum(SIZES) / 1e6, {}
     with TemporaryDirectory(dir=".") as name, ThreadPoolExecutor(4) as pool:
         store = make(root := Path(name) / "store")
-        found["write_mb_s"] = total / timed(lambda: [store.put(key, data[i % 3]) for i, key in enumerate(keys)])
-        found["read_cached_mb_s"] = total / timed(lambda: [store.get(key) for key in keys])
+        figures["write_mb_s"] = total / timed(lambda: [store.put(key, data[i % 3]) for i, key in enumerate(keys)])
+        figures["read_cached_mb_s"] = total / timed(lambda: [store.get(key) for key in keys])
         dropped(root)
-        found["read_mb_s"] = total / timed(lambda: [store.get(key) for key in keys])
+        figures["read_mb_s"] = total / timed(lambda: [store.get(key) for key in keys])
         dropped(root)
-        found["read_4_threads_mb_s"] = total / timed(lambda: [*pool.map(store.get, keys)])
-        found["lookup_of_512_manifests_ms"] = min(
+        figures["read_4_threads_mb_s"] = total / timed(lambda: [*pool.map(store.get, keys)])
+        figures["lookup_of_512_manifests_ms"] = min(
             1e3 * timed(lambda: [store.get(key) for key in keys[2::3]]) for _ in range(5)
         )
         used = sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
-        found["disk_a_byte"] = used / 1e6 / total
-    return {key: round(value, 2 if value < 10 else 0) for key, value in found.items()}
+        figures["disk_a_byte"] = used / 1e6 / total
+    return {key: round(value, 2 if value < 10 else 0) for key, value in figures.items()}
 
 
 def clients() -> dict[str, dict[str, float]]:
@@ -113,15 +111,13 @@ def clients() -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    """Measure, write, print."""
-    made = {
-        "date": time.strftime("%Y-%m-%d"), "pages": PAGES, "load_average": round(os.getloadavg()[0], 1),
-        "stores": {name: measure(make) for name, make in STORES.items()}, "s3": clients(),
-    }  # fmt: skip
-    RESULT.write_text(json.dumps(made, indent=1) + "\n")
-    print(RESULT.read_text())
+    """Measure, print, keep."""
+    args = arguments(__doc__, "tiers_stores").parse_args()
+    figures = {"pages": PAGES, "stores": {name: measure(make) for name, make in STORES.items()}, "s3": clients()}
+    print(json.dumps(figures, indent=1))
+    keep(args.out, facts() | figures)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

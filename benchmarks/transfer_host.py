@@ -1,7 +1,6 @@
 """Scattered runs between two processes by NIXL over host memory: a descriptor a run, packed into slots, and one long write.
 
-`python benchmarks/transfer_host.py [--write]`: prints the table; --write keeps raw samples in
-benchmarks/results/transfer_host.json. Each round measures all ways one after the other; rates are medians. The ceiling is
+`python benchmarks/transfer_host.py [--out]`. Each round measures all ways one after the other; rates are medians. The ceiling is
 one NIXL write of 64 MB. On host memory UCX copies with a core of the sender, the packer with another, and the sink
 unpacks with a third: with fewer cores than that they wait for each other; `cpus` says how many there were, and `load` how
 many threads of other processes competed for them.
@@ -9,35 +8,27 @@ many threads of other processes competed for them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import multiprocessing.connection
 import os
-import platform
 import sys
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from statistics import median
 from typing import Any
 
 import attrs
 import numpy as np
+from harness import arguments, child, facts, keep
 
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.nixl.agent import Agent, Registered
 from kvproto.transport.nixl.direct import Costs, DirectWrite, choose
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 
-RESULTS = Path(__file__).parent / "results/transfer_host.json"
 RUNS = (512, 1152, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 POOL, MOVED, CEILING = 256 << 20, 128 << 20, 64 << 20
 MOST_DESCRIPTORS = 16384
@@ -95,7 +86,7 @@ def packed(
         for piece in pieces:
             conn.send(piece.notice(1, sequence, 1))
         if not pieces and sender.under_way == before:
-            multiprocessing.connection.wait([conn, agent], 0.01)
+            wait([conn, agent], 0.01)
             agent.wait(0)
     while (message := conn.recv()) is not None:
         link.grant(message)
@@ -111,58 +102,47 @@ def direct(agent: Agent, made: CopyProgram, own: Registered, peer: Any) -> float
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"keep the samples in {RESULTS.name}")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = arguments(__doc__, "transfer_host", rounds=7)
     parser.add_argument("--slot", type=int, default=8 << 20, help="bytes of a staging slot")
     args = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
-    peer_process = multiprocessing.get_context("spawn").Process(target=sink, args=(theirs, args.slot), daemon=True)
-    peer_process.start()
-    samples: dict[str, dict[str, Any]] = {str(run): {"ceiling": [], "direct": [], "packed": []} for run in RUNS}
-    with Agent() as agent:
+    head = (
+        {"benchmark": "transfer_host", "unit": "GB/s"} | facts("nixl") | {"ucx_tls": os.environ.get("UCX_TLS", "all")}
+    )
+    samples: dict[str, dict[str, Any]] = {}
+    with child(sink, args.slot) as peer, Agent() as agent:
         own = agent.register(np.random.default_rng(0).integers(0, 256, POOL, np.uint8))
         staging = agent.register(np.ones(SLOTS * args.slot, np.uint8), args.slot)
-        pages, slots = (agent.connect(region, "regions") for region in ours.recv())
-        link = StagedLink(staging, slots)
-        sequence = 0
-        print(
-            f"{'run':>10}{'descriptors':>14}{'ceiling':>10}{'direct':>10}{'packed':>10}{'of ceiling':>12}  GB/s, medians"
+        pages, slots = (agent.connect(region, "regions") for region in peer.recv())
+        link, sequence = StagedLink(staging, slots), 0
+        heads = "".join(
+            f"{name:>{w}}" for name, w in (("descriptors", 14), ("ceiling", 10), ("direct", 10), ("packed", 10))
         )
+        print(f"{'run':>10}{heads}{'of ceiling':>12}  GB/s, medians")
         for run in RUNS:
             whole, fewer = MOVED // run, min(MOVED // run, MOST_DESCRIPTORS)
             all_runs, some_runs = program(run, whole), program(run, fewer)
-            row = samples[str(run)]
-            row["descriptors"] = fewer
+            row: dict[str, Any] = {"ceiling": [], "direct": [], "packed": [], "descriptors": fewer}
+            samples[str(run)] = row
             for i in range(args.rounds + 1):  # the first one warms up
                 begin = time.perf_counter()
                 assert pages.write(own.memory.part(0, CEILING), pages.memory.part(0, CEILING)).wait(60)
-                found = {"ceiling": CEILING / (time.perf_counter() - begin)}
-                found["direct"] = some_runs.bytes / direct(agent, some_runs, own, pages)
+                rates = {"ceiling": CEILING / (time.perf_counter() - begin)}
+                rates["direct"] = some_runs.bytes / direct(agent, some_runs, own, pages)
                 sequence += 1
-                found["packed"] = all_runs.bytes / packed(ours, agent, link, sequence, run, all_runs, own)
+                rates["packed"] = all_runs.bytes / packed(peer, agent, link, sequence, run, all_runs, own)
                 if i:
-                    for way, rate in found.items():
+                    for way, rate in rates.items():
                         row[way].append(round(rate / 1e9, 4))
             ceiling, one, other = (median(row[way]) for way in ("ceiling", "direct", "packed"))
             print(f"{run:10}{fewer:14}{ceiling:10.2f}{one:10.2f}{other:10.2f}{other / ceiling:12.2f}")
-        short, top = str(RUNS[0]), median(s for run in RUNS for s in samples[str(run)]["ceiling"])
+        short, top = str(RUNS[0]), median(s for row in samples.values() for s in row["ceiling"])
         costs = Costs(RUNS[0] / median(samples[short]["direct"]) / 1e9, top * 1e9, 0.5)
         for run in RUNS:
             samples[str(run)]["chosen"] = choose(program(run, 4).runs(), costs).value
-        print(
-            f"descriptor {costs.descriptor * 1e6:.2f} us; chosen: { ({run: samples[str(run)]['chosen'] for run in RUNS}) }"
-        )
-        ours.send(None)
-    peer_process.join()
-    if args.write:
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "nixl": version("nixl")}
-        head = {
-            "benchmark": "transfer_host", "date": datetime.now(UTC).isoformat(timespec="seconds"), "unit": "GB/s",
-            "machine": f"{platform.machine()}, {platform.system()}", "cpus": os.cpu_count(), "load": os.getloadavg()[0], "versions": versions,
-            "ucx_tls": os.environ.get("UCX_TLS", "all"), "bytes": MOVED, "slots": SLOTS, "slot_bytes": args.slot,
-        }  # fmt: skip
-        RESULTS.write_text(json.dumps(head | {"runs": samples}, indent=1) + "\n")
+        chosen = {run: row["chosen"] for run, row in samples.items()}
+        print(f"descriptor {costs.descriptor * 1e6:.2f} us; chosen: {chosen}")
+        peer.send(None)
+    keep(args.out, head | {"bytes": MOVED, "slots": SLOTS, "slot_bytes": args.slot, "runs": samples})
     return 0
 
 

@@ -1,7 +1,7 @@
-"""vLLM on the CPU with `kvproto_vllm`: decode steps beside an idle connector, what a hand-over takes, a crowd of requests.
+"""vLLM on the CPU with `kvproto_vllm`: decode steps beside an idle connector, and what a hand-over takes.
 
-`PYTHONPATH=.:integrations .engines/venv/bin/python benchmarks/vllm_cpu.py [--write] [--only NAME ...]` after `make engines`;
---write keeps all in benchmarks/results/vllm_cpu.json. Caches are as large as those of SmolLM2-135M in float32; an engine
+`PYTHONPATH=.:integrations .engines/venv/bin/python benchmarks/vllm_cpu.py [--out] [--only NAME ...]` after `make engines`;
+--out keeps all samples. Caches are as large as those of SmolLM2-135M in float32; an engine
 computes on one core.
 
 * idle: decode steps of 8 requests of a model of that size in three engines that take turns: one with the connector, connected to a prefill engine,
@@ -9,16 +9,12 @@ computes on one core.
   the clock, and the processor time of the thread that steps, which other work on the machine does not change.
 * hand_over: a prompt that was computed moves to the decode engine. From the step in which the engine orders it until it
   knows that all has arrived, beside a copy of the same pages from one piece of shared memory to another; also without checksums.
-* crowd: 200 requests at random, 16 at a time, through two engines that have blocks for three of them
-  (tools/engines/vllm_random.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -27,18 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
+from harness import arguments, facts, keep
 from torch.utils.dlpack import from_dlpack
 
 import kvproto
 from tools.engines.child import new_name, prompts
 from tools.engines.vllm_engine import ASK, Engine
 from tools.engines.vllm_models import make
-from tools.engines.vllm_pd import CROWDED
-from tools.engines.vllm_random import crowd
 
-RESULT = Path(__file__).parent / "results/vllm_cpu.json"
 ROUNDS, STEPS = 10, 40
 HANDED, WARM = 15, 6
 """Hand-overs of a prompt, and how many before them, in which each block of the pools is used once."""
@@ -77,7 +70,7 @@ def idle(folder: Path) -> dict[str, Any]:
                 measured = _steps(engines[name], n)
                 if n:  # the first round warms up
                     samples[name].append(measured)
-    found: dict[str, Any] = {"steps_ms": samples}
+    figures: dict[str, Any] = {"steps_ms": samples}
     for kind, of in (("clock", 0), ("processor", 1)):
         rounds = {name: [statistics.median(x[of] for x in each) for each in some] for name, some in samples.items()}
         ratios = {
@@ -85,9 +78,9 @@ def idle(folder: Path) -> dict[str, Any]:
             for name in ("with", "without again")
         }
         medians = {name: round(statistics.median(some), 3) for name, some in rounds.items()}
-        found[kind] = {"medians_ms": medians, "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}}
-        print(f"idle, by the {kind}: {found[kind]}", flush=True)
-    return found
+        figures[kind] = {"medians_ms": medians, "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}}
+        print(f"idle, by the {kind}: {figures[kind]}", flush=True)
+    return figures
 
 
 def _steps(engine: Engine, seed: int) -> list[tuple[float, float]]:
@@ -104,19 +97,19 @@ def _steps(engine: Engine, seed: int) -> list[tuple[float, float]]:
 def hand_over(folder: Path) -> dict[str, Any]:
     """Milliseconds of hand-overs of one prompt at a time, and of copies of the same pages."""
     given = {"model": str(make(folder, "thin"))} | SETTINGS
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for title, options in (("checked", {}), ("without checksums", {"verify": False})):
         with started(folder, given, options) as (one, two):
             for tokens in TOKENS:
                 (prompt,) = prompts(1, tokens, tokens + 1)
                 samples = [(round(1e3 * _through(one, two, prompt), 3)) for _ in range(WARM + HANDED)][WARM:]
-                found.setdefault(str(tokens), {})[title] = samples
+                figures.setdefault(str(tokens), {})[title] = samples
     for tokens in TOKENS:
-        of = found[str(tokens)] | {"copy": _copies(-(-tokens // BLOCK))}
-        found[str(tokens)] = of
+        of = figures[str(tokens)] | {"copy": _copies(-(-tokens // BLOCK))}
+        figures[str(tokens)] = of
         medians = {name: f"{statistics.median(samples):.2f} ms" for name, samples in of.items()}
         print(f"{tokens} tokens, {tokens * LAYERS * ROW / 1e6:.1f} MB: {medians}", flush=True)
-    return {"samples_ms": found, "bytes_of_a_token": LAYERS * ROW}
+    return {"samples_ms": figures, "bytes_of_a_token": LAYERS * ROW}
 
 
 def _through(prefill: Engine, decode: Engine, prompt: list[int]) -> float:
@@ -145,46 +138,19 @@ def _copies(blocks: int) -> list[float]:
     return samples[WARM:]
 
 
-def crowded(folder: Path) -> dict[str, Any]:
-    """What became of the requests of three crowds."""
-    engines = []
-    for (name, other), given in zip((("one", "two"), ("two", "one")), (CROWDED.one, CROWDED.two), strict=True):
-        model = str(make(folder, given["model"]))
-        engines.append(Engine.of(name, str(folder), [other], "recompute", **given | {"model": model}))
-    one, two = engines
-    for engine in engines:
-        engine.start()
-    try:
-        for engine in engines:
-            engine.ready()
-        found = [attrs.asdict(crowd(one, two, seed=seed)) for seed in range(3)]
-    finally:
-        for engine in engines:
-            engine.stop()
-    for each in found:
-        print(f"crowd: {each}", flush=True)
-    return {"crowds": found}
-
-
-MEASURES = {"crowd": crowded, "idle": idle, "hand_over": hand_over}
+MEASURES = {"idle": idle, "hand_over": hand_over}
 
 
 def main() -> None:
-    """Run all, or those that are named, and print or write what they found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    """Run all, or those that are named, print what they found, and keep it beside earlier results of the others."""
+    parser = arguments(__doc__, "vllm_cpu")
     parser.add_argument("--only", choices=MEASURES, nargs="+", default=MEASURES)
     args = parser.parse_args()
-    import vllm
-    import vllm.v1.worker.cpu_worker
-
-    found: dict[str, Any] = {"vllm": vllm.__version__, "cores": os.cpu_count(), "when": time.strftime("%Y-%m-%d")}
+    figures = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = MEASURES[name](Path(folder)) | {"load_of_a_minute": round(os.getloadavg()[0], 1)}
-    if args.write:
-        before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        RESULT.write_text(json.dumps(before | found) + "\n")
+            figures[name] = facts("vllm") | MEASURES[name](Path(folder))
+    keep(args.out, figures)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """Two vLLM engines hand prompts over on GPUs: equal tokens, then how long it takes, beside vLLM's own connector.
 
-`python benchmarks/vllm_gpu.py [--write] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
+`python benchmarks/vllm_gpu.py [--out] [--only NAME ...] [--cpu]`, where vLLM runs: one GPU for both engines, or one each.
 For each pair of engines a model of random weights is served twice. `exact`: float32, HND to NHD; the tokens are those of the
 decode engine alone with all but one token in its prefix cache, also with prefix hits and scattered blocks, and not where a bit
 of a page is flipped. `unlike`: other block sizes and chunks too, which alone make two engines differ at near ties. `ours` (with
 every byte checked, without, by pull, over nixl), `nixl` (vLLM's own) and `nothing` (loads that move nothing: the engines' own
 time): bfloat16 with FlashAttention, 8 prompts of 8,192 tokens at once, in rounds of three, blocks scattered in the second; from
 asking the decode engine until it has the first token of each. Then the first token of one prompt, and steps of a decode engine
-while prompts arrive. Quantized caches, as `exact`. --write keeps results/vllm_gpu.json, with --only the pairs that it names.
+while prompts arrive. Quantized caches, as `exact`. --out keeps all samples, with --only those of the pairs that it names.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,11 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_engine import Ask, Engine, Got
-from vllm_random_model import make_model
+from harness import arguments, keep
+from vllm_engine import Ask, Engine, Got, make_model
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results/vllm_gpu.json"
 ASK = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -112,11 +110,11 @@ def exact(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
             decode.run([tokens[: len(tokens) // known] for tokens in prompts])
         got = over(prefill, decode, prompts, most, prefix)[0]
         first = alike(got, alone)
-        found: dict[str, list[Any]] = {"equal": [n == most for n in first], "equal tokens": first}
-        found |= {"of both engines alone": alike(other, fresh), "of one without its cache": alike(fresh, alone)}
-        found["equal logits"] = [a.gaps == b.gaps for a, b in zip(got, alone, strict=True)]
-        found["gap"] = [one.gaps[n] if n < most else None for n, one in zip(first, alone, strict=True)]
-        return found | {"different tokens": [len({*one.tokens}) for one in alone]}
+        figures: dict[str, list[Any]] = {"equal": [n == most for n in first], "equal tokens": first}
+        figures |= {"of both engines alone": alike(other, fresh), "of one without its cache": alike(fresh, alone)}
+        figures["equal logits"] = [a.gaps == b.gaps for a, b in zip(got, alone, strict=True)]
+        figures["gap"] = [one.gaps[n] if n < most else None for n, one in zip(first, alone, strict=True)]
+        return figures | {"different tokens": [len({*one.tokens}) for one in alone]}
 
     def alike(some: list[Got], others: list[Got]) -> list[int]:
         both = [list(zip(a.tokens, b.tokens, strict=True)) for a, b in zip(some, others, strict=True)]
@@ -126,32 +124,32 @@ def exact(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
         for engine, seed in zip((prefill, decode), seeds, strict=True):
             engine.order(seed)
 
-    found = {"tokens": same(tokens_of(lengths, 1)), "prefix": same(tokens_of(lengths, 2), known=2)}
+    figures = {"tokens": same(tokens_of(lengths, 1)), "prefix": same(tokens_of(lengths, 2), known=2)}
     order(3, 4)
-    found["scattered"] = same(tokens_of(lengths, 5))
-    found["one bit"] = same(tokens_of(lengths[2:3], 6), "corrupt")
+    figures["scattered"] = same(tokens_of(lengths, 5))
+    figures["one bit"] = same(tokens_of(lengths[2:3], 6), "corrupt")
     order(0, 0)
-    found["afterwards"] = same(tokens_of(lengths, 7))
-    return found
+    figures["afterwards"] = same(tokens_of(lengths, 7))
+    return figures
 
 
 def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
     """Seconds of rounds, of first tokens, and of steps while prompts arrive."""
     number, length, times = (4, 200, 2) if small else (8, 8192, 5)
-    found: dict[str, Any] = {"ordered": [], "scattered": [], "again": [], "equal": []}
+    figures: dict[str, Any] = {"ordered": [], "scattered": [], "again": [], "equal": []}
     for turn in range(times):
         for kind, seed in (("ordered", 0), ("scattered", 7 + turn), ("again", 0)):
             prefill.order(seed)
             decode.order(seed and seed + 100)
             got, seconds = over(prefill, decode, tokens_of([length] * number, 20 + turn), 1)
-            found[kind].append(seconds)
+            figures[kind].append(seconds)
     prompts = tokens_of([length] * number, 20 + times - 1)
-    found["equal"] = [a.tokens == b.tokens for a, b in zip(got, decode.run(prompts)[0], strict=True)]
-    found["first token"] = {}
+    figures["equal"] = [a.tokens == b.tokens for a, b in zip(got, decode.run(prompts)[0], strict=True)]
+    figures["first token"] = {}
     for size in (100, 400) if small else (1024, 8192, 32_768):
-        found["first token"][size] = [over(prefill, decode, tokens_of([size], 50 + i), 1)[1] for i in range(times + 1)][
-            1:
-        ]
+        figures["first token"][size] = [
+            over(prefill, decode, tokens_of([size], 50 + i), 1)[1] for i in range(times + 1)
+        ][1:]
     # decode steps of other requests while the prompts arrive
     params = [one.params for one in prefill.run(prompts, params=ASK)[0]]
     local, come = tokens_of([64] * 8, 60), 60 if small else 200
@@ -166,8 +164,8 @@ def rounds(prefill: Engine, decode: Engine, small: bool) -> dict[str, Any]:
         left -= step
         if left <= 0:
             break
-    found["steps before"], found["steps during"], found["arrived after"] = steps[20:come], during, first
-    return found
+    figures["steps before"], figures["steps during"], figures["arrived after"] = steps[20:come], during, first
+    return figures
 
 
 def log_of(logs: Path, name: str, role: str) -> Path:
@@ -216,31 +214,31 @@ def pair(
 
 def loads(log: Path) -> list[float]:
     """Seconds from the engine's order to load until it knows that all prompts of a round have arrived, of each round."""
-    found, begun, left = [], 0.0, 0
+    figures, begun, left = [], 0.0, 0
     for line in log.read_text(errors="replace").splitlines():
         if (said := re.search(r"(\d+\.\d+) (loads|arrived) (\d+)$", line)) is None:
             continue
         now, number = float(said[1]), int(said[3]) * (1 if said[2] == "loads" else -1)
         begun, left = (begun if left else now), left + number
         if not left:
-            found.append(now - begun)
-    return found
+            figures.append(now - begun)
+    return figures
 
 
-def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path, small: bool) -> bool:
-    """What a pair shows, into `found`; whether tokens are not as they should be."""
+def measure(name: str, figures: dict[str, Any], engines: list[Engine], logs: Path, small: bool) -> bool:
+    """What a pair shows, into `figures`; whether tokens are not as they should be."""
     try:
         for engine in engines:
-            found["vllm"] = engine.wait(600)
+            figures["vllm"] = engine.wait(600)
         if name.startswith(("ours", "nixl", "nothing")):
-            told = found[name] = rounds(*engines, small)
+            told = figures[name] = rounds(*engines, small)
             said = {k: f"{median(v) * 1e3:.2f}" for k, v in told.items() if isinstance(v, list) and k != "equal"}
             said |= {str(k): f"{median(v) * 1e3:.2f}" for k, v in told["first token"].items()}
             print(f"{name}, ms: {said} equal {told['equal']}", flush=True)
             if name.startswith("ours"):
                 told["loads"] = loads(log_of(logs, name, "decode"))
             return False
-        told = found[name] = exact(*engines, small)
+        told = figures[name] = exact(*engines, small)
         print(name, json.dumps(told), flush=True)
         bad = [gap for k, v in told.items() for gap in v["gap"] if k != "one bit" and gap is not None and gap > TIE]
         return bool(bad) or all(told["one bit"][same][0] for same in ("equal", "equal logits"))
@@ -251,36 +249,34 @@ def measure(name: str, found: dict[str, Any], engines: list[Engine], logs: Path,
 
 def main(argv: list[str] | None = None) -> int:
     """Run the pairs; the exit status says whether tokens were as they should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true")
+    parser = arguments(__doc__, "vllm_gpu")
     parser.add_argument("--only", nargs="*", default=list(PAIRS))
     parser.add_argument("--cpu", action="store_true", help="try the script with small engines on the CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
-    given = parser.parse_args(argv)
-    given.logs.mkdir(parents=True, exist_ok=True)
-    import torch
-    from facts import facts
+    args = parser.parse_args(argv)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    machine: dict[str, Any] = {}
+    if not args.cpu:
+        from gpu import gpu_facts
 
-    gpus = torch.cuda.device_count() if not given.cpu else 0
+        machine = gpu_facts()
+    gpus = machine.get("gpus", 0)
     devices = (0, 1) if gpus > 1 else (0, 0)
-    some = given.write and given.only != list(PAIRS) and given.out.exists()
-    found: dict[str, Any] = json.loads(given.out.read_text()) if some else {}
-    found["engines on"] = "one GPU" if gpus < 2 else "two GPUs"
-    machine = {} if given.cpu else facts()
+    some = args.out and args.only != list(PAIRS) and args.out.exists()
+    figures: dict[str, Any] = json.loads(args.out.read_text()) if some else {}
+    figures["engines on"] = "one GPU" if gpus < 2 else "two GPUs"
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", given.cpu)
-        for name in given.only:
+        model = make_model(Path(folder) / "model", args.cpu)
+        for name in args.only:
             try:
-                engines = pair(name, model, given.logs, folder, devices, given.cpu)
-                wrong += measure(name, found, engines, given.logs, given.cpu)
-                found[name]["machine"] = machine
+                engines = pair(name, model, args.logs, folder, devices, args.cpu)
+                wrong += measure(name, figures, engines, args.logs, args.cpu)
+                figures[name]["machine"] = machine
             except Exception:
                 wrong += 1
                 traceback.print_exc()
-            if given.write:
-                given.out.write_text(json.dumps(found, indent=1) + "\n")
+            keep(args.out, figures)
     return int(wrong > 0)
 
 

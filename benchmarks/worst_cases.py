@@ -1,28 +1,24 @@
 """The Descriptions and Transfers within the limits that take longest to plan and to check: a search.
 
-`python benchmarks/worst_cases.py [--rounds N | --seconds S] [--seed N] [--write]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
-so far are changed further. What the limits refuse counts too: a refusal must not take long either. Times are CPU seconds of one core. --write keeps the worst of
-each family in benchmarks/results/worst_cases.json.
+`python benchmarks/worst_cases.py [--rounds N | --seconds S] [--seed N] [--out]`. Each family makes cases from a few sizes; sizes are drawn, and those of the slowest case
+so far are changed further. What the limits refuse counts too: a refusal must not take long either. Times are CPU seconds of one core. --out keeps the worst of
+each family.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import platform
 import random
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
+from harness import arguments, facts, keep
 
 from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.grants import check_grants
@@ -32,11 +28,10 @@ from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Group, Owns, Part, Rank, decode_geometry, encode_geometry, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, Feature
 from kvproto.wire.messages import Columns, Grants
 
-RESULTS = Path(__file__).parent / "results/worst_cases.json"
 PLAN_S, CHECK_S, CHECK_BYTES = 1.0, 0.05, 64 << 20
 """What the slowest Description may take, from bytes to plan; and the slowest Transfer, with its memory."""
 Sizes = dict[str, int]
@@ -189,10 +184,11 @@ def scaled(n: Sizes, dice: random.Random) -> Iterator[Geometry]:
         yield geometry(names, [[owns(g, [i]) for i, g in enumerate(names)]] * (1 + n["ranks"] % 8))
 
 
-DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {
-    made.__name__: made for made in (replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs, tables_in_a_grid,
-                                dealt_to_whole, layers_apart, lanes_of_other_bytes, sections, scaled)
-}  # fmt: skip
+FAMILIES = (
+    replicas, random_layers, owner_pairs, cut_lanes, random_lanes, many_groups, dealt_tokens, tables_of_runs,
+    tables_in_a_grid, dealt_to_whole, layers_apart, lanes_of_other_bytes, sections, scaled,
+)  # fmt: skip
+DESCRIPTIONS: dict[str, Callable[[Sizes, random.Random], Iterator[Geometry]]] = {of.__name__: of for of in FAMILIES}
 
 
 def draw(dice: random.Random) -> Sizes:
@@ -253,7 +249,10 @@ def table(source: Geometry, sink: Geometry, made: Any) -> float:
     for route in made.routes:
         count[route.source, route.sink] = count.get((route.source, route.sink), 0) + len(route.boxes)
     a, b = max(count, key=count.__getitem__)
-    layouts = [RankLayout(g, r, pack(g, r, {x.id: 4 for x in g.groups})[0]) for g, r in ((source, a), (sink, b))]
+    layouts = [
+        RankLayout(g, r, columns_without_gaps(g, r, {x.id: 4 for x in g.groups})[0])
+        for g, r in ((source, a), (sink, b))
+    ]
     return timed(lambda: Pair(made.between(a, b), *layouts))[1]
 
 
@@ -278,12 +277,17 @@ def pool_of(
     stated = geometry(groups, [[owns(g, range(layers)) for g in groups]])
     columns = {
         g.id: Columns(
-            group=g.id, items=items * number, region=np.zeros(layers, np.uint32),
+            group=g.id,
+            items=items * number,
+            region=np.zeros(layers, np.uint32),
             offset=np.arange(layers, dtype=np.uint64) * np.uint64(between),
-            **{name: np.full(layers, size, np.uint64) for name, size in (("item_stride", stride), ("row_stride", 16), ("lane_stride", 16))},
+            **{
+                name: np.full(layers, size, np.uint64)
+                for name, size in (("item_stride", stride), ("row_stride", 16), ("lane_stride", 16))
+            },
         )
         for g in groups
-    }  # fmt: skip
+    }
     order = np.random.default_rng(number).permutation(items * number).astype(np.uint32)
     grants = tuple(
         Grants(group=g.id, first=0, count=4 * items, valid=4 * items, items=order[i * items : (i + 1) * items])
@@ -292,7 +296,7 @@ def pool_of(
     return stated, columns, grants
 
 
-TRANSFERS = {made.__name__: made for made in (shared_pools, many_pools)}
+TRANSFERS = {of.__name__: of for of in (shared_pools, many_pools)}
 
 
 def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> dict[str, Any]:
@@ -318,9 +322,12 @@ def checked(made: tuple[Geometry, dict[int, Columns], tuple[Grants, ...]]) -> di
 
 
 def search(
-    family: Callable[[Sizes, random.Random], Any], measured: Callable[[Any], dict[str, Any]], rounds: int,
-    seconds: float, dice: random.Random,
-) -> dict[str, Any]:  # fmt: skip
+    family: Callable[[Sizes, random.Random], Any],
+    measured: Callable[[Any], dict[str, Any]],
+    rounds: int,
+    seconds: float,
+    dice: random.Random,
+) -> dict[str, Any]:
     """The slowest case: of sizes drawn, and of changes to the slowest so far."""
     worst: dict[str, Any] = {"seconds": -1.0}
     began = time.monotonic()
@@ -338,11 +345,9 @@ def search(
 
 def main() -> int:
     """Search, print, keep; 1 where something takes too long."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="cases of each family")
+    parser = arguments(__doc__, "worst_cases", rounds=60)
     parser.add_argument("--seconds", type=float, default=0, help="search each family for so long, in place of rounds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help=f"keep the worst in {RESULTS.name}")
     args = parser.parse_args()
     dice = random.Random(args.seed)
     rows: dict[str, dict[str, Any]] = {}
@@ -356,18 +361,7 @@ def main() -> int:
         row = rows[name] = search(pools, checked, args.rounds, args.seconds, dice)
         figures = f"{row['seconds'] * 1e3:11.1f}{row['late_s'] * 1e3:10.1f}{row['bytes'] / 2**20:10.1f}"
         print(f"{name:22}{row['items']:10,}{row['groups']:10,}{figures}  {row.get('refused', '')[:40]}", flush=True)
-    if args.write:
-        head = {
-            "benchmark": "worst_cases",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "rounds": args.rounds,
-        }
-        versions = {
-            "machine": f"{platform.machine()}, {platform.system()}",
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        }
-        RESULTS.write_text(json.dumps(head | versions | {"worst": rows}, indent=1) + "\n")
+    keep(args.out, {"benchmark": "worst_cases"} | facts() | {"rounds": args.rounds, "worst": rows})
     late = [name for name in DESCRIPTIONS if max(rows[name]["seconds"], rows[name]["pair_s"]) > PLAN_S]
     late += [n for n in TRANSFERS if rows[n]["seconds"] > CHECK_S or rows[n]["bytes"] > CHECK_BYTES]
     print(f"too slow: {', '.join(late) or 'nothing'}")

@@ -30,8 +30,8 @@ async def drive(rank: AnyRank) -> AsyncIterator[AnyRank]:
     """Step a Source or Sink from the running loop, and close it when the block ends.
 
     Open it with Options(thread=False). Its events are kept for `rank.events()`. An error that `step` raises ends all
-    handles, and is raised when the block ends. Raises LocalError: OUT_OF_RANGE for what is neither, UNEXPECTED_MESSAGE
-    for one that has an I/O thread.
+    handles, and is raised when the block ends. Raises LocalError: OUT_OF_RANGE for any other object, UNEXPECTED_MESSAGE
+    for a Source or Sink that has an I/O thread.
     """
     check_type("rank", rank, EngineRank, "a Source or a Sink")
     if rank.options.thread:
@@ -72,7 +72,7 @@ async def drive(rank: AnyRank) -> AsyncIterator[AnyRank]:
 async def wait(handle: Handle[Result]) -> Result:
     """Wait until a handle has ended; return its event or raise its error. Cancelling the wait aborts no request.
 
-    Raises LocalError: OUT_OF_RANGE for what is not a handle, and UNEXPECTED_MESSAGE if its Source or Sink has no I/O
+    Raises LocalError: OUT_OF_RANGE for any other object, and UNEXPECTED_MESSAGE if its Source or Sink has no I/O
     thread and nothing has stepped it for a second after it was opened.
     """
     check_type("handle", handle, Handle, "a handle, such as `fetch` and `request` return")

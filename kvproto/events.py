@@ -74,7 +74,7 @@ class Lost:
 
 @attrs.frozen
 class PagesFree:
-    """Nothing writes to the pages of a lost request any more, which is proven (KVP-END-REUSE)."""
+    """Proof that nothing writes to the pages of a lost request any more (KVP-END-REUSE)."""
 
     fetch: Fetch
 
@@ -114,8 +114,8 @@ class Sent:
     Fields:
         sink: The sink's rank.
         bytes: Bytes by the name of the sink's group.
-        seconds: Seconds that it took to copy what was left when prefill was over.
-        left: The bytes that were left then.
+        seconds: Seconds that it took to copy the rows that were left when prefill was over.
+        left: The bytes of these rows.
         peer: The sink's engine and rank, for display.
         epoch: The epoch of the sink's registration.
     """
@@ -175,7 +175,7 @@ class Undelivered:
 
     Fields:
         routed: As in Freed.
-        lost: By sink rank, why it may not have the request.
+        lost: By sink rank, the reason for which it may not have the request.
     """
 
     request: Request
@@ -219,7 +219,7 @@ class Disconnected:
 
 @attrs.frozen
 class Refused:
-    """One side refused the other's Hello, Describe or Register; `by_us` says whether it was this one."""
+    """One side refused the other's Hello, Describe or Register; `by_us`: this side did."""
 
     peer: str
     error: KvprotoError
@@ -230,8 +230,8 @@ class Refused:
 class Suspected:
     """A peer has been silent for so long that it may be gone: nothing new is sent to it, and nothing is released.
 
-    A fetch that a suspected source has not accepted waits, up to its ticket's deadline. Those that it has accepted wait
-    until it is heard from again, or is given up 35 s after its last message, and then end with PEER_LOST.
+    A fetch that a suspected source has not accepted waits, up to its ticket's deadline. A fetch that it has accepted
+    waits until the source sends again, or is given up 35 s after its last message; then it ends with PEER_LOST.
     """
 
     peer: str
@@ -239,7 +239,7 @@ class Suspected:
 
 @attrs.frozen
 class Recovered:
-    """A suspected peer has been heard from again, and its work goes on."""
+    """A suspected peer has sent a message again, and its work goes on."""
 
     peer: str
 
@@ -254,7 +254,7 @@ class ProtocolError:
 
 Over = Freed | Undelivered | Expired
 """The events that end a request at a Source; its pages may be reused."""
-Event = (
-    Arrived | Lost | PagesFree | PagesWanted | PoolFree | Sent | Unwanted | Declined | Over | Connected | Disconnected
-    | Suspected | Recovered | Refused | ProtocolError
-)  # fmt: skip
+_SinkEvent = Arrived | Lost | PagesFree | PagesWanted
+_SourceEvent = Sent | Unwanted | Declined | Over
+_PeerEvent = Connected | Disconnected | Suspected | Recovered | Refused | ProtocolError
+Event = _SinkEvent | _SourceEvent | _PeerEvent | PoolFree

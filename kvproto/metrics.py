@@ -29,7 +29,7 @@ class Collector(_Collector):
 
     def __init__(self, *shown: EngineRank | Callable[[], Iterable[MetricSample]]) -> None:
         """`shown` are Sources and Sinks with Options(metrics=True), or functions that return what `metrics` does."""
-        self._shown = [each.metrics if isinstance(each, EngineRank) else each for each in shown]
+        self._shown = [source.metrics if isinstance(source, EngineRank) else source for source in shown]
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without their values, so that registering collects none."""
@@ -38,7 +38,7 @@ class Collector(_Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics with their values."""
         families = self._families()
-        for sample in [each for ask in self._shown for each in ask()]:
+        for sample in [sample for ask in self._shown for sample in ask()]:
             name, value = sample["name"], sample["value"]
             if (family := families.get(name)) is None:  # a metric of a later version
                 continue

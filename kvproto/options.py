@@ -42,26 +42,26 @@ def _within(low: float, high: float, expected: str, kinds: Any = int | float) ->
     return _must(lambda v: isinstance(v, kinds) and not isinstance(v, bool) and low <= v <= high, expected)
 
 
-def _as_tuple(given: str | Iterable[str | Transport]) -> tuple[str | Transport, ...]:
-    check_type("Options.transports", given, Iterable, "names of transports, or transports that you made")
-    return (given,) if isinstance(given, str) else tuple(given)
+def _as_tuple(transports: str | Iterable[str | Transport]) -> tuple[str | Transport, ...]:
+    check_type("Options.transports", transports, Iterable, "names of transports, or transports that you made")
+    return (transports,) if isinstance(transports, str) else tuple(transports)
 
 
-def _known(options: Options, field: attrs.Attribute[Any], given: tuple[str | Transport, ...]) -> None:
-    """Raise LocalError for names that no installed package provides, and for what is neither a name nor a transport."""
-    for each in given:
-        if not isinstance(each, str) and not hasattr(each, "capabilities"):
-            raise bad("Options.transports", "names of transports, or transports that you made", type_name(each))
-        if isinstance(each, str) and each not in names():
+def _known(options: Options, field: attrs.Attribute[Any], transports: tuple[str | Transport, ...]) -> None:
+    """Raise LocalError for a name that no installed package provides, or a value that is no transport."""
+    for transport in transports:
+        if not isinstance(transport, str) and not hasattr(transport, "capabilities"):
+            raise bad("Options.transports", "names of transports, or transports that you made", type_name(transport))
+        if isinstance(transport, str) and transport not in names():
             try:
-                find(each)
+                find(transport)
             except LocalError as error:
                 raise error.at("Options.transports") from error
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """Settings of one Source or Sink; what both sides must agree on is negotiated in Hello and Welcome.
+    """Settings of one Source or Sink; Hello and Welcome negotiate the settings on which both sides must agree.
 
     Raises LocalError: OUT_OF_RANGE for a value outside its range, NO_TRANSPORT for a transport that is not known here.
 
@@ -73,10 +73,10 @@ class Options:
             whose checksums differ. It costs both sides a pass over their memory for each page.
         measured: Results of `kvproto probe` on this machine, by which transports given by name choose how to move runs
             of each length.
-        spread: Which source ranks to read from where several hold the same bytes, if both sides set the same: "even"
+        spread: Which source ranks to read from if several hold the same bytes, if both sides set the same: "even"
             deals layers over all of them; "few" uses as few as possible while none sends more than twice what the
-            busiest does with "even" (feature FEW_SOURCES); "one" uses the fewest, whatever they send (feature
-            SPREAD_ONE).
+            busiest does with "even" (feature FEW_SOURCES); "one" uses the fewest, however much they send
+            (feature SPREAD_ONE).
         eager: Sink: whether to greet a source and register memory with it on `connect`. Otherwise the first fetch does
             so, and a source that is never used costs neither side anything.
         cold_draft: Whether a sink may run a draft model whose cache the source does not have, if both sides set it: the
@@ -89,15 +89,15 @@ class Options:
         insecure: Whether TCP may be used without keys, so that anyone who reaches the address can connect and
             eavesdrop.
         thread: Whether an I/O thread drives the session; without it, call `step` or use `kvproto.asyncio.drive`.
-        callbacks: Where callbacks run, such as `loop.call_soon_threadsafe` or `executor.submit`; None: in the I/O
-            thread or in `step`.
+        callbacks: The function that runs callbacks, such as `loop.call_soon_threadsafe` or `executor.submit`; None: the
+            I/O thread or `step` runs them.
         part_bytes: Source: the least number of bytes of computed rows to copy while prefill is still running.
         first_part_ratio: Source: copy the first part once it is this many times as large as what is still to come;
             None: chosen for the link.
-        ticket_wait: Seconds for which a fetch waits at the source for its `request`, the same on both sides; None: what
-            the spec says. Make it longer if an engine reads requests only between long steps (KVP-TKT-EARLY).
+        ticket_wait: Seconds for which a fetch waits at the source for its `request`, the same on both sides; None: the
+            limit of the spec. Make it longer if an engine reads requests only between long steps (KVP-TKT-EARLY).
         lease: Source, with pull: seconds for which a sink may read before it has to ask again.
-        metrics: Whether to count what `metrics()` returns, at next to no cost; `kvproto.metrics` exports it.
+        metrics: Whether to keep the counts that `metrics()` returns, at next to no cost; `kvproto.metrics` exports it.
         feed: The path at which to make a Unix socket for `kvproto top` and `kvproto tail`, in a directory that only
             this user can enter; "{rank}" and "{role}" are replaced, to tell ranks, or a Source and a Sink, apart. It is
             read-only, and turns `metrics` on.

@@ -56,8 +56,8 @@ class Prompt:
     ) -> None:
         """Take token ids, [tokens], from any sequence or array of integers.
 
-        `axes` states the length of every axis that a cache of either side names, 0 where the request has nothing on
-        it. Raises LocalError(OUT_OF_RANGE), which names the wrong element.
+        `axes` states the length of every axis that a cache of either side names, 0 if the request has nothing on it.
+        Raises LocalError(OUT_OF_RANGE), which names the wrong element.
         """
         check_type("Prompt.adapter", adapter, str, "the adapter's name, a str")
         if isinstance(salts, str | bytes) or not isinstance(salts, Iterable):

@@ -20,7 +20,7 @@ from kvproto.copying.lowering import lower
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 
 Spans = list[tuple[int, int]]
 
@@ -190,7 +190,7 @@ def dealt(
             for geometry, rank, start, number in ((sides[0], p, 0, first + count), (sides[1], d, first, count)):
                 (group,) = geometry.groups
                 need = items_needed(group, rank, start, number)
-                views.append(RankLayout(geometry, rank, pack(geometry, rank, {0: need + 1})[0]))
+                views.append(RankLayout(geometry, rank, columns_without_gaps(geometry, rank, {0: need + 1})[0]))
                 windows.append({0: Window(start, number, np.arange(need))})
             program = lower(made.between(p, d), views[0], views[1], windows[0], windows[1])
             for rmap in program.maps:

@@ -15,7 +15,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan, plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import Feature
 
 __all__ = ["Moved", "Request", "Spread", "advise_spread", "as_data", "programs", "shown", "spread", "spreads"]
@@ -55,7 +55,7 @@ def _side(
         need = items_needed(group, share.cp_rank, first + tokens - count, count)
         counts[group.id] = max(2 * need, 1)
         windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
-    return RankLayout(geometry, rank, pack(geometry, rank, counts, heads_first)[0]), windows
+    return RankLayout(geometry, rank, columns_without_gaps(geometry, rank, counts, heads_first)[0]), windows
 
 
 ANSWER = 300e-6

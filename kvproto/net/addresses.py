@@ -1,4 +1,7 @@
-"""Which addresses may be used, and which need CURVE encryption. Clauses KVP-NET-CURVE, KVP-NET-INSECURE."""
+"""Checks of addresses: their form, their need of CURVE encryption, and whether their host names can be resolved.
+
+Clauses KVP-NET-CURVE, KVP-NET-INSECURE.
+"""
 
 from __future__ import annotations
 
@@ -12,58 +15,10 @@ from pathlib import Path
 
 import attrs
 
-from kvproto.errors import LocalError, check_type, check_whole
+from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.net.keys import check_public, read_guarded
-from kvproto.wire.enums import ErrorCode
 
 __all__ = ["HostNames", "Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
-
-
-_MOST_LOOKUPS = 8
-"""The most names that are looked up at once; further ones are skipped."""
-
-
-class HostNames:
-    """The result of looking up each name that was dialled."""
-
-    def __init__(self) -> None:
-        self._asking: set[str] = set()
-        self._unknown: dict[str, str] = {}
-
-    def look_up(self, address: str) -> None:
-        """Look up the host name of an address in a new thread, as a name server may take long to answer."""
-        host = _host_of(address)
-        if (
-            host[:1] == "["
-            or host.replace(".", "").isdigit()
-            or host in self._asking
-            or len(self._asking) >= _MOST_LOOKUPS
-        ):
-            return
-        self._asking.add(host)
-        try:
-            threading.Thread(target=self._ask, args=(host,), name="kvproto names", daemon=True).start()
-        except RuntimeError:  # no memory for a thread; ZeroMQ still looks the name up
-            self._asking.discard(host)
-
-    def _ask(self, host: str) -> None:
-        try:
-            socket.getaddrinfo(host, None)
-            self._unknown.pop(host, None)
-        except (OSError, UnicodeError) as error:
-            self._unknown[host] = getattr(error, "strerror", None) or str(error)
-        self._asking.discard(host)
-
-    def advice(self, address: str) -> str:
-        """What to do about an address that does not answer."""
-        if why := self._unknown.get(_host_of(address)):
-            return f"its host name cannot be resolved here: {why}; correct the address, or the name service"
-        return "check that it runs at this address"
-
-
-def _host_of(address: str) -> str:
-    return address.partition("://")[2].rpartition(":")[0]
-
 
 _LONGEST_PATH = 107
 """The most bytes in the path of a Unix socket."""
@@ -93,28 +48,28 @@ def read_sources(path: str | Path, insecure: bool = False) -> dict[tuple[str, in
     try:
         table = tomllib.loads(text.decode())
     except ValueError as error:
-        raise _file(str(path), "TOML", str(error), "correct it") from error
-    sources, found = table.get("source", []), dict[tuple[str, int], Seed]()
+        raise bad(str(path), "TOML", str(error), "correct it") from error
+    sources, seeds = table.get("source", []), dict[tuple[str, int], Seed]()
     if table.keys() - {"source"} or not isinstance(sources, list):
         advice = "one [[source]], in double brackets, for each source"
-        raise _file(str(path), "tables [[source]]", ", ".join(f"[{name}]" for name in table), advice)
+        raise bad(str(path), "tables [[source]]", ", ".join(f"[{name}]" for name in table), advice)
     for i, source in enumerate(sources):
         at = f"{path}: source[{i}]"
         check_type(at, source, dict, "a table [[source]]")
         if unknown := source.keys() - {"engine", "replica", "address", "key"}:
-            raise _file(at, "engine, replica, address, key", repr(min(unknown)), "correct it")
+            raise bad(at, "engine, replica, address, key", repr(min(unknown)), "correct it")
         for name in ("engine", "address"):
             check_type(f"{at}.{name}", source.get(name), str, "text")
         place = source["engine"], check_whole(f"{at}.replica", source.get("replica", 0), 0)
-        if place in found:
-            raise _file(at, "each engine and replica once", f"{place[0]} replica {place[1]} again", "remove one")
+        if place in seeds:
+            raise bad(at, "each engine and replica once", f"{place[0]} replica {place[1]} again", "remove one")
         if "key" in source:
             check_public(f"{at}.key", source["key"])
         elif encrypted(source["address"]) and not insecure:
             advice = "add it, the line of its public.key; read_sources(..., insecure=True) goes without"
-            raise _file(f"{at}.key", f"the public key of the source at {source['address']}", "none", advice)
-        found[place] = Seed(source["address"], source.get("key"))
-    return found
+            raise bad(f"{at}.key", f"the public key of the source at {source['address']}", "none", advice)
+        seeds[place] = Seed(source["address"], source.get("key"))
+    return seeds
 
 
 def private_address(directory: str | Path, name: str) -> str:
@@ -141,40 +96,78 @@ def check_address(address: str, keyed: bool, insecure: bool) -> None:
         _check_host(address, rest)
         if not (keyed or insecure):
             advice = "`kvproto keygen` makes keys for Options(keys=...); Options(insecure=True), --insecure, needs none"
-            raise _bad("ipc, or TCP with CURVE keys", address, advice)
+            raise _unusable("ipc, or TCP with CURVE keys", address, advice)
     else:
-        raise _bad("ipc:// or tcp://", address, "give a ZeroMQ address")
+        raise _unusable("ipc:// or tcp://", address, "give a ZeroMQ address")
 
 
 def _check_path(path: str) -> None:
     folder = Path(path).parent
     if path.startswith("@"):
         advice = "any user of this host can connect to an abstract socket: name a file, as in ipc:///run/kv/prefill-0"
-        raise _bad("a socket that is a file in a private directory", f"ipc://{path}, an abstract socket", advice)
+        raise _unusable("a socket that is a file in a private directory", f"ipc://{path}, an abstract socket", advice)
     if not path or len(os.fsencode(path)) > _LONGEST_PATH:
         advice = "choose a directory with a shorter name"
-        raise _bad(f"ipc:// and the path of a file, of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
+        raise _unusable(f"ipc:// and the path of a file, of at most {_LONGEST_PATH} bytes", f"ipc://{path}", advice)
     if not folder.is_dir():
-        raise _bad("an existing directory", str(folder), "make it with mode 0700")
+        raise _unusable("an existing directory", str(folder), "make it with mode 0700")
     mode = folder.stat()
     if mode.st_uid != os.getuid() or stat.S_IMODE(mode.st_mode) & 0o077:
         advice = "make one for the sockets alone: mkdir -m 700"
-        raise _bad("a directory of this user with mode 0700", str(folder), advice)
+        raise _unusable("a directory of this user with mode 0700", str(folder), advice)
 
 
 def _check_host(address: str, rest: str) -> None:
     host, _, port = rest.rpartition(":")
     if _HOST.fullmatch(rest):
-        raise _bad("a host and a port", f"{address}, without a port", f"add it, such as {address}:7100")
+        raise _unusable("a host and a port", f"{address}, without a port", f"add it, such as {address}:7100")
     if not _HOST.fullmatch(host):
-        raise _bad("a host name, an IPv4 address, or an IPv6 address in brackets", address, "correct it")
+        raise _unusable("a host name, an IPv4 address, or an IPv6 address in brackets", address, "correct it")
     if port != "*" and not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise _bad("a port, 0 to 65535 or *", address, "give a number")
+        raise _unusable("a port, 0 to 65535 or *", address, "give a number")
 
 
-def _bad(mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, "address", mine, yours, advice)
+def _unusable(mine: str, yours: str, advice: str) -> LocalError:
+    return bad("address", mine, yours, advice)
 
 
-def _file(path: str, mine: str, yours: str, advice: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, advice)
+_MOST_LOOKUPS = 8
+"""The most names that are looked up at once; further ones are skipped."""
+
+
+class HostNames:
+    """Host names that were dialled and cannot be resolved, as ZeroMQ retries them for ever without reporting it."""
+
+    def __init__(self) -> None:
+        self._asking: set[str] = set()
+        self._unknown: dict[str, str] = {}
+
+    def look_up(self, address: str) -> None:
+        """Look up the host name of an address in a new thread, as a name server may take long to answer."""
+        host = _host_of(address)
+        number = host[:1] == "[" or host.replace(".", "").isdigit()
+        if number or host in self._asking or len(self._asking) >= _MOST_LOOKUPS:
+            return
+        self._asking.add(host)
+        try:
+            threading.Thread(target=self._ask, args=(host,), name="kvproto names", daemon=True).start()
+        except RuntimeError:  # no memory for a thread; ZeroMQ still looks the name up
+            self._asking.discard(host)
+
+    def _ask(self, host: str) -> None:
+        try:
+            socket.getaddrinfo(host, None)
+            self._unknown.pop(host, None)
+        except (OSError, UnicodeError) as error:
+            self._unknown[host] = getattr(error, "strerror", None) or str(error)
+        self._asking.discard(host)
+
+    def advice(self, address: str) -> str:
+        """The advice about an address that does not answer."""
+        if why := self._unknown.get(_host_of(address)):
+            return f"its host name cannot be resolved here: {why}; correct the address, or the name service"
+        return "check that it runs at this address"
+
+
+def _host_of(address: str) -> str:
+    return address.partition("://")[2].rpartition(":")[0]

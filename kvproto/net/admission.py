@@ -1,6 +1,6 @@
-"""Which clients may connect to a Listener, and how many.
+"""Admission of clients to a Listener: handshakes, numbers of connections, and the time that each client takes.
 
-The allow-list decides handshakes, and connections are counted and limited.
+The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
 """
 
 from __future__ import annotations
@@ -23,48 +23,13 @@ from kvproto.net.allow_list import AllowList
 from kvproto.net.libzmq import Inbox
 from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
 
-__all__ = ["ClientLoad", "Connections", "Handshakes", "event_of", "events_of"]
+__all__ = ["ClientLoad", "Connections", "Handshakes", "Socket", "event_of", "events_of"]
 
 
 _log = logging.getLogger("kvproto")
-_SPAN = 1.0
-"""Seconds over which time is added up."""
-_QUIET = 10.0
-"""Seconds between two records."""
-_MOST_SHARE = 0.4
-"""The share of the time, 0 to 1, that a client may take without a record."""
-
-
-class ClientLoad:
-    """The time and frames that each client of a Listener takes, by its key."""
-
-    def __init__(self, allow: AllowList) -> None:
-        self._allow = allow
-        self._since = self._quiet_until = 0.0
-        self._seconds, self._frames = defaultdict[bytes, float](float), Counter[bytes]()
-
-    def add(self, key: bytes, began: float, now: float) -> None:
-        """Add a frame of a client that was handled from `began` to `now`, in seconds of `time.monotonic`."""
-        if now - self._since > _SPAN:
-            self._tell(now - self._since, now)
-            self._since = began
-            self._seconds.clear()
-            self._frames.clear()
-        self._seconds[key] += now - began
-        self._frames[key] += 1
-
-    def _tell(self, span: float, now: float) -> None:
-        for key, seconds in self._seconds.items():
-            if seconds > _MOST_SHARE * span and now >= self._quiet_until:
-                self._quiet_until = now + _QUIET
-                words = "client %s keeps this source busy: %d frames took %.0f%% of %.1f s"
-                _log.warning(words, self._allow.name(key), self._frames[key], 100 * seconds / span, span)
-
-
-_log = logging.getLogger("kvproto")
-_ASK = "inproc://zeromq.zap.01"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _names = itertools.count()
-_COUNTED = 10.0
+_SUMMARY_PAUSE = 10.0
 """Seconds between two log records about connections that ended without a frame."""
 
 Socket = zmq.Socket[bytes]
@@ -74,10 +39,10 @@ class Handshakes:
     """Tells ZeroMQ whether a client key may connect (ZAP, RFC 27), in the turns of its Listener."""
 
     def __init__(self, context: zmq.Context[Socket], allow: AllowList) -> None:
-        self._allow, self._next_word = allow, 0.0
+        self._allow, self._next_log = allow, 0.0
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(_ASK)
+        self.socket.bind(_ZAP_ADDRESS)
         self.inbox = Inbox(self.socket)
 
     def turn(self) -> None:
@@ -96,8 +61,8 @@ class Handshakes:
     def _log_refusal(self, key: bytes, address: bytes) -> None:
         """Log which key the operator could add, at a limited rate."""
         now = time.monotonic()
-        if now >= self._next_word:
-            self._next_word = now + LIST_CHECK
+        if now >= self._next_log:
+            self._next_log = now + LIST_CHECK
             words = "a client at %s is refused: its key %s is not in %s"
             _log.warning(words, address.decode(errors="replace"), key.decode(), self._allow.path)
 
@@ -114,14 +79,14 @@ class Connections:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(most // 2, 1))
         self.most_of_one = min(MAX_CLIENT_CONNECTIONS, max(self.most // 2, 1))
-        self.count, self.full, self._allow, self._next_word = 0, False, allow, 0.0
+        self.count, self.full, self._allow, self._next_log = 0, False, allow, 0.0
         self._silent: dict[int, None] = {}
         """Descriptors of connections that have not sent a frame, the oldest first."""
-        self._unheard, self._next_count = 0, 0.0
+        self._silent_ends, self._next_summary = 0, 0.0
         """The number of connections that ended without a frame, and when it may be logged next."""
         self._clients: dict[int, bytes] = {}
         """The client key of each other connection, by descriptor."""
-        self._of = Counter[bytes]()
+        self._per_client = Counter[bytes]()
         """The number of connections of each key."""
         self._fd: int | None = None
         """The descriptor of ZeroMQ's listening socket."""
@@ -135,63 +100,65 @@ class Connections:
             if event == zmq.EVENT_LISTENING:
                 self._fd = value
             elif event == zmq.EVENT_DISCONNECTED:
-                self._unheard += value in self._silent
-                self._gone(value)
+                self._silent_ends += value in self._silent
+                self._forget(value)
             elif event == zmq.EVENT_ACCEPTED and self._allow is not None and value not in self._clients:
                 self._silent[value] = None
                 if len(self._silent) > self.most_of_one:
                     oldest = next(iter(self._silent))
                     del self._silent[oldest]
-                    self._unheard += 1
+                    self._silent_ends += 1
                     self.cut(oldest)
         full = self.count >= (self.most * 3 // 4 if self.full else self.most)
         if full != self.full:
             self._drop(full)
             self.full = full
-            self._tell_full()
-        if self._unheard:
-            self._tell_unheard(time.monotonic())
+            self._log_full()
+        if self._silent_ends:
+            self._log_silent_ends(time.monotonic())
 
-    def heard(self, key: bytes, digits: bytes) -> bool:
-        """Note a frame on a connection; False if the client has too many connections, so that this one was cut."""
+    def count_frame(self, key: bytes, digits: bytes) -> bool:
+        """Count a frame on a connection; False if the client has too many connections, so that this one was cut."""
         fd = int(digits or -1)
         if self._clients.get(fd) == key or self._allow is None:
             return True
-        if self._of[key] >= self.most_of_one:
-            self._tell_of(self._allow.name(key))
+        if self._per_client[key] >= self.most_of_one:
+            self._log_client(self._allow.name(key))
             self.cut(fd)
             return False
-        self._gone(fd)  # the descriptor was another connection's, whose end is not counted yet
+        self._forget(fd)  # the descriptor was another connection's, whose end is not counted yet
         self._clients[fd] = key
-        self._of[key] += 1
+        self._per_client[key] += 1
         return True
 
-    def _tell_full(self) -> None:
+    def _log_full(self) -> None:
         if not self.full:
             _log.warning("%d connections are left: new ones are accepted again", self.count)
             return
-        of = [(self._allow.name(key), count) for key, count in self._of.most_common(1) if self._allow is not None]
+        of = [
+            (self._allow.name(key), count) for key, count in self._per_client.most_common(1) if self._allow is not None
+        ]
         most = "".join(f"; most of them, {count}, are of client {name}" for name, count in of)
         _log.warning("full: %d connections, and new ones wait until some end%s", self.count, most)
 
-    def _tell_unheard(self, now: float) -> None:
+    def _log_silent_ends(self, now: float) -> None:
         """Log, at a limited rate, how many connections ended without a frame, which shows a scan or an attack."""
-        if now >= self._next_count:
-            self._next_count = now + _COUNTED
-            _log.info("connections that ended before they sent a frame: %d", self._unheard)
-            self._unheard = 0
+        if now >= self._next_summary:
+            self._next_summary = now + _SUMMARY_PAUSE
+            _log.info("connections that ended before they sent a frame: %d", self._silent_ends)
+            self._silent_ends = 0
 
-    def _tell_of(self, name: str) -> None:
+    def _log_client(self, name: str) -> None:
         """Log, at a limited rate, the name of a client that has too many connections."""
         now = time.monotonic()
-        if now >= self._next_word:
-            self._next_word = now + LIST_CHECK
+        if now >= self._next_log:
+            self._next_log = now + LIST_CHECK
             _log.warning("client %s has %d connections, the most for one: more are closed", name, self.most_of_one)
 
-    def _gone(self, fd: int) -> None:
+    def _forget(self, fd: int) -> None:
         self._silent.pop(fd, None)
         if (key := self._clients.pop(fd, None)) is not None:
-            self._of[key] -= 1
+            self._per_client[key] -= 1
 
     def cut_unknown(self) -> None:
         """Cut the connections of clients that are no longer on the allow-list."""
@@ -215,30 +182,61 @@ class Connections:
         if self._fd is None:
             return
         with _borrowed(self._fd) as listening:
-            self._filter(listening, all_new)
-
-    def _filter(self, listening: socket.socket, all_new: bool) -> None:
-        try:
             if listening.family == socket.AF_UNIX:
                 return
-            if all_new:
-                nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))
-                program = struct.pack("@HP", 1, ctypes.addressof(nothing))
-                listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
-            else:
-                listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-        except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
-            _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
+            nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _RETURN, 0, 0, 0))
+            program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+            try:
+                if all_new:
+                    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+                else:
+                    listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            except OSError as error:  # a sandbox may not allow filters: connections are counted, but not limited
+                _log.warning("more than %d connections: new ones cannot be dropped: %s", self.most, error)
+
+
+_LOAD_SPAN = 1.0
+"""Seconds over which time is added up."""
+_LOAD_PAUSE = 10.0
+"""Seconds between two records."""
+_MOST_SHARE = 0.4
+"""The share of the time, 0 to 1, that a client may take without a record."""
+
+
+class ClientLoad:
+    """The time and frames that each client of a Listener takes, by its key."""
+
+    def __init__(self, allow: AllowList) -> None:
+        self._allow = allow
+        self._since = self._quiet_until = 0.0
+        self._seconds, self._frames = defaultdict[bytes, float](float), Counter[bytes]()
+
+    def add(self, key: bytes, began: float, now: float) -> None:
+        """Add a frame of a client that was handled from `began` to `now`, in seconds of `time.monotonic`."""
+        if now - self._since > _LOAD_SPAN:
+            self._log_busy(now - self._since, now)
+            self._since = began
+            self._seconds.clear()
+            self._frames.clear()
+        self._seconds[key] += now - began
+        self._frames[key] += 1
+
+    def _log_busy(self, span: float, now: float) -> None:
+        for key, seconds in self._seconds.items():
+            if seconds > _MOST_SHARE * span and now >= self._quiet_until:
+                self._quiet_until = now + _LOAD_PAUSE
+                words = "client %s keeps this source busy: %d frames took %.0f%% of %.1f s"
+                _log.warning(words, self._allow.name(key), self._frames[key], 100 * seconds / span, span)
 
 
 @contextlib.contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """A descriptor of ZeroMQ as a socket that does not close it."""
-    made = socket.socket(fileno=fd)
+    borrowed = socket.socket(fileno=fd)
     try:
-        yield made
+        yield borrowed
     finally:
-        made.detach()
+        borrowed.detach()
 
 
 _ATTACH_FILTER, _DETACH_FILTER, _RETURN = 26, 27, 6

@@ -69,13 +69,13 @@ class AllowList:
 
     def name(self, key: bytes) -> str:
         """A client's name for display: the engines that its key may be, and the key."""
-        engines = sorted({each.engine for each in self._clients.get(key, ())})
+        engines = sorted({client.engine for client in self._clients.get(key, ())})
         return f"{listed(engines) or 'unknown'} (key {key.decode(errors='replace')})"
 
     def check(self, key: bytes, party: Party, role: int) -> None:
         """Raise RemoteError(NOT_ALLOWED) if a client with this key may not claim to be this party (KVP-NET-ALLOW)."""
         mine = self._clients.get(key, ())
-        if not any(each.covers(party, role) for each in mine):
+        if not any(client.covers(party, role) for client in mine):
             said = f"{party.engine} replica {party.replica} rank {party.rank} as {word(Role, role)}"
             advice = "the operator of the source adds it to the allow-list"
             known = listed(mine, between="; ") or "nothing for this key"
@@ -99,10 +99,10 @@ class AllowList:
 
     def _state(self) -> object:
         try:
-            found = os.stat(self.path)
+            stat = os.stat(self.path)
         except OSError as error:
             return error.errno
-        return found.st_ino, found.st_ctime_ns, found.st_size  # ctime also changes with mode and owner
+        return stat.st_ino, stat.st_ctime_ns, stat.st_size  # ctime also changes with mode and owner
 
     def _read(self) -> dict[bytes, tuple[Allowed, ...]]:
         text = read_guarded(self.path, "an allow-list", "list the clients that may connect, each as [[client]]")
@@ -112,17 +112,17 @@ class AllowList:
             raise bad(str(self.path), "TOML", str(error), "correct it") from error
         if unknown := table.keys() - {"client"}:
             raise bad(str(self.path), "tables [[client]]", repr(min(unknown)), "correct it")
-        found: dict[bytes, tuple[Allowed, ...]] = {}
+        allowed: dict[bytes, tuple[Allowed, ...]] = {}
         clients = table.get("client", [])
         for i, client in enumerate(clients if isinstance(clients, list) else [clients]):
             path = f"{self.path}: client[{i}]"
             if not isinstance(client, dict) or not isinstance(clients, list):
-                found_ = "[client]" if isinstance(client, dict) else type(client).__name__
+                yours = "[client]" if isinstance(client, dict) else type(client).__name__
                 advice = "one [[client]], in double brackets, for each client"
-                raise bad(path, "a table [[client]]", found_, advice)
+                raise bad(path, "a table [[client]]", yours, advice)
             key = check_public(f"{path}.key", client.get("key"))
-            found[key] = (*found.get(key, ()), _allowed(path, client))
-        return found
+            allowed[key] = (*allowed.get(key, ()), _allowed(path, client))
+        return allowed
 
 
 def _allowed(path: str, client: Mapping[str, Any]) -> Allowed:
@@ -135,16 +135,14 @@ def _allowed(path: str, client: Mapping[str, Any]) -> Allowed:
     known = {role.name.lower(): role for role in Role}
     if not isinstance(roles, list) or not roles or not all(isinstance(r, str) and r in known for r in roles):
         raise bad(f"{path}.roles", f"a list of {', '.join(known)}", repr(roles), "correct it")
-    return Allowed(
-        engine, _numbers(path, client, "replicas"), _numbers(path, client, "ranks"),
-        frozenset(known[role] for role in roles),
-    )  # fmt: skip
+    replicas, ranks = (_numbers(path, client, name) for name in ("replicas", "ranks"))
+    return Allowed(engine, replicas, ranks, frozenset(known[role] for role in roles))
 
 
 def _numbers(path: str, client: Mapping[str, Any], name: str) -> frozenset[int] | None:
-    given = client.get(name)
-    if given is None:
+    numbers = client.get(name)
+    if numbers is None:
         return None
-    if not isinstance(given, list) or not all(type(each) is int and each >= 0 for each in given):
-        raise bad(f"{path}.{name}", "a list of whole numbers", repr(given), f"leave {name} out to allow all")
-    return frozenset(given)
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise bad(f"{path}.{name}", "a list of whole numbers", repr(numbers), f"leave {name} out to allow all")
+    return frozenset(numbers)

@@ -37,16 +37,16 @@ def make_keys(folder: Path) -> KeyPair:
     Raises LocalError(OUT_OF_RANGE) if there is a pair already, or the folder cannot be written to.
     """
     public, secret = zmq.curve_keypair()
-    made: list[Path] = []
+    written: list[Path] = []
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path, key, mode in ((folder / SECRET, secret, 0o600), (folder / PUBLIC, public, 0o644)):
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            made.append(path)
+            written.append(path)
             with open(opened, "wb") as file:
                 file.write(key + b"\n")
     except OSError as error:
-        for path in made:  # half a pair would be useless
+        for path in written:  # half a pair would be useless
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
             advice = "engines may be using it: choose another folder, or remove it first"
@@ -79,12 +79,12 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
     """
     try:
         with open(path, "rb", opener=_at_once) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise bad(str(path), what, "no regular file", advice)
-            _check_writers(path, "file", found)
-            if secret and found.st_mode & 0o077:
-                mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+            _check_writers(path, "file", status)
+            if secret and status.st_mode & 0o077:
+                mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
                 raise bad(str(path), "a file that only its owner may read, mode 0600", mode, f"chmod 600 {path}")
             if secret:
                 _check_writers(path.parent, "directory", path.parent.stat())
@@ -93,14 +93,14 @@ def read_guarded(path: Path, what: str, advice: str, secret: bool = False) -> by
         raise bad(str(path), what, str(error.strerror), advice) from error
 
 
-def _check_writers(path: Path, kind: str, found: os.stat_result) -> None:
+def _check_writers(path: Path, kind: str, status: os.stat_result) -> None:
     """Raise LocalError if another user owns a file or directory, or may write to it by group or other permissions."""
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         advice = f"chown {os.geteuid()} {path}, once nothing in it is from its owner"
-        raise bad(str(path), f"a {kind} of this user or of root", f"one of user {found.st_uid}", advice)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        advice = "keep the keys in a directory of their own" if found.st_mode & stat.S_ISVTX else f"chmod go-w {path}"
-        mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+        raise bad(str(path), f"a {kind} of this user or of root", f"one of user {status.st_uid}", advice)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        advice = "keep the keys in a directory of their own" if status.st_mode & stat.S_ISVTX else f"chmod go-w {path}"
+        mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
         raise bad(str(path), f"a {kind} that no other user may write to", mode, advice)
 
 
@@ -123,19 +123,19 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def check_public(path: str, given: object) -> bytes:
+def check_public(path: str, key: object) -> bytes:
     """A public key as bytes; raises LocalError(OUT_OF_RANGE), which names `path`."""
-    flaw = _flaw(given) if isinstance(given, str) else type(given).__name__
-    if flaw or not isinstance(given, str):
+    flaw = _flaw(key) if isinstance(key, str) else type(key).__name__
+    if flaw or not isinstance(key, str):
         raise bad(path, f"a public key, {_CHARACTERS} characters of Z85", flaw, f"copy it from {PUBLIC}")
-    return given.encode()
+    return key.encode()
 
 
 def _flaw(text: str) -> str:
     """Why a text is no key, without repeating it; empty if it is one."""
     if len(text) != _CHARACTERS:
         return f"{len(text)} characters"
-    if strange := sum(each not in _ALPHABET for each in text):
+    if strange := sum(character not in _ALPHABET for character in text):
         return f"{_CHARACTERS} characters, {strange} of them not of Z85"
     try:
         z85.decode(text.encode())

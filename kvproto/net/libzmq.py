@@ -25,7 +25,7 @@ def _library() -> Any:
     try:
         from zmq.backend.cython import _zmq
 
-        found = ctypes.PyDLL(_zmq.__file__)  # dlsym also searches the libraries that it is linked with
+        library = ctypes.PyDLL(_zmq.__file__)  # dlsym also searches the libraries that it is linked with
         pointer, number = ctypes.c_void_p, ctypes.c_int
         for name, result, arguments in (
             ("zmq_send", number, (pointer, ctypes.c_char_p, ctypes.c_size_t, number)),
@@ -37,11 +37,11 @@ def _library() -> Any:
             ("zmq_msg_close", number, (pointer,)),
             ("zmq_getsockopt", number, (pointer, number, pointer, pointer)),
         ):
-            function = getattr(found, name)
+            function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (ImportError, OSError, AttributeError):
         return None
-    return found
+    return library
 
 
 _zmq = _library()

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import zmq
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, bad
 from kvproto.net import limits
 from kvproto.net.addresses import HostNames, check_address, encrypted
 from kvproto.net.admission import ClientLoad, Connections, Handshakes, Socket, event_of, events_of
@@ -64,34 +64,34 @@ class Listener:
         check_address(address, keys is not None, insecure)
         self._allow = allow if keys is not None and encrypted(address) else None
         if keys is not None and encrypted(address) and allow is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "allow", "an allow-list with the keys", "none", "list the clients")
+            raise bad("allow", "an allow-list with the keys", "none", "list the clients")
         self._context: zmq.Context[Socket] = zmq.Context()
         opened: list[Socket] = []
         self._end = weakref.finalize(self, _close, self._context, opened)
         try:
-            made = _open(self._context, zmq.ROUTER, address, opened)
-            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            router = _open(self._context, zmq.ROUTER, address, opened)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._handshakes, self._cut_at = None, math.inf
             if keys is not None and self._allow is not None:
                 self._handshakes = Handshakes(self._context, self._allow)
                 opened.insert(0, self._handshakes.socket)
-                made.setsockopt(zmq.CURVE_SERVER, 1)
-                made.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-                made.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
+                router.setsockopt(zmq.CURVE_SERVER, 1)
+                router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                router.setsockopt(zmq.ZAP_DOMAIN, b"kvproto")
             # ZeroMQ itself would take over an ipc path that another process listens on
             if address.startswith("ipc://") and _alive(address):
                 raise zmq.ZMQError(zmq.EADDRINUSE, "Address already in use")
-            self._connections = Connections(self._context, made, self._allow)
+            self._connections = Connections(self._context, router, self._allow)
             opened.append(self._connections.inbox.socket)
-            made.bind(address)
-            self.address = made.getsockopt_string(zmq.LAST_ENDPOINT)
+            router.bind(address)
+            self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self.close()
             wanted, advice = "an address that is free on this machine", "choose another address, or stop its owner"
             if e.errno == errno.ENODEV:
                 wanted, advice = "an address of this machine", "name one of its interfaces, or its IP address"
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "address", wanted, f"{address}: {e}", advice) from e
-        self._inbox = Inbox(made)
+            raise bad("address", wanted, f"{address}: {e}", advice) from e
+        self._inbox = Inbox(router)
         self._inboxes = [self._inbox, self._connections.inbox]
         self._inboxes += [self._handshakes.inbox] if self._handshakes is not None else []
         self._load = ClientLoad(self._allow) if self._allow is not None else None
@@ -119,15 +119,15 @@ class Listener:
             frames = self._inbox.take(who=True)
             if not frames:
                 return
-            if len(frames) == 4 and self._hears(frames[0], frames[1]):
+            if len(frames) == 4 and self._accepts(frames[0], frames[1]):
                 try:
                     yield (frames[2], frames[0]), frames[3]
                 finally:  # also for the last frame of a turn
                     if self._load is not None:
                         self._load.add(frames[0], began, time.monotonic())
 
-    def _hears(self, key: bytes, fd: bytes) -> bool:
-        return self._allow is None or (self._allow.knows(key) and self._connections.heard(key, fd))
+    def _accepts(self, key: bytes, fd: bytes) -> bool:
+        return self._allow is None or (self._allow.knows(key) and self._connections.count_frame(key, fd))
 
     def renew(self, now: float) -> bool:
         """Read the allow-list again if it has changed; whether its content differs.
@@ -349,8 +349,8 @@ _HANDSHAKES = (
 def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         advice = "the operator of the source adds our public key to its allow-list"
-        found = RemoteError(ErrorCode.NOT_ALLOWED, "keys", "an allow-list without this key", ours or "no key", advice)
-        return ReportedError.of(address, found)
+        mine = "an allow-list without this key"
+        return ReportedError.of(address, RemoteError(ErrorCode.NOT_ALLOWED, "keys", mine, ours or "no key", advice))
     mine, yours = f"the source's key at {address}", "another key, or none"
     advice = "compare it with the source's public.key; a source that has none needs keys too"
     if ours is None:
@@ -360,13 +360,13 @@ def _refusal(event: int, address: str, ours: str | None) -> KvprotoError:
 
 
 def _open(context: zmq.Context[Socket], kind: int, address: str, opened: list[Socket]) -> Socket:
-    made = context.socket(kind)
-    opened.append(made)
+    socket_ = context.socket(kind)
+    opened.append(socket_)
     for option, value in _OPTIONS.items():
-        made.setsockopt(option, value)
+        socket_.setsockopt(option, value)
     if "[" in address:
-        made.setsockopt(zmq.IPV6, 1)
-    return made
+        socket_.setsockopt(zmq.IPV6, 1)
+    return socket_
 
 
 def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
@@ -377,11 +377,11 @@ def _close(context: zmq.Context[Socket], sockets: Iterable[Socket]) -> None:
 
 def _shut(sockets: Iterable[Socket]) -> None:
     """Stop events before closing sockets: ZeroMQ's thread hangs if the socket that receives its events is closed."""
-    for each in sockets:
+    for opened in sockets:
         with contextlib.suppress(zmq.ZMQError):  # an error of one must not keep the others open
-            each.disable_monitor()
-    for each in sockets:
-        each.close()
+            opened.disable_monitor()
+    for opened in sockets:
+        opened.close()
 
 
 def _alive(address: str) -> bool:

@@ -1,1 +1,1 @@
-"""What an operator sees of a Source or Sink: metrics, log records and a local feed, all derived from its events."""
+"""Metrics, log records and a local feed of a Source or Sink, all derived from its events."""

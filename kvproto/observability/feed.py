@@ -63,7 +63,7 @@ class FeedServer:
         self._listener = _listen(self._path)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self._followers: dict[int, _Follower] = {}
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._due = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvproto feed {self._path}", daemon=True)
@@ -77,46 +77,46 @@ class FeedServer:
         """Whether the feed has followers."""
         return bool(self._followers)
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def publish(self, event: dict[str, Any]) -> None:
         """Pass on an event, without waiting."""
         self._events.append(event)
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
         """End all connections and remove the socket; does nothing in a forked process, which shares it."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._ring()
+        self._wake()
         if self._thread.is_alive():
             self._thread.join()
         for follower in self._followers.values():
             follower.conn.close()
         self._listener.close()
-        os.close(self._bell)
+        os.close(self._wakeup)
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup, 1)
 
     # in the thread
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._wakeup, selectors.EVENT_READ)
             while True:
                 wait = max(self._due - time.monotonic(), 0.0) if self._followers else None
                 for key, ready in selector.select(wait):
                     if key.fileobj is self._listener:
                         self._accept(selector)
-                    elif key.fd == self._bell:
-                        os.eventfd_read(self._bell)
+                    elif key.fd == self._wakeup:
+                        os.eventfd_read(self._wakeup)
                     elif ready & selectors.EVENT_READ:  # the follower has closed, or sent something
                         self._drop(selector, key.fd)
-                self._tell_all()
+                self._publish_all()
                 for fd, follower in list(self._followers.items()):
                     self._write(selector, fd, follower)
                 if self._closed:
@@ -138,7 +138,7 @@ class FeedServer:
         selector.register(conn, selectors.EVENT_READ)
         self._due = 0.0
 
-    def _tell_all(self) -> None:
+    def _publish_all(self) -> None:
         lines = []
         while self._events:
             lines.append(_line(self._events.popleft()))
@@ -178,20 +178,20 @@ def _listen(path: str) -> socket.socket:
     except LocalError as error:
         mine = error.mine.replace("ipc:// and ", "")
         raise LocalError(error.code, "Options.feed", mine, error.yours, error.advice) from error
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         if os.path.lexists(path):
             _clear(path)
-        made.bind(path)
+        listener.bind(path)
         os.chmod(path, 0o600)
-        made.listen(_FOLLOWERS)
+        listener.listen(_FOLLOWERS)
     except OSError as error:
-        made.close()
+        listener.close()
         raise _bad("a path at which to listen", f"{path}: {error.strerror}") from error
     except LocalError:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def _clear(path: str) -> None:

@@ -81,7 +81,7 @@ class Observer:
         if _log.isEnabledFor(level):
             _log.log(level, "%s", _LogLine(record), extra=record)
         if self.feed is not None and self.feed.followed:
-            self.feed.tell({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
+            self.feed.publish({"kind": "event", "time": time.time(), "level": logging.getLevelName(level), **record})
 
     def _too_many(self) -> bool:
         second = int(time.monotonic())

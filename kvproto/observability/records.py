@@ -19,39 +19,18 @@ if TYPE_CHECKING:
     from kvproto.sink import Fetch
     from kvproto.source import Request
 
-__all__ = ["LEVELS", "Record", "level_of", "of_peers", "record_of", "shown", "transfer_name"]
+__all__ = ["RECORDS", "Record", "level_of", "of_peers", "record_of", "shown", "transfer_name"]
 
 Record = dict[str, Any]
 _LONGEST = 300
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 _ADDRESS = re.compile(r"\b(ipc|tcp)://[^\s,;)\"']*[^\s,;:)\"']")  # without the colon of the sentence behind it
 
-LEVELS: dict[type, int] = {
-    e.Arrived: logging.DEBUG,
-    e.PagesFree: logging.INFO,
-    e.PoolFree: logging.INFO,
-    e.PagesWanted: logging.DEBUG,
-    e.Lost: logging.WARNING,
-    e.Sent: logging.DEBUG,
-    e.Unwanted: logging.INFO,
-    e.Declined: logging.WARNING,
-    e.Freed: logging.DEBUG,
-    e.Undelivered: logging.WARNING,
-    e.Expired: logging.WARNING,
-    e.Connected: logging.INFO,
-    e.Disconnected: logging.INFO,
-    e.Suspected: logging.WARNING,
-    e.Recovered: logging.INFO,
-    e.Refused: logging.WARNING,
-    e.ProtocolError: logging.WARNING,
-}
-"""The level of each event; the normal course of a request is DEBUG."""
-
 
 def level_of(event: e.Event) -> int:
     """The level of an event's record: that of its class, and WARNING for a peer whose model may be another."""
     doubtful = isinstance(event, e.Connected) and (event.warnings or event.unstated)
-    return logging.WARNING if doubtful else LEVELS[type(event)]
+    return logging.WARNING if doubtful else RECORDS[type(event)][0]
 
 
 of_peers = (e.Connected, e.Disconnected, e.Suspected, e.Recovered, e.Refused, e.ProtocolError, e.Declined)
@@ -65,7 +44,7 @@ def transfer_name(key: bytes) -> str:
 
 def record_of(event: e.Event) -> Record:
     """The fields of an event's record."""
-    return {"event": _WORDS.sub("_", type(event).__name__).lower(), **_FIELDS[type(event)](event)}
+    return {"event": _WORDS.sub("_", type(event).__name__).lower(), **RECORDS[type(event)][1](event)}
 
 
 def shown(text: object) -> str:
@@ -128,22 +107,23 @@ def _declined(event: e.Declined) -> Record:
     return {**_request(event.request), "peer": shown(event.peer), **_error(event.error)}
 
 
-_FIELDS: dict[type, Callable[[Any], Record]] = {
-    e.Arrived: _arrived,
-    e.PagesFree: lambda event: _fetch(event.fetch),
-    e.PoolFree: lambda event: {"epoch": event.withdrawal.epoch},
-    e.PagesWanted: lambda event: {**_fetch(event.fetch), "tokens": event.tokens},
-    e.Lost: _lost,
-    e.Sent: _sent,
-    e.Unwanted: lambda event: _request(event.request),
-    e.Declined: _declined,
-    e.Freed: lambda event: _request(event.request),
-    e.Undelivered: _undelivered,
-    e.Expired: lambda event: _request(event.request),
-    e.Connected: _connected,
-    e.Disconnected: _closed,
-    e.Suspected: lambda event: {"peer": shown(event.peer)},
-    e.Recovered: lambda event: {"peer": shown(event.peer)},
-    e.Refused: _refused,
-    e.ProtocolError: lambda event: {"peer": shown(event.peer), **_error(event.error)},
+RECORDS: dict[type, tuple[int, Callable[[Any], Record]]] = {
+    e.Arrived: (logging.DEBUG, _arrived),
+    e.PagesFree: (logging.INFO, lambda event: _fetch(event.fetch)),
+    e.PoolFree: (logging.INFO, lambda event: {"epoch": event.withdrawal.epoch}),
+    e.PagesWanted: (logging.DEBUG, lambda event: {**_fetch(event.fetch), "tokens": event.tokens}),
+    e.Lost: (logging.WARNING, _lost),
+    e.Sent: (logging.DEBUG, _sent),
+    e.Unwanted: (logging.INFO, lambda event: _request(event.request)),
+    e.Declined: (logging.WARNING, _declined),
+    e.Freed: (logging.DEBUG, lambda event: _request(event.request)),
+    e.Undelivered: (logging.WARNING, _undelivered),
+    e.Expired: (logging.WARNING, lambda event: _request(event.request)),
+    e.Connected: (logging.INFO, _connected),
+    e.Disconnected: (logging.INFO, _closed),
+    e.Suspected: (logging.WARNING, lambda event: {"peer": shown(event.peer)}),
+    e.Recovered: (logging.INFO, lambda event: {"peer": shown(event.peer)}),
+    e.Refused: (logging.WARNING, _refused),
+    e.ProtocolError: (logging.WARNING, lambda event: {"peer": shown(event.peer), **_error(event.error)}),
 }
+"""The level and the fields of each event's record; the normal course of a request is DEBUG."""

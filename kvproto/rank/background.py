@@ -1,6 +1,6 @@
 """Work that may take long, such as planning the largest Descriptions, done outside turns.
 
-So a frame of one peer does not hold up the others. One thread does all the work in order; it starts with the first.
+So a frame of one peer does not hold up the others. One thread does all the work in order; the first work starts it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """A node's thread for such work."""
+    """The thread of one rank for such work."""
 
     def __init__(self) -> None:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -48,7 +48,7 @@ class Background:
         return self._bell
 
     def turn(self) -> None:
-        """Pass on the results; raises what the work raised, unless that is a KvprotoError."""
+        """Pass on the results; raises the work's exception, unless that is a KvprotoError."""
         if self._results:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)

@@ -1,4 +1,4 @@
-"""What a source's answers state: session ids, checksums, and how many bytes were moved."""
+"""Checksums of transfers at both sides, and session ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvproto.wire.messages import Checksum
 __all__ = ["BEGUN", "SUM_TIME", "Checksums", "Sums", "bytes_by_name", "session_id"]
 
 BEGUN = 8
-"""Requests whose checksums are started before the first of them is waited for."""
+"""The number of requests whose checksums are started before the first is awaited."""
 SUM_TIME = 0.02
 """Seconds that one turn spends on checksums."""
 
 
 def session_id() -> int:
-    """Make a session id that nobody can guess: 64 random bits, but not 0 (KVP-SES-GUESS)."""
+    """Make a session id that cannot be guessed: 64 random bits, but not 0 (KVP-SES-GUESS)."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
@@ -36,11 +36,12 @@ class Sums:
         self._transport, self._memories, self._sink = transport, memories, sink
         self.found: dict[int, int] = {}
         self._begun: Callable[[], dict[int, int]] | None = None
-        """The first of the parts that are left, once it has been started."""
+        """The first of the remaining parts, once it has been started."""
 
     def advance(self, until: float) -> bool:
-        """Start on the next part, which a device computes alone, and go on until `until`, a time of `time.monotonic`;
-        whether all checksums are computed.
+        """Compute parts until `until`, a time of `time.monotonic`; returns whether all checksums are computed.
+
+        A device computes on alone the part that was begun last.
         """
         while self._parts:
             if self._begun is None:
@@ -53,9 +54,9 @@ class Sums:
             self._parts.popleft()
         return True
 
-    def of(self, some: CopyProgram) -> dict[int, int]:
+    def of(self, part: CopyProgram) -> dict[int, int]:
         """The checksums of a part of the program, computed at once."""
-        return self._transport.checksums(some, self._memories, self._sink)
+        return self._transport.checksums(part, self._memories, self._sink)
 
 
 class Checksums:
@@ -66,7 +67,7 @@ class Checksums:
         self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
 
     def advance(self, until: float) -> bool:
-        """As `Sums.advance`."""
+        """Compute parts until `until`, as `Sums.advance` does."""
         return self._sums is None or self._sums.advance(until)
 
     def for_message(self) -> tuple[Checksum, ...] | None:

@@ -77,6 +77,8 @@ class Driver:
         self._restless = 0
         self._calling: int | None = None
         """The thread that runs callbacks."""
+        self._due: float | None = 0.0
+        """When the next turn is due, as the last one left it; None if no timer is set."""
         self.stepped = False
         """Whether `step` was ever called."""
         self.failure: BaseException | None = None
@@ -163,7 +165,7 @@ class Driver:
             advice = "pass Options(thread=False)"
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "step", "no I/O thread", f"{self._name} has one", advice)
         self.stepped = True
-        planned = self._node.timeout()
+        planned = None if self._due is None else max(self._due - time.monotonic(), 0.0)
         self._rest(timeout if planned is None else min(timeout, planned), planned)
         with self._lock:
             self._turn()
@@ -244,7 +246,9 @@ class Driver:
             if filenos is not self._filenos:
                 self._filenos = filenos
                 self._watch(set(filenos))
-            return self._node.timeout()
+            wait = self._node.timeout()
+            self._due = None if wait is None else time.monotonic() + wait if wait else 0.0
+            return wait
         except BaseException as error:
             self._fail(error.error if isinstance(error, DeviceFault) else error)
             raise

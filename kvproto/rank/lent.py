@@ -1,4 +1,4 @@
-"""Pools that a rank lends to peers, from their registration until it is proven that nothing uses them any more."""
+"""Pools registered with peers, from their registration until it is proven that nothing uses them any more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import attrs
 
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.transport.base import Transport
 
 __all__ = ["Lent", "returned"]
@@ -15,13 +15,13 @@ __all__ = ["Lent", "returned"]
 
 @attrs.define(eq=False)
 class Lent:
-    """A pool that is lent to peers."""
+    """A pool that is registered with peers."""
 
     number: int
     """The epoch of its first registrations."""
     pool: RankPool
     holders: tuple[str, ...] = ()
-    """Who may still use it after it was taken back, for display; never modified in place, so any thread may read it."""
+    """Peers that may still use it after it was taken back, for display; never modified in place, for other threads."""
 
 
 L = TypeVar("L", bound=Lent)
@@ -30,13 +30,13 @@ L = TypeVar("L", bound=Lent)
 def returned(
     leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: RankPool
 ) -> list[L]:
-    """Remove and return the pools that nothing can use any more; transports forget them, except for `pool`."""
-    over = []
+    """Remove and return the pools that have no holder left; transports forget them, except for `pool`."""
+    proven = []
     for lent in leaving:
         lent.holders = tuple(holders(lent))
         if not lent.holders:
-            over.append(lent)
+            proven.append(lent)
             for transport in transports if lent.pool is not pool else ():
                 transport.forget(lent.pool.memories)
     leaving[:] = [lent for lent in leaving if lent.holders]
-    return over
+    return proven

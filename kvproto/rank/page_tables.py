@@ -44,7 +44,7 @@ Since = int | Mapping[str, int]
 
 
 class PagesInUse:
-    """Pages of one pool that a fetch may still write: one under way, or one that was lost without proof of its end."""
+    """Pages of one pool that a fetch may still write: a fetch under way, or one lost without proof of its end."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout, self._lock = layout, threading.Lock()
@@ -133,9 +133,9 @@ def _missing(layout: RankLayout, name: str) -> LocalError:
     return _bad("pages", f"the groups {owned}", f"none of {name!r}")
 
 
-def _check_table(given: Any, group: Group, most: int, skip: int, need: int, what: str) -> IntArray:
+def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, what: str) -> IntArray:
     path = f'pages["{group.name}"]'
-    table = _table(given, path)
+    table = _table(pages, path)
     held = table[skip:] if skip else table
     if held.size and not 0 <= int(held.min()) <= int(held.max()) < most:
         wrong = skip + np.flatnonzero((held < 0) | (held >= most))
@@ -151,7 +151,7 @@ def _check_table(given: Any, group: Group, most: int, skip: int, need: int, what
 
 @attrs.frozen(eq=False)
 class _OwnedGroup:
-    """A group of this rank that has pages, with what its page tables are checked by."""
+    """A group of this rank that has pages, and the facts by which its page tables are checked."""
 
     group: Group
     cp_rank: int
@@ -173,7 +173,7 @@ class _OwnedGroup:
 
 
 class PageRules:
-    """What the page tables of any request of one pool must satisfy."""
+    """Rules for the page tables of every request of one pool."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.layout = layout
@@ -181,7 +181,7 @@ class PageRules:
         self.names = {group.name: group for group in groups}
         self.owned = [_owned(layout, group) for group in groups if group.id in layout.columns]
         self.movable = {group.name: group for group in groups if kind_of(group).paged or kind_of(group).wraps}
-        """Groups of which a request may give up its first rows."""
+        """Groups whose first rows a request may give up."""
         self.rings = [group for group in self.movable.values() if kind_of(group).wraps]
         self.scaling = _scaling(layout, set(layout.columns))
 
@@ -195,7 +195,7 @@ def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
 
 @attrs.frozen
 class StatedTables:
-    """The page tables that one call of an engine states, checked by themselves."""
+    """The page tables of one call of an engine, checked by themselves."""
 
     items: dict[int, IntArray]
     """By group id, from the page of token 0 on."""
@@ -222,44 +222,44 @@ class RequestTables:
         earlier one, or rows without their scales, OUT_OF_REGION for a page that the pool does not have.
         """
         rules = self._rules
-        held = self._held(since, tokens, axes)
+        begins = self._held(since, tokens, axes)
         _check_names(pages, rules.names)
         items, spans = {}, {}
         for owned in rules.owned:
             id = owned.group.id
             end = tokens if owned.axis == TOKENS else axes.get(owned.axis, 0)
-            skip, need = owned.before(held.get(id, 0)), owned.needed(end)
+            skip, need = owned.before(begins.get(id, 0)), owned.needed(end)
             items[id], spans[id] = _checked_table(owned, rules, pages, skip, need, end), (skip, need)
-        return StatedTables(items, held, spans)
+        return StatedTables(items, begins, spans)
 
     def record(self, stated: StatedTables) -> None:
-        """Add the tables of one call to those before.
+        """Add the tables of one call to those of earlier calls.
 
-        Raises LocalError: BAD_GRANT where an earlier call named other pages, ITEM_ALIAS for a page named twice.
+        Raises LocalError: BAD_GRANT if an earlier call named other pages, ITEM_ALIAS for a page named twice.
         """
         tables = dict(self._tables)
         for id, table in stated.items.items():
             (skip, need), before = stated.spans[id], tables.get(id)
-            now, group = table[:need], self._rules.layout.group(id)
+            named, group = table[:need], self._rules.layout.group(id)
             if before is not None:
-                both = slice(skip, min(before.size, now.size))
-                differ = np.flatnonzero(before[both] != now[both])
+                common = slice(skip, min(before.size, named.size))
+                differ = np.flatnonzero(before[common] != named[common])
                 if differ.size:
-                    i = skip + int(differ[0])
+                    entry = skip + int(differ[0])
                     advice = "the rows of an earlier call of computed are in the page it named; name the same one"
-                    path, mine = f'pages["{group.name}"][{i}]', f"page {before[i]}, as before"
-                    raise LocalError(ErrorCode.BAD_GRANT, path, mine, f"page {now[i]}", advice)
-            if before is None or now.size > before.size:
-                check_distinct(group, now[skip:], skip)
-                tables[id] = now
+                    path, mine = f'pages["{group.name}"][{entry}]', f"page {before[entry]}, as before"
+                    raise LocalError(ErrorCode.BAD_GRANT, path, mine, f"page {named[entry]}", advice)
+            if before is None or named.size > before.size:
+                check_distinct(group, named[skip:], skip)
+                tables[id] = named
         self._tables, self._since = tables, stated.since
 
     def _held(self, since: Since | None, tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
         """The first token whose rows are still held, by group id, unless it is token 0; as before unless stated.
 
-        A ring holds the last of its rows below `tokens`, whatever is stated.
+        A ring holds only its last rows below `tokens`, also without `since`.
         """
-        rules, held = self._rules, dict(self._since)
+        rules, begins = self._rules, dict(self._since)
         if since is None:
             since = {}
         elif not isinstance(since, Mapping):
@@ -273,22 +273,22 @@ class RequestTables:
             group = rules.movable[name]
             end = length_of(group, tokens, axes)
             first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(group)} computed")
-            if first < held.get(group.id, 0) and kind_of(group).paged:
-                mine = f"{held[group.id]} or more, as before"
+            if first < begins.get(group.id, 0) and kind_of(group).paged:
+                mine = f"{begins[group.id]} or more, as before"
                 raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
             if group.partial:  # its row covers later tokens too
                 first -= first % group.tokens_per_row
             if first:
-                held[group.id] = first
+                begins[group.id] = first
         for scales, values in rules.scaling:
-            if held.get(scales.id, 0) > (most := held.get(values.id, 0)):
+            if begins.get(scales.id, 0) > (most := begins.get(values.id, 0)):
                 wanted, advice = f"at most {most}, as of {values.name!r}", "keep the scales of all rows that are held"
-                raise _bad(f'since["{scales.name}"]', wanted, str(held[scales.id]), advice)
+                raise _bad(f'since["{scales.name}"]', wanted, str(begins[scales.id]), advice)
         for group in rules.rings:
             first = _ring_begins(group, tokens)
-            if first > held.get(group.id, 0):
-                held[group.id] = first
-        return held
+            if first > begins.get(group.id, 0):
+                begins[group.id] = first
+        return begins
 
 
 def _ring_begins(group: Group, tokens: int) -> int:
@@ -304,24 +304,25 @@ def grants_of(
     axes: Mapping[str, int] = NO_AXES,
     late: bool | Collection[str] = False,
 ) -> dict[int, Grants]:
-    """What a sink rank asks for, by group id: tokens [cached, tokens) of each group, and the pages that hold them; of
-    groups on other axes their positions, as far as `axes` says. Without `pages` the items are left out.
+    """The grants of a sink rank by group id: tokens [cached, tokens) of each group, and the pages that hold them.
+
+    Groups on other axes get all positions that `axes` states. Without `pages` the items are left out.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
     begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
-    Raises what `tables_of` raises, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached` beyond the
-    prompt, for one that parts values from the scales of their pages, or a `late` of no group.
+    Raises LocalError as `tables_of` does, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
+    beyond the prompt, for one that parts values from the scales of their pages, or a `late` that names no group.
     """
-    held, may = _held(layout, cached, tokens, axes), _late(layout, late)
+    held, may_begin_late = _held(layout, cached, tokens, axes), _late(layout, late)
     tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
-    found = {}
+    grants = {}
     for group in layout.geometry.groups:
         if not kind_of(group).has_memory:
-            found[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
+            grants[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in layout.columns:
             end = length_of(group, tokens, axes)
-            made = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
-            found[group.id] = attrs.evolve(made, late=True) if group.id in may else made
+            grant = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
+            grants[group.id] = attrs.evolve(grant, late=True) if group.id in may_begin_late else grant
     for scales, values in _scaling(layout, set(layout.columns)):
         names = scales.name, values.name
         if held[scales.id] != held[values.id]:
@@ -329,10 +330,10 @@ def grants_of(
             first = min(held[scales.id], held[values.id]) // scales.tokens_per_row * scales.tokens_per_row
             yours, advice = f"{held[scales.id]}, and {held[values.id]}", f"fetch both from token {first} on"
             raise _bad(f'cached["{names[0]}"]', wanted, yours, advice)
-        if (scales.id in may) != (values.id in may):
+        if (scales.id in may_begin_late) != (values.id in may_begin_late):
             advice = "values and their scales begin late together"
             raise _bad("late", f"both of {names[0]!r} and {names[1]!r}, or neither", "one of them", advice)
-    return found
+    return grants
 
 
 def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
@@ -340,20 +341,20 @@ def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
     return scaling((g for g in layout.geometry.groups if g.id in among), layout.owns)
 
 
-def _late(layout: RankLayout, given: bool | Collection[str]) -> set[int]:
+def _late(layout: RankLayout, late: bool | Collection[str]) -> set[int]:
     """The ids of groups whose windows may begin late."""
     groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
-    if isinstance(given, bool):
-        return set(groups.values()) if given else set()
-    check_type("late", given, (list, tuple, set, frozenset), "True, False, or names of groups")
-    if unknown := [name for name in given if name not in groups]:
+    if isinstance(late, bool):
+        return set(groups.values()) if late else set()
+    check_type("late", late, (list, tuple, set, frozenset), "True, False, or names of groups")
+    if unknown := [name for name in late if name not in groups]:
         raise _bad("late", f"groups in pages or rings, {sorted(groups)}, by name and not by axis", repr(unknown[0]))
-    return {groups[name] for name in given}
+    return {groups[name] for name in late}
 
 
 def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
     """The first token of a fetch, by group id."""
-    found, names = {}, [group.name for group in layout.geometry.groups]
+    held, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
         cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
     elif unknown := [name for name in cached if name not in names]:
@@ -361,18 +362,21 @@ def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes
     for group in layout.geometry.groups:
         if group.id in layout.columns:
             end = length_of(group, tokens, axes)
-            held = (cached if axis_of(group) == TOKENS else 0) if isinstance(cached, int) else cached.get(group.name, 0)
-            held = check_whole(f'cached["{group.name}"]', held, -_ANY, _ANY, "a whole number of tokens")
-            if not 0 <= held <= end:
+            if isinstance(cached, int):
+                first = cached if axis_of(group) == TOKENS else 0
+            else:
+                first = cached.get(group.name, 0)
+            first = check_whole(f'cached["{group.name}"]', first, -_ANY, _ANY, "a whole number of tokens")
+            if not 0 <= first <= end:
                 raise LocalError(
                     ErrorCode.BAD_GRANT,
                     f'cached["{group.name}"]',
                     f"0 to {end}, the {axis_of(group)} of this fetch",
-                    str(held),
+                    str(first),
                     f"pass the number of {axis_of(group)} that the pages already hold",
                 )
-            found[group.id] = held
-    return found
+            held[group.id] = first
+    return held
 
 
 def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, tokens: int) -> Grants:
@@ -414,14 +418,14 @@ def check_distinct(group: Group, items: IntArray, skip: int) -> None:
 
 def _table(pages: Any, path: str) -> IntArray:
     try:
-        given = np.atleast_1d(np.asarray(pages))
+        table = np.atleast_1d(np.asarray(pages))
     except (TypeError, ValueError, RuntimeError) as error:
         raise _bad(path, "page ids, integers in one dimension in host memory", type_name(pages)) from error
-    if not given.size:
+    if not table.size:
         return np.empty(0, np.int64)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise _bad(path, "page ids, integers in one dimension", f"{given.dtype} of shape {given.shape}")
-    return given.astype(np.int64)
+    if table.ndim != 1 or table.dtype.kind not in "iu":
+        raise _bad(path, "page ids, integers in one dimension", f"{table.dtype} of shape {table.shape}")
+    return table.astype(np.int64)
 
 
 def _bad(path: str, mine: str, yours: str, advice: str = "") -> LocalError:

@@ -1,13 +1,13 @@
-"""An engine's cache as kvproto sees it: the memory that holds it, and where each layer, page, token and head lies."""
+"""An engine's cache as kvproto sees it: its memory, and the place of each layer, page, token and head in it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
 from kvproto.planning.kinds import kind_of
 from kvproto.rank.page_tables import PageRules, PagesInUse
-from kvproto.rank.rank_pool import pack
 from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
 from kvproto.transport import memory as shareable
@@ -27,14 +26,29 @@ from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "RankPool", "columns_without_gaps"]
+
+_ALIGN = 256
+"""Each column of a pool without gaps begins at a multiple of so many bytes."""
+
+
+class RankPool(Protocol):
+    """The regions of one rank, and the place of each column in them; `Pool` implements it."""
+
+    @property
+    def memories(self) -> Mapping[int, Memory]:
+        """Memory by region id."""
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank's geometry and columns."""
 
 
 class Pool:
     """One rank's cache, in tensors of the engine or in memory that `allocate` makes.
 
-    A pool serves one Source at a time, alongside Sinks. The engine keeps its tensors, and must leave them where they
-    are until all of these are closed.
+    A pool serves one Source at a time, alongside Sinks. The engine keeps its tensors, and must not move them until all
+    of these are closed.
     """
 
     def __init__(
@@ -55,7 +69,7 @@ class Pool:
         "page head token dim", joint K and V "part page token head dim". An axis of one element may be left out. For a
         part in sections, pass a tensor for each section, under names such as "latent[0:1024]". With `shared`, layers
         that share a cache may be given the same tensor; such a pool is for a Source. Raises LocalError: BAD_COLUMNS,
-        naming the tensor and the axis, also where layers or parts share some of their bytes; TOO_LARGE for too many
+        naming the tensor and the axis, also if layers or parts share some of their bytes; TOO_LARGE for too many
         allocations; NO_TRANSPORT for memory that cannot be shared. Raises PlanError for a geometry that contradicts
         itself.
         """
@@ -64,41 +78,26 @@ class Pool:
         check_type("tensors", tensors, Mapping, "a mapping of group name to tensors")
         check_type("axes", axes, (str, Mapping), "words, or a mapping of group name to words")
         groups = _groups(geometry, rank)
-        if missing := groups.keys() ^ tensors.keys():
-            yours = f"{sorted(map(str, tensors))}: {sorted(map(str, missing))} differ"
-            raise _bad("tensors", f"the groups {sorted(groups)}", yours)
-        if isinstance(axes, Mapping) and (missing := groups.keys() ^ axes.keys()):
-            yours = f"{sorted(map(str, axes))}: {sorted(map(str, missing))} differ"
-            raise _bad("axes", f"the groups {sorted(groups)}", yours)
-        by_group: dict[str, tuple[int, list[Column]]] = {}
+        _check_groups("tensors", tensors, groups)
+        if isinstance(axes, Mapping):
+            _check_groups("axes", axes, groups)
+        items: dict[str, int] = {}
+        columns: dict[str, list[Column]] = {}
         for name, (group, share) in groups.items():
-            order = axes if isinstance(axes, str) else axes[name]
-            check_type(f'axes["{name}"]', order, str, 'words, such as "page token head dim"')
-            by_group[name] = columns_of(group, share, tensors[name], order, f'tensors["{name}"]')
-        views = {id(c.view): c.view for _, columns in by_group.values() for c in columns}
+            words = axes if isinstance(axes, str) else axes[name]
+            check_type(f'axes["{name}"]', words, str, 'words, such as "page token head dim"')
+            items[name], columns[name] = columns_of(group, share, tensors[name], words, f'tensors["{name}"]')
+        views = {id(column.view): column.view for named in columns.values() for column in named}
         self.memories, region_of = shareable.adopt_all(views)
         if len(self.memories) > limits.MAX_REGIONS:
             mine, yours = f"at most {limits.MAX_REGIONS} allocations", str(len(self.memories))
             advice = "allocate layers together: peers map each allocation"
             raise LocalError(ErrorCode.TOO_LARGE, "tensors", mine, yours, advice)
-        registered = {}
-        for name, (items, columns) in by_group.items():
-            homes = [region_of[id(c.view)] for c in columns]
-            region = np.array([region for region, _ in homes], np.uint32)
-            offset = np.array([c.address - base for c, (_, base) in zip(columns, homes, strict=True)], np.uint64)
-            if len(set(zip(region.tolist(), offset.tolist(), strict=True))) < len(columns) and not shared:
-                wanted = "a place of its own for each layer and part; `shared` for layers that share a cache"
-                raise _bad(f'tensors["{name}"]', wanted, "two at one address")
-            names = ("item_stride", "row_stride", "lane_stride")
-            strides = {stride: np.array([getattr(c, stride) for c in columns], np.uint64) for stride in names}
-            group = groups[name][0]
-            registered[group.id] = Columns(group=group.id, items=items, region=region, offset=offset, **strides)
-            if both := overlapping(geometry, rank, registered[group.id]):
-                one, other = sorted(columns[k].path for k in both)
-                wanted = f"bytes that {one} does not have" if one != other else "layers and parts that lie apart"
-                advice = "let each layer and part lie apart; layers that share a cache share all of it (`shared`)"
-                raise LocalError(ErrorCode.BAD_COLUMNS, other, wanted, "some of the same bytes", advice)
-        self._open(RankLayout(geometry, rank, registered), shared)
+        by_id: dict[int, Columns] = {}
+        for name, (group, _) in groups.items():
+            by_id[group.id] = _joined(group, items[name], columns[name], region_of, shared)
+            _check_overlaps(geometry, rank, by_id[group.id], columns[name])
+        self._open(RankLayout(geometry, rank, by_id), shared)
 
     @classmethod
     def allocate(
@@ -110,21 +109,21 @@ class Pool:
         device: int | None = None,
         heads_first: bool = False,
     ) -> Pool:
-        """Allocate zeroed memory for so many pages of every group, or by group name: on GPU `device`, or on the host.
+        """Allocate zeroed memory for `pages` of every group, or by group name: on GPU `device`, or on the host.
 
         Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND), without gaps. Raises
         LocalError: BAD_COLUMNS for wrong `pages` or `rank`, TRANSPORT_FAILED if memory is short, NO_TRANSPORT if no
         transport knows GPUs.
         """
         groups = _groups(geometry, rank)
-        wanted = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(groups, pages)
-        for count in wanted.values():
+        counts = dict(pages) if isinstance(pages, Mapping) else dict.fromkeys(groups, pages)
+        for count in counts.values():
             if isinstance(count, bool) or not hasattr(count, "__index__"):
                 raise _bad("pages", "a number of pages, or a mapping of group name to one", type_name(count))
-        if wanted.keys() != groups.keys() or min(wanted.values(), default=1) < 1:
+        if counts.keys() != groups.keys() or min(counts.values(), default=1) < 1:
             raise _bad("pages", f"1 at least for each of {sorted(groups)}", str(pages))
-        numbers = {group.id: wanted[name] for name, (group, _) in groups.items()}
-        columns, length = pack(geometry, rank, numbers, heads_first)
+        items = {group.id: counts[name] for name, (group, _) in groups.items()}
+        columns, length = columns_without_gaps(geometry, rank, items, heads_first)
         pool = cls.__new__(cls)
         try:
             pool.memories = {0: shareable.allocate(max(length, 1), device)}
@@ -137,16 +136,17 @@ class Pool:
     memories: Mapping[int, Memory]
     """Memory by region id; each has `__dlpack__`, which gives access to its bytes without a copy."""
     _owned = False
+    """Whether `allocate` made the memory."""
 
-    def _open(self, side: RankLayout, shared: bool = False) -> None:
-        self.layout, self._shared = side, shared
+    def _open(self, layout: RankLayout, shared: bool = False) -> None:
+        self.layout, self._shared = layout, shared
         self._users: list[str] = []
-        self._pages = PagesInUse(side)
+        self._pages = PagesInUse(layout)
         self._closed = False
 
     @cached_property
     def page_rules(self) -> PageRules:
-        """What the page tables of any request must satisfy."""
+        """Rules for the page tables of every request."""
         return PageRules(self.layout)
 
     @cached_property
@@ -161,7 +161,7 @@ class Pool:
 
     @property
     def geometry(self) -> Geometry:
-        """The shares of all ranks of this engine's replica."""
+        """The share of every rank of this engine's replica."""
         return self.layout.geometry
 
     @property
@@ -186,7 +186,7 @@ class Pool:
         return self.layout.columns[self.group(name).id].items
 
     def place(self, group: str, layer: int, part: str) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """Where a layer and part lies: region id, offset, shape [pages, tokens, heads of this rank, bytes] and strides.
+        """The region id, offset, shape [pages, tokens, heads of this rank, bytes] and strides of a layer and part.
 
         Offset and strides are in bytes. Raises LocalError(BAD_COLUMNS) for a name that this rank does not own.
         """
@@ -195,12 +195,13 @@ class Pool:
         parts, layers = column_names(spec), share.layers.tolist()
         if part not in parts or layer not in layers:
             raise _bad(group, f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")
-        p = parts.index(part)
-        k = layers.index(layer) * len(parts) + p
-        lanes = sum(s.hi - s.lo for s in share.lanes if s.part == p)
-        shape = (columns.items, spec.rows, lanes, spec.parts[p].lane_bytes)
-        strides = (int(columns.item_stride[k]), int(columns.row_stride[k]), int(columns.lane_stride[k]), 1)
-        return int(columns.region[k]), int(columns.offset[k]), shape, strides
+        number = parts.index(part)
+        column = layers.index(layer) * len(parts) + number
+        lanes = sum(span.hi - span.lo for span in share.lanes if span.part == number)
+        shape = (columns.items, spec.rows, lanes, spec.parts[number].lane_bytes)
+        by_axis = columns.item_stride, columns.row_stride, columns.lane_stride
+        item, row, lane = (int(strides[column]) for strides in by_axis)
+        return int(columns.region[column]), int(columns.offset[column]), shape, (item, row, lane, 1)
 
     def array(self, group: str, layer: int, part: str) -> npt.NDArray[np.uint8]:
         """A view of a layer and part of a pool in host memory: uint8 [pages, tokens, heads of this rank, bytes].
@@ -210,8 +211,8 @@ class Pool:
         region, offset, shape, strides = self.place(group, layer, part)
         if self.memories[region].__dlpack_device__()[0] != 1:
             raise _bad("Pool.array", "a pool in host memory", "memory of a GPU: see Pool.place and Pool.memories")
-        whole = np.from_dlpack(self.memories[region]).view(np.uint8)
-        return np.ndarray(shape, np.uint8, whole, offset, strides)
+        memory = np.from_dlpack(self.memories[region]).view(np.uint8)
+        return np.ndarray(shape, np.uint8, memory, offset, strides)
 
     def close(self) -> None:
         """Free the memory of `allocate`; raises LocalError(UNEXPECTED_MESSAGE) while a Source or Sink uses the pool."""
@@ -233,35 +234,109 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _use(self, who: str) -> None:
+    def _use(self, user: str) -> None:
+        """Add a user, such as "Source prefill rank 0"; raises LocalError if it must not use the pool."""
         if self._closed:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "an open pool", "a closed one", "make another")
-        if who.startswith("Sink ") and self._shared:
+        if user.startswith("Sink ") and self._shared:
             advice = "state layers that share a cache once, under the layer that writes it"
             raise LocalError(ErrorCode.ITEM_ALIAS, "pool", "a pool that is not `shared`", "one that is", advice)
-        if who.startswith("Source ") and (
-            other := [each for each in self._users if each.startswith("Source ") and each != who]
-        ):
+        sources = [name for name in self._users if name.startswith("Source ") and name != user]
+        if user.startswith("Source ") and sources:
             advice = "close it first: a pool serves one Source, alongside Sinks"
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", other[0], advice)
-        self._users.append(who)
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "pool", "a pool without a Source", sources[0], advice)
+        self._users.append(user)
 
-    def _unuse(self, who: str) -> None:
-        self._users.remove(who)
+    def _unuse(self, user: str) -> None:
+        self._users.remove(user)
+
+
+def columns_without_gaps(
+    geometry: Geometry, rank: int, items: Mapping[int, int], heads_first: bool = False
+) -> tuple[dict[int, Columns], int]:
+    """Columns without gaps in region 0, and the region's length in bytes; `items` counts a group's items by its id.
+
+    Hand-off groups have no columns. A page is [row, lane, byte] (NHD), or [lane, row, byte] with `heads_first` (HND).
+    """
+    groups = {group.id: group for group in geometry.groups}
+    owned = next(share.owns for share in geometry.ranks if share.rank == rank)
+    columns: dict[int, Columns] = {}
+    length = 0
+    for share in owned:
+        group = groups[share.group]
+        if not kind_of(group).has_memory:
+            continue
+        rows: list[tuple[int, int, int, int]] = []
+        for _ in share.layers:
+            for number, part in enumerate(group.parts):
+                row = part.lane_bytes * sum(span.hi - span.lo for span in share.lanes if span.part == number)
+                strides = (part.lane_bytes, part.lane_bytes * group.rows) if heads_first else (row, part.lane_bytes)
+                rows.append((length, row * group.rows, *strides))
+                length += -(-row * group.rows * items[group.id] // _ALIGN) * _ALIGN
+        columns[group.id] = _columns(group, items[group.id], np.zeros(len(rows), np.uint32), rows)
+    return columns, length
+
+
+def _columns(
+    group: Group, items: int, regions: npt.NDArray[np.uint32], rows: Sequence[tuple[int, int, int, int]]
+) -> Columns:
+    """The columns of a group; `rows` are the offset and the strides of items, rows and lanes of each."""
+    offset, item, row, lane = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
+    return Columns(
+        group=group.id,
+        items=items,
+        region=regions,
+        offset=offset,
+        item_stride=item,
+        row_stride=row,
+        lane_stride=lane,
+    )
+
+
+def _joined(
+    group: Group, items: int, columns: Sequence[Column], region_of: Mapping[int, tuple[int, int]], shared: bool
+) -> Columns:
+    """The columns of a group's tensors; `region_of` maps the id of a view to its region and the region's address."""
+    regions = [region_of[id(column.view)] for column in columns]
+    rows = [
+        (column.address - base, column.item_stride, column.row_stride, column.lane_stride)
+        for column, (_, base) in zip(columns, regions, strict=True)
+    ]
+    places = {(region, row[0]) for (region, _), row in zip(regions, rows, strict=True)}
+    if len(places) < len(rows) and not shared:
+        mine = "a place of its own for each layer and part; `shared` for layers that share a cache"
+        raise _bad(f'tensors["{group.name}"]', mine, "two at one address")
+    return _columns(group, items, np.array([region for region, _ in regions], np.uint32), rows)
+
+
+def _check_overlaps(geometry: Geometry, rank: int, registered: Columns, columns: Sequence[Column]) -> None:
+    """Raise LocalError(BAD_COLUMNS) for layers or parts of a group that share only some of their bytes."""
+    if numbers := overlapping(geometry, rank, registered):
+        one, other = sorted(columns[number].path for number in numbers)
+        mine = f"bytes that {one} does not have" if one != other else "layers and parts that lie apart"
+        advice = "let each layer and part lie apart; layers that share a cache share all of it (`shared`)"
+        raise LocalError(ErrorCode.BAD_COLUMNS, other, mine, "some of the same bytes", advice)
+
+
+def _check_groups(argument: str, by_name: Mapping[str, object], groups: Mapping[str, object]) -> None:
+    """Raise LocalError(BAD_COLUMNS) unless a mapping has exactly the names of the groups that the rank owns."""
+    if differing := groups.keys() ^ by_name.keys():
+        yours = f"{sorted(map(str, by_name))}: {sorted(map(str, differing))} differ"
+        raise _bad(argument, f"the groups {sorted(groups)}", yours)
 
 
 def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:
-    """The groups with memory that a rank owns, with its share of each, by name."""
+    """The groups of a rank that have memory, each with the rank's share of it, by name."""
     validate(geometry)
-    groups = {g.id: g for g in geometry.groups}
-    names = [g.name for g in geometry.groups]
+    groups = {group.id: group for group in geometry.groups}
+    names = [group.name for group in geometry.groups]
     if len(set(names)) < len(names):
         raise _bad("geometry.groups", "names that differ", str(names))
-    ranks = {r.rank: r for r in geometry.ranks}
-    if rank not in ranks:
-        raise _bad("rank", f"one of {sorted(ranks)}", str(rank))
-    shares = [s for s in ranks[rank].owns if kind_of(groups[s.group]).has_memory]
-    return {groups[s.group].name: (groups[s.group], s) for s in shares}
+    owned = {share.rank: share.owns for share in geometry.ranks}
+    if rank not in owned:
+        raise _bad("rank", f"one of {sorted(owned)}", str(rank))
+    shares = [share for share in owned[rank] if kind_of(groups[share.group]).has_memory]
+    return {groups[share.group].name: (groups[share.group], share) for share in shares}
 
 
 def _bad(path: str, mine: str, yours: str) -> LocalError:

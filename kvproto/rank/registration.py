@@ -1,4 +1,4 @@
-"""Registration: what a peer is told about this side's memory, and how this side reaches a peer's."""
+"""Registration: this side's memory as its peers see it, and the mapping of a peer's memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def features_of(
     spread: Spread = "even",
     cold_draft: bool = False,
 ) -> tuple[Feature, ...]:
-    """The features that a side offers, ascending: those of its transports, and those that its engine chose."""
-    found = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
+    """The features that a side offers, ascending: its transports' features, and the choices of its engine."""
+    offered = {Feature.EPOCHS} | {feature for transport in transports for feature in transport.capabilities.features}
     chosen = {
         Feature.VERIFY: bool(verify),
         Feature.VERIFY_PAGES: verify == "pages",
@@ -40,7 +40,7 @@ def features_of(
         Feature.INTENT: True,
         Feature.SPANS: True,
     }
-    return tuple(sorted(found | {feature for feature, wanted in chosen.items() if wanted}))
+    return tuple(sorted(offered | {feature for feature, chosen_here in chosen.items() if chosen_here}))
 
 
 def register(
@@ -52,22 +52,22 @@ def register(
     and the deliveries of transports by which the peer packs bytes instead of writing pages, by transport code.
     """
     handles: dict[int, list[Handle]] = {id: [] for id in memories}
-    more: list[Region] = []
+    staging: list[Region] = []
     packed: dict[int, StreamDelivery] = {}
     for transport in transports:
-        exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(more), program, runs)
-        for id, some in exposed.handles.items():
-            handles[id] += some
-        more += exposed.regions
+        exposed = transport.expose(memories, max(memories, default=-1) + 1 + len(staging), program, runs)
+        for id, exposed_handles in exposed.handles.items():
+            handles[id] += exposed_handles
+        staging += exposed.regions
         if exposed.packed is not None:
             packed[transport.capabilities.code] = exposed.packed
-    regions = [attrs.evolve(m.region, id=id, handles=tuple(handles[id])) for id, m in memories.items()]
-    return Registration((*regions, *more), {code: each.receiver for code, each in packed.items()}), packed
+    regions = [attrs.evolve(memory.region, id=id, handles=tuple(handles[id])) for id, memory in memories.items()]
+    return Registration((*regions, *staging), {code: delivery.receiver for code, delivery in packed.items()}), packed
 
 
 @attrs.define(eq=False)
 class PeerMapping:
-    """The memory of one session's peer, as mapped here."""
+    """The memory of one session's peer, mapped here."""
 
     asked: RegisterAsked
     transport: Transport
@@ -106,32 +106,32 @@ def map_peer(
 ) -> PeerMapping:
     """Map every region that a column names, with the first transport in the owner's order that works here.
 
-    `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` is whether this side
-    writes or reads, and `features` are those of the session. Raises the error of the last transport that was tried, or
+    `own` is this side's memory, for the transport to prepare (None: there is none yet). `writes` states whether this
+    side writes or reads, and `features` are the session's. Raises the error of the last transport that was tried, or
     NO_TRANSPORT if the sides have none in common.
     """
     message = asked.register
-    by_code = {int(t.capabilities.code): t for t in transports}
-    named = {i for columns in message.columns for i in columns.region.tolist()}
-    offered = [h.transport for h in message.regions[0].handles] if message.regions else []
+    by_code = {int(transport.capabilities.code): transport for transport in transports}
+    named = {region for columns in message.columns for region in columns.region.tolist()}
+    offered = [handle.transport for handle in message.regions[0].handles] if message.regions else []
     error: KvprotoError = RemoteError(
         ErrorCode.NO_TRANSPORT, "regions[0].handles", _names(by_code), _names(offered), "use a common transport"
     )
     for transport in (by_code[code] for code in offered if code in by_code):
-        made = PeerMapping(asked, transport, pair)
+        mapping = PeerMapping(asked, transport, pair)
         try:
-            made.connection = transport.connect(message.regions, named, writes, features)
+            mapping.connection = transport.connect(message.regions, named, writes, features)
             if own is not None:
-                made.prepare(own, writes)
-        except KvprotoError as found:
-            error = found.kept()
-            made.close()
+                mapping.prepare(own, writes)
+        except KvprotoError as failure:
+            error = failure.kept()
+            mapping.close()
             continue
-        return made
+        return mapping
     raise error
 
 
 def _names(codes: object) -> str:
-    known = {int(c): c.name for c in TransportCode}
+    known = {int(code): code.name for code in TransportCode}
     assert isinstance(codes, list | dict)
     return ", ".join(known.get(int(code), f"0x{int(code):04x}") for code in codes) or "none"

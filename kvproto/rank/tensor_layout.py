@@ -1,4 +1,4 @@
-"""From an engine's tensors to the columns of Register: the meaning of each axis, and where each layer and part begins.
+"""From an engine's tensors to the columns of Register: the meaning of each axis, and the start of each layer and part.
 
 The names of axes are `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`. NHD
 pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or "page part
@@ -37,49 +37,49 @@ class Column:
     """The tensor's name in error messages."""
 
 
-def columns_of(group: Group, share: Owns, given: Any, axes: str, path: str) -> tuple[int, list[Column]]:
+def columns_of(group: Group, share: Owns, tensors: Any, axes: str, path: str) -> tuple[int, list[Column]]:
     """The number of items, and the columns ordered by layer, then part.
 
-    `given` is one tensor with a layer axis, or one tensor per layer of the rank, or a mapping of part names to either.
+    `tensors` is one tensor with a layer axis, one tensor per layer of the rank, or a mapping of part names to either.
     Raises LocalError(BAD_COLUMNS), which names the tensor and the axis.
     """
     names = column_names(group)
-    if isinstance(given, Mapping):
-        if sorted(given) != sorted(names):
-            raise _bad(path, f"tensors of the parts {names}", f"of {sorted(map(str, given))}")
-        by_part = [_by_layer(share, given[name], axes, f'{path}["{name}"]') for name in names]
-        wanted: list[tuple[int, ...]] = [(p,) for p in range(len(names))]
+    if isinstance(tensors, Mapping):
+        if sorted(tensors) != sorted(names):
+            raise _bad(path, f"tensors of the parts {names}", f"of {sorted(map(str, tensors))}")
+        by_part = [_by_layer(share, tensors[name], axes, f'{path}["{name}"]') for name in names]
+        joint: list[tuple[int, ...]] = [(part,) for part in range(len(names))]
     else:
-        by_part = [_by_layer(share, given, axes, path)] * len(names)
-        wanted = [tuple(range(len(names)))] * len(names)
+        by_part = [_by_layer(share, tensors, axes, path)] * len(names)
+        joint = [tuple(range(len(names)))] * len(names)
     items: dict[int, str] = {}
-    made = []
-    for k in range(share.layers.size):
-        for p in range(len(names)):
-            view, at, where = by_part[p][k]
-            column, number = _column(group, share, p, wanted[p], view, at, where, axes)
-            items.setdefault(number, where)
-            made.append(column)
+    columns = []
+    for layer in range(share.layers.size):
+        for part in range(len(names)):
+            view, offset, name = by_part[part][layer]
+            column, number = _column(group, share, part, joint[part], view, offset, name, axes)
+            items.setdefault(number, name)
+            columns.append(column)
     if len(items) > 1:
         (first, one), (other, two) = list(items.items())[:2]
         raise _bad(two, f"{first} pages, as {one} has", f"{other} pages", "give each tensor of a group as many pages")
-    return next(iter(items), 0), made
+    return next(iter(items), 0), columns
 
 
 _Placed = tuple[TensorView, int, str]
 """A tensor, the byte in it where a layer begins, and its name in error messages."""
 
 
-def _by_layer(share: Owns, given: Any, axes: str, path: str) -> list[_Placed]:
+def _by_layer(share: Owns, tensors: Any, axes: str, path: str) -> list[_Placed]:
     """A tensor and an offset for each layer that the rank owns."""
     words, layers = _words(axes, path), share.layers.size
-    if isinstance(given, Sequence):
-        if len(given) != layers:
-            raise _bad(path, f"{layers} tensors, one for each layer of this rank", str(len(given)))
+    if isinstance(tensors, Sequence):
+        if len(tensors) != layers:
+            raise _bad(path, f"{layers} tensors, one for each layer of this rank", str(len(tensors)))
         if "layer" in words:
             raise _bad(path, f'axes without "layer" for one tensor per layer, or one tensor with "{axes}"', "a list")
-        return [(_shaped(tensor, words, f"{path}[{i}]"), 0, f"{path}[{i}]") for i, tensor in enumerate(given)]
-    view = _shaped(given, words, path)
+        return [(_shaped(tensor, words, f"{path}[{i}]"), 0, f"{path}[{i}]") for i, tensor in enumerate(tensors)]
+    view = _shaped(tensors, words, path)
     if "layer" not in words:
         if layers != 1:
             advice = 'name the axis "layer" in `axes` if the tensor has one'
@@ -106,7 +106,7 @@ def _shaped(tensor: Any, words: list[str], path: str) -> TensorView:
 
 
 def _column(
-    group: Group, share: Owns, part: int, joint: tuple[int, ...], view: TensorView, at: int, path: str, axes: str
+    group: Group, share: Owns, part: int, joint: tuple[int, ...], view: TensorView, offset: int, path: str, axes: str
 ) -> tuple[Column, int]:
     """The column of one layer and part, and its number of items."""
     words = _words(axes, path)
@@ -115,20 +115,20 @@ def _column(
     sizes = [group.parts[p].lane_bytes for p in joint]
     if "part" in axis and len(joint) == len(group.parts):
         _extent(axis, "part", len(group.parts), path)
-        at += part * axis["part"][1]
+        offset += part * axis["part"][1]
         sizes = [group.parts[part].lane_bytes]
     elif len(joint) > 1:  # the parts lie one after the other in each row
-        at += sum(sizes[: joint.index(part)])
+        offset += sum(sizes[: joint.index(part)])
     _order(axis, group.rows, lanes, words, path)
     _extent(axis, "token", group.rows, path)
     _extent(axis, "head", lanes, path)
     _element(group, joint if len(sizes) > 1 else (part,), view, path)
     width, step = axis.get("dim", (1, view.itemsize))
     if width * view.itemsize != sum(sizes):
-        each = " + ".join(str(size) for size in sizes)
+        sum_of_sizes = " + ".join(str(size) for size in sizes)
         apart = ", ".join(f'"{name}": [...]' for name in column_names(group))
         advice = f"if each part is a tensor, pass {{{apart}}}" if len(sizes) > 1 else _AXES * ("dim" not in axis)
-        raise _bad(f'{path} axis "dim"', f"{each} bytes", f"{width} elements of {view.itemsize} bytes", advice)
+        raise _bad(f'{path} axis "dim"', f"{sum_of_sizes} bytes", f"{width} elements of {view.itemsize} bytes", advice)
     if width > 1 and step != view.itemsize:
         raise _bad(f'{path} axis "dim"', "elements without gaps", f"a stride of {step} bytes")
     _neighbours(axis, group.parts[part].lane_bytes, path)
@@ -136,7 +136,7 @@ def _column(
     # the stride of an axis of one element has no meaning: choose one that keeps runs long
     lane = axis["head"][1] if lanes > 1 else group.parts[part].lane_bytes
     row = axis["token"][1] if group.rows > 1 else min(item_stride, view.length)
-    return Column(view, view.address + at, min(item_stride, view.length), row, lane, path), items
+    return Column(view, view.address + offset, min(item_stride, view.length), row, lane, path), items
 
 
 _INTEGERS = {0, 1}
@@ -146,10 +146,10 @@ _INTEGERS = {0, 1}
 def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) -> None:
     """Raise LocalError if the elements of a tensor are known to be of another type than the geometry states."""
     types = [group.parts[p].dtype for p in parts]
-    if view.element[0] in _INTEGERS or any(view.element in ELEMENTS[each] for each in types if each in ELEMENTS):
+    if view.element[0] in _INTEGERS or any(view.element in ELEMENTS[dtype] for dtype in types if dtype in ELEMENTS):
         return
     code, bits = view.element
-    name = next((word(DType, each) for each, known in ELEMENTS.items() if view.element in known), f"type code {code}")
+    name = next((word(DType, dtype) for dtype, known in ELEMENTS.items() if view.element in known), f"type code {code}")
     raise LocalError(
         ErrorCode.BAD_COLUMNS,
         path,
@@ -161,21 +161,21 @@ def _element(group: Group, parts: tuple[int, ...], view: TensorView, path: str) 
 
 def _order(axis: Mapping[str, tuple[int, int]], rows: int, lanes: int, words: Sequence[str], path: str) -> None:
     """Raise LocalError if tokens and heads fit once they are named the other way round."""
-    found = [axis.get(word, (1, 0))[0] for word in ("token", "head")]
-    if found == [lanes, rows] != [rows, lanes]:
+    sizes = [axis.get(word, (1, 0))[0] for word in ("token", "head")]
+    if sizes == [lanes, rows] != [rows, lanes]:
         other = {"token": "head", "head": "token"}
         turned = " ".join(other.get(word, word) for word in words)
-        mine, yours = f"{rows} tokens and {lanes} heads", f"{found[0]} tokens and {found[1]} heads"
+        mine, yours = f"{rows} tokens and {lanes} heads", f"{sizes[0]} tokens and {sizes[1]} heads"
         raise _bad(f'{path} axis "token"', mine, yours, f'the tensor is "{turned}": pass that as `axes`')
 
 
 def _extent(axis: Mapping[str, tuple[int, int]], word: str, wanted: int, path: str) -> None:
-    found = axis.get(word, (1, 0))[0]
-    if found != wanted:
+    size = axis.get(word, (1, 0))[0]
+    if size != wanted:
         mine = f"{wanted}, {_STATED[word]}"
         if word not in axis:
             raise _bad(f'{path} axis "{word}"', mine, "no such axis", _AXES)
-        raise _bad(f'{path} axis "{word}"', mine, str(found))
+        raise _bad(f'{path} axis "{word}"', mine, str(size))
 
 
 _STATED = {
@@ -187,8 +187,8 @@ _STATED = {
 
 def _neighbours(axis: Mapping[str, tuple[int, int]], size: int, path: str) -> None:
     """Raise LocalError if the strides of pages, tokens or heads make neighbours of `size` bytes overlap."""
-    found = sorted((axis[name][1], axis[name][0], name) for name in ("page", "token", "head") if name in axis)
-    for stride, extent, name in found:
+    by_stride = sorted((axis[name][1], axis[name][0], name) for name in ("page", "token", "head") if name in axis)
+    for stride, extent, name in by_stride:
         if extent > 1 and stride < size:
             wanted = f"a stride of at least {size} bytes, or neighbours overlap"
             raise _bad(f'{path} axis "{name}"', wanted, f"{stride} bytes", "pass a tensor whose elements lie apart")

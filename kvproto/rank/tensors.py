@@ -1,4 +1,4 @@
-"""Where a framework's tensor lies: address, shape, strides and device, read through DLPack without a copy.
+"""The place of a framework's tensor: address, shape, strides and device, read through DLPack without a copy.
 
 The capsule's struct is that of DLPack 0.8 and of unversioned exports since
 (https://dmlc.github.io/dlpack/latest/c_api.html).
@@ -84,27 +84,27 @@ def view_of(tensor: Any, path: str) -> TensorView:
     if _elsewhere(tensor, path):
         size, device = tensor.element_size(), tensor.__dlpack_device__()
         strides = tuple(n * size for n in tensor.stride())
-        _capsule, like = _exported(tensor.new_empty(0, device="cpu"), path)
-        element = like.code, like.bits
+        _capsule, empty = _exported(tensor.new_empty(0, device="cpu"), path)
+        element = empty.code, empty.bits
         return TensorView(tensor.data_ptr(), tuple(tensor.shape), strides, size, element, device, tensor, path)
-    _capsule, found = _exported(tensor, path)
-    shape = tuple(found.shape[: found.ndim])
-    if found.bits * found.vector % 8 or not found.bits or not all(shape):
-        raise _bad(path, "at least one element, of whole bytes", f"{found.bits} bits, shape {shape}")
-    size = found.bits * found.vector // 8
-    if found.strides:
-        strides = tuple(n * size for n in found.strides[: found.ndim])
+    _capsule, exported = _exported(tensor, path)
+    shape = tuple(exported.shape[: exported.ndim])
+    if exported.bits * exported.vector % 8 or not exported.bits or not all(shape):
+        raise _bad(path, "at least one element, of whole bytes", f"{exported.bits} bits, shape {shape}")
+    size = exported.bits * exported.vector // 8
+    if exported.strides:
+        strides = tuple(n * size for n in exported.strides[: exported.ndim])
     else:  # dense
-        made = [size]
+        steps = [size]
         for extent in shape[:0:-1]:
-            made.append(made[-1] * extent)
-        strides = tuple(reversed(made))[: found.ndim] if shape else ()
+            steps.append(steps[-1] * extent)
+        strides = tuple(reversed(steps))[: exported.ndim] if shape else ()
     if min(strides, default=0) < 0:
         raise _bad(path, "strides of 0 or more", str(strides))
     if any(n > 1 and not s for n, s in zip(shape, strides, strict=True)):
         raise _bad(path, "separate memory for each element", f"strides {strides}, of an expanded tensor")
-    address = (found.data or 0) + found.byte_offset
-    element, device = (found.code, found.bits), (found.device_type, found.device_id)
+    address = (exported.data or 0) + exported.byte_offset
+    element, device = (exported.code, exported.bits), (exported.device_type, exported.device_id)
     return TensorView(address, shape, strides, size, element, device, tensor, path)
 
 
@@ -118,7 +118,7 @@ def _exported(tensor: Any, path: str) -> tuple[Any, _Tensor]:
 
 
 def _elsewhere(tensor: Any, path: str) -> bool:
-    """Whether it is a torch tensor on a GPU: torch exports only those of the current device."""
+    """Whether it is a torch tensor on a GPU: torch exports only tensors of the current device."""
     if not all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size")):
         return False
     try:

@@ -1,4 +1,4 @@
-"""A session from Hello to Goodbye: what roles and features share.
+"""A session from Hello to Goodbye: the core that roles and features share.
 
 A session is a table of handlers, one for each message that it may receive. The core adds its own (Goodbye, Error); each
 feature is an `Extension` that adds its handlers when the feature is chosen. So a message of a feature that was not
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Extension:
-    """What a feature adds to a session."""
+    """The state and handlers that a feature adds to a session."""
 
     hears: Hears = ()
 
@@ -51,7 +51,7 @@ class Extension:
         """Called when the session has ended."""
 
     def reconnected(self) -> None:
-        """Called when the session goes on over another connection; notices under way are lost."""
+        """Called when the session resumes over another connection; notices under way are lost."""
 
     def planned(self) -> None:
         """Called when a plan of both Descriptions was made, or could not be made."""
@@ -75,7 +75,7 @@ class Session:
         self.limits = LIMITS
         """The limits of the peer; until they are known, those of this package."""
         self.said_goodbye = False
-        """Whether the peer has said Goodbye, after which it neither writes nor reads."""
+        """Whether the peer has sent Goodbye, after which it neither writes nor reads."""
         self.heard = 0.0
         """When the last frame of the peer was received."""
         self.suspect = False
@@ -85,7 +85,7 @@ class Session:
         self.low_water = 0
         """Every sequence up to this one has ended and is forgotten."""
         self.expected = ""
-        """Who should answer, for display, while the peer's identity is not known."""
+        """The peer that should answer, for display, while its identity is not known."""
         self._peer: Party | None = None
         self._described: Described | None = None
         self.theirs: Stated
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def resuming(self) -> bool:
-        """Whether this side has asked to go on over another connection, where counts begin at 0 again."""
+        """Whether this side has asked to resume over another connection, on which counts begin at 0 again."""
         return False
 
     def install(self, part: Extension) -> None:
@@ -142,10 +142,10 @@ class Session:
 
     def part(self, cls: type[P]) -> P:
         """An installed part; raises LocalError if the session did not choose its feature."""
-        found = self._parts.get(cls)
-        if not isinstance(found, cls):
+        part = self._parts.get(cls)
+        if not isinstance(part, cls):
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", f"a session with {cls.__name__}", "one without it")
-        return found
+        return part
 
     def receive(self, message: Any, now: float) -> None:
         """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
@@ -160,12 +160,12 @@ class Session:
         handler(message, now)
 
     def step(self, event: str) -> None:
-        """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
+        """Move the session to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
         self.state = next_session(self.state, event, self.features)
         self.open = self.state != SessionState.CLOSED
 
     def move(self, attempt: Attempt, event: str) -> None:
-        """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE where there is no row."""
+        """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
         attempt.state = next_transfer(attempt.state, event, self.features)
         if attempt.state == TransferState.ENDED:
             self.host.ended(self, attempt)
@@ -181,12 +181,12 @@ class Session:
     ) -> None:
         """Have the plan of both Descriptions made, and then call `then` with None, or the error if they do not fit.
 
-        `then` is not called after the session has ended. A plan that is done after that of a later Description of the
-        peer is not used (KVP-DSC-LAST).
+        `then` is not called after the session has ended. A plan is dropped if that of a later Description of the peer
+        was made before it (KVP-DSC-LAST).
         """
         own = self.host.stated
 
-        def made(found: Planned | KvprotoError) -> None:
+        def finish(planned: Planned | KvprotoError) -> None:
             if not self.open:
                 return
             if own is not self.host.stated:  # it has changed in the meantime
@@ -195,20 +195,20 @@ class Session:
             if self._described is not None and message.version < self.theirs.version:
                 then(None)
                 return
-            if isinstance(found, Planned):
-                theirs = attrs.evolve(found.theirs, version=message.version)
+            if isinstance(planned, Planned):
+                theirs = attrs.evolve(planned.theirs, version=message.version)
                 source, sink = (theirs, own) if from_source else (own, theirs)
                 ranks = (self.peer.rank, self.me.rank) if from_source else (self.me.rank, self.peer.rank)
                 self.step("Description")
-                self._described, self.theirs = Described(source, sink, found.plan, ranks), theirs
+                self._described, self.theirs = Described(source, sink, planned.plan, ranks), theirs
                 warnings = tuple(differences(source.geometry, sink.geometry))
-                unsaid = unstated(source.geometry, sink.geometry)
-                self.tell(Connected(self.name, found.plan, warnings, unsaid))
-            then(found if isinstance(found, KvprotoError) else None)
+                missing = unstated(source.geometry, sink.geometry)
+                self.tell(Connected(self.name, planned.plan, warnings, missing))
+            then(planned if isinstance(planned, KvprotoError) else None)
             for part in self._parts.values():
                 part.planned()
 
-        self.host.plans.make(message, own, from_source, self.features, made)
+        self.host.plans.make(message, own, from_source, self.features, finish)
 
     def reachable(self, endpoints: tuple[m.Endpoint, ...] | None) -> None:
         """Handle the addresses at which the peer's ranks listen now, if it stated any."""
@@ -243,16 +243,16 @@ class Session:
             self.tell(Refused(self.name, refused(message, self.name), by_us=False))
 
     def reconnected(self) -> None:
-        """Go on over another connection."""
+        """Resume over another connection."""
         for part in self._parts.values():
             part.reconnected()
 
     def resume(self, now: float) -> bool:
-        """Try to go on with a session that the peer does not know on this connection; whether it is being tried."""
+        """Try to resume a session that the peer does not know on this connection; returns whether it is being tried."""
         return False
 
     def give_up(self, error: KvprotoError) -> None:
-        """End the session because of what the peer stated about itself."""
+        """End the session because of an error in the peer's statements about itself."""
         self.tell(Refused(self.name, error, by_us=True))
         self.goodbye(str(error))
 
@@ -282,7 +282,7 @@ class Session:
         self.lose(message.reason)
 
     def _error(self, message: m.Error, now: float) -> None:
-        """Handle Error, which ends the request that it is about, as no other answer will come."""
+        """Handle Error, which ends the request that it is about: no other answer will come."""
         error, number = refused(message, self.name), message.request or 0
         if (message.about, error.code) == (m.Description.TYPE, ErrorCode.DESCRIPTION_MISMATCH):  # Goodbye follows
             self.tell(Refused(self.name, error, by_us=False))
@@ -360,7 +360,7 @@ class Session:
         return number in self._pending
 
     def answered(self, number: int, *kinds: type, about: tuple[int, int] | None = None) -> bool:
-        """End a request, if it is one of these messages and about this attempt; whether it was under way.
+        """End a request, if it is one of these messages and about this attempt; returns whether it was under way.
 
         Each side numbers its own requests, so the same number may also be that of a request of the peer.
         """

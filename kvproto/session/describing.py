@@ -1,4 +1,4 @@
-"""Describe and Description: each side states what it owns, and states it again on every change (registration.md).
+"""Describe and Description: each side states its geometry, and states it again on every change (registration.md).
 
 The sink describes itself first. In a session with EPOCHS, either side does so again when its own Description has
 changed. Both then plan again; epochs that were registered earlier keep the plan under which they were registered.
@@ -20,7 +20,7 @@ __all__ = ["Describing"]
 
 
 class Describing(Extension):
-    """One side's half of both messages."""
+    """One side's half of Describe and Description."""
 
     def __init__(self, session: Session, source: bool) -> None:
         super().__init__(session)
@@ -38,7 +38,7 @@ class Describing(Extension):
         return self._planning is not None or self._answered != 0 or self._session.asks(self._asked)
 
     def describe(self, now: float, endpoints: tuple[m.Endpoint, ...] | None = None) -> None:
-        """State what this side owns, and the `endpoints` at which its ranks listen if they have changed."""
+        """Send this side's Description, and the `endpoints` at which its ranks listen if they have changed."""
         session = self._session
         session.step("Describe")
         session.answered(self._asked)  # stop resending the earlier one
@@ -60,7 +60,7 @@ class Describing(Extension):
         if self._planning == message.request:
             return  # its plan is being made; it is answered once
 
-        def made(error: KvprotoError | None) -> None:
+        def finish(error: KvprotoError | None) -> None:
             if self._planning != message.request:  # a later one has replaced it, and is answered instead
                 return
             self._planning = None
@@ -82,7 +82,7 @@ class Describing(Extension):
         self._planning = message.request
         session.host.unsettled()
         session.reachable(message.endpoints)
-        session.describe(message, not self._source, made)
+        session.describe(message, not self._source, finish)
 
     def _answer(self, to: m.Describe) -> None:
         self._session.reply(m.Description, to, **self._session.host.stated.fields)
@@ -104,13 +104,13 @@ class Describing(Extension):
             session.give_up(error)
             return
 
-        def made(error: KvprotoError | None) -> None:
+        def finish(error: KvprotoError | None) -> None:
             if self._answered == message.request:
                 self._answered = 0
             if error is not None:
                 session.give_up(error)
 
         self._answered = message.request
-        session.describe(message, not self._source, made)
+        session.describe(message, not self._source, finish)
 
     hears = ((m.Describe, _describe), (m.Description, _description))

@@ -1,4 +1,4 @@
-"""What a session knows in each of its phases: one class per phase, so that no attribute is ever missing."""
+"""Parties, Descriptions and epochs: the facts of a session, one class for each phase in which it learns them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stated:
 
     @classmethod
     def read(cls, message: m.Describe | m.Description) -> Stated:
-        """The Description that a peer states; raises WireError or PlanError, its path in `geometry` (KVP-DSC-PATH)."""
+        """Read a peer's Description; raises WireError or PlanError, its path in `geometry` (KVP-DSC-PATH)."""
         encoded = bytes(message.geometry)
         try:
             return cls(decode_geometry(encoded), encoded, bytes(message.digest), message.version)
@@ -179,9 +179,9 @@ class Owned:
     take: Callable[[Owned, m.Registered], Any] | None
     """Makes the delivery for what the holder has mapped; raises RemoteError."""
     memory: object
-    """What was registered, as the caller knows it."""
+    """The caller's name for the memory that was registered."""
     delivery: Any = None
-    """How bytes reach it, at a sink."""
+    """The way in which bytes reach it, at a sink."""
     mapped: bool = False
     back: bool | None = None
     """Whether it is taken back at once, or once its transfers have ended; None: it is not taken back."""

@@ -1,4 +1,4 @@
-"""The endpoint that holds the sessions of one rank: what both roles share.
+"""The endpoint that holds the sessions of one rank: the base of both roles.
 
 Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
@@ -32,7 +32,7 @@ class Endpoint:
     stated: Stated
 
     def __init__(self, me: Party, geometry: Geometry | None = None) -> None:
-        """`geometry` is what the rank describes to its peers; None if it moves no bytes."""
+        """Describe `geometry` to all peers; None if the rank moves no bytes."""
         self.me = me
         if geometry is not None:
             validate(geometry)
@@ -47,7 +47,7 @@ class Endpoint:
         self.name_of: Callable[[Hashable], str] = lambda conn: "(unknown peer)"
         """The peer of a connection without a session, for display."""
         self.advice: Callable[[str], str] = lambda address: "check that it runs at this address"
-        """What to do about an address that does not answer."""
+        """The advice about an address that does not answer."""
         self.resends = 0
         """The number of requests that were sent again."""
 
@@ -68,7 +68,7 @@ class Endpoint:
         self.tell(session, RegisterAsked(session.session, register, described))
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
-        """Have an epoch unmapped that the peer wants back and nothing uses, and then Unregistered sent."""
+        """Have an epoch unmapped that the peer has taken back and nothing uses, and then Unregistered sent."""
         self.tell(session, UnmapAsked(session.session, epoch))
 
     def closed(self, session: Any) -> None:
@@ -83,7 +83,7 @@ class Endpoint:
         raise NotImplementedError
 
     def _after(self, now: float) -> None:
-        """Act on what has changed; called after every frame, timer and call."""
+        """Act on changes; called after every frame, timer and call."""
         raise NotImplementedError
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
@@ -94,15 +94,15 @@ class Endpoint:
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def next_deadline(self) -> float | None:
-        """When `on_time` is next due; None if only a frame or a call can change anything."""
+        """The time at which `on_time` is next due; None if only a frame or a call can change anything."""
         return self.timers.next()
 
     def on_time(self, now: float) -> None:
-        """Resend, give up and expire whatever is due."""
+        """Resend, give up and expire everything that is due."""
         self.timers.run(now)
         self._after(now)
 
@@ -119,7 +119,7 @@ class Endpoint:
     def _report(
         self, conn: Hashable, session: Any, frame: bytes, message: m.Message | None, error: RemoteError
     ) -> Head:
-        """Answer a refused frame with Error, unless it is an Error itself, or a reply or notice that cannot be read.
+        """Answer a refused frame with Error, unless it is an Error, or a reply or notice that cannot be read.
 
         Returns as much of its head as can be read (KVP-ERR-ANSWER, KVP-ERR-SILENT).
         """

@@ -1,4 +1,4 @@
-"""What two sides agree on, as a pure function of what each states about itself (spec/v1/negotiation.md)."""
+"""The version and features of a session, a pure function of both sides' terms (spec/v1/negotiation.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 16
 
 @attrs.frozen
 class Terms:
-    """What one side states about itself: the features that it offers and needs, and its versions, best first."""
+    """The terms of one side: the features that it offers and needs, and its versions, best first."""
 
     offered: tuple[int, ...] = ()
     needed: tuple[int, ...] = ()
@@ -46,11 +46,11 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
 
     Raises RemoteError: NO_VERSION or FEATURE_MISSING.
     """
-    spoken = {v.major: v for v in source.versions}
-    both = [(v, spoken[v.major]) for v in sink.versions if v.major in spoken]
+    spoken = {versions.major: versions for versions in source.versions}
+    both = [(versions, spoken[versions.major]) for versions in sink.versions if versions.major in spoken]
     common = [(a.major, max(a.min_minor, b.min_minor), min(a.max_minor, b.max_minor)) for a, b in both]
-    found = next(((major, high) for major, low, high in common if low <= high), None)
-    if found is None:
+    version = next(((major, high) for major, low, high in common if low <= high), None)
+    if version is None:
         mine, yours = _ranges(source.versions), _ranges(sink.versions)
         raise RemoteError(ErrorCode.NO_VERSION, "versions", mine, yours, "upgrade the older of the two")
     for path, needed, offered in (("needed", sink.needed, source.offered), ("offered", source.needed, sink.offered)):
@@ -59,11 +59,11 @@ def negotiate(sink: Terms, source: Terms) -> Chosen:
             ours, theirs = (offered, missing) if path == "needed" else (missing, offered)
             advice = "offer it, or do not need it"
             raise RemoteError(ErrorCode.FEATURE_MISSING, path, _names(ours), _names(theirs), advice)
-    return Chosen(*found, tuple(sorted(set(sink.offered) & set(source.offered))))
+    return Chosen(*version, tuple(sorted(set(sink.offered) & set(source.offered))))
 
 
 def check_welcome(terms: Terms, welcome: Welcome) -> None:
-    """Raise RemoteError(FEATURE_MISSING) if a Welcome chooses what was not offered (KVP-NEG-CHECK)."""
+    """Raise RemoteError(FEATURE_MISSING) for a version or feature that was not offered (KVP-NEG-CHECK)."""
     version, features, bug = welcome.version, set(welcome.features), "this is a bug of the source"
     if not any(v.major == version.major and v.min_minor <= version.minor <= v.max_minor for v in terms.versions):
         mine, yours = _ranges(terms.versions), f"{version.major}.{version.minor}"
@@ -74,7 +74,7 @@ def check_welcome(terms: Terms, welcome: Welcome) -> None:
 
 
 def greased(terms: Terms, seed: int) -> Terms:
-    """The terms with a version and a feature that nobody knows, so that peers learn to skip them (KVP-GREASE-SEND)."""
+    """The terms with a made-up version and feature, so that peers learn to skip unknown ones (KVP-GREASE-SEND)."""
     feature = tables.GREASE_FEATURES[seed % len(tables.GREASE_FEATURES)]
     version = VersionRange(major=tables.GREASE_MAJOR, min_minor=seed % 256, max_minor=255)
     return Terms(tuple(sorted({*terms.offered, feature})), terms.needed, (*terms.versions, version))

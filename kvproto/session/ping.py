@@ -17,7 +17,7 @@ __all__ = ["PingPart"]
 
 
 class PingPart(Extension):
-    """Both roles' half of Ping, from Welcome to the end of the session (KVP-SES-PING)."""
+    """The same half of Ping in both roles, from Welcome to the end of the session (KVP-SES-PING)."""
 
     def __init__(self, session: Session, now: float) -> None:
         super().__init__(session)
@@ -43,7 +43,8 @@ class PingPart(Extension):
         """Send Ping, unless one is under way."""
         if not self._session.asks(self._asked):
             self._session.step("Ping")
-            self._asked = self._session.request(m.Ping, now, on_error=lambda error, now: None)  # it has been heard
+            # an Error is a sign of life too
+            self._asked = self._session.request(m.Ping, now, on_error=lambda error, now: None)
 
     def _ping(self, message: m.Ping, now: float) -> None:
         self._session.step("Ping")

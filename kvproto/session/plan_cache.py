@@ -1,4 +1,4 @@
-"""The plans of an endpoint: made once for each Description of a peer, at once or outside turns."""
+"""The plans of an endpoint, each made once for a Description of a peer, at once or outside turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Planned", "Plans"]
 _Key = tuple[bytes, bytes, bool, tuple[int, ...]]
 """Digests of the peer's and the own Description, whether the peer is the source, and the features of the session."""
 _KEPT = 16
-"""The number of plans kept, latest first to stay; all ranks of a replica state the same Description."""
+"""The number of plans kept, the latest ones; all ranks of a replica state the same Description."""
 
 
 @attrs.frozen(eq=False)
@@ -33,10 +33,10 @@ _Then = Callable[[Planned | KvprotoError], None]
 
 def _at_once(work: Callable[[], Planned], then: _Then) -> None:
     try:
-        made: Planned | KvprotoError = work()
+        planned: Planned | KvprotoError = work()
     except KvprotoError as error:
-        made = error
-    then(made)
+        planned = error
+    then(planned)
 
 
 class Plans:
@@ -62,17 +62,17 @@ class Plans:
         def work() -> Planned:
             theirs = Stated.read(message)
             sides = (theirs, own) if from_source else (own, theirs)
-            made = plan(sides[0].geometry, sides[1].geometry, features)
-            made.required(0)  # builds the table of routes here
-            return Planned(theirs, made)
+            common_plan = plan(sides[0].geometry, sides[1].geometry, features)
+            common_plan.required(0)  # builds the table of routes here
+            return Planned(theirs, common_plan)
 
-        def pass_on(found: Planned | KvprotoError) -> None:
-            if isinstance(found, Planned):
-                self._made[key] = found
+        def pass_on(planned: Planned | KvprotoError) -> None:
+            if isinstance(planned, Planned):
+                self._made[key] = planned
                 while len(self._made) > _KEPT:
                     self._made.popitem(last=False)
-            for each in self._waiting.pop(key):
-                each(found)
+            for continuation in self._waiting.pop(key):
+                continuation(planned)
 
         if (known := self._made.get(key)) is not None:
             then(known)

@@ -54,13 +54,13 @@ class Owner(Extension):
     @property
     def registering(self) -> bool:
         """Whether a Register is not answered yet, before which another may not be sent (KVP-EPO-ONE)."""
-        return any(self._session.asks(each.request) for each in self.epochs.values() if not each.mapped)
+        return any(self._session.asks(owned.request) for owned in self.epochs.values() if not owned.mapped)
 
     @property
     def current(self) -> Owned | None:
         """The newest epoch, if new transfers may use it."""
-        found = self.newest
-        return found if found is not None and found.mapped and found.back is None else None
+        owned = self.newest
+        return owned if owned is not None and owned.mapped and owned.back is None else None
 
     def register(
         self,
@@ -88,8 +88,8 @@ class Owner(Extension):
             routes=described.refs,
         )
         self._last = number
-        made = self.epochs[number] = Owned(number, described, request, take, memory)
-        return made
+        owned = self.epochs[number] = Owned(number, described, request, take, memory)
+        return owned
 
     def unregister(self, owned: Owned, at_once: bool, now: float) -> None:
         """Take an epoch back, as soon as the peer has mapped it; with `at_once`, its transfers end with POOL_MOVED."""
@@ -105,7 +105,7 @@ class Owner(Extension):
         )
 
     def _ask_again(self, owned: Owned, error: RemoteError, now: float) -> None:
-        """Ask again later, after the peer answered Unregister with Error, which had no effect."""
+        """Ask again later, as the peer answered Unregister with Error, which had no effect."""
         self._kept(error)
         again = now + limits.RESEND
         self._session.host.timers.at(again, lambda at: self._ask_back(owned, at) if self._session.open else None)
@@ -120,8 +120,8 @@ class Owner(Extension):
                 owned.delivery.reconnected()
 
     def _registered(self, message: m.Registered, now: float) -> None:
-        """Go on with what the holder has mapped, or give up the session if its routes differ (KVP-REG-CHECK)."""
-        owned = self._of(message.request, lambda each: each.request)
+        """Use the memory that the holder has mapped, or give up the session if its routes differ (KVP-REG-CHECK)."""
+        owned = self._of(message.request, lambda epoch: epoch.request)
         if owned is None:
             return
         self._session.step("Registered")
@@ -140,7 +140,7 @@ class Owner(Extension):
             self._ask_back(owned, now)
 
     def _unregistered(self, message: m.Unregistered, now: float) -> None:
-        owned = self._of(message.request, lambda each: each.asking)
+        owned = self._of(message.request, lambda epoch: epoch.asking)
         if owned is not None:
             self._session.step("Unregistered")
             owned.unprovable = message.proof != Proof.PROVEN
@@ -150,12 +150,12 @@ class Owner(Extension):
                     owned.delivery.given_back()
 
     def _refused(self, message: m.Refused, now: float) -> None:
-        asked_back = self._of(message.request, lambda each: each.asking)
+        asked_back = self._of(message.request, lambda epoch: epoch.asking)
         if asked_back is not None:
             self._session.step("Refused")
             self._kept(refused(message, self._session.name))
             return
-        owned = next((each for each in self.epochs.values() if each.request == message.request), None)
+        owned = next((epoch for epoch in self.epochs.values() if epoch.request == message.request), None)
         if owned is not None and not owned.mapped:  # otherwise it was answered before (KVP-SES-ANSWERED)
             del self.epochs[owned.number]
             if self._overtaken(owned, message) and self._session.answered(message.request):
@@ -168,10 +168,10 @@ class Owner(Extension):
         changed = owned.described is not self._session.described or self._session.part(Describing).pending
         return message.code == ErrorCode.DESCRIPTION_MISMATCH and changed
 
-    def _of(self, request: int, number: Callable[[Owned], int]) -> Owned | None:
+    def _of(self, request: int, request_of: Callable[[Owned], int]) -> Owned | None:
         """The epoch that a request under way is about; ends the request."""
-        found = next((each for each in self.epochs.values() if number(each) == request), None)
-        return found if found is not None and self._session.answered(request) else None
+        owned = next((epoch for epoch in self.epochs.values() if request_of(epoch) == request), None)
+        return owned if owned is not None and self._session.answered(request) else None
 
     hears = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
 
@@ -189,7 +189,7 @@ class _Asked:
 
 
 class Holder(Extension):
-    """The half of the side that maps the peer's memory; it answers once the node has mapped or unmapped it."""
+    """The half of the side that maps the peer's memory; it answers once the rank has mapped or unmapped it."""
 
     def __init__(
         self, session: Session, access: Access, busy: Callable[[Epoch], bool], end: Callable[[Epoch, float], None]
@@ -202,7 +202,7 @@ class Holder(Extension):
         self._first = self._last = 0
         self._asked: _Asked | None = None
         self._early: tuple[m.Register, float] | None = None
-        """A Register that came while the plan that it names is being made, and when."""
+        """A Register that came while the plan that it names is being made, and the time at which it came."""
         self._gone: OrderedDict[int, m.Unregistered] = OrderedDict()
         """The answers for the epochs that were returned last, by number."""
 
@@ -235,7 +235,7 @@ class Holder(Extension):
         session, before = self._session, self._session.state
         if self._asked is not None and self._asked.register.request == message.request:
             return  # its memory is being mapped; it is answered once
-        answer = next((e.answer for e in self.epochs.values() if e.answer.request == message.request), None)
+        answer = next((epoch.answer for epoch in self.epochs.values() if epoch.answer.request == message.request), None)
         if answer is not None:
             session.notice(answer)
             return
@@ -298,9 +298,9 @@ class Holder(Extension):
             process=process,
         )
         columns, self._first = {c.group: c for c in register.columns}, self._first or register.epoch
-        made = self.epochs[register.epoch] = Epoch(register.epoch, described, columns, asked.overlaps, answer)
+        epoch = self.epochs[register.epoch] = Epoch(register.epoch, described, columns, asked.overlaps, answer)
         self._session.notice(answer)
-        return made
+        return epoch
 
     def refuse(self, error: KvprotoError) -> None:
         """Answer Refused, as the peer's memory cannot be mapped."""
@@ -327,7 +327,7 @@ class Holder(Extension):
             self.unmap_unused()
 
     def unmap_unused(self) -> None:
-        """Have the epochs unmapped that were taken back and that no transfer uses any more (KVP-EPO-UNMAP)."""
+        """Have epochs unmapped that were taken back and that no transfer uses any more (KVP-EPO-UNMAP)."""
         for epoch in self.epochs.values():
             if epoch.back is not None and not epoch.unmapping and not self._busy(epoch):
                 epoch.unmapping = True
@@ -351,7 +351,7 @@ class Holder(Extension):
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:
-    """Raise what is wrong with a Register; returns which of its columns overlap.
+    """Check a Register; returns which of its columns overlap. Raises RemoteError.
 
     Clauses KVP-REG-DIGESTS, KVP-REG-ACCESS, KVP-REG-ROUTES, KVP-REG-MANY, KVP-REG-COLUMNS.
     """
@@ -367,9 +367,10 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         advice = "allocate layers together: each region is a mapping of ours"
         mine, yours = f"at most {limits.MAX_REGIONS} regions", str(len(message.regions))
         raise RemoteError(ErrorCode.TOO_LARGE, "regions", mine, yours, advice)
-    regions = {r.id: r for r in message.regions}
+    regions = {region.id: region for region in message.regions}
     if len(regions) != len(message.regions):
-        raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str([r.id for r in message.regions][:8]))
+        ids = [region.id for region in message.regions[:8]]
+        raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str(ids))
     owner, rank = described.sink, described.ranks[1]
     if access == Access.READ:
         owner, rank = described.source, described.ranks[0]
@@ -378,8 +379,8 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
 
 def _check_routes(message: m.Register | m.Registered, described: Described) -> None:
     """Raise ROUTE_MISMATCH for the first route that differs, or that one side lacks."""
-    names = {g.id: g.name for g in described.sink.groups}
-    for i, (ours, theirs) in enumerate(zip_longest(described.refs, message.routes)):
+    names = {group.id: group.name for group in described.sink.groups}
+    for number, (ours, theirs) in enumerate(zip_longest(described.refs, message.routes)):
         if ours != theirs:
             mine, yours = (
                 f"group {ref.group} ({names.get(ref.group, 'unknown')}), digest {bytes(ref.digest).hex()}"
@@ -387,7 +388,7 @@ def _check_routes(message: m.Register | m.Registered, described: Described) -> N
                 else "no further route"
                 for ref in (ours, theirs)
             )
-            raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{i}]", mine, yours, "plan by spec/v1/planning.md")
+            raise RemoteError(ErrorCode.ROUTE_MISMATCH, f"routes[{number}]", mine, yours, "plan by spec/v1/planning.md")
     if message.plan != described.plan.digest:
         mine, yours = described.plan.digest.hex(), bytes(message.plan).hex()
         raise RemoteError(ErrorCode.ROUTE_MISMATCH, "plan", mine, yours, "plan by spec/v1/planning.md")

@@ -358,7 +358,8 @@ class SourceEndpoint(Endpoint):
 
     def _after(self, now: float) -> None:
         """Release requests that have ended, and forget sessions that are not needed any more."""
-        self.tickets.settle(now)
+        if self.tickets.touched:
+            self.tickets.settle(now)
         if self._closed and not self.draining:
             self._forget()
 

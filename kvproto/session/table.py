@@ -1,9 +1,9 @@
-"""Which message is legal when, by the transition tables, which are generated from `spec/v1/registry/states.toml`.
+"""The legality of messages, by the transition tables, which are generated from `spec/v1/registry/states.toml`.
 
-A session and each of its transfers are small state machines. An event is the name of a message, whichever side sends
-it: both sides follow the same table, the sender when it queues the message and the receiver when it reads it, so they
-cannot disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is
-illegal, and so is a row whose features the session has not chosen (KVP-SES-STATE).
+A session and each of its transfers are small state machines. An event is the name of a message of either side. Both
+sides follow the same table, the sender when it queues the message and the receiver when it reads it, so they cannot
+disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair that is not in the table is illegal,
+and so is a row whose features the session has not chosen (KVP-SES-STATE).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def next_transfer(state: TransferState, event: str, features: Collection[int]) -
 def _next(
     rows: _Rows[State], needed: _Needed[State], state: State, event: str, features: Collection[int], path: str
 ) -> State:
-    row = state, event
-    after, names = rows.get(row), needed.get(row)
+    key = state, event
+    after, names = rows.get(key), needed.get(key)
     if after is None:
         mine = f"{'transfer' if path else 'session'} {state.value}"
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, path, mine, event)

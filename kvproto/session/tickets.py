@@ -116,7 +116,7 @@ class Tickets:
         self._states: dict[bytes, TicketState] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
-        self._touched: set[TicketState] = set()
+        self.touched: set[TicketState] = set()
         """States to examine in the next `settle`."""
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class Tickets:
         state.deadline = now + ticket.deadline / 1000
         state.timer = self._timers.at(state.deadline, partial(self._expire, state))
         state.request, state.content, state.tokens, state.axes = request, content, tokens, axes
-        self._touched.add(state)
+        self.touched.add(state)
         for attempt in state.take_waiting():
             self._match(state, attempt, now)
         return state
@@ -167,20 +167,20 @@ class Tickets:
                 state.waiting[attempt.session.session] = attempt
             except RemoteError as error:
                 attempt.fail(error, now)
-        self._touched.add(state)
+        self.touched.add(state)
 
     def finish(self, state: TicketState) -> None:
         """Serve the transfers that wait for this request, as its prefill is over."""
         state.finished = True
         self._serve(state)
-        self._touched.add(state)
+        self.touched.add(state)
 
     def refuse(self, state: TicketState, error: KvprotoError, now: float) -> None:
         """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it."""
         state.error = error
         for attempt in state.take_waiting():
             attempt.fail(error, now)
-        self._touched.add(state)
+        self.touched.add(state)
 
     def unasked(self) -> list[Any]:
         """Requests that the engine has accepted but no sink has asked for."""
@@ -201,18 +201,18 @@ class Tickets:
             return
         state = attempt.ticket = self._state(key, now)
         self._match(state, attempt, now)
-        self._touched.add(state)
+        self.touched.add(state)
 
     def granted(self, attempt: SourceAttempt) -> None:
         """Serve a transfer whose sink rank has granted more items."""
         if attempt.ticket is not None:
             self._serve(attempt.ticket)
-            self._touched.add(attempt.ticket)
+            self.touched.add(attempt.ticket)
 
     def touch(self, attempt: SourceAttempt) -> None:
         """Examine the request of this attempt in the next `settle`."""
         if attempt.ticket is not None:
-            self._touched.add(attempt.ticket)
+            self.touched.add(attempt.ticket)
 
     def restated(self, version: int, error: Any, now: float) -> None:
         """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
@@ -230,8 +230,8 @@ class Tickets:
 
     def settle(self, now: float) -> None:
         """Release requests that every routed sink rank has ended."""
-        while self._touched:
-            state = self._touched.pop()
+        while self.touched:
+            state = self.touched.pop()
             if state.request is not None:
                 self._calls.request_changed(state.request)
             if not state.users or self._states.get(state.key) is not state:
@@ -275,9 +275,9 @@ class Tickets:
 
         A Transfer that is wrong only in its tokens has used the ticket, whether it came before the prompt or later.
         """
-        session = attempt.session
+        session, peer = attempt.session, attempt.session.peer
         try:
-            _check(state, attempt)
+            _check(state, attempt, (peer.engine, peer.replica))
         except KvprotoError as error:
             attempt.fail(error, now)
             if state.content is not None and state.error is None:
@@ -286,7 +286,7 @@ class Tickets:
         if session.session not in state.users:
             session.tickets += 1
         state.users[session.session], state.unwanted = attempt, False
-        state.bound = session.peer.engine, session.peer.replica
+        state.bound = peer.engine, peer.replica
         try:
             if state.tokens is not None:
                 _check_ends(state.tokens, state.axes, attempt)
@@ -310,7 +310,7 @@ class Tickets:
     def _expire(self, state: TicketState, now: float) -> None:
         """End a ticket whose deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(state, now)
-        self._touched.add(state)
+        self.touched.add(state)
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
         if state.content is None:
             wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"
@@ -349,14 +349,13 @@ def _used(mine: str, transfer: m.Transfer) -> RemoteError:
     return RemoteError(ErrorCode.TICKET_USED, "ticket", mine, yours, "make a new ticket for every request")
 
 
-def _check(state: TicketState, attempt: SourceAttempt) -> None:
+def _check(state: TicketState, attempt: SourceAttempt, sink: tuple[str, int]) -> None:
     """Raise the first reason why a Transfer may not use the ticket, in the order of transfers.md (KVP-TRN-CHECKS)."""
     session, transfer = attempt.session, attempt.asked
     if state.error is not None:
         raise state.error.again()
     if state.content is not None and state.content != transfer.content:
         raise mismatch(state.content, state.tokens, transfer, attempt.described.sink)
-    sink = session.peer.engine, session.peer.replica
     if state.bound not in (None, sink):
         yours = f"{sink[0]} replica {sink[1]}"
         raise RemoteError(ErrorCode.TICKET_BOUND, "ticket", "the sink that it is bound to", yours, "make a new ticket")

@@ -133,7 +133,8 @@ class SourceTransfers(Extension):
         assert epoch is not None  # it is one of those that are open
         side = RankLayout(described.sink, described.ranks[1], epoch.columns)
         named = tuple(g.group for g in message.grants) == described.groups
-        left_out = named and Feature.INTENT in session.features and lacks_items(side, message.grants)
+        left_out = named and any(grant.items is None for grant in message.grants)
+        left_out = left_out and Feature.INTENT in session.features and lacks_items(side, message.grants)
         check_grants(
             described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
             left_out=left_out,

@@ -15,7 +15,7 @@ from kvproto.events import Connected
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
 from kvproto.rank.events import PagesNeeded, Received, TransferLost, TransferProven
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.session import Party, SinkEndpoint, limits
 from kvproto.session.events import Arrived, Lost, Offered, Proven, Ready, RegisterAsked, UnmapAsked, Useful
 from kvproto.session.sink_endpoint import gone

@@ -15,7 +15,7 @@ from kvproto.options import QUARANTINE, Spread
 from kvproto.rank.background import Background
 from kvproto.rank.events import PoolReturned, Received, TransferLost
 from kvproto.rank.lent import returned
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party
 from kvproto.session.records import Counters

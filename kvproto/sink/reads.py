@@ -11,7 +11,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.events import Offered, RegisterAsked, UnmapAsked

@@ -20,7 +20,7 @@ from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import Sums
 from kvproto.rank.lent import Lent
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.rank.registration import register
 from kvproto.session import Exposed, Registration, SinkEndpoint
 from kvproto.session.plan_cache import Planned
@@ -189,7 +189,7 @@ class SinkPrograms:
         """The rank pair, cached, with a stand-in for the source's layout."""
         known = self._pairs.get(writer)
         if known is None:
-            columns = pack(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
+            columns = columns_without_gaps(self._source, writer, {g.id: 1 for g in self._source.groups})[0]
             routes = self._plan.between(writer, self._own.rank)
             known = self._pairs[writer] = Pair(routes, RankLayout(self._source, writer, columns), self._own)
         return known

@@ -38,7 +38,8 @@ class Copies:
     def __init__(self, memories: Mapping[int, Memory], packed: Callable[[Send, Piece], None]) -> None:
         """`packed` receives the pieces of streams."""
         self.memories, self._packed = memories, packed
-        self._under_way: list[_CopyUnderWay] = []
+        self.under_way: list[_CopyUnderWay] = []
+        """Copies that have not ended."""
         self._refused = False
         """Whether a copy could not be started and has to be tried again."""
         self._behind = False
@@ -47,14 +48,13 @@ class Copies:
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
-        return bool(self._under_way)
+        return bool(self.under_way)
 
-    @property
     def poll_interval(self) -> float | None:
         """Seconds until `advance` should be called, for copies whose progress no descriptor announces."""
-        if not (self._under_way or self._refused):
+        if not (self.under_way or self._refused):
             return None
-        transports = {send.peer.transport for copy in self._under_way for send in copy.sends}
+        transports = {send.peer.transport for copy in self.under_way for send in copy.sends}
         intervals = [transport.capabilities.poll_interval for transport in transports]
         intervals += [_RETRY] * self._refused + [0.0] * self._behind
         return min((seconds for seconds in intervals if seconds is not None), default=None)
@@ -81,26 +81,26 @@ class Copies:
         for send in sends:
             send.copies += 1
             send.attempt.copying = True
-        self._under_way.append(_CopyUnderWay(sends, copying))
+        self.under_way.append(_CopyUnderWay(sends, copying))
         return copying
 
     def stop(self, send: Send, error: KvprotoError) -> None:
         """Stop the copies that serve a send."""
-        for copy in self._under_way:
+        for copy in self.under_way:
             if send in copy.sends:
                 copy.stopping = copy.stopping or error
 
     def close(self) -> None:
         """Stop all copies, and forget those that have ended by that."""
-        self._under_way = [copy for copy in self._under_way if copy.copying.stop() is None]
+        self.under_way = [copy for copy in self.under_way if copy.copying.stop() is None]
 
     def advance(self) -> list[Send]:
         """Note which copies are complete and stop those that nobody wants; return the sends of copies that ended."""
-        ended, until, copies = [], time.monotonic() + _TURN, self._under_way
+        ended, until, copies = [], time.monotonic() + _TURN, self.under_way
         self._behind = False
         for n, copy in enumerate(copies):
             if n and time.monotonic() > until:
-                self._under_way, self._behind = [*copies[n:], *copies[:n]], True
+                self.under_way, self._behind = [*copies[n:], *copies[:n]], True
                 break
             proof = Proof.PROVEN if copy.stopping is None and self._complete(copy) else None
             if copy.stopping is not None:
@@ -112,7 +112,7 @@ class Copies:
                     send.failure = send.failure or copy.stopping
                     send.proof = send.proof if proof == Proof.PROVEN else proof
         for copy in ended:
-            self._under_way.remove(copy)
+            self.under_way.remove(copy)
         return [send for copy in ended for send in copy.sends]
 
     def _complete(self, copy: _CopyUnderWay) -> bool:

@@ -14,7 +14,7 @@ from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
 from kvproto.rank.events import PoolReturned
 from kvproto.rank.lent import returned
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described
@@ -223,7 +223,7 @@ class SourceNode:
         for transport in self.transports if ready else ():
             if transport.fileno() in ready:
                 transport.acknowledge()
-        if self._copies.busy:  # a sink may be waiting for its end
+        if self._copies.under_way:  # a sink may be waiting for its end
             self._complete()
         now = time.monotonic()
         if self._listener.renew(now):
@@ -241,7 +241,7 @@ class SourceNode:
         while more:
             if self._changed:
                 self._copy()
-            if self._to_check or self._copies.busy:
+            if self._to_check or self._copies.under_way:
                 self._complete()
             if self._ending:
                 self._end_requests()
@@ -266,7 +266,7 @@ class SourceNode:
         """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._to_check or self._changed or self._listener.pending:
             return 0.0
-        interval, deadline = self._copies.poll_interval, self.endpoint.next_deadline()
+        interval, deadline = self._copies.poll_interval(), self.endpoint.timers.next()
         if deadline is None:
             return interval
         seconds = max(deadline - time.monotonic(), 0.0)
@@ -356,7 +356,7 @@ class SourceNode:
 
     def _complete(self) -> None:
         """Answer the transfers that are copied, have failed, or are not wanted."""
-        if self._copies.busy:
+        if self._copies.under_way:
             self._to_check |= dict.fromkeys(self._copies.advance())
         sends, self._to_check = self._to_check, {}
         over = [send for send in sends if not send.copies and (send.last or send.failure or send.unwanted())]
@@ -413,7 +413,12 @@ class SourceNode:
         self._listener.close()
         self._background.close()
         self._copies.close()
-        if not self._copies.busy:
+        if not self._copies.under_way:
             self.memory.close()
+        self._to_check.clear()
+        for request in self.requests:  # handles that the engine keeps must not hold memory
+            for send in request.sends:
+                send.attempt.send = None
+            request.sends.clear()
         for transport in self.transports:
             transport.close()

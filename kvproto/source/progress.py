@@ -1,13 +1,13 @@
-"""How much of a request was handed to a transport for one sink, and which parts are next.
+"""The rows of a request that were handed to a transport for one sink, and the parts that are next.
 
 Prefill computes each layer from the first token on. So the rows of a layer that are available, and those that were
-handed to a transport, are one number of tokens each; a part is what lies between the two, for adjacent layers for which
-both numbers are the same.
+handed to a transport, are one number of tokens each; a part is the rows between the two, for adjacent layers with the
+same two numbers.
 
 When a part is sent depends on the cost of its link. A link between GPUs that is in use draws power even when little
 crosses it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). If a link is many
 times faster than rows are computed, nearly all of them can be sent shortly before the last is computed without ending
-later: each part then halves what is left.
+later: each part then halves the remainder.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CopyStep:
 
 
 class SendProgress:
-    """What was handed to a transport for one sink."""
+    """The rows that were handed to a transport for one sink."""
 
     def __init__(self, program: CopyProgram) -> None:
         """`program` is any program of the rank pair."""
@@ -97,12 +97,12 @@ class SendProgress:
 
     def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[CopyStep]:
         """The parts that are available and were not handed over; between calls, `program` may only gain rows."""
-        return self._parts(program, {layer: (t.tokens, t.after) for layer, t in there.items()})
+        return self._parts(program, {layer: (available.tokens, available.after) for layer, available in there.items()})
 
     def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[CopyStep]:
-        """Everything that was not handed over when prefill is over: at least one part, which may be empty."""
-        found = self._parts(program, dict.fromkeys(self.layers, (None, after)))
-        return found or [CopyStep(program.since(_NO_MODEL, 0, None), None, after, 0)]
+        """The parts that are left when prefill is over: at least one, which may be empty."""
+        steps = self._parts(program, dict.fromkeys(self.layers, (None, after)))
+        return steps or [CopyStep(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
     def advance(self, there: Mapping[Layer, Available]) -> None:
         """Record that the parts which `next` returned were handed over."""
@@ -125,13 +125,13 @@ class SendProgress:
             runs[-1][1].append(layer)
             runs[-1][2].update(after)
             adjacent = True
-        found = []
+        steps = []
         for (model, handed, tokens), layers, events in runs:
             rows, span = program.since(model, handed, tokens), (layers[0], layers[-1] + 1)
-            bytes_ = rows.select(layers=range(*span)).bytes
-            if bytes_:
-                found.append(CopyStep(rows, span, tuple(sorted(events)), bytes_))
-        return found
+            length = rows.select(layers=range(*span)).bytes
+            if length:
+                steps.append(CopyStep(rows, span, tuple(sorted(events)), length))
+        return steps
 
 
 def layers_of(ops: npt.NDArray[np.void]) -> set[Layer]:

@@ -67,14 +67,14 @@ class Request(TicketHandle[Over]):
         self.prefill = Prefill(prompt.axes)
         """The rows computed so far."""
         self.state: TicketState | None = None
-        """What the session knows of its ticket; None until the request was accepted."""
+        """The session's state of its ticket; None until the request was accepted."""
         self.sends: list[Send] = []
-        """What is being sent to each sink rank."""
+        """The copies to each sink rank."""
         self.over: Over | None = None
-        """How it ends, once that is known; it ends when nothing reads its items any more."""
+        """The event with which it ends, once known; it ends when nothing reads its items any more."""
 
     def accept(self) -> None:
-        """Have the rank answer sinks that ask for it."""
+        """Have the rank answer the sinks that ask for this request."""
         digest, tokens, axes = self.prompt.digest, len(self.prompt), self.prompt.axes
         self._post(lambda: self._calls.expect(self, digest, tokens, axes))
 
@@ -112,13 +112,13 @@ class Request(TicketHandle[Over]):
             if not _is_span(layers) or not 0 <= layers[0] <= layers[1] <= depth:
                 raise LocalError(ErrorCode.OUT_OF_RANGE, "layers", f"(lo, hi) of {depth} layers", str(layers))
             span = int(layers[0]), int(layers[1])
-        named = [(model, layer) for layer in range(*span)]
-        before = max((self._ends.get(layer, 0) for layer in named), default=0)
-        if tokens < before:
+        reported = [(model, layer) for layer in range(*span)]
+        earlier = max((self._ends.get(layer, 0) for layer in reported), default=0)
+        if tokens < earlier:
             advice = "tokens counts from the start of the prompt, those of earlier calls included"
-            raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{before} or more, as before", str(tokens), advice)
+            raise LocalError(ErrorCode.BAD_GRANT, "tokens", f"{earlier} or more, as before", str(tokens), advice)
         self._tables.record(stated)
-        self._ends |= dict.fromkeys(named, tokens)
+        self._ends |= dict.fromkeys(reported, tokens)
         computed = Computed(stated.items, tokens, span, model, after, stated.since)
         self._post(lambda: self._calls.computed(self, computed), wait=False)
 
@@ -190,30 +190,30 @@ class Request(TicketHandle[Over]):
         return check_whole("tokens", tokens, 0, len(self.prompt), f"0 to {len(self.prompt)}, the prompt's")
 
 
-def _is_span(given: Any) -> bool:
+def _is_span(value: Any) -> bool:
     return (
-        isinstance(given, Sequence)
-        and len(given) == 2
-        and all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in given)
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(isinstance(bound, int | np.integer) and not isinstance(bound, bool) for bound in value)
     )
 
 
 def _check_after(after: Any, pool: Pool) -> None:
     if after is not None:
         check_type("after", after, int, "the handle of a CUDA event, an int", "torch: event.cuda_event")
-        if all(each.device is None for each in pool.memories.values()):
+        if all(memory.device is None for memory in pool.memories.values()):
             raise bad("after", "None, as the pool is in host memory", after, "call once the rows are written")
 
 
-def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
-    """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) where the geometry states other data."""
-    check_type("handoff", given, Mapping, "a mapping of group name to a mapping of part name to bytes")
-    owned = {s.group for r in geometry.ranks if r.rank == rank for s in r.owns}
-    every = {g.name: g for g in geometry.groups if not kind_of(g).has_memory}
-    groups = {name: group for name, group in every.items() if group.id in owned}
-    found = {}
+def _handoff(geometry: Geometry, rank: int, handoff: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
+    """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) if the geometry states other data."""
+    check_type("handoff", handoff, Mapping, "a mapping of group name to a mapping of part name to bytes")
+    owned = {share.group for owner in geometry.ranks if owner.rank == rank for share in owner.owns}
+    all_groups = {group.name: group for group in geometry.groups if not kind_of(group).has_memory}
+    groups = {name: group for name, group in all_groups.items() if group.id in owned}
+    data_of = {}
     for name, group in groups.items():
-        parts = given.get(name, {})
+        parts = handoff.get(name, {})
         check_type(f'handoff["{name}"]', parts, Mapping, "a mapping of part name to bytes")
         if unknown := sorted(parts.keys() - {part.name for part in group.parts}):
             known = [part.name for part in group.parts]
@@ -229,10 +229,10 @@ def _handoff(geometry: Geometry, rank: int, given: Mapping[str, Mapping[str, byt
                 came = "nothing" if data is None else f"{len(data)} bytes"
                 advice = "pass what the geometry states"
                 raise LocalError(ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, advice)
-            found[group.id, part.name] = data
-    if unknown := [name for name in given if name not in every]:
+            data_of[group.id, part.name] = data
+    if unknown := [name for name in handoff if name not in all_groups]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
-    return found
+    return data_of
 
 
 def _layers(pool: Pool, model: int) -> tuple[int, int]:

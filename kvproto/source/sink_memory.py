@@ -9,7 +9,7 @@ from functools import partial
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.rank_pool import RankPool
+from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import PeerMapping, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
@@ -23,8 +23,8 @@ from kvproto.wire.messages import Region, Register
 
 __all__ = ["SinkMemory"]
 
-_LOOK = 0.25
-"""Seconds between two looks at the processes of sinks on this host."""
+_CHECK_INTERVAL = 0.25
+"""Seconds between two checks of the processes of sinks on this host."""
 
 
 class SinkMemory:
@@ -45,10 +45,10 @@ class SinkMemory:
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
         self.asleep = False
-        self._looking: Timer | None = None
-        """The timer of the next look at the processes of sinks."""
+        self._check_timer: Timer | None = None
+        """The timer of the next check of the processes of sinks."""
         self._ended: set[int] = set()
-        """Sessions whose sink's process had ended at the last look."""
+        """Sessions whose sink's process had ended at the last check."""
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -59,9 +59,9 @@ class SinkMemory:
         sink, source = RankLayout(described.sink, described.ranks[1], columns), self._pool.layout
 
         def pair() -> Pair:
-            made = Pair(described.routes, source, sink)
-            assert made.nothing.runs is not None  # computes a cached property here, outside the turn
-            return made
+            lowered = Pair(described.routes, source, sink)
+            assert lowered.nothing.runs is not None  # computes a cached property here, outside the turn
+            return lowered
 
         if described.of_source is self._endpoint.stated:
             self._defer(pair, partial(self._reach, session, register, described))
@@ -96,12 +96,12 @@ class SinkMemory:
         session.accept_register(capabilities.code, peer.connection.link, process, peer)
 
     def _watch(self) -> None:
-        """Look from time to time whether the processes of sinks have ended, if any can be seen from here."""
-        if self._looking is None and any(peer.connection.ended is not None for peer in self._mapped.values()):
-            self._looking = self._endpoint.timers.at(time.monotonic() + _LOOK, self._look)
+        """Check from time to time whether the processes of sinks have ended, if any of them is on this host."""
+        if self._check_timer is None and any(peer.connection.ended is not None for peer in self._mapped.values()):
+            self._check_timer = self._endpoint.timers.at(time.monotonic() + _CHECK_INTERVAL, self._check_processes)
 
-    def _look(self, now: float) -> None:
-        self._looking = None
+    def _check_processes(self, now: float) -> None:
+        self._check_timer = None
         for number in {key[0] for key, peer in self._mapped.items() if (ended := peer.connection.ended) and ended()}:
             session = self._endpoint.sessions.get(number)
             if session is not None and session.open and number in self._ended:
@@ -120,32 +120,34 @@ class SinkMemory:
         """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
         asked = RegisterAsked(session.session, register, described)
-        made = PeerMapping(asked, transport, pair, reads=True)
-        regions = self._regions(made)  # raises before anything is answered
-        session.accept_register(transport.capabilities.code, mapping=made)
-        self._mapped[made.key] = made
+        mapping = PeerMapping(asked, transport, pair, reads=True)
+        regions = self._regions(mapping)  # raises before anything is answered
+        session.accept_register(transport.capabilities.code, mapping=mapping)
+        self._mapped[mapping.key] = mapping
         if not self.asleep and self._unread(session):
             self._register(session, regions)
 
     def _unread(self, session: SourceSession) -> bool:
-        """Whether a sink has not been told of the memory that it is to read."""
+        """Whether the memory that a sink is to read was not registered with it yet."""
         newest = session.owner.newest
         return newest is None or newest.memory != self._epoch
 
     def _regions(self, peer: PeerMapping) -> tuple[Region, ...]:
-        """The regions of this rank's memory, as a sink is told of them."""
+        """The regions of this rank's memory, as registered with a sink."""
         nothing = peer.pair.nothing
         return register((peer.transport,), {} if self.asleep else self._pool.memories, nothing, nothing.runs)[0].regions
 
     def _register(self, session: SourceSession, regions: tuple[Region, ...]) -> None:
-        """Let a sink read this rank's memory."""
+        """Register this rank's memory with a sink, for it to read."""
         columns = tuple(self._pool.layout.columns.values())
         session.expose(self._epoch, self._epoch, regions, columns, time.monotonic())
 
     def sleep(self) -> None:
-        """Take the memory that sinks read back at once; end the sessions of sinks that cannot return it."""
+        """Take back at once the memory that sinks read; end the sessions of sinks that cannot return it."""
         self.asleep, now = True, time.monotonic()
-        for session in [each for each in self._endpoint.sessions.values() if each.open and each.pulls]:
+        for session in list(self._endpoint.sessions.values()):
+            if not session.open or not session.pulls:
+                continue
             if Feature.EPOCHS not in session.features:
                 session.goodbye("the memory moves")
                 continue
@@ -154,7 +156,7 @@ class SinkMemory:
                 owner.unregister(owned, at_once=True, now=now)
 
     def wake(self, pool: RankPool, epoch: int) -> None:
-        """Serve the mapped sinks from another pool; end the sessions where that is not possible."""
+        """Serve the mapped sinks from another pool; end the sessions in which that is not possible."""
         self.asleep, self._pool, self._epoch = False, pool, epoch
         for (number, _), peer in list(self._mapped.items()):
             session = self._endpoint.sessions.get(number)
@@ -170,13 +172,13 @@ class SinkMemory:
                 session.give_up(error.kept())
 
     def holders(self, epoch: int) -> list[str]:
-        """Who may still read a pool that was taken back, for display."""
-        found, now = [], time.monotonic()
-        for session in [each for each in self._endpoint.sessions.values() if each.pulls]:
+        """The names of sinks that may still read a pool that was taken back, for display."""
+        names, now = [], time.monotonic()
+        for session in [reader for reader in self._endpoint.sessions.values() if reader.pulls]:
             held = any(owned.memory == epoch for owned in session.owner.epochs.values())
-            if held and (session.open or any(each.lent(now) for each in session.attempts.values())):
-                found.append(session.name)
-        return found
+            if held and (session.open or any(attempt.lent(now) for attempt in session.attempts.values())):
+                names.append(session.name)
+        return names
 
     def ask_unmap(self, session: SourceSession, epoch: int) -> None:
         """Unmap an epoch of a sink once no copy uses it."""
@@ -188,7 +190,7 @@ class SinkMemory:
         return bool(self._unmapping or self._endpoint.over)
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
-        """Unmap what sinks have taken back and the memory of ended sessions, except for what copies have in use."""
+        """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
         over = self._endpoint.over
         gone = {key for key in self._mapped if key[0] in over} if over else set()
         for key in (gone | self._unmapping).difference(peer.key for peer in used):

@@ -36,8 +36,8 @@ class Source(EngineRank):
         """Listen for sinks.
 
         `name` is the engine's name, the same on all ranks and in tickets. `listen` is the address of this rank, with
-        "{rank}" where those of other ranks differ ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of
-        the replica by rank. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
+        "{rank}" in the place of its number ("ipc:///run/kv/prefill-{rank}"), or the addresses of all ranks of the
+        replica by rank. Raises LocalError: OUT_OF_RANGE for an argument or an address that cannot be used,
         NO_TRANSPORT, and UNEXPECTED_MESSAGE for a pool that is closed or serves another Source.
         """
         check_type("pool", pool, Pool, "a kvproto.Pool")
@@ -66,7 +66,7 @@ class Source(EngineRank):
             raise
 
     def request(self, ticket: Ticket, prompt: Prompt, on_free: Callable[[Request], object] | None = None) -> Request:
-        """Accept a request: from now on sinks with its ticket are answered, and are served once it is computed.
+        """Accept a request: answer sinks with its ticket from now on, and serve them once it is computed.
 
         `on_free` is called with the handle when its pages are free. Raises LocalError: OUT_OF_RANGE for an argument of
         the wrong type or a prompt without one of the geometry's axes, WRONG_PEER for a ticket of another engine or
@@ -129,8 +129,8 @@ class Source(EngineRank):
             return self._returned(event)
         if isinstance(event, Over):
             del self._requests[bytes(event.request.ticket.key)]
-        told: Event = event
-        return told
+        reported: Event = event
+        return reported
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()
@@ -138,12 +138,15 @@ class Source(EngineRank):
 
 def _endpoints(listen: str | Mapping[int, str], pool: Pool) -> dict[int, str]:
     """The address of each rank of a pool's replica; raises LocalError(OUT_OF_RANGE) if any is missing or shared."""
-    ranks = [r.rank for r in pool.geometry.ranks]
-    found = dict(listen) if isinstance(listen, Mapping) else {r: listen.replace("{rank}", str(r)) for r in ranks}
-    if sorted(found) != sorted(ranks) or len(set(found.values())) < len(ranks):
+    ranks = [share.rank for share in pool.geometry.ranks]
+    if isinstance(listen, Mapping):
+        addresses = dict(listen)
+    else:
+        addresses = {rank: listen.replace("{rank}", str(rank)) for rank in ranks}
+    if sorted(addresses) != sorted(ranks) or len(set(addresses.values())) < len(ranks):
         mine, advice = f"an address for each of the ranks {ranks}", 'put "{rank}" where the addresses of ranks differ'
         raise LocalError(ErrorCode.OUT_OF_RANGE, "listen", mine, str(listen), advice)
-    return found
+    return addresses
 
 
 def _listener(address: str, options: Options) -> Listener:

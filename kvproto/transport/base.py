@@ -1,6 +1,6 @@
 """The one interface of a transport: it exposes memory, maps peers' memory, and runs copy programs between the two.
 
-What transports differ in is data (`Capabilities`), so that no other layer asks which transport it has. A transport is
+Transports differ in data (`Capabilities`), so that no other layer asks which transport it has. A transport is
 found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
 """
 
@@ -23,67 +23,10 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
 __all__ = [
-    "SUMMED",
-    "Allocation",
-    "Capabilities",
-    "Connection",
-    "Copying",
-    "Exposure",
-    "Layer",
-    "Link",
-    "Mapped",
-    "Memory",
-    "Move",
-    "Pager",
-    "Paging",
-    "Piece",
-    "Provider",
-    "Receiver",
-    "Regions",
-    "Stream",
-    "StreamDelivery",
-    "Transport",
-    "connect_each",
-    "no_handle",
-]
-
-
-class Paging(Protocol):
-    """A copy that has been started."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it writes."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
-
-    def hold(self, layer: int | None = None) -> None:
-        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
-
-    def wait(self) -> None:
-        """Return when it is done; raises what `done` raises."""
-
-
-class Pager(Protocol):
-    """Runs copy programs between one pool and memory that it allocates.
-
-    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
-    write under way.
-    """
-
-    def allocate(self, length: int) -> Memory:
-        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
-
-    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
-        """Start a copy to the host."""
-
-    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
-        """Start a copy to the pool, its layers in ascending order."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and release the memory that was allocated."""
+    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
+    "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
+    "connect_each", "no_handle",
+]  # fmt: skip
 
 
 class Memory(Protocol):
@@ -143,7 +86,7 @@ class Move:
     grows: bool = False
     """For packed copies: whether no row is there yet, and `Copying.stream` is told as layers become ready."""
     background: bool = False
-    """Whether more of the same request is still being computed: nobody waits for this copy, so it yields to compute."""
+    """Whether more of the request is still being computed, so that this copy is not urgent and yields to compute."""
 
 
 class Piece(Protocol):
@@ -186,6 +129,47 @@ class Copying(Protocol):
         """Start nothing more; None while writes are under way, then whether any can still arrive."""
 
 
+# copies between a pool and memory of the host within one process, by which pages are kept (`kvproto.tiers`)
+
+
+class Paging(Protocol):
+    """A copy that has been started."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is at its destination; raises KvprotoError if that can no longer happen."""
+
+    def hold(self, layer: int | None = None) -> None:
+        """Make later work on the engine's stream wait for layers 0 to `layer` of this copy, or for all of it."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises what `done` raises."""
+
+
+class Pager(Protocol):
+    """Runs copy programs between one pool and memory that it allocates.
+
+    A copy begins when all earlier work on the engine's stream is done. Methods raise LocalError, and then leave no
+    write under way.
+    """
+
+    def allocate(self, length: int) -> Memory:
+        """`length` zeroed bytes of the host, which its copies reach fast; raises LocalError(TRANSPORT_FAILED)."""
+
+    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
+        """Start a copy to the host."""
+
+    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
+        """Start a copy to the pool, its layers in ascending order."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and release the memory that was allocated."""
+
+
 # transports
 
 SUMMED = 4 << 20
@@ -194,7 +178,7 @@ SUMMED = 4 << 20
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a transport can do, for callers that do not know which one it is."""
+    """The abilities of a transport, for callers that do not know which one it is."""
 
     code: TransportCode
     """Its name on the wire, in handles and in Registered."""
@@ -220,14 +204,14 @@ class Link(Protocol):
     """At the source: what the packed streams to one peer share."""
 
     kind: ClassVar[CreditKind]
-    """What the peer's credit counts."""
+    """The unit of the peer's credit."""
 
 
 class Receiver(Protocol):
     """At the sink: the packed streams of one peer, as its session reads them."""
 
     kind: ClassVar[CreditKind]
-    """What their credit counts."""
+    """The unit of their credit."""
 
     @property
     def busy(self) -> bool:
@@ -256,7 +240,7 @@ class StreamDelivery:
 
 @attrs.frozen
 class Exposure:
-    """What one peer is told so that it can reach memory of this process."""
+    """Handles and regions by which one peer reaches memory of this process."""
 
     handles: Mapping[int, tuple[Handle, ...]]
     """For every region that was passed, by its id."""
@@ -275,12 +259,17 @@ class Connection:
     """Set if bytes are packed, because the peer's pages cannot be written directly."""
     ended: Callable[[], bool] | None = None
     """Says whether the peer's process has ended; None if that cannot be seen from here."""
+    release: Callable[[], None] | None = None
+    """Releases the rest, once, after all regions are unmapped."""
 
     def close(self) -> None:
         """Unmap all of them; no copy that uses them may be under way."""
         for mapped in self.mapped.values():
             mapped.close()
         self.mapped.clear()
+        release, self.release, self.ended = self.release, None, None
+        if release is not None:
+            release()
 
 
 class Transport(Protocol):
@@ -319,11 +308,11 @@ class Transport(Protocol):
         """As `kvproto.copying.execute.checksums`, over memory of this process; the program's copies are over."""
 
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
-        """Start taking checksums where a device can do so alone; the result waits for them, or takes them now."""
+        """Start taking checksums if a device can do so alone; the result waits for them, or takes them now."""
         return partial(self.checksums, program, memory, sink)
 
     def forget(self, memory: Regions) -> None:
-        """Drop what is kept for these regions, which are no longer exposed and which no copy uses."""
+        """Drop all state of these regions, which are no longer exposed and which no copy uses."""
         return
 
     def unreachable(self) -> None:
@@ -347,15 +336,15 @@ def connect_each(
     regions: Sequence[Region], used: Collection[int], connect: Callable[[Region, str], Mapped]
 ) -> Connection:
     """Map every region in `used` by `connect(region, path)`, or none if it raises."""
-    made = Connection()
+    connection = Connection()
     try:
         for i, region in enumerate(regions):
             if region.id in used:
-                made.mapped[region.id] = connect(region, f"regions[{i}]")
+                connection.mapped[region.id] = connect(region, f"regions[{i}]")
     except KvprotoError:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection
 
 
 @attrs.frozen
@@ -374,7 +363,10 @@ def _installed(name: str) -> bool:
 
 
 class Provider(ABC):
-    """What an entry point of `kvproto.transports` names; importing it needs none of the transport's libraries."""
+    """A transport that may not be installed: the object that an entry point of `kvproto.transports` names.
+
+    Importing it needs none of the transport's libraries.
+    """
 
     name: str
     requires: tuple[str, ...] = ()
@@ -404,14 +396,14 @@ class Provider(ABC):
         """The GPU that all regions are on, None for the host; raises LocalError(NO_TRANSPORT)."""
         devices = {m.device for m in memory.values()}
         if len(devices) != 1:
-            found = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
+            places = ", ".join(f"region {id} on {_place(m)}" for id, m in memory.items()) or "no region"
             wanted, advice = "regions of one GPU, or of the host", "give each rank pools of one GPU"
-            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, found, advice)
+            raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, places, advice)
         return devices.pop()
 
     @abstractmethod
     def preference(self, memory: Memory) -> int:
-        """How well the transport suits this memory, 0 being not at all; by default the highest is used."""
+        """The rank of the transport for this memory, 0 if it does not suit; by default the highest is used."""
 
     @abstractmethod
     def open(self, memory: Regions, measured: Sequence[Measured] = ()) -> Transport:

@@ -40,8 +40,8 @@ def find(name: str) -> Provider:
         said = f"{type(error).__name__}: {error}"
         raise LocalError(ErrorCode.NO_TRANSPORT, "transport", entry.value, said, "reinstall its package") from error
     if not isinstance(provider, Provider):
-        found = type(provider).__name__
-        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"a Provider at {entry.value}", found, "fix its package")
+        kind = type(provider).__name__
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", f"a Provider at {entry.value}", kind, "fix its package")
     return provider
 
 
@@ -60,11 +60,10 @@ def opened(name: str, memory: Regions, measured: Sequence[Measured] = ()) -> Tra
     provider = find(name)
     if provider.missing() is not None and not any(map(provider.preference, memory.values())):
         # installing its library would not help
-        fitting = ", ".join(repr(each.name) for each in _suited(memory)) or "none that is installed"
+        fitting = ", ".join(repr(provider.name) for provider in _suited(memory)) or "none that is installed"
+        wanted = f"a transport for {_kinds(memory)}: {fitting}"
         advice = "name one of these, none for the best, or allocate the pool where this one reaches it"
-        raise LocalError(
-            ErrorCode.NO_TRANSPORT, "transport", f"a transport for {_kinds(memory)}: {fitting}", repr(name), advice
-        )
+        raise LocalError(ErrorCode.NO_TRANSPORT, "transport", wanted, repr(name), advice)
     return load(name).open(memory, measured)
 
 
@@ -86,9 +85,8 @@ def default(memory: Regions) -> Transport:
     best = next(_suited(memory), None)
     if best is None:
         advice = "allocate it with kvproto.transport.memory, or install a transport for it"
-        raise LocalError(
-            ErrorCode.NO_TRANSPORT, "pool", f"memory for one of {', '.join(names())}", _kinds(memory), advice
-        )
+        wanted = f"memory for one of {', '.join(names())}"
+        raise LocalError(ErrorCode.NO_TRANSPORT, "pool", wanted, _kinds(memory), advice)
     return best.open(memory)
 
 
@@ -97,11 +95,10 @@ def pager(memory: Regions, stream: int = 0) -> Pager:
 
     `stream` is the handle of the stream on which the engine computes. Raises LocalError(NO_TRANSPORT) if there is none.
     """
-    device = {each.device for each in memory.values()}
-    for provider in _suited(memory) if len(device) == 1 else ():
-        made = provider.pager(memory, stream)
-        if made is not None:
-            return made
+    devices = {region.device for region in memory.values()}
+    for provider in _suited(memory) if len(devices) == 1 else ():
+        if (pager := provider.pager(memory, stream)) is not None:
+            return pager
     advice = "allocate it with kvproto.transport.memory, one GPU's or the host's"
     raise LocalError(ErrorCode.NO_TRANSPORT, "pool", "memory of one GPU, or of the host", _kinds(memory), advice)
 
@@ -109,7 +106,7 @@ def pager(memory: Regions, stream: int = 0) -> Pager:
 def _suited(memory: Regions) -> Iterator[Provider]:
     """The transports that suit all regions, the best first."""
     ranked = [(min((p.preference(m) for m in memory.values()), default=0), p) for p in usable()]
-    return (p for rank, p in sorted(ranked, key=lambda each: -each[0]) if rank)
+    return (p for rank, p in sorted(ranked, key=lambda pair: -pair[0]) if rank)
 
 
 def _kinds(memory: Regions) -> str:

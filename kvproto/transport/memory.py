@@ -26,14 +26,11 @@ def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
     length = check_whole("length", length, 1, _MOST)
     device = None if device is None else check_whole("device", device, 0)
     for provider in usable():
-        made = provider.allocate(length, device, id)
-        if made is not None:
-            return made
+        if (memory := provider.allocate(length, device, id)) is not None:
+            return memory
     absent = [provider.install for provider in map(find, names()) if provider.missing() is not None]
-    raise LocalError(
-        ErrorCode.NO_TRANSPORT, "device", "a transport for memory of a GPU", f"none for GPU {device}",
-        " or ".join(absent) or "leave the device out",
-    )  # fmt: skip
+    mine, yours = "a transport for memory of a GPU", f"none for GPU {device}"
+    raise LocalError(ErrorCode.NO_TRANSPORT, "device", mine, yours, " or ".join(absent) or "leave the device out")
 
 
 def adopt(address: int, length: int) -> Memory:
@@ -54,7 +51,7 @@ class Placed(Protocol):
 
     @property
     def path(self) -> str:
-        """What the caller calls the tensor."""
+        """The caller's name of the tensor."""
 
     @property
     def length(self) -> int:
@@ -86,16 +83,13 @@ def adopt_all(tensors: Mapping[Key, Placed]) -> tuple[dict[int, Memory], dict[Ke
 
 def _allocation_of(device: tuple[int, int], address: int, length: int, path: str) -> Allocation:
     for provider in usable():
-        found = provider.allocation_of(device, address, length)
-        if found is not None:
-            return found
+        if (allocation := provider.allocation_of(device, address, length)) is not None:
+            return allocation
     kind, number = device
-    what = _KINDS.get(kind, f"DLPack device type {kind}")
-    raise LocalError(
-        ErrorCode.NO_TRANSPORT, path, "memory of a GPU, or host memory that kvproto.allocate gave",
-        f"{what}, device {number}" if kind != _CPU else what,
-        "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)",
-    )  # fmt: skip
+    mine = "memory of a GPU, or host memory that kvproto.allocate gave"
+    yours = _KINDS.get(kind, f"DLPack device type {kind}") + (f", device {number}" if kind != _CPU else "")
+    advice = "allocate the pool by kvproto.allocate(length) and view it: torch.from_dlpack(memory)"
+    raise LocalError(ErrorCode.NO_TRANSPORT, path, mine, yours, advice)
 
 
 _MOST = (1 << 63) - 1

@@ -38,15 +38,15 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 def start_time(pid: int) -> int | None:
     """When a process began, in ticks since boot; None if it has ended. Together with the PID it names one process."""
-    found = _stat(pid)
-    return None if found is None or found[0] in "ZX" else found[1]
+    stat = _stat(pid)
+    return None if stat is None or stat[0] in "ZX" else stat[1]
 
 
 @cache
 def _named(pid: int) -> Process:
-    found = _stat(pid)
-    assert found is not None
-    return Process(boot=boot_id(), namespace=pid_namespace(), pid=pid, start=found[1])
+    stat = _stat(pid)
+    assert stat is not None
+    return Process(boot=boot_id(), namespace=pid_namespace(), pid=pid, start=stat[1])
 
 
 def this_process() -> Process:
@@ -75,13 +75,13 @@ class Watch:
             return cls(None)
         except (OSError, OverflowError):  # no descriptor left, a number that is no PID
             return None
-        found = _stat(process.pid)
-        if found is not None and found[1] == process.start:
+        stat = _stat(process.pid)
+        if stat is not None and stat[1] == process.start:
             return cls(fd)
         ended = select.select([fd], [], [], 0)[0]
         os.close(fd)
         # it ended between the two calls; another start may be another process or time namespace, which proves nothing
-        return cls(None) if found is None and ended else None
+        return cls(None) if stat is None and ended else None
 
     @classmethod
     def of_pid(cls, pid: int) -> Watch | None:

@@ -10,7 +10,7 @@ from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.planning.plan import Box, Route
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.session.tickets import check_held
 from kvproto.wire import from_json, to_json
 from kvproto.wire.messages import Grants, Group
@@ -41,6 +41,6 @@ def test_kvproto_says_the_same(case: dict[str, Any]) -> None:
     assert [str(each.first) for each in said] == ([case["begins"]] if "begins" in case else [])
     ranks = (Rank(rank=0, owns=(owns(group, [0], None, int(case["cp_rank"])),)),)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
-    side = RankLayout(geometry, 0, pack(geometry, 0, {0: 99})[0])
+    side = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 99})[0])
     (window,) = cut_to_begins(side, (grant,), {each.group: each.first for each in said})
     assert to_json(window) == case["window"]

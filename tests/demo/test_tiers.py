@@ -13,7 +13,7 @@ from kvproto.transport.shm.transport import HostPager
 from kvproto_reference.demo import tiers
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import checkpoint_folder
-from kvproto_reference.engine.kept import KeptEngine
+from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.errors import OutOfPages
 from tests.processes import Command, imported
 
@@ -48,7 +48,7 @@ def test_a_draft_that_is_not_loaded_back_costs_acceptance_and_no_token() -> None
             target = attrs.evolve(program, ops=program.ops[program.ops["model"] == 0])
             return super().copy(target, sources, sinks)
 
-    def use(engine: KeptEngine) -> None:
+    def use(engine: TieredEngine) -> None:
         engine.tiers.copies.pager = WithoutDraft()
 
     turns, _ = tiers.play(FOLDERS, **SMALL, use=use)
@@ -58,7 +58,7 @@ def test_a_draft_that_is_not_loaded_back_costs_acceptance_and_no_token() -> None
 
 
 def test_a_prompt_that_no_device_could_hold_is_refused_and_the_next_is_answered() -> None:
-    engine = KeptEngine(*FOLDERS, pages=4, host=4, page_size=8)
+    engine = TieredEngine(*FOLDERS, pages=4, host=4, page_size=8)
     with pytest.raises(OutOfPages):
         engine.answer(range(40), 2)
     assert len(engine.answer(range(20), 2).tokens) == 2
@@ -70,7 +70,7 @@ def test_a_prompt_that_no_device_could_hold_is_refused_and_the_next_is_answered(
 def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: Path, place: str) -> None:
     """One prefills and answers, the other goes on from its pages of another length, whose tokens are those of one engine."""
     first, second, alone = (
-        KeptEngine(*FOLDERS, pages=32, host=32, page_size=size, storage=storage)
+        TieredEngine(*FOLDERS, pages=32, host=32, page_size=size, storage=storage)
         for size, storage in ((4, f"{place}{tmp_path}"), (8, f"{place}{tmp_path}"), (8, None))
     )
     prompt = [*range(60)]

@@ -86,6 +86,6 @@ def test_nothing_is_kept_of_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_benchmark_that_watches_processes_runs() -> None:
     script = Path(__file__).parents[2] / "benchmarks/session.py"
-    done = subprocess.run([sys.executable, script, "messages", "--short"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script, "messages", "--quick"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "rss_grown" in done.stdout

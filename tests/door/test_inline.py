@@ -145,7 +145,7 @@ def test_a_sink_that_does_not_read_bounds_what_a_source_holds(tmp_path: Path) ->
         prompt = Prompt(range(PAGES * 64))
         request, found = both.source.request(both.ticket, prompt), both.sink.fetch(both.ticket, prompt, _all())
         request.finish(_all())
-        launches = both.source._node._copies._under_way
+        launches = both.source._node._copies.under_way
         both.until(lambda: launches)
         stream = launches[0].copying.stream
         (session,) = both.sink._node._links["prefill", 0].endpoint.sessions.values()
@@ -170,7 +170,7 @@ def test_a_short_request_does_not_wait_behind_a_long_one(tmp_path: Path) -> None
         long, short, ticket = Prompt(range(48 * 64)), Prompt(range(64, 128)), new_ticket("prefill")
         first = both.source.request(both.ticket, long), both.sink.fetch(both.ticket, long, {"kv": list(range(48))})
         first[0].finish({"kv": list(range(48))})
-        both.until(lambda: both.source._node._copies._under_way)
+        both.until(lambda: both.source._node._copies.under_way)
         second = both.source.request(ticket, short), both.sink.fetch(ticket, short, {"kv": [50]})
         second[0].finish({"kv": [50]})
         both.until(lambda: second[1].done)

@@ -16,8 +16,7 @@ from kvproto.rank.events import Received, TransferLost
 from kvproto.source.prefill import Computed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
-from kvproto.transport.cuda.memory import DeviceMemory, connect
-from kvproto.transport.cuda.virtual import fabric
+from kvproto.transport.cuda.memory import DeviceMemory, connect, has_fabric
 from kvproto.wire.enums import ErrorCode
 from tests.gpu.conftest import FOUND
 from tests.gpu.gate import Gate
@@ -217,9 +216,9 @@ def test_a_fabric_handle_is_taken_where_the_gpu_says_so(elsewhere: bool) -> None
     boot = bytes(16) if elsewhere else region.boot
     with pytest.raises(RemoteError) as caught:
         connect(attrs.evolve(region, boot=boot, handles=(handle,)), "regions[0]", 0)
-    code = ErrorCode.TRANSPORT_FAILED if fabric(0) else ErrorCode.NO_TRANSPORT
+    code = ErrorCode.TRANSPORT_FAILED if has_fabric(0) else ErrorCode.NO_TRANSPORT
     assert (caught.value.code, caught.value.path) == (code, "regions[0].handles")
-    if not fabric(0):
+    if not has_fabric(0):
         assert "no FABRIC handles" in caught.value.mine
     with pytest.raises(RemoteError) as caught:  # another host, and no FABRIC handle
         connect(attrs.evolve(region, boot=bytes(16)), "regions[0]", 0)

@@ -220,7 +220,7 @@ def test_the_log_counts_connections_of_strangers(
             until(lambda: [*listener.receive()] or listener._connections.count == 1, listener)
         until(lambda: [*listener.receive()] or listener._connections.count == 0, listener)
     assert [record.getMessage() for record in caplog.records] == ["connections that ended before they sent a frame: 1"]
-    assert listener._connections._unheard == 2, "for the next line"
+    assert listener._connections._silent_ends == 2, "for the next line"
 
 
 def test_connections_that_say_nothing(keyed: tuple[Listener, KeyPair, list[KeyPair]]) -> None:

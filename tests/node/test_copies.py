@@ -81,12 +81,12 @@ def test_a_copy_is_over_when_its_bytes_are_there(made: Dispatched) -> None:
 
 
 def test_how_long_to_sleep_is_what_the_transport_says(made: Dispatched) -> None:
-    assert made.copies.poll_interval is None
+    assert made.copies.poll_interval() is None
     made.start(made.send())
-    assert made.copies.poll_interval == made.device.capabilities.poll_interval
+    assert made.copies.poll_interval() == made.device.capabilities.poll_interval
     made.device.launches[0].end()
     made.copies.advance()
-    assert made.copies.poll_interval is None
+    assert made.copies.poll_interval() is None
 
 
 def test_a_busy_transport_is_asked_again_soon_and_nobody_fails(made: Dispatched) -> None:
@@ -96,13 +96,13 @@ def test_a_busy_transport_is_asked_again_soon_and_nobody_fails(made: Dispatched)
     attempt.seen = 3
     assert made.start((attempt, parts)) is None
     assert (attempt.failure, attempt.copies, attempt.seen) == (None, 0, 0)
-    assert made.copies.poll_interval is not None
-    assert 0 < made.copies.poll_interval <= 0.01
+    assert made.copies.poll_interval() is not None
+    assert 0 < made.copies.poll_interval() <= 0.01
     made.device.room = 1
     assert made.start((attempt, parts)) is not None
     made.device.launches[0].end()
     made.copies.advance()
-    assert made.copies.poll_interval is None
+    assert made.copies.poll_interval() is None
 
 
 def test_a_copy_that_cannot_start_fails_all_that_it_serves(made: Dispatched, monkeypatch: pytest.MonkeyPatch) -> None:

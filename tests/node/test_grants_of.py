@@ -5,7 +5,7 @@ import numpy as np
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry, Rank, handoff, mla, owns
 from kvproto.rank import page_tables
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType
 
 
@@ -15,7 +15,7 @@ def test_the_window_of_a_hand_off_grant_is_zero() -> None:
     geometry = Geometry(
         replica=0, facts=(), groups=groups, ranks=(Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
     )
-    side = RankLayout(geometry, 0, pack(geometry, 0, {0: 8})[0])
+    side = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 8})[0])
     made = page_tables.grants_of(side, {"target": np.array([5, 2, 7])}, 4, 11)
     assert (made[0].first, made[0].count, made[0].valid, made[0].items.tolist()) == (4, 7, 11, [2, 7])
     assert (made[1].first, made[1].count, made[1].valid, made[1].items.tolist()) == (0, 0, 0, [])

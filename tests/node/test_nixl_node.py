@@ -19,7 +19,7 @@ from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.rank.events import Received, TransferLost
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.sink.node import SinkNode
 from kvproto.sink.registered_pool import SinkPrograms
 from kvproto.source.node import SourceNode
@@ -109,7 +109,7 @@ def test_streams_are_prepared_when_memory_is_registered(
 def test_a_stand_in_is_of_the_source_that_is_there_now() -> None:
     """And is made once for each of its ranks."""
     sides = [describe(PRESETS["deepseek-v3"][0], (), Parallel(tp=tp)) for tp in (1, 2)]
-    own = RankLayout(sides[0], 0, pack(sides[0], 0, {0: 4})[0])
+    own = RankLayout(sides[0], 0, columns_without_gaps(sides[0], 0, {0: 4})[0])
     first, other = (SinkPrograms(plan(source, sides[0]), source, own) for source in (sides[1], sides[0]))
     assert first.pair(0).source.geometry is sides[1]
     assert first.pair(0) is first.pair(0)

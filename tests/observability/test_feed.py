@@ -103,7 +103,7 @@ def test_a_slow_one_loses_lines_and_holds_nobody_up(tmp_path: Path, monkeypatch:
         observer = both.sink._observer
         assert observer.feed is not None
         for number in range(2000):
-            observer.feed.tell({"kind": "event", "event": "filler", "number": number, "text": "x" * 500})
+            observer.feed.publish({"kind": "event", "event": "filler", "number": number, "text": "x" * 500})
             if number % 4 == 3:
                 good.until(lambda line, number=number: line.get("number") == number)
         serve(both)

@@ -18,7 +18,7 @@ from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.geometry import Geometry, owned_before, owner
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType
 
 TOKENS = 23
@@ -37,7 +37,7 @@ class Memory:
         groups = {g.id: g for g in geometry.groups}
         share_of = next(r for r in geometry.ranks if r.rank == rank)
         need = {o.group: items_needed(groups[o.group], o.cp_rank, first, count) for o in share_of.owns}
-        columns, length = pack(geometry, rank, {g: n + 2 for g, n in need.items()})
+        columns, length = columns_without_gaps(geometry, rank, {g: n + 2 for g, n in need.items()})
         self.side = RankLayout(geometry, rank, columns)
         self.data = np.full(length, 0xFF, np.uint8)
         self.windows = {g: Window(first, count, (np.arange(n)[::-1] * 5 + 3) % (n + 2)) for g, n in need.items()}

@@ -9,7 +9,7 @@ from kvproto.copying.program import RankLayout
 from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, owned_before, owner, owns
 from kvproto.planning.plan import Box, Route
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Begin, Grants
 
@@ -58,7 +58,7 @@ def test_a_window_is_cut_to_the_rows_that_are_held(group: Group, since: int, fir
     for rank in range(group.cp_size):
         ranks = (Rank(rank=0, owns=(owns(group, [0], None, rank),)),)
         geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
-        side = RankLayout(geometry, 0, pack(geometry, 0, {0: 200})[0])
+        side = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 200})[0])
         if opaque and begin >= origin:
             assert owned_before(group, rank, begin // group.tokens_per_row) % group.rows == 0
         whole = window(group, rank, first)

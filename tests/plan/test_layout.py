@@ -17,7 +17,7 @@ from kvproto.errors import LocalError, PlanError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 F8, F4 = DType.F8E4M3, DType.F4E2M1
@@ -60,7 +60,7 @@ def test_each_cache_copies_what_it_says(cache: str) -> None:
     spec, rows, size = CACHES[cache]
     geometry = one(spec)
     group = geometry.groups[0]
-    columns, length = pack(geometry, 0, {0: 6})
+    columns, length = columns_without_gaps(geometry, 0, {0: 6})
     side, items = RankLayout(geometry, 0, columns), np.arange(items_needed(group, 0, 0, 7))
     program = lower(plan(geometry, geometry).routes, side, side, {0: Window(0, 7, items)}, {0: Window(0, 7, items + 1)})
     assert program.bytes == rows * size

@@ -9,7 +9,7 @@ from kvproto.copying.page_sums import page_sums
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType
 
 CACHES = [
@@ -22,7 +22,7 @@ def both() -> tuple[Pair, dict[int, Window], dict[int, Window], bytearray, bytea
     here, there = (lay_out(CACHES, Parallel(), depth=9) for _ in range(2))
     sides, pools = [], []
     for geometry, items in ((here, {0: 8, 1: 3}), (there, {0: 9, 1: 2})):
-        columns, length = pack(geometry, 0, items)
+        columns, length = columns_without_gaps(geometry, 0, items)
         sides.append(RankLayout(geometry, 0, columns))
         pools.append(bytearray(np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()))
     pair = Pair(plan(here, there).between(0, 0), *sides)

@@ -29,7 +29,7 @@ from kvproto.planning.geometry import (
 )  # fmt: skip
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import Plan, plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
 from tests.plan import oracle

@@ -13,7 +13,7 @@ from kvproto_reference.cache import PageAllocator
 from kvproto_reference.engine.description import TARGET, Layout, geometry
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Runner
-from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.jax_engine.build import jax_runner
 from kvproto_reference.jax_engine.runner import JaxRunner
@@ -42,10 +42,10 @@ def one(
     return jax_runner(folder, pools, TARGET, layout, **how), pools
 
 
-def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> list[Request]:
+def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> list[TokenSequence]:
     """All prompts at once: prefill, then speculative steps."""
     pages = PageAllocator(PAGES, 1), PageAllocator(PAGES, 2)
-    requests = [Request(prompt=list(prompt), max_new=max_new) for prompt in PROMPTS]
+    requests = [TokenSequence(prompt=list(prompt), max_new=max_new) for prompt in PROMPTS]
     prefiller, decoder = Prefiller(target, draft, 128), SpeculativeDecoder(target, draft, k)
     for request in requests:
         count = target.shard.pages(len(request.prompt) + max_new)

@@ -22,7 +22,7 @@ from kvproto_reference.engine.build import torch_hosted
 from kvproto_reference.engine.description import DRAFT, FIRST, TARGET, Layout, shards
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk
-from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.engine.world import World
@@ -75,10 +75,10 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
     dealt = jax_hosted(folders, four, DEALT, PAGES)
     near, far = (solo, dealt) if there == "jax" else (dealt, solo)
     request, expected = (
-        Request(prompt=list(PROMPTS[0]), max_new=24),
+        TokenSequence(prompt=list(PROMPTS[0]), max_new=24),
         Undivided(*folders).generate(PROMPTS[0], max_new=24),
     )
-    landed = Request(prompt=request.prompt, max_new=24)
+    landed = TokenSequence(prompt=request.prompt, max_new=24)
     for side, sequence, seed in ((near, request, 1), (far, landed, 5)):
         shards_of = side.target.shard, side.draft.shard
         counts = [shard.pages(len(sequence.prompt) + 24) for shard in shards_of]

@@ -15,7 +15,7 @@ from kvproto.tiers import host_copies
 from kvproto_reference import checkpoint
 from kvproto_reference.demo import tiers
 from kvproto_reference.engine.description import Layout
-from kvproto_reference.engine.kept import KeptEngine
+from kvproto_reference.engine.tiered_engine import TieredEngine
 from kvproto_reference.jax_engine.build import jax_hosted
 from kvproto_reference.jax_engine.mesh import host_devices
 
@@ -35,9 +35,9 @@ def test_turns_of_conversations_in_jax_write_what_torch_writes() -> None:
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, dcp=2, interleave=4)], ids=["TP", "DCP"])
 def test_ranks_of_jax_find_what_ranks_of_torch_stored(tmp_path: Path, layout: Layout) -> None:
     """One rank in torch stores a prompt; two in JAX find it, each its share, and what they store torch finds."""
-    solo = KeptEngine(*FOLDERS, pages=32, host=32, page_size=8, storage=tmp_path)
-    pair = KeptEngine(*FOLDERS, pages=32, host=32, page_size=8, storage=tmp_path, layout=layout, hosted=jax_hosted)
-    alone = KeptEngine(*FOLDERS, pages=64, host=1, page_size=8)
+    solo = TieredEngine(*FOLDERS, pages=32, host=32, page_size=8, storage=tmp_path)
+    pair = TieredEngine(*FOLDERS, pages=32, host=32, page_size=8, storage=tmp_path, layout=layout, hosted=jax_hosted)
+    alone = TieredEngine(*FOLDERS, pages=64, host=1, page_size=8)
     prompt, kept = [*range(60)], 0
     for turn, engine in enumerate((solo, pair, solo)):
         answer, right = engine.answer(prompt, 12), alone.answer(prompt, 12)

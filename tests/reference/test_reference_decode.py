@@ -11,7 +11,7 @@ from kvproto_reference.cache import PageAllocator
 from kvproto_reference.data import documents, load_text, paragraphs
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.sampling import SamplingParams, pick, probabilities, sample, uniform
-from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder, verify
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
@@ -50,9 +50,9 @@ def alone(folder: Path) -> Alone:
     return Alone.of(checkpoint.load(folder), 16, 8)
 
 
-def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int = 24) -> Request:
+def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int = 24) -> TokenSequence:
     pages = PageAllocator(16, seed=1)
-    sequence = Request(
+    sequence = TokenSequence(
         prompt=list(PROMPT),
         max_new=max_new,
         sampling=sampling,
@@ -69,13 +69,13 @@ def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int 
 def test_rows_are_final_when_their_layer_is_told(folders: dict[str, Path]) -> None:
     models = alone(folders["target-mla"]), alone(folders["draft-gqa"])
     pages = [5, 1, 3, 0, 7]
-    request = Request(prompt=list(PROMPT), max_new=1, target_pages=pages, draft_pages=pages)
+    request = TokenSequence(prompt=list(PROMPT), max_new=1, target_pages=pages, draft_pages=pages)
     told = []
 
     def rows(model: int, stop: int, layer: int) -> list[torch.Tensor]:
         return [models[model].rows(layer, p, pages, stop).clone() for p in models[model].pool.config.parts]
 
-    def on_layer(sequence: Request, model: int, stop: int, layer: int) -> None:
+    def on_layer(sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
         assert sequence is request
         told.append(((model, stop, layer), rows(model, stop, layer)))
 

@@ -17,7 +17,7 @@ from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import Layout, cache, shards
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk, TorchRunner
-from kvproto_reference.engine.sequence import Sequence as Request
+from kvproto_reference.engine.sequence import TokenSequence
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 from kvproto_reference.engine.world import World
 from kvproto_reference.errors import EngineError
@@ -59,7 +59,7 @@ def runner(folder: Path, model: int, layout: Layout, tp: TensorParallel, among: 
 def generate(target: TorchRunner, draft: TorchRunner) -> list[list[int]]:
     """A batch of requests, prefilled in pieces and decoded together."""
     pages = [PageAllocator(PAGES, seed) for seed in (1, 2)]
-    requests = [Request(prompt=prompt, max_new=12) for prompt in PROMPTS]
+    requests = [TokenSequence(prompt=prompt, max_new=12) for prompt in PROMPTS]
     prefiller, decoder = Prefiller(target, draft, 10), SpeculativeDecoder(target, draft)
     for request in requests:
         need = len(request.prompt) + 11

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvproto import Cache, Parallel, lay_out
 from kvproto_reference.cache import PageAllocator, Shard
 from kvproto_reference.engine.prefix import PrefixCache
-from kvproto_reference.engine.sequence import Sequence
+from kvproto_reference.engine.sequence import TokenSequence
 
 
 def shards(dcp: int, interleave: int, page: int, deal: str = "cyclic") -> tuple[Shard, Shard]:
@@ -18,11 +18,11 @@ def shards(dcp: int, interleave: int, page: int, deal: str = "cyclic") -> tuple[
     return Shard(groups[0], 0), Shard(groups[1], 0)
 
 
-def request(prompt: list[int]) -> Sequence:
-    return Sequence(prompt=prompt, max_new=3)
+def request(prompt: list[int]) -> TokenSequence:
+    return TokenSequence(prompt=prompt, max_new=3)
 
 
-def finish(sequence: Sequence) -> None:
+def finish(sequence: TokenSequence) -> None:
     sequence.append([99, 98, 97])
 
 
@@ -39,7 +39,7 @@ def test_no_page_is_lost_or_given_twice(deal: Any, steps: list[tuple[int, int, b
         prompt = ([kind] * length + [7] * length)[: length + 2]
         sequence = request(prompt)
         need = target.pages(len(prompt) + 2), draft.pages(len(prompt) + 2)
-        cached = cache.take(sequence, need)
+        cached = cache.allocate(sequence, need)
         if cached is not None:
             assert cached % cache.unit == 0
             assert cached <= len(prompt)
@@ -59,16 +59,16 @@ def test_no_page_is_lost_or_given_twice(deal: Any, steps: list[tuple[int, int, b
                     for i, page in enumerate(one.pages(model)):
                         if i >= had // cache.unit * cache._each[model]:
                             written[model, page] = i, tuple(tokens[: (i // cache._each[model] + 1) * cache.unit])
-            cache.leave(one, one.valid if not lost else 0)
+            cache.free(one, one.valid if not lost else 0)
         held = [{p for s, _ in running for p in s.pages(model)} for model in (0, 1)]
         fresh = [[p for s, had in running for p in s.pages(m)[had // cache.unit * cache._each[m] :]] for m in (0, 1)]
         assert all(len(set(some)) == len(some) for some in fresh)
         assert cache.available == [pages[m]._pages - len(held[m]) for m in (0, 1)]
     for one, _ in running:
-        cache.leave(one, 0)
+        cache.free(one, 0)
     assert cache.available == [14, 30]
     big = request([5] * 3)
-    assert cache.take(big, (14, 30)) == 0  # everything can be had again
+    assert cache.allocate(big, (14, 30)) == 0  # everything can be had again
 
 
 def test_runs_that_go_on_in_the_next_page_keep_nothing() -> None:
@@ -77,7 +77,7 @@ def test_runs_that_go_on_in_the_next_page_keep_nothing() -> None:
     cache = PrefixCache(pages, (target, draft))
     for _ in range(2):
         one = request(list(range(12)))
-        assert cache.take(one, (2, 3)) == 0
+        assert cache.allocate(one, (2, 3)) == 0
         finish(one)
-        cache.leave(one, one.valid)
+        cache.free(one, one.valid)
     assert cache.available == [pages[0].available, pages[1].available] == [8, 8]

@@ -10,7 +10,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import LocalError
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache, PageLease, WritePolicy
 from kvproto.tiers.page_ids import Chain
@@ -60,7 +60,7 @@ class Engine:
         if draft:
             groups.append(Group.gqa("draft", 1, kv_heads=1, head_dim=2, page=PAGE, model=1))
         self.geometry = lay_out(groups, Parallel(tp=dcp, dcp=dcp) if dcp > 1 else Parallel())
-        columns, length = pack(
+        columns, length = columns_without_gaps(
             self.geometry, dcp - 1, {0: 2 * pages, 1: pages} if draft else {0: 2 * pages}, heads_first
         )
         self.side, self.memory = RankLayout(self.geometry, dcp - 1, columns), allocate(length)

@@ -14,7 +14,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import WritePolicy, patience
@@ -426,7 +426,7 @@ def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path
 )
 def test_what_has_no_whole_items_for_a_page_is_refused(other: Group, says: str) -> None:
     geometry = lay_out([Group.gqa("a", 1, kv_heads=1, head_dim=2, page=PAGE), other], Parallel())
-    columns, length = pack(geometry, 0, {0: 2, 1: 2})
+    columns, length = columns_without_gaps(geometry, 0, {0: 2, 1: 2})
     with pytest.raises(LocalError, match=says):
         HostCopies(
             page_layout(geometry, 0, PAGE), RankLayout(geometry, 0, columns), {0: allocate(length)}, 2, HostPager()

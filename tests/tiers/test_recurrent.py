@@ -14,7 +14,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Route
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers import host_copies
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_ids import Chain
@@ -155,7 +155,7 @@ def test_scratch_rows_of_a_state_stay_where_they_are() -> None:
     spec = Group.state("state", [0, 1], parts={"s": (DType.F32, 2, 12)}, rows=3, scratch_rows=2)
     geometry = lay_out([Group.gqa("kv", 1, kv_heads=1, head_dim=2, page=4), spec], Parallel())
     for heads_first in (False, True):
-        columns, length = pack(geometry, 0, {0: 6, 1: 6}, heads_first)
+        columns, length = columns_without_gaps(geometry, 0, {0: 6, 1: 6}, heads_first)
         memory, layout = allocate(length), page_layout(geometry, 0, 4)
         made = HostCopies(layout, RankLayout(geometry, 0, columns), {0: memory}, 6, HostPager())
         seen = np.from_dlpack(memory).view(np.uint8)

@@ -18,7 +18,7 @@ from kvproto import Cache as Group
 from kvproto import Parallel, lay_out
 from kvproto.copying.program import RankLayout
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_cache import PageCache
@@ -261,7 +261,7 @@ def test_a_cache_takes_what_it_lacks_from_others(tmp_path: Path) -> None:
     page_store = PageStore(store, layout)
     for i in range(2):
         assert page_store.write(chain(8), i, right(reader, 1, layout, i))
-    columns, length = pack(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
+    columns, length = columns_without_gaps(reader, 1, {group.id: 32 for group in reader.groups}, heads_first=True)
     for threads in (1, 4):
         copies = HostCopies(layout, RankLayout(reader, 1, columns), {0: allocate(length)}, 8, HostPager())
         cache = PageCache(copies, page_store, threads=threads, others=RelayoutReader(store, reader, 1, layout))

@@ -21,7 +21,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda import kernel
 from kvproto.transport.cuda.kernel import (
     INLINE_BYTES,
@@ -88,7 +88,7 @@ def run(
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at, long, each=after is not None)
+    made = launch(works, memory[start : start + most], image_at, rows_at, long, separate=after is not None)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:
@@ -196,7 +196,7 @@ def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: in
             kernels[16].run_expand(ctypes.c_void_p(at), table.n_maps, 2)
             for word, offset, count in table.launches:
                 kernels[word].run_checksum(ctypes.c_void_p(at + offset), count, blocks)
-            found = table.found(program.maps, image[size - 8 * len(table.groups) : size])
+            found = table.sums(program.maps, image[size - 8 * len(table.groups) : size])
             assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 
@@ -255,7 +255,7 @@ def plain(
     sides, windows, sizes_ = [], [], []
     for g in geometries:
         need = items_needed(g.groups[0], 0, 0, rows)
-        columns, length = pack(g, 0, {0: need})
+        columns, length = columns_without_gaps(g, 0, {0: need})
         if not flat:
             columns[0] = attrs.evolve(columns[0], item_stride=columns[0].item_stride + np.uint64(width))
             length += need * width

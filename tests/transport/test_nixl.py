@@ -29,7 +29,7 @@ from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.nixl.agent import Agent, Peer
 from kvproto.transport.nixl.direct import (
     Costs,
@@ -236,7 +236,7 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
 
 @needs_nixl
 def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvproto.transport.nixl.agent._MOST_KEPT", 4)
+    monkeypatch.setattr("kvproto.transport.nixl.agent._MOST_CACHED", 4)
     with Agent() as agent, Agent() as other:
         memory = bytearray(4096)
         own = agent.register(bytearray(range(256)) * 16, 1024)
@@ -244,7 +244,7 @@ def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch
         for size in (1, 2, 3, 4, 1, 5, 6):
             assert peer.write(own.slot(0, size), peer.slot(1, size)).wait(LONG)
             assert memory[1024 : 1024 + size] == bytes(range(size))
-        assert [slots.length for slots in agent._transfers.cache.handles] == [4, 1, 5, 6]
+        assert [slots.length for slots in agent.cached] == [4, 1, 5, 6]
 
 
 @needs_nixl
@@ -252,15 +252,17 @@ def test_what_is_under_way_while_keys_are_loaded_anew_is_not_posted_again(monkey
     with Agent(eager=True) as agent, Agent() as other:
         own = agent.register(bytearray(4096), 1024)
         peer = agent.connect(other.register(bytearray(4096), 1024).region(0), "regions[0]")
-        post = agent._nixl.post  # type: ignore[union-attr]
-        monkeypatch.setattr(agent._nixl, "post", lambda handle: post(handle) and False)  # as over slower links
+        post = agent._transfers.nixl.post
+        monkeypatch.setattr(
+            agent._transfers.nixl, "post", lambda handle: post(handle) and False
+        )  # as over slower links
         write = peer.write(own.slot(0, 1024), peer.slot(0, 1024))
         assert write.proof is None
         agent.connect(other.register(bytearray(8)).region(1), "regions[1]")
         assert write.wait(LONG)
-        assert not agent._transfers.cache.handles
+        assert not agent.cached
         assert peer.write(own.slot(0, 1024), peer.slot(0, 1024)).wait(LONG)
-        assert len(agent._transfers.cache.handles) == 1
+        assert len(agent.cached) == 1
 
 
 @needs_nixl
@@ -281,14 +283,14 @@ def test_transfers_that_are_posted_again_carry_what_the_slots_have_now() -> None
             wanted[to * 4096 : to * 4096 + size] = data
             assert memory == wanted
             if round_ == 199:
-                assert len(agent._transfers.cache.handles) == 9
-        assert len(agent._transfers.cache.handles) == 27
+                assert len(agent.cached) == 9
+        assert len(agent.cached) == 27
         writes = [peer.write(own.slot(0, 4096), peer.slot(1, 4096)) for _ in range(20)]  # each by a transfer of its own
         assert all(w.wait(LONG) for w in writes)
         assert memory[4096:8192] == own.memory.buffer[:4096]  # type: ignore[index]
-        assert len(agent._transfers.cache.handles) == 27
+        assert len(agent.cached) == 27
         own.close()
-        assert not agent._transfers.cache.handles
+        assert not agent.cached
 
 
 @needs_nixl
@@ -301,7 +303,7 @@ def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeyp
             dead = agent.connect(region, "regions[0]")
             for _ in range(3):
                 assert all(dead.write(own.slot(i, 1024), dead.slot(i, 1024)).wait(LONG) for i in range(4))
-            assert len(agent._transfers.cache.handles) == 4
+            assert len(agent.cached) == 4
             process.kill()
             process.join()
             again = [dead.write(own.slot(i, 1024), dead.slot(i, 1024)) for i in range(4)]
@@ -312,7 +314,7 @@ def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeyp
             with pytest.raises(KvprotoError) as caught:
                 written(dead, own.slot(0, 1024))
             assert caught.value.code == ErrorCode.PEER_LOST
-            assert not agent._transfers.cache.handles
+            assert not agent.cached
             dead.close()
         with started(sink, 4096, 1024) as (_, conn, region):
             living = agent.connect(region, "regions[0]")
@@ -334,7 +336,7 @@ def test_memory_that_is_closed_is_written_by_no_kept_transfer() -> None:
         for each in (slot, twin.slot(1, 1024)):
             assert peer.write(each, peer.slot(0, 1024)).wait(LONG)
         own.close()
-        assert not agent._transfers.cache.handles  # NIXL may have taken the one for the other
+        assert not agent.cached  # NIXL may have taken the one for the other
         assert peer.write(twin.slot(1, 1024), peer.slot(1, 1024)).wait(LONG)
         twin.close()
         gone = peer.write(slot, peer.slot(0, 1024))
@@ -346,7 +348,7 @@ def test_memory_that_is_closed_is_written_by_no_kept_transfer() -> None:
         assert peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
         assert memory == b"a" * 2048 + b"b" * 1024 + bytes(1024)
         peer.close()
-        assert not agent._transfers.cache.handles
+        assert not agent.cached
         with pytest.raises(KvprotoError):
             peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
         anew = agent.connect(region, "regions[0]")
@@ -362,16 +364,16 @@ def test_a_transfer_that_was_posted_again_is_given_up(monkeypatch: pytest.Monkey
         own, peer = agent.register(bytearray(size), size), agent.connect(region, "regions[0]")
         for _ in range(2):
             assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)
-        assert len(agent._transfers.cache.handles) == 1
+        assert len(agent.cached) == 1
         os.kill(process.pid or 0, signal.SIGSTOP)
         write = peer.write(own.slot(0, size), peer.slot(0, size))
         agent.register(bytearray(1))  # so it is posted
-        assert not agent._transfers.cache.handles
+        assert not agent.cached
         write.abandon()
         with pytest.raises(KvprotoError) as caught:
             write.wait(LONG)
         assert (caught.value.code, write.proof) == (ErrorCode.ABORTED, Proof.UNPROVABLE)
-        assert not agent._transfers.cache.handles
+        assert not agent.cached
         os.kill(process.pid or 0, signal.SIGCONT)
         own.memory.buffer[-4:] = b"here"  # type: ignore[index]
         assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)

@@ -17,7 +17,7 @@ from kvproto.copying.program import EMPTY_MAP, CopyProgram, RankLayout, Window
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
-from kvproto.rank.rank_pool import pack as columns_without_gaps
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns

@@ -42,7 +42,7 @@ from kvproto_reference.engine.build import torch_runner
 from kvproto_reference.engine.description import TARGET, Layout, cache, hand_over
 from kvproto_reference.engine.prefill import Prefiller
 from kvproto_reference.engine.runner import Chunk, Runner
-from kvproto_reference.engine.sequence import Sequence, rows_needed
+from kvproto_reference.engine.sequence import TokenSequence, rows_needed
 from kvproto_reference.engine.speculative import SpeculativeDecoder
 
 __all__ = ["serve"]
@@ -56,7 +56,7 @@ class _Job:
     """A request: a prompt to hand over has `request`, one to fetch has `fetch`."""
 
     name: str
-    sequence: Sequence
+    sequence: TokenSequence
     request: Request | None = None
     fetch: Fetch | None = None
     cached: int = 0
@@ -135,7 +135,7 @@ class _Served:
             self.step()
 
     def add(self, name: str, tokens: list[int], most: int, params: Any) -> None:
-        sequence = Sequence(prompt=tokens, max_new=most, eos=frozenset())
+        sequence = TokenSequence(prompt=tokens, max_new=most, eos=frozenset())
         pages = self.runner.shard.pages(rows_needed(len(tokens), most))
         sequence.target_pages = self.pages.allocate(pages)
         job = self.jobs[name] = _Job(name, sequence)

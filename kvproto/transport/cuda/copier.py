@@ -16,16 +16,34 @@ from cuda import core
 from cuda.core import Event, Kernel, Stream, StreamOptions
 
 from kvproto.copying.program import CopyProgram, RowMap
-from kvproto.errors import DeviceFault, LocalError
+from kvproto.errors import DeviceFault, LocalError, bad
 from kvproto.transport.base import Copying
-from kvproto.transport.cuda import direct, kernel
-from kvproto.transport.cuda.direct import Mark, is_done
-from kvproto.transport.cuda.driver import call, copy_all, current, driver
-from kvproto.transport.cuda.kernel import SumTable, sum_table
-from kvproto.transport.cuda.stream import PART, ChunkCopies
+from kvproto.transport.cuda import kernel
+from kvproto.transport.cuda.driver import (
+    Mark,
+    call,
+    copy_all,
+    current,
+    download,
+    driver,
+    enter,
+    is_done,
+    is_idle,
+    launch_kernel,
+    upload,
+    wait_event,
+)
+from kvproto.transport.cuda.kernel import LaunchGroup, PerProgramCache, SumTable, Table, UploadedLaunch, Work
+from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copier", "CopyJob", "DeviceBytes", "DeviceCopy", "LaunchBuffers", "Prepared", "Series"]
+__all__ = ["Copier", "CopyJob", "DeviceCopy", "LaunchBuffers", "Prepared", "Series"]
+
+Sums = dict[int, int]
+"""Checksums by sink group id."""
+
+
+# what copiers are given and return
 
 
 class DeviceBytes:
@@ -42,7 +60,7 @@ class DeviceBytes:
 class Prepared:
     """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
 
-    table: kernel.Table
+    table: Table
     memory: DeviceBytes
 
 
@@ -53,6 +71,69 @@ class CopyJob:
     prepared: Prepared
     maps: Sequence[RowMap]
     layers: tuple[int, int] | None = None
+
+
+@attrs.frozen
+class DeviceCopy(Copying):
+    """A launch that is under way; also what a packer returns."""
+
+    event: Event | Mark
+    bytes: int
+    began: Event | Mark | None = None
+    """The event before the upload, if the copier is timed."""
+    jobs: Sequence[CopyJob] = attrs.field(default=(), repr=False)
+    """Held because the launch reads their tables."""
+    stream: None = None
+
+    @property
+    def seconds(self) -> float:
+        """Device time in seconds from the upload to the last byte; the copier must be timed."""
+        assert isinstance(self.began, Event)
+        assert isinstance(self.event, Event)
+        return float(self.event - self.began) / 1000
+
+    @property
+    def done(self) -> bool:
+        """As `Copying.done`; raises DeviceFault once the device has failed, even if another copy was the cause."""
+        return is_done(self.event.handle)
+
+    def ready(self) -> bool:
+        """As `PendingCopy.ready`."""
+        return self.done
+
+    def stop(self) -> Proof | None:
+        """PROVEN when the launch is done, as it cannot be stopped; raises DeviceFault."""
+        return Proof.PROVEN if self.done else None
+
+    def wait(self) -> None:
+        """Block until done; raises DeviceFault."""
+        call(driver.cuEventSynchronize(self.event.handle), "copy")
+
+
+@attrs.define(eq=False)
+class Series:
+    """Copies of one upload, which are started one after the other."""
+
+    copier: Copier
+    jobs: Sequence[CopyJob]
+    launch: UploadedLaunch
+    buffers: LaunchBuffers
+    copies: list[DeviceCopy] = attrs.field(factory=list)
+    held: bool = True
+    """Whether other launches may not use the buffers yet."""
+
+    def go_on(self, count: int) -> None:
+        """Start copies until the first `count` of them have been started."""
+        if count > len(self.copies):
+            self.copier.go_on(self, min(count, len(self.jobs)))
+
+    def finish(self) -> DeviceCopy:
+        """Start all copies, and return the last one."""
+        self.go_on(len(self.jobs))
+        return self.copies[-1]
+
+
+# what launches use
 
 
 @attrs.define(eq=False)
@@ -74,68 +155,6 @@ class LaunchBuffers:
         return self.view.size >= image and self.rows.size >= rows
 
 
-@attrs.frozen
-class DeviceCopy(Copying):
-    """A launch that is under way; also what a packer returns."""
-
-    event: Event | Mark
-    bytes: int
-    began: Event | Mark | None = None
-    """The event before the upload, if the copier is timed."""
-    jobs: Sequence[CopyJob] = attrs.field(default=(), repr=False)
-    """Held because the launch reads their kernel."""
-    stream: None = None
-
-    @property
-    def seconds(self) -> float:
-        """Device time in seconds from the upload to the last byte; the copier must be timed."""
-        assert isinstance(self.began, Event)
-        assert isinstance(self.event, Event)
-        return float(self.event - self.began) / 1000
-
-    @property
-    def done(self) -> bool:
-        """As `Copying.done`; raises DeviceFault, whatever caused it."""
-        return is_done(self.event.handle)
-
-    def ready(self) -> bool:
-        """As `PendingCopy.ready`."""
-        return self.done
-
-    def stop(self) -> Proof | None:
-        """PROVEN when the launch is done, as it cannot be stopped; raises DeviceFault."""
-        return Proof.PROVEN if self.done else None
-
-    def wait(self) -> None:
-        """Block until done; raises DeviceFault."""
-        call(driver.cuEventSynchronize(self.event.handle), "copy")
-
-
-@attrs.define(eq=False)
-class Series:
-    """Copies of one upload, of which the first ones have been started."""
-
-    copier: Copier
-    jobs: Sequence[CopyJob]
-    made: kernel.UploadedLaunch
-    buffers: LaunchBuffers
-    copies: list[DeviceCopy] = attrs.field(factory=list)
-    held: bool = True
-    """Whether other launches may not use the buffers yet."""
-
-    def go_on(self, count: int) -> None:
-        """Start copies until the first `count` of them have been started."""
-        if count > len(self.copies):
-            self.copier.go_on(self, min(count, len(self.jobs)))
-
-    def finish(self) -> DeviceCopy:
-        """Start all copies, and return the last one."""
-        self.go_on(len(self.jobs))
-        return self.copies[-1]
-
-
-Sums = dict[int, int]
-"""Checksums by sink group id."""
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _NAMES = ("copy", "expand", "checksum", "copy_few", "copy_part")
 _EVENTS = 64
@@ -144,29 +163,89 @@ _TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "u
 
 
 @lru_cache
-def _kernels(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
+def _compiled(arch: str, word: int, threads: int, depth: int) -> tuple[Kernel, ...]:
     """The kernels for words of one width, compiled once in a process."""
     macros: list[str | tuple[str, str]] = [
-        ("WORD", _TYPES[word]), ("THREADS", str(threads)), ("DEPTH", str(depth)),
-        ("FEW_CLASSES", str(kernel.FEW_CLASSES)), ("FEW_WORDS", str(kernel.FEW_WORDS)),
-    ]  # fmt: skip
+        ("WORD", _TYPES[word]),
+        ("THREADS", str(threads)),
+        ("DEPTH", str(depth)),
+        ("FEW_CLASSES", str(kernel.FEW_CLASSES)),
+        ("FEW_WORDS", str(kernel.FEW_WORDS)),
+    ]
     options = core.ProgramOptions(arch=f"sm_{arch}", std="c++17", define_macro=macros)
     module = core.Program(_SOURCE.read_text(), "c++", options).compile("cubin")
     return tuple(module.get_kernel(name) for name in _NAMES)
 
 
-def _works(jobs: Sequence[CopyJob]) -> list[kernel.Work]:
-    """What the jobs copy; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
+class _Kernels:
+    """The kernels of one GPU, and memory for the parameters of the next launch, which the driver copies."""
+
+    def __init__(self, arch: str, stream: Stream) -> None:
+        """Kernels are loaded in `stream`."""
+        self._arch, self._stream = arch, stream
+        self._functions: dict[tuple[int, str], int] = {}
+        self._numbers = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
+        begin, size = ctypes.addressof(self._numbers), ctypes.sizeof(ctypes.c_uint64)
+        self._number_places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
+        self.few = np.zeros(kernel.INLINE_BYTES, np.uint8)
+        """The parameters of `copy_few`."""
+        self._few_place = (ctypes.c_void_p * 1)(self.few.ctypes.data)
+        self._part = (ctypes.c_uint64 * -(-PART // 8))()
+        self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
+        self._nothing = DeviceBytes(kernel.MAP.itemsize)
+        """A map without rows."""
+        self._loaded: set[int] = set()
+
+    def load(self, word: int) -> None:
+        """Load and launch the kernels of a width, as a first launch may wait for everything that the GPU does."""
+        if word in self._loaded:
+            return
+        nothing = self._nothing
+        call(driver.cuMemsetD8Async(nothing.address, 0, nothing.size, self._stream.handle), "load")
+        self.few[:] = 0
+        self.run(self._stream, 16, "expand", (1, 1), nothing.address)
+        self.run(self._stream, word, "copy", (1, 1), nothing.address, 0, 0)
+        self.run_few(self._stream, word, 1)
+        self.run_part(self._stream, PartLaunch(word, 1, bytes(PART)), 1)
+        call(driver.cuStreamSynchronize(self._stream.handle), "load")
+        self._loaded.add(word)
+
+    def run(self, stream: Stream, word: int, name: str, grid: tuple[int, int], *numbers: int) -> None:
+        """Launch a kernel whose parameters are at most three numbers."""
+        for i, number in enumerate(numbers):
+            self._numbers[i] = number
+        self._launch(stream, word, name, grid, self._number_places)
+
+    def run_few(self, stream: Stream, word: int, blocks: int) -> None:
+        """Launch `copy_few` with the parameters in `few`."""
+        self._launch(stream, word, "copy_few", (blocks, 1), self._few_place)
+
+    def run_part(self, stream: Stream, part: PartLaunch, blocks: int) -> None:
+        """Launch `copy_part`."""
+        ctypes.memmove(self._part, part.parameters, PART)
+        self._launch(stream, part.word, "copy_part", (blocks, 1), self._part_place)
+
+    def _launch(self, stream: Stream, word: int, name: str, grid: tuple[int, int], places: ctypes.Array[Any]) -> None:
+        """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
+        function = self._functions.get((word, name))
+        if function is None:
+            compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
+            function = self._functions[word, name] = int(compiled.handle)
+        launch_kernel(function, grid, kernel.THREADS, int(stream.handle), ctypes.addressof(places))
+
+
+def _works(jobs: Sequence[CopyJob]) -> list[Work]:
+    """The jobs as works; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
     if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "maps", "as many as the table's program has", "another number")
-    works = [kernel.Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
+        raise bad("maps", "as many as the table's program has", "another number")
+    works = [Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
     kernel.check(works)
     return works
 
 
 @attrs.frozen
 class _Whole:
-    """Launches that belong together; if an error interrupts them, waits until those that were made are over."""
+    """Launches that belong together; if an error interrupts them, waits for the launches so far."""
 
     streams: Sequence[Stream]
 
@@ -189,106 +268,83 @@ class Copier:
 
     def __init__(
         self, device: int = 0, blocks: int | None = None, slots: int = 8, timed: bool = False, long: int = kernel.LONG
-    ) -> None:  # fmt: skip
+    ) -> None:
         if blocks is not None and blocks < 1:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "blocks", "at least 1", str(blocks))
-        self._device = current(device)
+            raise bad("blocks", "at least 1", blocks)
+        gpu = current(device)
         self.device, self._long = device, long
-        self.stream: Stream = self._device.create_stream()
-        self._ahead: Stream = self._device.create_stream()
+        self.stream: Stream = gpu.create_stream()
+        self._ahead: Stream = gpu.create_stream()
         """The stream on which rows of a part are expanded while those of the part before move."""
         self.streams = self._ahead, self.stream
-        self._aside: Stream = self._device.create_stream(options=StreamOptions(priority=-1))
-        """Where checksums are taken, ahead of copies that wait for the device."""
+        self._aside: Stream = gpu.create_stream(options=StreamOptions(priority=-1))
+        """The stream of checksums, ahead of copies that wait for the device."""
         self._context = int(call(driver.cuCtxGetCurrent(), "context"))
-        self._sum_tables = kernel.PerProgramCache[SumTable]()
+        self.blocks = blocks or gpu.properties.multiprocessor_count
+        self._timing = core.EventOptions(timing_enabled=True) if timed else None
+        self._sum_tables = PerProgramCache[SumTable]()
         self._spare: list[LaunchBuffers] = []
         """Buffers of checksums that have been taken."""
-        self._arch = "".join(map(str, self._device.compute_capability))
-        self.blocks = blocks or self._device.properties.multiprocessor_count
-        self._functions: dict[tuple[int, str], int] = {}
-        self._arguments = (ctypes.c_uint64 * 3)()  # little-endian: a kernel's u32 is the lower half
-        begin, size = ctypes.addressof(self._arguments), ctypes.sizeof(ctypes.c_uint64)
-        self._places = (ctypes.c_void_p * 3)(*(begin + i * size for i in range(3)))
-        self._inline = np.zeros(kernel.INLINE_BYTES, np.uint8)
-        self._inline_place = (ctypes.c_void_p * 1)(self._inline.ctypes.data)
-        self._part = (ctypes.c_uint64 * -(-PART // 8))()
-        self._part_place = (ctypes.c_void_p * 1)(ctypes.addressof(self._part))
-        self._timing = core.EventOptions(timing_enabled=timed)
-        self._timed = timed
         self._slots = slots
         self._buffers: list[LaunchBuffers] = []
         """Buffers of launches, the latest last."""
-        self._nothing = DeviceBytes(kernel.MAP.itemsize)
-        """A map without rows."""
-        self._loaded: set[int] = set()
-        self._load(16)
+        self._kernels = _Kernels("".join(map(str, gpu.compute_capability)), self._ahead)
+        self._kernels.load(16)
 
     def load(self, words: Iterable[int]) -> None:
         """Compile and load the kernels for words of these widths."""
-        direct.enter(self._context)
+        enter(self._context)
         for word in words:
-            self._load(word)
-
-    def _load(self, word: int) -> None:
-        """Load and launch the kernels of a width, as a first launch may wait for everything that the GPU does."""
-        if word in self._loaded:
-            return
-        nothing = self._nothing
-        call(driver.cuMemsetD8Async(nothing.address, 0, nothing.size, self._ahead.handle), "load")
-        self._inline[:] = 0
-        ctypes.memset(self._part, 0, PART)
-        self._run(16, "expand", (1, 1), nothing.address, stream=self._ahead)
-        self._run(word, "copy", (1, 1), nothing.address, 0, 0, stream=self._ahead)
-        for name, block in (("copy_few", self._inline_place), ("copy_part", self._part_place)):
-            self._run(word, name, (1, 1), block=block, stream=self._ahead)
-        call(driver.cuStreamSynchronize(self._ahead.handle), "load")
-        self._loaded.add(word)
+            self._kernels.load(word)
 
     def check(self) -> None:
         """Raise DeviceFault if the context is lost, as the driver's other errors mean nothing then."""
-        direct.enter(self._context)
-        direct.idle(int(self.stream.handle))
+        enter(self._context)
+        is_idle(int(self.stream.handle))
 
     def prepare(self, program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]) -> Prepared:
         """Upload the operations of a rank pair; `sources` and `sinks` are addresses of regions as mapped here."""
-        direct.enter(self._context)
-        made = kernel.table(program, sources, sinks)
-        memory = DeviceBytes(max(made.ops.nbytes, 1))
-        if made.ops.nbytes:
+        enter(self._context)
+        table = kernel.table(program, sources, sinks)
+        memory = DeviceBytes(max(table.ops.nbytes, 1))
+        if table.ops.nbytes:
             ahead = self._ahead.handle  # waits for no producer
-            call(driver.cuMemcpyHtoDAsync(memory.address, made.ops.ctypes.data, made.ops.nbytes, ahead), "upload")
+            call(driver.cuMemcpyHtoDAsync(memory.address, table.ops.ctypes.data, table.ops.nbytes, ahead), "upload")
             call(driver.cuStreamSynchronize(ahead), "upload")
-        self.load({shape.word for shape in made.shapes})
-        return Prepared(made, memory)
+        self.load({shape.word for shape in table.shapes})
+        return Prepared(table, memory)
+
+    # copies of whole programs
 
     def submit(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> DeviceCopy:
-        """Copy in stream order, after what is under way here and after the producers' events `after`, by handle.
+        """Copy in stream order, after earlier copies and after the producers' events `after`, by handle.
 
         Raises LocalError: OUT_OF_REGION for rows beyond the pools, BUSY while all slots are in use, TRANSPORT_FAILED
         if memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
-        direct.enter(self._context)
+        enter(self._context)
         works = _works(jobs)
-        inline = kernel.inline_launch(works, self._inline, 4 * self.blocks, self._long)
-        if inline is not None:
+        few = kernel.inline_launch(works, self._kernels.few, 4 * self.blocks, self._long)
+        if few is not None:
             with _Whole(self.streams):
-                began = self._record() if self._timed else None
+                began = self._record() if self._timing else None
                 self.follow(after)
-                if inline.chunks:
-                    self._run(inline.word, "copy_few", (min(inline.chunks, self.blocks), 1), block=self._inline_place)
-                return DeviceCopy(self._record(), inline.bytes, began, jobs)
+                if few.chunks:
+                    self._kernels.run_few(self.stream, few.word, min(few.chunks, self.blocks))
+                return DeviceCopy(self._record(), few.bytes, began, jobs)
         parts = kernel.parts(works, max(self._slots // 2, 1))
         all_buffers = self._take([kernel.sizes(part) for part in parts])
         began, total = None, 0
         with _Whole(self.streams):
             for i, (part, buffers) in enumerate(zip(parts, all_buffers, strict=True)):
-                made = kernel.launch(part, buffers.view, buffers.image.address, buffers.rows.address, self._long)
-                began = began or (self._record() if self._timed else None)
-                self._launch(made, buffers, None if i else after)
+                launch = self._write(part, buffers)
+                began = began or (self._record() if self._timing else None)
+                self._prelude(launch, buffers, None if i else after)
+                for group in launch.groups:
+                    self._copy(group, buffers)
                 buffers.event = self._record()
                 self._buffers.append(buffers)
-                total += made.bytes
+                total += launch.bytes
         return DeviceCopy(all_buffers[-1].event, total, began, jobs)
 
     def series(self, jobs: Sequence[CopyJob], after: Sequence[int] = ()) -> Series:
@@ -296,87 +352,79 @@ class Copier:
 
         Jobs should share their maps, whose rows are then expanded once.
         """
-        direct.enter(self._context)
+        enter(self._context)
         works = _works(jobs)
         (buffers,) = self._take([kernel.sizes(works)])
-        at = buffers.image.address, buffers.rows.address
-        made = kernel.launch(works, buffers.view, *at, self._long, each=True)
+        launch = self._write(works, buffers, separate=True)
         with _Whole(self.streams):
-            self._prelude(made, buffers, after)
-        return Series(self, jobs, made, buffers)
+            self._prelude(launch, buffers, after)
+        return Series(self, jobs, launch, buffers)
 
     def go_on(self, series: Series, count: int) -> None:
         """Start copies of a series until there are `count`."""
-        direct.enter(self._context)
+        enter(self._context)
         with _Whole(self.streams):
             for i in range(len(series.copies), count):
-                self._kernels(series.made.groups[i], series.buffers)
-                copy = DeviceCopy(self._record(), series.made.groups[i].bytes, None, series.jobs[i : i + 1])
-                series.copies.append(copy)
+                group = series.launch.groups[i]
+                self._copy(group, series.buffers)
+                series.copies.append(DeviceCopy(self._record(), group.bytes, None, series.jobs[i : i + 1]))
         if count == len(series.jobs) and series.held:
             series.held, series.buffers.event = False, series.copies[-1].event
             self._buffers.append(series.buffers)
 
-    def _launch(self, made: kernel.UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
-        self._prelude(made, buffers, after)
-        for group in made.groups:
-            self._kernels(group, buffers)
+    def _write(self, works: Sequence[Work], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
+        return kernel.launch(works, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
 
-    def _prelude(self, made: kernel.UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
+    def _prelude(self, launch: UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""
-        stream, ahead = int(self.stream.handle), after is None
-        if any(group.classes for group in made.groups):
-            self._expand(buffers, made.size, made.n_maps, made.most_rows, self._ahead if ahead else self.stream)
+        ahead = after is None
+        if any(group.classes for group in launch.groups):
+            stream = self._ahead if ahead else self.stream
+            self._expand(buffers, launch.size, launch.n_maps, launch.most_rows, stream)
         if ahead:
-            expanded = Mark(int(self._ahead.handle))
-            direct.follow(stream, expanded.handle)
+            expanded = Mark(int(self._ahead.handle))  # held, as it is destroyed with its last reference
+            wait_event(int(self.stream.handle), expanded.handle)
         self.follow(after or ())
 
-    def _kernels(self, group: kernel.LaunchGroup, buffers: LaunchBuffers) -> None:
-        stream = self.stream.handle
+    def _copy(self, group: LaunchGroup, buffers: LaunchBuffers) -> None:
         for long in group.long:
-            copy_all(long.runs(), int(stream))
+            copy_all(long.runs(), int(self.stream.handle))
         for word, offset, classes, chunks in group.classes:
-            self._run(word, "copy", (min(chunks, self.blocks), 1), buffers.image.address + offset, classes, chunks)
-
-    def allocate(self, image: int, rows: int) -> LaunchBuffers:
-        """Allocate the buffers of a launch; sizes in bytes."""
-        direct.enter(self._context)
-        size = 1 << max(image - 1, 4095).bit_length()
-        host = core.LegacyPinnedMemoryResource().allocate(size)
-        view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
-        expanded = DeviceBytes(1 << max(rows - 1, 4095).bit_length())
-        return LaunchBuffers(host, view, DeviceBytes(size), expanded, self._record())
-
-    def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
-        """Upload the image of a stream, which begins with its maps, and expand their rows."""
-        direct.enter(self._context)
-        self._expand(buffers, size, n_maps, most_rows, self.stream)
-        buffers.event = self._record()
+            grid = min(chunks, self.blocks), 1
+            self._kernels.run(self.stream, word, "copy", grid, buffers.image.address + offset, classes, chunks)
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
-        direct.upload(image, buffers.view.ctypes.data, size, int(stream.handle))
+        upload(image, buffers.view.ctypes.data, size, int(stream.handle))
         tall = min(-(-most_rows // kernel.THREADS), 4 * self.blocks)
-        self._run(16, "expand", (tall, n_maps), image, stream=stream)
+        self._kernels.run(stream, 16, "expand", (tall, n_maps), image)
 
     def follow(self, events: Sequence[int]) -> None:
-        """Make what is submitted from now on wait for these events of producers, given by handle."""
+        """Make later copies wait for these events of producers, given by handle."""
         if events:
-            direct.enter(self._context)
+            enter(self._context)
         for event in events:
-            direct.follow(int(self.stream.handle), event)
+            wait_event(int(self.stream.handle), event)
+
+    def _record(self) -> Event | Mark:
+        return self.stream.record(options=self._timing) if self._timing else Mark(int(self.stream.handle))
+
+    # chunks of streams
+
+    def expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int) -> None:
+        """Upload the image of a stream, which begins with its maps, and expand their rows."""
+        enter(self._context)
+        self._expand(buffers, size, n_maps, most_rows, self.stream)
+        buffers.event = self._record()
 
     def chunk(self, chunk: ChunkCopies, buffers: LaunchBuffers, bytes_: int) -> DeviceCopy:
         """Copy a chunk of the stream whose maps and operations are in these buffers."""
-        direct.enter(self._context)
-        stream = self.stream.handle
+        enter(self._context)
         with _Whole(self.streams):
             for source, sink, length in chunk.pieces:
-                call(driver.cuMemcpyDtoDAsync(sink, source, length, stream), "copy")
+                call(driver.cuMemcpyDtoDAsync(sink, source, length, self.stream.handle), "copy")
             for part in chunk.parts:
-                ctypes.memmove(self._part, part.parameters, PART)
-                self._run(part.word, "copy_part", (min(part.chunks, self.blocks), 1), block=self._part_place)
+                self._kernels.run_part(self.stream, part, min(part.chunks, self.blocks))
             buffers.event = self._end(buffers)
         return DeviceCopy(buffers.event, bytes_)
 
@@ -389,37 +437,24 @@ class Copier:
             buffers.ends[at].record(int(self.stream.handle))
         return buffers.ends[at]
 
-    def _record(self) -> Event | Mark:
-        return self.stream.record(options=self._timing) if self._timed else Mark(int(self.stream.handle))
+    # checksums
 
-    def _run(
-        self, word: int, name: str, grid: tuple[int, int], *arguments: int, block: ctypes.Array[Any] | None = None,
-        stream: Stream | None = None,
-    ) -> None:  # fmt: skip
-        """Launch a kernel by the driver's own call, which takes a third of the time that cuda-core's does."""
-        function = self._functions.get((word, name))
-        if function is None:
-            function = self._functions[word, name] = _kernels(self._arch, word, kernel.THREADS, kernel.DEPTH)[
-                _NAMES.index(name)
-            ].handle
-            self._functions[word, name] = function = int(function)
-        for i, value in enumerate(arguments):
-            self._arguments[i] = value
-        threads, places = kernel.THREADS, ctypes.addressof(self._places if block is None else block)
-        direct.launch(function, grid, threads, int((stream or self.stream).handle), places)
+    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Sums:
+        """Take checksums as `begin_checksums` does, and wait for them."""
+        return self.begin_checksums(program, addresses, sink)()
 
     def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:
         """Start taking checksums of regions at these addresses, whose copies are over; the result waits for them.
 
         They are those of `kvproto.copying.execute.checksums`, and taken alongside copies that are under way.
         """
-        direct.enter(self._context)
+        enter(self._context)
         key = sink, *sorted(addresses.items())
-        table = self._sum_tables.get(program.ops, key, lambda: sum_table(program, addresses, sink))
+        table = self._sum_tables.get(program.ops, key, lambda: kernel.sum_table(program, addresses, sink))
         if not any(m.size for m in program.maps):
             return dict
         sizes = table.sizes(program.maps)
-        buffers = next((each for each in self._spare if each.holds(*sizes)), None)
+        buffers = next((spare for spare in self._spare if spare.holds(*sizes)), None)
         if buffers is None:
             buffers = self.allocate(*sizes)
         else:
@@ -430,28 +465,35 @@ class Copier:
         with _Whole((self._aside,)):
             self._expand(buffers, size, table.n_maps, max(m.size for m in program.maps), self._aside)
             for word, offset, count in table.launches:
-                self._run(word, "checksum", (self.blocks, count), at + offset, stream=self._aside)
-            direct.download(host + totals.start, at + totals.start, size - totals.start, stream)
+                self._kernels.run(self._aside, word, "checksum", (self.blocks, count), at + offset)
+            download(host + totals.start, at + totals.start, size - totals.start, stream)
             over = Mark(stream)
 
-        def found() -> Sums:
+        def sums() -> Sums:
             if not is_done(over.handle):
                 call(driver.cuEventSynchronize(over.handle), "checksum")
             self._spare.append(buffers)
-            return table.found(program.maps, buffers.view[totals])
+            return table.sums(program.maps, buffers.view[totals])
 
-        return found
+        return sums
 
     def settle(self) -> None:
-        """Wait for checksums that are being taken: after this none reads memory, even if nobody collects it."""
+        """Wait for checksums that are being taken, collected or not: after this none reads memory."""
         with contextlib.suppress(DeviceFault):  # a lost context reads nothing
-            direct.enter(self._context)
-            if not direct.idle(int(self._aside.handle)):
+            enter(self._context)
+            if not is_idle(int(self._aside.handle)):
                 call(driver.cuStreamSynchronize(self._aside.handle), "checksum")
 
-    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Sums:
-        """The same at once."""
-        return self.begin_checksums(program, addresses, sink)()
+    # buffers
+
+    def allocate(self, image: int, rows: int) -> LaunchBuffers:
+        """Allocate the buffers of a launch; sizes in bytes."""
+        enter(self._context)
+        size = 1 << max(image - 1, 4095).bit_length()
+        host = core.LegacyPinnedMemoryResource().allocate(size)
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(host.handle)))
+        expanded = DeviceBytes(1 << max(rows - 1, 4095).bit_length())
+        return LaunchBuffers(host, view, DeviceBytes(size), expanded, self._record())
 
     def _take(self, sizes: Sequence[tuple[int, int]]) -> list[LaunchBuffers]:
         """Buffers for launches with these sizes of image and rows, before the first of them begins; raises BUSY."""

@@ -1,8 +1,15 @@
-"""The CUDA driver: calls that raise if they fail, names of devices, and access between them."""
+"""The CUDA driver: calls that raise if they fail, names of devices, and access between them.
+
+cuda-python releases the interpreter's lock around every call. Alongside a thread that computes in Python each release
+may cost `sys.getswitchinterval()`, 5 ms, for a call that takes a microsecond, and the copy of one request makes dozens.
+So the short calls of a copy go through ctypes.PyDLL, which keeps the lock, as `kvproto.net.libzmq` keeps it for libzmq.
+Calls that wait for the device are left to cuda-python.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,7 +22,8 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "FAULTS", "call", "copy_all", "current", "driver", "enable_peer", "has_nvlink", "ordinal_of", "uuid",
+    "FAULTS", "Mark", "call", "copy_all", "current", "download", "driver", "enable_peer", "enter", "has_nvlink",
+    "is_done", "is_idle", "launch_kernel", "ordinal_of", "pointer_attribute", "upload", "uuid", "wait_event",
 ]  # fmt: skip
 
 
@@ -69,12 +77,12 @@ def copy_all(runs: npt.NDArray[np.uint64], stream: int) -> None:
 def current(device: int) -> Device:
     """Make the device's primary context, which frameworks use too, current in this thread; raises NO_TRANSPORT."""
     try:
-        made = Device(device)
-        made.set_current()
+        gpu = Device(device)
+        gpu.set_current()
     except (RuntimeError, ValueError) as error:  # no driver, no such device
         mine = f"GPU {device} and its driver"
         raise LocalError(ErrorCode.NO_TRANSPORT, "", mine, str(error), "use transport SHM or NIXL") from error
-    return made
+    return gpu
 
 
 def uuid(device: int) -> str:
@@ -92,8 +100,8 @@ def has_nvlink(device: int) -> bool:
     kind, reach = driver.CUdevice_P2PAttribute, []
     for peer in range(call(driver.cuDeviceGetCount(), "devices")):
         if peer != device and Device(device).can_access_peer(peer):
-            found = driver.cuDeviceGetP2PAttribute(kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, device, peer)
-            reach.append(bool(call(found, "link")))
+            atomics = kind.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+            reach.append(bool(call(driver.cuDeviceGetP2PAttribute(atomics, device, peer), "link")))
     return bool(reach) and all(reach)
 
 
@@ -114,3 +122,102 @@ def enable_peer(device: int, owner: int) -> bool:
         call((code,), "peer access")
     _peers.add((device, owner))
     return True
+
+
+# short calls, made without releasing the interpreter's lock
+
+_POINTER, _NUMBER, _WORD, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
+_ARGUMENTS = {
+    "cuCtxSetCurrent": (_POINTER,),
+    "cuEventCreate": (_POINTER, _NUMBER),
+    "cuEventDestroy_v2": (_POINTER,),
+    "cuEventQuery": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuLaunchKernel": (_POINTER, *[_NUMBER] * 7, _POINTER, _POINTER, _POINTER),
+    "cuMemcpyDtoHAsync_v2": (_POINTER, _WORD, _SIZE, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (_WORD, _POINTER, _SIZE, _POINTER),
+    "cuPointerGetAttribute": (_POINTER, _NUMBER, _WORD),
+    "cuStreamQuery": (_POINTER,),
+    "cuStreamWaitEvent": (_POINTER, _POINTER, _NUMBER),
+}
+_UNTIMED = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY.value
+
+
+@cache
+def _function(name: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(ctypes.PyDLL("libcuda.so.1"), name)
+    function.argtypes = _ARGUMENTS[name]  # type: ignore[attr-defined]
+    return function
+
+
+def _run(name: str, *arguments: object) -> None:
+    code = _function(name)(*arguments)
+    if code:
+        call((driver.CUresult(code),), name)
+
+
+def _finished(name: str, handle: int) -> bool:
+    code = _function(name)(handle)
+    if code and code != _NOT_READY:
+        call((driver.CUresult(code),), name)
+    return not code
+
+
+def enter(context: int) -> None:
+    """Make a context current in this thread."""
+    _run("cuCtxSetCurrent", context)
+
+
+def launch_kernel(function: int, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
+    """Launch a kernel; `parameters` is the address of an array of pointers to its parameters."""
+    _run("cuLaunchKernel", function, *grid, 1, threads, 1, 1, 0, stream, parameters, None)
+
+
+def upload(address: int, host: int, size: int, stream: int) -> None:
+    """Copy `size` bytes from the host to the device in the stream's order."""
+    _run("cuMemcpyHtoDAsync_v2", address, host, size, stream)
+
+
+def download(host: int, address: int, size: int, stream: int) -> None:
+    """Copy `size` bytes from the device to pinned memory of the host in the stream's order."""
+    _run("cuMemcpyDtoHAsync_v2", host, address, size, stream)
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Make later work of the stream wait for the event."""
+    _run("cuStreamWaitEvent", stream, event, 0)
+
+
+def is_idle(stream: int) -> bool:
+    """Whether the stream has nothing left to do; raises DeviceFault."""
+    return _finished("cuStreamQuery", stream)
+
+
+def is_done(event: int) -> bool:
+    """Whether the device has reached an event, given by its handle; raises DeviceFault."""
+    return _finished("cuEventQuery", int(event))
+
+
+def pointer_attribute(which: int, address: int) -> tuple[int, int]:
+    """The driver's code (0: success) and the value of a pointer attribute of at most 64 bits."""
+    value = ctypes.c_uint64()
+    return _function("cuPointerGetAttribute")(ctypes.addressof(value), which, address), value.value
+
+
+class Mark:
+    """An event without timing, recorded in a stream (its handle) when it is constructed."""
+
+    def __init__(self, stream: int) -> None:
+        event = ctypes.c_void_p()
+        _run("cuEventCreate", ctypes.addressof(event), _UNTIMED)
+        self.handle = int(event.value or 0)
+        self.record(stream)
+
+    def record(self, stream: int) -> None:
+        """Record it again, behind all work that the stream has now."""
+        _run("cuEventRecord", self.handle, stream)
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", 0):
+            _function("cuEventDestroy_v2")(self.handle)

@@ -1,6 +1,8 @@
-"""The table of a rank pair's operations, made at registration, and the formats that the kernel reads (kernel.cu).
+"""Data that the kernels read (kernel.cu): tables of operations, launches of copies and checksums, and their formats.
 
-Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
+A table of a rank pair's operations is uploaded once, at registration. A launch of many works is uploaded as an image of
+maps, classes and runs; a small one fits into the kernel's parameters. Nothing here touches a device, so all of it is
+tested on a host with the kernel's own source.
 """
 
 from __future__ import annotations
@@ -22,45 +24,16 @@ from kvproto.transport.staging.packed import Side
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "CLASS",
-    "CLASS_FIELDS",
-    "DEPTH",
-    "FEW_CLASSES",
-    "FEW_RUNS",
-    "FEW_WORDS",
-    "INLINE_BYTES",
-    "LONG",
-    "MAP",
-    "MAP_FIELDS",
-    "MOST",
-    "OP",
-    "RUN_BYTES",
-    "RUN_WORDS",
-    "SUM",
-    "SUMMED",
-    "THREADS",
-    "WORDS",
-    "InlineLaunch",
-    "LaunchGroup",
-    "Long",
-    "PerProgramCache",
-    "Shape",
-    "SumTable",
-    "Table",
-    "UploadedLaunch",
-    "Work",
-    "check",
-    "inline_launch",
-    "launch",
-    "parts",
-    "sizes",
-    "sum_table",
-    "table",
-    "up",
-    "write_runs",
-]
+    "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "INLINE_BYTES", "LONG", "SUMMED", "InlineLaunch", "LaunchGroup", "Long",
+    "PerProgramCache", "Shape", "SumTable", "Table", "UploadedLaunch", "Work", "check", "inline_launch", "launch",
+    "parts", "sizes", "sum_table", "table", "write_runs",
+]  # fmt: skip
 
 T = TypeVar("T")
+
+
+# formats
+
 THREADS, DEPTH = 1024, 8
 WORDS = (16, 8, 4, 2, 1)
 """Bytes of a word, widest first."""
@@ -88,6 +61,9 @@ LONG = 16 << 20
 """Runs of at least this many bytes go by the copy engine, which is 6 % faster then (benchmarks/transfer_gpu.py)."""
 MOST = (1 << 32) - THREADS * DEPTH - 1
 """Words of an operation; one with more is cut into several classes."""
+
+
+# tables of operations
 
 
 @attrs.frozen
@@ -127,29 +103,29 @@ def table(
     The addresses of a `free` side are known only at each launch, and do not limit how wide words are.
     """
     ops = program.ops
-    made = np.zeros(len(ops), OP)
+    rows = np.zeros(len(ops), OP)
     width = ops["lanes"] * ops["lane_bytes"]
     touch = np.ones(len(ops), bool)
     for side, bases in (("source", sources), ("sink", sinks)):
         base = np.array([bases[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
-        made[side] = base + ops[f"{side}_offset"].astype(np.uint64)
+        rows[side] = base + ops[f"{side}_offset"].astype(np.uint64)
         for place in PLACES:
-            made[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
+            rows[f"{side}_{place}"] = ops[f"{side}_{place}_stride"]
         touch &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
     unit = np.where(touch, width, ops["lane_bytes"])
     units = np.where(touch, 1, ops["lanes"])
     for side in ("source", "sink"):
-        made[f"{side}_lane"][touch] = 0
+        rows[f"{side}_lane"][touch] = 0
     together = unit.astype(np.uint64)
     for name in set(OP.names or ()) - {free}:
-        together = together | made[name]
+        together = together | rows[name]
     word = np.full(len(ops), 1)
     for size in WORDS[::-1]:
         word[(together & np.uint64(size - 1)) == 0] = size
     kinds = np.stack([ops["map"], -word, unit // word, units])
     order = np.lexsort((ops["layer"], *kinds[::-1]))
-    made, kinds = made[order], kinds[:, order]
-    joined = touch[order] & (made["source_row"] == unit[order]) & (made["sink_row"] == unit[order])
+    rows, kinds = rows[order], kinds[:, order]
+    joined = touch[order] & (rows["source_row"] == unit[order]) & (rows["sink_row"] == unit[order])
     cuts = [0, *(np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1).tolist(), len(ops)]
     firsts = kinds[:, cuts[:-1]].T.tolist() if len(ops) else []
     shapes = tuple(
@@ -158,7 +134,7 @@ def table(
     extents = np.full((len(program.maps), 4), 1 << 32)  # the device counts in 32 bits
     for k, name in enumerate(("source_items", "source_rows", "sink_items", "sink_rows")):
         np.minimum.at(extents[:, k], ops["map"], ops[name])
-    return Table(made, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
+    return Table(rows, ops["layer"][order].astype(np.int64), shapes, joined, extents.tolist())
 
 
 def up(n: int) -> int:
@@ -178,9 +154,9 @@ def write_runs(m: RowMap, runs: npt.NDArray[np.uint32], stream: Side | None = No
 
 
 class PerProgramCache(Generic[T]):
-    """Keeps what is made once for the operations of a rank pair for as long as their array lives.
+    """Values that are made once for the operations of a rank pair, kept for as long as their array lives.
 
-    What is kept must not refer to the array, which would then live for ever.
+    A value must not refer to the array, which would then live for ever.
     """
 
     def __init__(self) -> None:
@@ -190,7 +166,7 @@ class PerProgramCache(Generic[T]):
         return len(self._made)
 
     def get(self, ops: npt.NDArray[np.void], rest: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for this array and `rest`; raises what `make` raises, and keeps nothing then."""
+        """The value that `make` returned for this array and `rest`; raises as `make` does, and keeps nothing then."""
         key: tuple[int, Hashable] = id(ops), rest
         if key not in self._made:
             self._made[key] = make()
@@ -200,6 +176,9 @@ class PerProgramCache(Generic[T]):
     def clear(self) -> None:
         """Remove everything."""
         self._made.clear()
+
+
+# launches of copies
 
 
 @attrs.frozen
@@ -214,14 +193,13 @@ class Long:
     def runs(self) -> npt.NDArray[np.uint64]:
         """[3, operations x runs]: sources, sinks, lengths."""
         m, width = self.map, np.uint64(self.width)
-        found = np.empty((3, len(self.ops), len(m.rows)), np.uint64)
-        for i, (side, item, row) in enumerate(
-            (("source", m.source_item, m.source_row), ("sink", m.sink_item, m.sink_row))
-        ):
-            found[i] = item.astype(np.uint64) * self.ops[f"{side}_item"][:, None] + row.astype(np.uint64) * width
-            found[i] += self.ops[side][:, None]
-        found[2] = m.rows.astype(np.uint64) * width
-        return found.reshape(3, -1)
+        runs = np.empty((3, len(self.ops), len(m.rows)), np.uint64)
+        sides = ("source", m.source_item, m.source_row), ("sink", m.sink_item, m.sink_row)
+        for i, (side, item, row) in enumerate(sides):
+            runs[i] = item.astype(np.uint64) * self.ops[f"{side}_item"][:, None] + row.astype(np.uint64) * width
+            runs[i] += self.ops[side][:, None]
+        runs[2] = m.rows.astype(np.uint64) * width
+        return runs.reshape(3, -1)
 
 
 @attrs.frozen
@@ -236,7 +214,7 @@ class LaunchGroup:
 
 @attrs.frozen
 class UploadedLaunch:
-    """One upload and its kernel."""
+    """One upload and its launches."""
 
     size: int
     """Bytes of the image: maps, then classes, then runs."""
@@ -254,7 +232,7 @@ class UploadedLaunch:
 
 @attrs.frozen
 class Work:
-    """A prepared table, where it lies on the device, and one request's maps."""
+    """A prepared table, its address on the device, and one request's maps."""
 
     table: Table
     address: int
@@ -282,11 +260,9 @@ def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
 
 def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
     """The same share of a map's runs as [a, b) is of `of`."""
-    some = slice(len(m.rows) * a // of, len(m.rows) * b // of)
-    return attrs.evolve(
-        m, source_item=m.source_item[some], source_row=m.source_row[some], sink_item=m.sink_item[some],
-        sink_row=m.sink_row[some], rows=m.rows[some],
-    )  # fmt: skip
+    share = slice(len(m.rows) * a // of, len(m.rows) * b // of)
+    names = "source_item", "source_row", "sink_item", "sink_row", "rows"
+    return attrs.evolve(m, **{name: getattr(m, name)[share] for name in names})
 
 
 def check(works: Sequence[Work]) -> None:
@@ -299,8 +275,8 @@ def check(works: Sequence[Work]) -> None:
                 for name, place, most, extent in zip(_PLACE_NAMES, m.places, high, extents, strict=True):
                     least = int(place.min())
                     if least < 0 or most >= extent:
-                        came, pool = str(most if most >= extent else least), f"0 to {extent - 1}"
-                        raise LocalError(ErrorCode.OUT_OF_REGION, name, pool, came, "name items of the pool")
+                        mine, yours = f"0 to {extent - 1}", str(most if most >= extent else least)
+                        raise LocalError(ErrorCode.OUT_OF_REGION, name, mine, yours, "name items of the pool")
 
 
 _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
@@ -308,11 +284,11 @@ _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
 
 def sizes(works: Sequence[Work]) -> tuple[int, int]:
     """The most bytes of image and of rows that `launch` needs."""
-    some = _apart(works)
-    runs = sum(len(m.rows) for w in some for m in w.maps)
-    maps = sum(len(w.maps) for w in some)
+    apart = _apart(works)
+    runs = sum(len(m.rows) for w in apart for m in w.maps)
+    maps = sum(len(w.maps) for w in apart)
     cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
-    rows = sum(m.size for w in some for m in w.maps)
+    rows = sum(m.size for w in apart for m in w.maps)
     return up(maps * MAP.itemsize) + up(cuts * CLASS.itemsize) + up(runs * RUN_BYTES + 16), rows * 16 + 16
 
 
@@ -328,17 +304,17 @@ def _cuts(work: Work) -> int:
 
 def launch(
     works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG,
-    each: bool = False,
+    separate: bool = False,
 ) -> UploadedLaunch:  # fmt: skip
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
     `image` has room for `sizes`, and the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
-    With `each` the kernels of each work have their own end. Works that share their maps share their rows.
+    If `separate`, the kernels of each work have their own end. Works that share their maps share their rows.
     """
     maps: list[tuple[int, int, int, int]] = []
     classes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     chunks_of: dict[tuple[int, int], int] = {}
-    engine: list[list[Long]] = [[] for _ in (works if each else works[:1])]
+    engine: list[list[Long]] = [[] for _ in (works if separate else works[:1])]
     totals = [0] * len(engine)
     begins: list[int] = []
     row, n_runs, most_rows = rows_at, 0, 0
@@ -350,7 +326,7 @@ def launch(
                 maps.append((n_runs, row, len(m.rows), m.size))
                 begins.append(row)
                 n_runs, row, most_rows = n_runs + len(m.rows), row + 16 * m.size, max(most_rows, m.size)
-        group = k if each else 0
+        group = k if separate else 0
         for shape, lo, hi in _wanted(work):
             m, width = work.maps[shape.map], shape.words * shape.units
             totals[group] += m.size * shape.word * width * (hi - lo)
@@ -363,8 +339,8 @@ def launch(
                 chunks = -(-rows * width // (THREADS * DEPTH))
                 kernel = group, shape.word
                 first, begin = chunks_of.get(kernel, 0), begins[shape.map] + 16 * skip
-                made = ops, begin, rows, shape.words, shape.units, chunks, first
-                classes.setdefault(kernel, []).append(made)
+                numbers = ops, begin, rows, shape.words, shape.units, chunks, first
+                classes.setdefault(kernel, []).append(numbers)
                 chunks_of[kernel] = first + chunks * (hi - lo)
     classes_at = up(len(maps) * MAP.itemsize)
     runs_at = classes_at + up(sum(map(len, classes.values())) * CLASS.itemsize)
@@ -376,10 +352,10 @@ def launch(
         write_runs(m, runs[RUN_WORDS * at : RUN_WORDS * (at + n)].reshape(RUN_WORDS, n))
     kernels: list[list[tuple[int, int, int, int]]] = [[] for _ in engine]
     at = classes_at
-    for (group, word), some in classes.items():
-        kernels[group].append((word, at, len(some), chunks_of[group, word]))
-        for numbers in some:
-            CLASS_FIELDS.pack_into(image.data, at, *numbers, 0)
+    for (group, word), of_kernel in classes.items():
+        kernels[group].append((word, at, len(of_kernel), chunks_of[group, word]))
+        for fields in of_kernel:
+            CLASS_FIELDS.pack_into(image.data, at, *fields, 0)
             at += CLASS.itemsize
     groups = (LaunchGroup(tuple(k), tuple(long), b) for k, long, b in zip(kernels, engine, totals, strict=True))
     return UploadedLaunch(end, len(maps), most_rows, tuple(groups))
@@ -459,6 +435,8 @@ def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
             yield shape, lo, hi
 
 
+# checksums
+
 SUMMED = 1 << 30
 """Bytes that take about a millisecond."""
 _MOST_SUM_OPS = 65_535
@@ -521,47 +499,46 @@ class SumTable:
             rows.append(rows[-1] + _ROW_BYTES * m.size)
         at = -(-at // 8) * 8
         for n, start, stop in self.spans:
-            some = ops[start:stop]
-            some["places"], some["globals"], some["n_rows"] = rows[n], rows[n + len(maps)], maps[n].size
+            span = ops[start:stop]
+            span["places"], span["globals"], span["n_rows"] = rows[n], rows[n + len(maps)], maps[n].size
         ops["total"] *= 8
         ops["total"] += np.uint64(image_at + at)
         image[at : at + 8 * len(self.groups)] = 0
         return at + 8 * len(self.groups)
 
-    def found(self, maps: Sequence[RowMap], totals: npt.NDArray[np.uint8]) -> dict[int, int]:
+    def sums(self, maps: Sequence[RowMap], totals: npt.NDArray[np.uint8]) -> dict[int, int]:
         """Checksums by sink group id, of the last bytes of the image."""
-        some = {n for n, m in enumerate(maps) if m.size}
+        with_rows = {n for n, m in enumerate(maps) if m.size}
         values = totals.view(np.uint64).tolist()
-        return {g: value for g, of, value in zip(self.groups, self.maps, values, strict=True) if some & of}
+        return {g: value for g, of, value in zip(self.groups, self.maps, values, strict=True) if with_rows & of}
 
 
 def sum_table(program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> SumTable:
     """The table of a program's operations on one side, whose regions are at these addresses."""
     side = "sink" if sink else "source"
     ops = program.ops
-    made = np.zeros(len(ops), SUM)
-    made["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
-    made["base"] += ops[f"{side}_offset"].astype(np.uint64)
+    rows = np.zeros(len(ops), SUM)
+    rows["base"] = np.array([addresses[r] for r in ops[f"{side}_region"].tolist()], np.uint64)
+    rows["base"] += ops[f"{side}_offset"].astype(np.uint64)
     for place in PLACES:
-        made[place] = ops[f"{side}_{place}_stride"]
+        rows[place] = ops[f"{side}_{place}_stride"]
     together = ops["lane_bytes"].astype(np.uint64)
     for name in ("base", *PLACES):
-        together |= made[name]
+        together |= rows[name]
     word = np.max([np.where(together & np.uint64(size - 1), 1, size) for size in WORDS], axis=0, initial=1)
     groups = np.unique(ops["group"]).tolist()
-    made["seed"], made["lo"], made["sink"] = ops["seed"], ops["lo"], sink
-    made["lanes"], made["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
-    made["total"] = np.searchsorted(groups, ops["group"])
+    rows["seed"], rows["lo"], rows["sink"] = ops["seed"], ops["lo"], sink
+    rows["lanes"], rows["lane_bytes"] = ops["lanes"], ops["lane_bytes"]
+    rows["total"] = np.searchsorted(groups, ops["group"])
     order = np.lexsort((ops["map"], -word))
-    made, word, maps = made[order], word[order], ops["map"][order].tolist()
+    rows, word, maps = rows[order], word[order], ops["map"][order].tolist()
     firsts = np.flatnonzero(np.diff(word, prepend=0)).tolist()
     cuts = sorted({*firsts, *range(0, len(ops), _MOST_SUM_OPS), len(ops)})
     n_maps = 2 * len(program.maps)
     begin = up(n_maps * MAP.itemsize)
     spans, at = [], 0
-    for number, some in groupby(maps):
-        spans.append((number, at, at := at + len(list(some))))
-    return SumTable(
-        made, tuple(spans), tuple((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts)),
-        tuple(groups), tuple(frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups), n_maps,
-    )  # fmt: skip
+    for number, of_map in groupby(maps):
+        spans.append((number, at, at := at + len(list(of_map))))
+    launches = ((int(word[a]), begin + a * SUM.itemsize, b - a) for a, b in pairwise(cuts))
+    maps_of = (frozenset(ops["map"][ops["group"] == g].tolist()) for g in groups)
+    return SumTable(rows, tuple(spans), tuple(launches), tuple(groups), tuple(maps_of), n_maps)

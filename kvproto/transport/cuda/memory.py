@@ -1,6 +1,6 @@
 """Device memory that peers of one host may map: allocated here, or adopted from an engine.
 
-How an allocation can be shared is read from the driver's pointer attributes, never tried: a failed attempt can leave a
+The driver's pointer attributes tell how an allocation can be shared; it is never tried, as a failed attempt can leave a
 sticky error in the process.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,29 @@ import msgpack
 from cuda.core import Buffer, Device
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.transport.cuda import direct, virtual
-from kvproto.transport.cuda.descriptors import withdraw
-from kvproto.transport.cuda.driver import FAULTS, call, current, driver, enable_peer, ordinal_of, uuid
+from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
+from kvproto.transport.cuda.driver import (
+    FAULTS,
+    call,
+    current,
+    driver,
+    enable_peer,
+    ordinal_of,
+    pointer_attribute,
+    uuid,
+)
 from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["DeviceMemory", "MappedDeviceMemory", "connect"]
+__all__ = ["DeviceMemory", "MappedDeviceMemory", "allocation_at", "connect", "has_fabric"]
 
 _LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
 """Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
+_MOST_PIECES = 64
+"""Allocations that one region may span."""
+_DESCRIPTOR_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FABRIC_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _NONCE = secrets.token_bytes(16)
 """Names this process, so that it recognizes its own handles."""
 _Attribute = driver.CUpointer_attribute
@@ -42,13 +55,13 @@ _FACTS = {
 }
 
 
-def _one(attribute: driver.CUpointer_attribute, address: int) -> int:
+def _attribute_at(attribute: driver.CUpointer_attribute, address: int) -> int:
     """An attribute of an address; 0 if the driver knows none.
 
     It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
     """
-    known, value = direct.attribute(attribute.value, address)
-    if known in FAULTS:  # unlike freed memory, of which the driver knows nothing
+    known, value = pointer_attribute(attribute.value, address)
+    if known in FAULTS:  # unlike freed memory, which the driver does not know
         call((driver.CUresult(known),), "pointer attribute")
     return value if known == 0 else 0
 
@@ -57,8 +70,8 @@ def facts(address: int) -> dict[str, int]:
     """The attributes of the allocation at an address; zeros if there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
-    found = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return found | {"device": _one(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
+    known = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
+    return known | {"device": _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 def allocation_at(address: int) -> int | None:
@@ -80,16 +93,17 @@ class DeviceMemory:
         current(device)
         advice = "make the pools smaller"
         address = int(call(driver.cuMemAlloc(length), f"{length} bytes on device {device}", advice))
-        self._set(address, length, id, owned=True)
+        self._describe(address, length, id, owned=True)
 
     @classmethod
     def adopt(cls, address: int, length: int, id: int = 0) -> DeviceMemory:
         """An engine's own pool; raises LocalError if [address, address + length) is not in one device allocation."""
-        made = cls.__new__(cls)
-        made._set(address, length, id, owned=False)
-        return made
+        memory = cls.__new__(cls)
+        memory._describe(address, length, id, owned=False)
+        return memory
 
-    def _set(self, address: int, length: int, id: int, owned: bool) -> None:
+    def _describe(self, address: int, length: int, id: int, owned: bool) -> None:
+        """Learn of the allocation at an address; raises LocalError for memory that is not one device allocation."""
         known = facts(address)
         if known["type"] != driver.CUmemorytype.CU_MEMORYTYPE_DEVICE.value or known["managed"]:
             kind = "managed memory" if known["managed"] else "no device memory"
@@ -127,54 +141,55 @@ class DeviceMemory:
         """Its entry in Register; raises NO_TRANSPORT, with advice, for an allocation that cannot be shared."""
         self.check()
         current(self.device)
-        made = []
+        handles = []
         allowed = self._known["handles"]
         if self._known["legacy"]:
             ipc = bytes(call(driver.cuIpcGetMemHandle(self.address), "handle").reserved)
-            made.append(_handle(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
+            handles.append(_encode(_LEGACY, self.address - self._known["start"], self._known["size"], ipc))
         elif allowed & 1:
             pieces = self._pieces()
             if self._shared is None:
-                self._shared = virtual.share(pieces)
+                self._shared = _share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-            made.append(_handle(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
-        if allowed & virtual.FABRIC.value and virtual.fabric(self.device):
+            handles.append(_encode(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
+        if allowed & _FABRIC_TYPE.value and has_fabric(self.device):
             pieces = self._pieces()
             size = sum(p.size for p in pieces)
-            made.append(_handle(_FABRIC, self.address - pieces[0].base, size, virtual.share_fabric(pieces)))
-        if not made:
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, "regions.handles", "memory of cuMemAlloc, or with POSIX descriptors",
-                "virtual memory or a memory pool without",
-                "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off",
-            )  # fmt: skip
+            handles.append(_encode(_FABRIC, self.address - pieces[0].base, size, _share_fabric(pieces)))
+        if not handles:
+            mine, yours = "memory of cuMemAlloc, or with POSIX descriptors", "virtual memory or a memory pool without"
+            advice = "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off"
+            raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, yours, advice)
         return Region(
-            id=self.id, base=self.address, length=self.length, kind=MemoryKind.CUDA, device=uuid(self.device),
-            boot=boot_id(), handles=tuple(made), namespace=pid_namespace(),
-        )  # fmt: skip
+            id=self.id,
+            base=self.address,
+            length=self.length,
+            kind=MemoryKind.CUDA,
+            device=uuid(self.device),
+            boot=boot_id(),
+            handles=tuple(handles),
+            namespace=pid_namespace(),
+        )
 
-    def _pieces(self) -> list[virtual.VirtualAllocation]:
+    def _pieces(self) -> list[VirtualAllocation]:
         """The allocations that the region spans, in order."""
-        found: list[virtual.VirtualAllocation] = []
+        pieces: list[VirtualAllocation] = []
         at = self.address
         while at < self.address + self.length:
-            base = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
-            size = _one(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
+            base = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
+            size = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
             if not base or not size:
-                wanted, advice = "mapped device memory", "allocate first"
-                raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", wanted, "none", advice)
-            found.append(virtual.VirtualAllocation(base, size))
+                mine = "mapped device memory"
+                raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, "none", "allocate first")
+            pieces.append(VirtualAllocation(base, size))
             at = base + size
-        if len(found) > virtual.MOST_PIECES:
-            advice = "allocate the pool at once, with kvproto.transport.memory"
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT,
-                "regions.handles",
-                f"at most {virtual.MOST_PIECES} allocations",
-                str(len(found)),
-                advice,
+        if len(pieces) > _MOST_PIECES:
+            mine, advice = (
+                f"at most {_MOST_PIECES} allocations",
+                "allocate the pool at once, with kvproto.transport.memory",
             )
-        return found
+            raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, str(len(pieces)), advice)
+        return pieces
 
     def zero(self) -> None:
         """Fill with zeros, and wait."""
@@ -184,11 +199,11 @@ class DeviceMemory:
 
     def check(self) -> None:
         """Raise POOL_MOVED if the allocation was freed or replaced."""
-        if _one(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
+        if _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
-        """Stop offering its descriptors, which keep its memory alive; what is mapped stays mapped."""
+        """Stop offering its descriptors, which keep its memory alive; mappings of peers stay."""
         if self._shared is not None:
             for token, _ in self._shared[1]:
                 withdraw(token)
@@ -203,23 +218,23 @@ class DeviceMemory:
             call(driver.cuMemFree(self.address), "free")
 
 
-def _handle(kind: int, offset: int, size: int, body: Any) -> Handle:
+def _encode(kind: int, offset: int, size: int, body: Any) -> Handle:
     pid = os.getpid()
     data = msgpack.packb([kind, pid, start_time(pid), _NONCE, offset, size, body])
     return Handle(transport=Transport.CUDA, data=data)
 
 
 @attrs.define
-class _Opened:
+class _OpenAllocation:
     base: int
     size: int
     close: Callable[[], None]
     users: int = 0
 
 
-_opened: dict[tuple[int, bytes], _Opened] = {}
+_open_allocations: dict[tuple[int, bytes], _OpenAllocation] = {}
 """Allocations by device and handle: a context opens one only once, however many regions lie in it."""
-_Read = tuple[int, int, int, bytes, int, int, Any]
+_HandleFields = tuple[int, int, int, bytes, int, int, Any]
 """The fields of a handle: kind, process, its start, nonce, offset, size, and what opens the allocation."""
 
 
@@ -239,10 +254,10 @@ class MappedDeviceMemory:
         key, self._key = self._key, None
         if key is None:
             return
-        opened = _opened[key]
+        opened = _open_allocations[key]
         opened.users -= 1
         if not opened.users:
-            del _opened[key]
+            del _open_allocations[key]
             opened.close()
 
 
@@ -250,52 +265,52 @@ def connect(region: Region, path: str, device: int) -> MappedDeviceMemory:
     """Map a peer's region for kernels on `device`; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED."""
     here = region.boot == boot_id()
     try:
-        read = [_read(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
+        read = [_decode(bytes(h.data)) for h in region.handles if h.transport == Transport.CUDA]
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise _failed(path, "a handle", "other bytes") from error
     # a handle for this host first; other hosts and namespaces are reached by FABRIC alone
     near = here and region.namespace == pid_namespace()
-    found = next((each for each in read if near or each[0] == _FABRIC), read[0] if here and read else None)
-    if found is None:
-        raise _no(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
-    kind, pid, began, nonce, *_ = found
-    if kind == _FABRIC and not virtual.fabric(device):
+    usable = next((handle for handle in read if near or handle[0] == _FABRIC), read[0] if here and read else None)
+    if usable is None:
+        raise _unreachable(f"{path}.handles", "CUDA on this host, or a FABRIC handle", "none", "use a common transport")
+    kind, pid, began, nonce, *_ = usable
+    if kind == _FABRIC and not has_fabric(device):
         advice = "run IMEX on both hosts of one NVLink domain, or use transport NIXL"
-        raise _no(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
+        raise _unreachable(f"{path}.handles", f"no FABRIC handles at {uuid(device)}", "a FABRIC handle", advice)
     if not here:
-        return _mapped(region, path, device, found)
+        return _mapped(region, path, device, usable)
     current(device)
     owner = ordinal_of(region.device or "")
     if owner is None:
         advice = "let CUDA_VISIBLE_DEVICES name the GPUs of both sides"
-        raise _no(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
+        raise _unreachable(f"{path}.device", "a GPU that this process sees", str(region.device), advice)
     if not Device(device).can_access_peer(owner) and device != owner:
-        raise _no(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
+        raise _unreachable(f"{path}.device", f"a peer of {uuid(device)}", str(region.device), "use transport NIXL")
     if nonce == _NONCE and (kind == _LEGACY or device == owner):
         known = facts(region.base)
         if not known["type"] or known["device"] != owner or not enable_peer(device, owner):
             raise _failed(path, "memory of this process", "freed memory")
         return MappedDeviceMemory(region.base, region.length, device, pid)
     if kind == _FABRIC:
-        return _mapped(region, path, device, found)
+        return _mapped(region, path, device, usable)
     if not near:
         advice = "run both engines in one PID namespace, or use transport NIXL"
-        raise _no(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
+        raise _unreachable(f"{path}.namespace", str(pid_namespace()), str(region.namespace), advice)
     if start_time(pid) != began:
         raise _failed(path, "a live process", f"process {pid} has ended")
-    return _mapped(region, path, device, found)
+    return _mapped(region, path, device, usable)
 
 
-def _mapped(region: Region, path: str, device: int, found: _Read) -> MappedDeviceMemory:
-    kind, pid, _, _, offset, size, body = found
+def _mapped(region: Region, path: str, device: int, handle: _HandleFields) -> MappedDeviceMemory:
+    kind, pid, _, _, offset, size, body = handle
     if offset + region.length > size:
         raise _failed(path, "a region inside its allocation", f"{offset} + {region.length} of {size}")
     key = (device, msgpack.packb(body))
     try:
-        opened = _opened.get(key) or _OPEN[kind](device, body)
+        opened = _open_allocations.get(key) or _OPEN[kind](device, body)
     except (KvprotoError, OSError) as error:
         raise _failed(path, "a handle that opens", getattr(error, "yours", str(error))) from error
-    _opened[key] = opened
+    _open_allocations[key] = opened
     opened.users += 1
     mapped = MappedDeviceMemory(opened.base + offset, region.length, device, pid, key)
     if offset + region.length > opened.size:
@@ -304,14 +319,14 @@ def _mapped(region: Region, path: str, device: int, found: _Read) -> MappedDevic
     return mapped
 
 
-def _open(device: int, ipc: bytes) -> _Opened:
+def _open_legacy(device: int, ipc: bytes) -> _OpenAllocation:
     current(device)
     handle = driver.CUipcMemHandle()
     handle.reserved = ipc
     lazy = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     address = int(call(driver.cuIpcOpenMemHandle(handle, lazy.value), "mapping"))
     base, size = call(driver.cuMemGetAddressRange(address), "range")
-    return _Opened(int(base), int(size), lambda: _close(device, int(base)))
+    return _OpenAllocation(int(base), int(size), lambda: _close(device, int(base)))
 
 
 def _close(device: int, base: int) -> None:
@@ -319,28 +334,32 @@ def _close(device: int, base: int) -> None:
     call(driver.cuIpcCloseMemHandle(base), "unmap")
 
 
-def _map(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _Opened:
+def _map_virtual(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _OpenAllocation:
     path, pieces = body
-    made = virtual.VirtualMap(device, [(partial(virtual.by_descriptor, path, token), size) for token, size in pieces])
-    return _Opened(made.base, made.size, made.close)
+    mapping = _VirtualMap(device, [(partial(_by_descriptor, path, token), size) for token, size in pieces])
+    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
 
 
-def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _Opened:
-    made = virtual.VirtualMap(device, [(partial(virtual.by_fabric, data), size) for data, size in body])
-    return _Opened(made.base, made.size, made.close)
+def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _OpenAllocation:
+    mapping = _VirtualMap(device, [(partial(_by_fabric, data), size) for data, size in body])
+    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
 
 
-_OPEN: dict[int, Callable[[int, Any], _Opened]] = {_LEGACY: _open, _VIRTUAL: _map, _FABRIC: _map_fabric}
+_OPEN: dict[int, Callable[[int, Any], _OpenAllocation]] = {
+    _LEGACY: _open_legacy,
+    _VIRTUAL: _map_virtual,
+    _FABRIC: _map_fabric,
+}
 
 
-def _read(data: bytes) -> _Read:
+def _decode(data: bytes) -> _HandleFields:
     kind, pid, began, nonce, offset, size, body = msgpack.unpackb(data)
     good = all(type(n) is int and n >= 0 for n in (kind, pid, began, offset, size)) and type(nonce) is bytes
     if good and kind == _LEGACY:
         good = type(body) is bytes and len(body) == 64
     elif good:
         (path, pieces), name = (body, 16) if kind == _VIRTUAL else (("", body), 64)
-        good = kind in _OPEN and type(path) is str and 0 < len(pieces) <= virtual.MOST_PIECES
+        good = kind in _OPEN and type(path) is str and 0 < len(pieces) <= _MOST_PIECES
         for token, length in pieces:
             good &= type(token) is bytes and len(token) == name and type(length) is int and 0 < length < 1 << 48
     if not good:
@@ -348,9 +367,107 @@ def _read(data: bytes) -> _Read:
     return kind, pid, began, nonce, offset, size, body
 
 
-def _no(path: str, mine: str, yours: str, advice: str) -> RemoteError:
+def _unreachable(path: str, mine: str, yours: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.NO_TRANSPORT, path, mine, yours, advice)
 
 
 def _failed(path: str, mine: str, yours: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, "register again")
+
+
+# virtual memory (cuMemCreate, as JAX and expandable segments use it), which peers map for themselves: shared between
+# processes of a host by descriptor, and between hosts of one NVLink domain by FABRIC handle, whose bytes are all that a
+# peer needs
+
+
+@attrs.frozen
+class VirtualAllocation:
+    """One allocation, as it is mapped at its owner."""
+
+    base: int
+    size: int
+
+
+def has_fabric(device: int) -> bool:
+    """Whether a GPU supports FABRIC handles, by its attribute."""
+    known = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+    return bool(call(driver.cuDeviceGetAttribute(known, device), "FABRIC"))
+
+
+def _export(piece: VirtualAllocation, type_: driver.CUmemAllocationHandleType) -> Any:
+    handle = call(driver.cuMemRetainAllocationHandle(piece.base), "allocation")
+    try:
+        return call(driver.cuMemExportToShareableHandle(handle, type_, 0), "handle to share")
+    finally:
+        call(driver.cuMemRelease(handle), "release")
+
+
+def _share(pieces: Sequence[VirtualAllocation]) -> tuple[str, list[tuple[bytes, int]]]:
+    """Offer allocations to peers: the place to fetch them from, and for each the bytes that name it and its length."""
+    path, offered = "", []
+    for piece in pieces:
+        path, token = offer(int(_export(piece, _DESCRIPTOR_TYPE)))
+        offered.append((token, piece.size))
+    return path, offered
+
+
+def _share_fabric(pieces: Sequence[VirtualAllocation]) -> list[tuple[bytes, int]]:
+    """Export allocations to the NVLink domain: for each its handle, 64 bytes, and its length."""
+    return [(bytes(_export(piece, _FABRIC_TYPE).data), piece.size) for piece in pieces]
+
+
+def _by_descriptor(path: str, token: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a descriptor that is fetched from its owner."""
+    descriptor = fetch(path, token)
+    try:
+        return call(driver.cuMemImportFromShareableHandle(descriptor, _DESCRIPTOR_TYPE), "import")
+    finally:
+        os.close(descriptor)
+
+
+def _by_fabric(data: bytes) -> Any:
+    """The driver's handle of a peer's allocation, by a FABRIC handle."""
+    handle = driver.CUmemFabricHandle()
+    handle.data = data
+    return call(driver.cuMemImportFromShareableHandle(int(handle.getPtr()), _FABRIC_TYPE), "import")
+
+
+class _VirtualMap:
+    """A peer's allocations, one after the other, as kernels of one device see them.
+
+    `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
+    """
+
+    def __init__(self, device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> None:
+        current(device)
+        self._device, self._mapped = device, 0
+        self.size = sum(size for _, size in pieces)
+        self.base = int(call(driver.cuMemAddressReserve(self.size, 0, 0, 0), "address range"))
+        self._parts: list[tuple[int, int]] = []
+        try:
+            for get, size in pieces:
+                handle = get()
+                at = self.base + self._mapped
+                try:
+                    call(driver.cuMemMap(at, size, 0, handle, 0), "mapping")
+                finally:
+                    call(driver.cuMemRelease(handle), "release")
+                self._parts.append((at, size))
+                self._mapped += size
+            access = driver.CUmemAccessDesc()
+            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = device
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call(driver.cuMemSetAccess(self.base, self.size, [access], 1), "access")
+        except BaseException:
+            with suppress(LocalError):
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap; no kernel may be running that uses it."""
+        current(self._device)
+        for at, size in self._parts:
+            call(driver.cuMemUnmap(at, size), "unmap")
+        self._parts = []
+        call(driver.cuMemAddressFree(self.base, self.size), "address range")

@@ -11,7 +11,7 @@ from kvproto.transport.cuda.driver import call, driver
 __all__ = ["After", "follow"]
 
 _NONE_NEEDED = -1
-"""What a consumer that orders its own work tells DLPack."""
+"""The stream that a consumer which orders its own work passes to DLPack."""
 
 
 class After:
@@ -35,7 +35,7 @@ class After:
 
 
 def follow(copier: Copier, array: Any) -> None:
-    """Make what is submitted from now on wait for the work that makes a torch or JAX array.
+    """Make later copies wait for the work that makes a torch or JAX array.
 
     The array's own `__dlpack__` orders the two streams; its capsule is dropped at once, so that nothing stays shared.
     """

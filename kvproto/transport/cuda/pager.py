@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -37,7 +37,7 @@ _LAUNCHES = 16
 
 @attrs.frozen
 class _LayerCopies(Paging):
-    """Copies of ascending intervals of layers, the first of which has been started.
+    """Copies of ascending intervals of layers; the first has been started.
 
     Starting one takes the host 0.2 ms if the copy engine copies each run. So an engine that waits layer by layer goes
     on as soon as the first is on its way, and starts others while its GPU computes the layers before them.
@@ -56,7 +56,7 @@ class _LayerCopies(Paging):
         if self.rest is None:
             return self.first.finish().done
         if len(self.rest.copies) < len(self.rest.jobs):
-            if (self.rest.copies or self.first.copies)[-1].done:  # nobody waits layer by layer, or not yet
+            if (self.rest.copies or self.first.copies)[-1].done:  # no layer is waited for, or not yet
                 self.rest.finish()
             return False
         return self.rest.finish().done
@@ -73,7 +73,7 @@ class _LayerCopies(Paging):
         (self.first if self.rest is None else self.rest).finish().wait()
 
 
-class _Way:
+class _Direction:
     """One direction: its copier, and the tables of rank pairs."""
 
     def __init__(self, device: int, blocks: int, long: int) -> None:
@@ -82,14 +82,13 @@ class _Way:
         self._flying: deque[Series] = deque()
 
     def start(
-        self, program: CopyProgram, sources: dict[int, int], sinks: dict[int, int], cuts: Sequence[tuple[int, int]],
-        after: int,
-    ) -> tuple[Series, Series | None]:  # fmt: skip
-        """A copy of each interval of layers, in order: the first is under way, those that follow it are prepared.
+        self, program: CopyProgram, sides: Sequence[Mapping[int, int]], cuts: Sequence[tuple[int, int]], after: int
+    ) -> tuple[Series, Series | None]:
+        """A copy of each interval of layers, in order: the first is under way, the others are prepared.
 
         Waits for an earlier copy if too many are under way.
         """
-        table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, sources, sinks))
+        table = self._tables.get(program.ops, (), lambda: self.copier.prepare(program, *sides))
         while self._flying and (len(self._flying) > _LAUNCHES - 2 or self._flying[0].finish().done):
             self._flying.popleft().finish().wait()
         jobs = [CopyJob(table, program.maps, cut) for cut in cuts]
@@ -107,7 +106,7 @@ class _Way:
         return first, rest
 
     def close(self) -> None:
-        """Wait for what was started, and free the kernel."""
+        """Wait for what was started, and free the tables."""
         while self._flying:
             self._flying.popleft().finish().wait()
         self._tables.clear()
@@ -119,7 +118,7 @@ class CudaPager(Pager):
     def __init__(self, device: int, stream: int = 0, blocks: int = _BLOCKS, long: int = _LONG) -> None:
         current(device)
         self.device, self.stream = device, stream
-        self._out, self._in = _Way(device, blocks, LONG), _Way(device, blocks, long)
+        self._out, self._in = _Direction(device, blocks, LONG), _Direction(device, blocks, long)
         self._pinned: list[Memory] = []
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self._event = call(driver.cuEventCreate(flags.value), "event")
@@ -139,12 +138,12 @@ class CudaPager(Pager):
         return self._copy(self._in, program, host, pool, _cuts(program))
 
     def _copy(
-        self, way: _Way, program: CopyProgram, sources: Regions, sinks: Regions, cuts: Sequence[tuple[int, int]]
+        self, way: _Direction, program: CopyProgram, sources: Regions, sinks: Regions, cuts: Sequence[tuple[int, int]]
     ) -> Paging:
         current(self.device)
         call(driver.cuEventRecord(self._event, self.stream), "engine's stream")
-        here, there = ({id: _address(memory) for id, memory in side.items()} for side in (sources, sinks))
-        first, rest = way.start(program, here, there, cuts, int(self._event))
+        sides = [{id: _address(memory) for id, memory in side.items()} for side in (sources, sinks)]
+        first, rest = way.start(program, sides, cuts, int(self._event))
         return _LayerCopies(first, rest, [hi - 1 for _, hi in cuts], self.stream, program.bytes)
 
     def close(self) -> None:
@@ -167,5 +166,5 @@ def _address(memory: Memory) -> int:
 def _cuts(program: CopyProgram) -> list[tuple[int, int]]:
     """Intervals of layers, about `_PART` bytes each."""
     layers = np.unique(program.ops["layer"])
-    some = np.array_split(layers, max(1, min(len(layers), program.bytes // _PART)))
-    return [(int(each[0]), int(each[-1]) + 1) for each in some]
+    intervals = np.array_split(layers, max(1, min(len(layers), program.bytes // _PART)))
+    return [(int(interval[0]), int(interval[-1]) + 1) for interval in intervals]

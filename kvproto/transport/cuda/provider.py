@@ -13,6 +13,7 @@ from kvproto.wire.enums import ErrorCode, MemoryKind
 __all__ = ["PROVIDER", "long_runs"]
 
 _DLPACK_CUDA = 2
+_SLOW = "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU"
 
 
 class _CudaProvider(Provider):
@@ -25,9 +26,9 @@ class _CudaProvider(Provider):
             return None
         from kvproto.transport.cuda.memory import DeviceMemory
 
-        made = DeviceMemory(length, device, id)
-        made.zero()
-        return made
+        memory = DeviceMemory(length, device, id)
+        memory.zero()
+        return memory
 
     def allocation_of(self, device: tuple[int, int], address: int, length: int) -> Allocation | None:
         if device[0] != _DLPACK_CUDA:
@@ -58,12 +59,7 @@ class _CudaProvider(Provider):
 
         return CudaPager(device, stream)
 
-    floors = (
-        Floor(
-            "cuda", ("pull", "push", "engine"), True, 10e9,
-            "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU",
-        ),
-    )  # fmt: skip
+    floors = (Floor("cuda", ("pull", "push", "engine"), True, 10e9, _SLOW),)
     costs = (
         CostedWay("pull", "kernel", "copy", Constants(370e9, 1.0e-11, 15e-6), "one gather-scatter kernel, pull"),
         CostedWay("push", "kernel, push", "copy"),
@@ -109,12 +105,12 @@ def _from(engine: Measured, kernel: Measured) -> int:
     """The shortest run from which the engine is no slower at any length that both were measured at."""
     of_kernel = {s.run: s.rate for s in kernel.samples}  # for one length the larger program comes last
     of_engine = {s.run: s.rate for s in engine.samples}
-    found = _NEVER
+    shortest = _NEVER
     for run in sorted(of_kernel.keys() & of_engine.keys(), reverse=True):
         if of_engine[run] < of_kernel[run]:
             break
-        found = run
-    return found
+        shortest = run
+    return shortest
 
 
 PROVIDER = _CudaProvider()

@@ -33,6 +33,8 @@ _STREAM = -1
 _WRAP = 1 << 64
 _WIDE = 1 << 32
 """The device counts in 32 bits."""
+_Classes = dict[int, list[tuple[int, ...]]]
+"""Classes of one chunk by the width of their words, each with its number of operations behind it."""
 
 
 @attrs.frozen
@@ -46,7 +48,7 @@ class PartLaunch:
 
 @attrs.frozen
 class ChunkCopies:
-    """What copies a chunk of a stream: launches, and copies of bytes of records that are cut."""
+    """The copies of a chunk of a stream: launches, and copies of bytes of records that are cut."""
 
     parts: tuple[PartLaunch, ...]
     pieces: tuple[tuple[int, int, int], ...]
@@ -54,7 +56,7 @@ class ChunkCopies:
 
 
 class StreamSide:
-    """What all streams of a rank pair share on one side; `addresses` and `lengths` of its regions are by region id.
+    """One side of a rank pair, shared by its streams; `addresses` and `lengths` of its regions are by region id.
 
     Raises OUT_OF_REGION if the operations leave the regions.
     """
@@ -72,11 +74,16 @@ class StreamSide:
         self.place -= np.repeat(self.place[columns.first[:-1]], numbers)
         ops = columns.ops.copy()
         ops["layer"] = np.repeat(np.arange(len(numbers)), numbers)  # so that an interval of columns is one of layers
-        flat = {
-            "region": _STREAM, "offset": self.place, "item_stride": 0, "row_stride": np.repeat(columns.width, numbers),
-            "lane_stride": ops["lane_bytes"], "items": 1, "rows": 0,
-        }  # fmt: skip
-        for name, value in flat.items():
+        linear = {
+            "region": _STREAM,
+            "offset": self.place,
+            "item_stride": 0,
+            "row_stride": np.repeat(columns.width, numbers),
+            "lane_stride": ops["lane_bytes"],
+            "items": 1,
+            "rows": 0,
+        }
+        for name, value in linear.items():
             ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
         self.table = kernel.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
@@ -87,8 +94,8 @@ class StreamSide:
     @property
     def words(self) -> list[int]:
         """Widths of words that chunks may use, as the place of a column in the stream depends on those before it."""
-        found = {shape.word for shape in self.table.shapes}
-        return [w for w in kernel.WORDS if found and min(found) <= w <= max(found)]
+        words = {shape.word for shape in self.table.shapes}
+        return [w for w in kernel.WORDS if words and min(words) <= w <= max(words)]
 
 
 class StreamTable:
@@ -108,7 +115,7 @@ class StreamTable:
         self._misaligned = [
             int(places[s.start]) if (places[s.start : s.stop] == places[s.start]).all() else None for s in table.shapes
         ]
-        """For each shape: where its operations begin within a word, if all begin at the same byte."""
+        """For each shape: the byte of a word at which its operations begin, if it is the same for all."""
         self.n_maps, self.most_rows = len(maps), max(self._sizes, default=0)
         """Maps to expand, and rows of the longest one."""
         self._ops_begin = kernel.up(len(maps) * kernel.MAP.itemsize)
@@ -148,7 +155,7 @@ class StreamTable:
         end = offset + length
         self.order.check(offset, end)
         shift = address - offset
-        found: dict[int, list[tuple[int, ...]]] = {}
+        classes: _Classes = {}
         pieces: list[tuple[int, int, int]] = []
         at = offset
         c = bisect_right(self._end, offset)
@@ -156,7 +163,7 @@ class StreamTable:
             begin, stop, width = self._start[c], self._end[c], self._side.width[c]
             if at == begin and stop <= end:
                 after = bisect_right(self._end, end)
-                self._classes(found, shift, c, after, 0, None)
+                self._add_classes(classes, shift, c, after, 0, None)
                 at, c = self._end[after - 1], after
                 continue
             stop = min(stop, end)
@@ -168,15 +175,13 @@ class StreamTable:
                     skip = at - begin - (first - 1) * width
                     pieces += self._pieces(shift, c, first - 1, skip, width - skip)
                 if last > first:
-                    self._classes(found, shift, c, c + 1, first, last - first)
+                    self._add_classes(classes, shift, c, c + 1, first, last - first)
                 if begin + last * width < stop:
                     pieces += self._pieces(shift, c, last, 0, stop - begin - last * width)
             at, c = stop, c + 1
-        return ChunkCopies(tuple(self._parts(found, shift)), tuple(pieces))
+        return ChunkCopies(tuple(self._parts(classes, shift)), tuple(pieces))
 
-    def _classes(
-        self, found: dict[int, list[tuple[int, ...]]], shift: int, first: int, last: int, row: int, rows: int | None
-    ) -> None:
+    def _add_classes(self, classes: _Classes, shift: int, first: int, last: int, row: int, rows: int | None) -> None:
         """Add classes for records [row, row + rows), or all, of columns [first, last)."""
         table, columns = self._side.table, self._side.column
         for shape, misaligned in zip(table.shapes, self._misaligned, strict=True):
@@ -190,26 +195,26 @@ class StreamTable:
             word = min(shape.word, low & -low or shape.word)
             words = shape.words * (shape.word // word)
             width, number = words * shape.units, self._sizes[shape.map] if rows is None else rows
-            of_word = found.setdefault(word, [])
+            of_word = classes.setdefault(word, [])
             for skip in range(0, number, kernel.MOST // width):
-                some = min(kernel.MOST // width, number - skip)
-                chunks = -(-some * width // (kernel.THREADS * kernel.DEPTH))
+                n_rows = min(kernel.MOST // width, number - skip)
+                chunks = -(-n_rows * width // (kernel.THREADS * kernel.DEPTH))
                 place = self._rows_at[shape.map] + 16 * (row + skip)
                 ops = self._ops_at + lo * kernel.OP.itemsize
-                of_word.append((ops, place, some, words, shape.units, chunks, hi - lo))
+                of_word.append((ops, place, n_rows, words, shape.units, chunks, hi - lo))
 
-    def _parts(self, found: Mapping[int, list[tuple[int, ...]]], shift: int) -> Iterator[PartLaunch]:
+    def _parts(self, classes: _Classes, shift: int) -> Iterator[PartLaunch]:
         shifts = (0, shift % _WRAP) if self._stream == "sink" else (shift % _WRAP, 0)
-        for word, classes in found.items():
-            for k in range(0, len(classes), kernel.FEW_CLASSES):
-                some, first = classes[k : k + kernel.FEW_CLASSES], 0
-                made = bytearray(PART)
-                for i, (*fields, chunks, number) in enumerate(some):
+        for word, of_word in classes.items():
+            for k in range(0, len(of_word), kernel.FEW_CLASSES):
+                of_launch, first = of_word[k : k + kernel.FEW_CLASSES], 0
+                parameters = bytearray(PART)
+                for i, (*fields, chunks, number) in enumerate(of_launch):
                     place = _HEAD.size + i * kernel.CLASS.itemsize
-                    kernel.CLASS_FIELDS.pack_into(made, place, *fields, chunks, first, 0)
+                    kernel.CLASS_FIELDS.pack_into(parameters, place, *fields, chunks, first, 0)
                     first += chunks * number
-                _HEAD.pack_into(made, 0, len(some), first, *shifts)
-                yield PartLaunch(word, first, bytes(made))
+                _HEAD.pack_into(parameters, 0, len(of_launch), first, *shifts)
+                yield PartLaunch(word, first, bytes(parameters))
 
     def _pieces(self, shift: int, c: int, record: int, skip: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Copies of bytes [skip, skip + size) of one record."""

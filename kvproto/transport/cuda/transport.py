@@ -38,16 +38,22 @@ class CudaTransport(base.Transport):
         """A separate copier, so that urgent copies do not queue behind background ones."""
         self._tables = PerProgramCache[Prepared]()
         self.capabilities = base.Capabilities(
-            code=TransportCode.CUDA, reads=True, death_is_proof=True, batches=True, incremental=True,
-            first_part_ratio=_NVLINK_RATIO if has_nvlink(device) else 1.0, poll_interval=_POLL, summed_at_once=SUMMED,
-        )  # fmt: skip
+            code=TransportCode.CUDA,
+            reads=True,
+            death_is_proof=True,
+            batches=True,
+            incremental=True,
+            first_part_ratio=_NVLINK_RATIO if has_nvlink(device) else 1.0,
+            poll_interval=_POLL,
+            summed_at_once=SUMMED,
+        )
 
     def expose(
         self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
     ) -> base.Exposure:
         """Make handles of device memory; raises NO_TRANSPORT for an allocation that cannot be shared, POOL_MOVED."""
         _addresses(memory)
-        return base.Exposure({id: each.region.handles for id, each in memory.items()})
+        return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
@@ -75,9 +81,9 @@ class CudaTransport(base.Transport):
 
     def forget(self, memory: base.Regions) -> None:
         self.copier.settle()
-        for each in memory.values():
-            if isinstance(each, DeviceMemory):
-                each.forget()
+        for region in memory.values():
+            if isinstance(region, DeviceMemory):
+                region.forget()
 
     def close(self) -> None:
         self.copier.settle()
@@ -99,14 +105,12 @@ _POLL = 20e-6
 
 
 def _addresses(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, int]:
-    found = {}
+    addresses = {}
     for id, memory in side.items():
         if not isinstance(memory, DeviceMemory | MappedDeviceMemory):
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, f"regions[{id}]", "memory of a GPU", type(memory).__name__,
-                "allocate or adopt it with kvproto.transport.memory",
-            )  # fmt: skip
+            kind, advice = type(memory).__name__, "allocate or adopt it with kvproto.transport.memory"
+            raise LocalError(ErrorCode.NO_TRANSPORT, f"regions[{id}]", "memory of a GPU", kind, advice)
         if isinstance(memory, DeviceMemory):
             memory.check()
-        found[id] = memory.address
-    return found
+        addresses[id] = memory.address
+    return addresses

@@ -14,7 +14,6 @@ from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.transport import base
-from kvproto.transport.base import Layer
 from kvproto.transport.shm.memory import SharedMemory, buffers
 from kvproto.transport.staging.packed import PackedStream, Packer
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
@@ -23,9 +22,13 @@ from kvproto.wire.messages import Data, Handle, Region
 
 __all__ = ["FRAME", "WINDOW", "DataPiece", "InlineLink", "InlineReceiver", "InlineStream", "InlineTransport"]
 
-
 FRAME = 128 << 10
 """Bytes of one Data."""
+WINDOW = 2 << 20
+"""Bytes that may be on their way to a sink from one source rank."""
+
+
+# the source
 
 
 @attrs.frozen
@@ -38,25 +41,19 @@ class DataPiece:
 
     def notice(self, session: int, sequence: int, attempt: int) -> Data:
         """The message that carries them."""
-        return Data(
-            session=session,
-            sequence=sequence,
-            attempt=attempt,
-            offset=self.offset,
-            data=bytes(self.data),
-            last=self.last,
-        )
+        data = bytes(self.data)
+        return Data(session=session, sequence=sequence, attempt=attempt, offset=self.offset, data=data, last=self.last)
 
 
 class InlineLink:
-    """What the streams of one session share: the bytes that may still be sent."""
+    """The credit of one session, in bytes that may still be sent, which its streams share."""
 
     kind: ClassVar[CreditKind] = CreditKind.INLINE
 
     def __init__(self) -> None:
         self.room = 0
         self.active: set[InlineStream] = set()
-        """Streams of which bytes are still to be packed."""
+        """Streams with bytes that are still to be packed."""
 
     def allow(self, bytes: int) -> None:
         """Let this many more bytes be packed."""
@@ -94,7 +91,7 @@ class InlineStream(base.Stream):
     def left(self) -> int:
         return self.bytes - self._at
 
-    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
+    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int]) -> None:
         self._allowed = self.bytes if layers is None else max(self._allowed, self._packer.prefix_bytes(layers))
 
     @property
@@ -128,6 +125,9 @@ class InlineStream(base.Stream):
         """Send nothing more. Only the sink writes its pages, so nothing that is on its way can arrive in one."""
         self._link.active.discard(self)
         return Proof.PROVEN
+
+
+# the sink
 
 
 @attrs.define
@@ -184,8 +184,8 @@ class InlineReceiver:
         if stream.error:
             raise stream.error.again()
         if stream.at < stream.packer.length:
-            wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send all Data before Done")
+            mine, yours = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send all Data before Done")
         return True
 
     def close(self, sequence: int, attempt: int) -> bool:
@@ -194,8 +194,7 @@ class InlineReceiver:
         return True
 
 
-WINDOW = 2 << 20
-"""Bytes that may be on their way to a sink from one source rank."""
+# both
 
 
 @attrs.frozen
@@ -212,9 +211,14 @@ class InlineTransport(base.Transport):
     """Moves bytes inside the session; `window` is what this side grants as a sink, at most `max_credit`."""
 
     capabilities = base.Capabilities(
-        code=TransportCode.INLINE, features=(Feature.INLINE,), reads=False, death_is_proof=True, batches=False,
-        incremental=False, poll_interval=None,
-    )  # fmt: skip
+        code=TransportCode.INLINE,
+        features=(Feature.INLINE,),
+        reads=False,
+        death_is_proof=True,
+        batches=False,
+        incremental=False,
+        poll_interval=None,
+    )
 
     def __init__(self, window: int = WINDOW) -> None:
         self.window = window
@@ -224,11 +228,10 @@ class InlineTransport(base.Transport):
     ) -> base.Exposure:
         """Say that bytes of these regions come as Data; raises NO_TRANSPORT for memory that is not the host's."""
         buffers = _buffers(memory)
+        receiver = InlineReceiver(self.window)
+        delivery = base.StreamDelivery(receiver, lambda program: PackedStream(program, "sink", buffers))
         handle = Handle(transport=TransportCode.INLINE, data=b"")
-        return base.Exposure(
-            dict.fromkeys(memory, (handle,)),
-            packed=base.StreamDelivery(InlineReceiver(self.window), lambda made: PackedStream(made, "sink", buffers)),
-        )
+        return base.Exposure(dict.fromkeys(memory, (handle,)), packed=delivery)
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
@@ -244,9 +247,9 @@ class InlineTransport(base.Transport):
                 raise base.no_handle(path, TransportCode.INLINE)
             return _Apart(link)
 
-        made = base.connect_each(regions, used, connect)
-        made.link = link
-        return made
+        connection = base.connect_each(regions, used, connect)
+        connection.link = link
+        return connection
 
     def start(self, moves: Sequence[base.Move]) -> InlineStream:
         """Start one move; raises OUT_OF_REGION."""

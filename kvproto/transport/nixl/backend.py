@@ -58,7 +58,7 @@ class MemoryBackend(Protocol):
         """As `Transport.begin_checksums`."""
 
     def settle(self) -> None:
-        """Wait for checksums that nobody has collected: after this none reads a pool."""
+        """Wait for checksums that were not collected: after this none reads a pool."""
         return
 
     def close(self) -> None:

@@ -42,18 +42,18 @@ class Nixl:
 
     def register(self, memory: ByteRange) -> tuple[Any, bytes]:
         """Register memory; returns the registration and the metadata that names this memory alone."""
-        made = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
-        self._agent.registerMem(made, self._ucx)
-        return made, self._agent.getLocalPartialMD(made, True, self._ucx)
+        registration = self._api.nixlRegDList(self._segment[memory.kind], [(*memory.descriptor, "")])
+        self._agent.registerMem(registration, self._ucx)
+        return registration, self._agent.getLocalPartialMD(registration, True, self._ucx)
 
     def deregister(self, registration: Any) -> None:
         self._agent.deregisterMem(registration, self._ucx)
 
-    def load(self, named: HandleContents) -> None:
+    def load(self, peer: HandleContents) -> None:
         """Learn of a peer's memory, and connect."""
-        if self._agent.loadRemoteMD(named.metadata) not in (named.name, named.name.encode()):
+        if self._agent.loadRemoteMD(peer.metadata) not in (peer.name, peer.name.encode()):
             raise ValueError("its metadata is another agent's")
-        self._agent.makeConnection(named.name, self._ucx)
+        self._agent.makeConnection(peer.name, self._ucx)
 
     def forget(self, name: str) -> None:
         """End the connection to a peer, which may be gone already."""
@@ -62,9 +62,9 @@ class Nixl:
 
     def make(self, here: Located, there: Located, peer: str) -> int:
         """Make a transfer without starting it."""
-        local, remote = (self._api.nixlXferDList(self._segment[kind], list_) for list_, kind in (here, there))
-        made: int = self._agent.createXferReq(self._api.NIXL_WRITE, local, remote, peer, b"", self._ucx)
-        return made
+        local, remote = (self._api.nixlXferDList(self._segment[kind], rows) for rows, kind in (here, there))
+        handle: int = self._agent.createXferReq(self._api.NIXL_WRITE, local, remote, peer, b"", self._ucx)
+        return handle
 
     def post(self, handle: int) -> bool:
         """Start a transfer; returns whether it is complete already."""

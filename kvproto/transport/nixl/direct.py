@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvproto.copying.program import CopyProgram, IntArray, Runs
-from kvproto.errors import LocalError, RemoteError
+from kvproto.errors import LocalError, RemoteError, bad
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
@@ -26,7 +26,7 @@ def descriptors(
 
     `sources` and `sinks` are the addresses of regions by id.
     """
-    found: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
+    pieces: dict[tuple[int, int], list[tuple[IntArray, IntArray, IntArray]]] = {}
     for op in program.ops:
         rows = program.maps[op["map"]]
         if not rows.size:
@@ -51,8 +51,8 @@ def descriptors(
             ends.append(at)
         length = rows.rows * width if merged else np.full(ends[0].size, width if solid else size)
         key = int(op["source_region"]), int(op["sink_region"])
-        found.setdefault(key, []).append((ends[0], ends[1], length))
-    return {key: tuple(map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}  # type: ignore[misc]
+        pieces.setdefault(key, []).append((ends[0], ends[1], length))
+    return {key: tuple(map(np.concatenate, zip(*parts, strict=True))) for key, parts in pieces.items()}  # type: ignore[misc]
 
 
 class DirectWrite:
@@ -62,7 +62,7 @@ class DirectWrite:
         self, agent: Agent, program: CopyProgram, sources: Mapping[int, Registered], sinks: Mapping[int, Peer]
     ) -> None:
         self._agent, self.bytes, self._postings = agent, program.bytes, list[Posting]()
-        bases = ({i: each.memory.address for i, each in side.items()} for side in (sources, sinks))
+        bases = ({i: region.memory.address for i, region in side.items()} for side in (sources, sinks))
         for (from_, to), (here, there, length) in descriptors(program, *bases).items():
             source, peer = sources[from_].memory, sinks[to]
             local, remote = (
@@ -77,7 +77,7 @@ class DirectWrite:
 
 
 class WriteMode(Enum):
-    """How the bytes of a program reach the sink."""
+    """The way in which the bytes of a program reach the sink."""
 
     DIRECT = "direct"
     """One descriptor for each run, into the peer's pages."""
@@ -118,7 +118,7 @@ def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float
     pages. Raises OUT_OF_RANGE without slots, DEADLINE after `timeout` seconds, and what a write raises.
     """
     if not peer.slots:
-        raise LocalError(ErrorCode.OUT_OF_RANGE, peer.path, "staging slots", "none", "probe staging memory only")
+        raise bad(peer.path, "staging slots", "none", "probe staging memory only")
     size = min(peer.memory.length, source.memory.length, bytes_)
     best = 0.0
     for _ in range(4):  # the first one connects
@@ -133,7 +133,6 @@ def probe(source: Registered, peer: Peer, bytes_: int = 64 << 20, timeout: float
 def require_fast(rate: float, peer: Peer, floor: float = DEVICE_FLOOR) -> None:
     """Refuse device memory that is reached neither by cuda_ipc nor by RDMA: raises TRANSPORT_FAILED below the floor."""
     if peer.memory.kind == MemoryKind.CUDA and rate < floor:
-        raise RemoteError(
-            ErrorCode.TRANSPORT_FAILED, peer.path, f"at least {floor / 1e9:g} GB/s", f"{rate / 1e9:.2f} GB/s",
-            "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and GPUDirect on both hosts",
-        )  # fmt: skip
+        mine, yours = f"at least {floor / 1e9:g} GB/s", f"{rate / 1e9:.2f} GB/s"
+        advice = "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and GPUDirect on both hosts"
+        raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, mine, yours, advice)

@@ -84,7 +84,7 @@ class HandleContents:
 
     @classmethod
     def decode(cls, data: bytes) -> HandleContents:
-        """Decode a handle; raises ValueError that says what is wrong."""
+        """Decode a handle; raises ValueError with the reason."""
         if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
             raise ValueError("not a handle of NIXL")
         if hashlib.sha256(data[_HEAD:]).digest() != data[len(_MAGIC) : _HEAD]:

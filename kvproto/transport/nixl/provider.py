@@ -13,6 +13,11 @@ from kvproto.wire.enums import MemoryKind
 __all__ = ["PROVIDER", "costs_of"]
 
 
+_SLOW = "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES"
+_PACKED = "index_select, one peer copy, index_copy"
+_DIRECT = "one descriptor for each run, as UCX takes them"
+
+
 class _NixlProvider(Provider):
     name = "nixl"
     requires = ("nixl",)
@@ -29,21 +34,12 @@ class _NixlProvider(Provider):
 
     floors = (
         Floor("nixl", ("direct",), False, 0.5e9, "UCX does not use shared memory: see UCX_TLS, and limits of /dev/shm"),
-        Floor(
-            "nixl", ("direct",), True, DEVICE_FLOOR,
-            "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES, and whether UCX knows CUDA",
-        ),
-    )  # fmt: skip
+        Floor("nixl", ("direct",), True, DEVICE_FLOOR, f"{_SLOW}, and whether UCX knows CUDA"),
+    )
     costs = (
-        CostedWay(
-            "packed", "pack + copy + unpack", "packed", Constants(264e9, 1.0e-11, 60e-6),
-            "index_select, one peer copy, index_copy",
-        ),
-        CostedWay(
-            "direct", "descriptors", "direct", Constants(335e9, 6.5e-6, 50e-6),
-            "one descriptor for each run, as UCX takes them",
-        ),
-    )  # fmt: skip
+        CostedWay("packed", "pack + copy + unpack", "packed", Constants(264e9, 1.0e-11, 60e-6), _PACKED),
+        CostedWay("direct", "descriptors", "direct", Constants(335e9, 6.5e-6, 50e-6), _DIRECT),
+    )
 
     def bench(self, memory: int, gpus: int) -> tuple[list[BenchJob], list[Absent]]:
         from kvproto.transport.nixl.bench import job
@@ -54,16 +50,16 @@ class _NixlProvider(Provider):
 def costs_of(measured: Sequence[Measured], gpus: bool) -> Costs | None:
     """For `NixlTransport(mode=...)`: the costs of descriptors and of packing, on the slowest pair of GPUs or the host.
 
-    None where either was not measured.
+    None if either was not measured.
     """
-    made = []
+    candidates = []
     for direct in measured:
         within = gpus and direct.source == direct.sink
         if (direct.transport, direct.way, direct.gpus) == ("nixl", "direct", gpus) and not within:
             cost = direct.constants
             for packed in same_path(direct, measured, "packed"):
-                made.append(Costs(cost.run, cost.link, min(packed.constants.link / cost.link, 0.99)))
-    return min(made, key=lambda c: c.link, default=None)
+                candidates.append(Costs(cost.run, cost.link, min(packed.constants.link / cost.link, 0.99)))
+    return min(candidates, key=lambda c: c.link, default=None)
 
 
 PROVIDER = _NixlProvider()

@@ -19,7 +19,6 @@ import attrs
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport import base
-from kvproto.transport.base import Copying, Layer, Stream
 from kvproto.transport.nixl.agent import Agent, Peer, Registered, Write
 from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, DirectWrite, WriteMode, choose, probe, require_fast
@@ -29,76 +28,6 @@ from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
 __all__ = ["DirectCopy", "NixlTransport", "StagedCopy", "StagedRegion"]
-
-
-@attrs.define
-class DirectCopy(Copying):
-    """DirectWrite writes that are under way, or that wait for device events."""
-
-    _direct: DirectWrite
-    _ready: Callable[[], bool]
-    """Whether the rows are there."""
-    _write: Write | None = None
-    stream: None = None
-
-    @property
-    def bytes(self) -> int:
-        return self._direct.bytes
-
-    @property
-    def done(self) -> bool:
-        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
-        if self._write is None:
-            if not self._ready():
-                return False
-            self._write = self._direct.post()
-        return self._write.ready()
-
-    def stop(self) -> Proof | None:
-        """The write's proof once it is over; PROVEN if it was never posted."""
-        return Proof.PROVEN if self._write is None else self._write.proof
-
-
-class StagedCopy(Stream):
-    """A packed stream that is under way; a `Copying` and its own `Stream`."""
-
-    def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
-        self._sender, self.bytes, self._happened = sender, bytes_, happened
-        self._pieces: list[ChunkPiece] = []
-        self._coming: deque[tuple[Collection[Layer] | None, Sequence[int]]] = deque()
-        """Layers, and the device events after which their rows are there."""
-
-    @property
-    def stream(self) -> StagedCopy:
-        return self
-
-    @property
-    def done(self) -> bool:
-        """Whether every byte is in a slot of the sink, after advancing it; raises PEER_LOST, TRANSPORT_FAILED."""
-        # the host polls events: if the device awaited them, chunks of other streams would queue behind them
-        while self._coming and self._happened(self._coming[0][1]):
-            self._sender.mark_ready(self._coming.popleft()[0])
-        while True:
-            before = self._sender.under_way
-            found = self._sender.step()
-            self._pieces += found
-            if not found and self._sender.under_way == before:
-                return self._sender.done
-
-    @property
-    def left(self) -> int:
-        return self._sender.left
-
-    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int]) -> None:
-        self._coming.append((layers, after))
-
-    def take(self) -> list[ChunkPiece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def stop(self) -> Proof | None:
-        return self._sender.abort()
-
 
 _PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
 """Bytes of a write that measures how fast a GPU is reached; latency would dominate shorter ones."""
@@ -114,8 +43,9 @@ class StagedRegion:
 
     path: str
     link: StagedLink | None = None
-    close: Callable[[], None] = lambda: None
-    """Frees our own slots; no write of them may be under way."""
+
+    def close(self) -> None:
+        """There is nothing to unmap."""
 
 
 class NixlTransport(base.Transport):
@@ -128,17 +58,26 @@ class NixlTransport(base.Transport):
     """
 
     def __init__(
-        self, mode: WriteMode | Costs = WriteMode.PACKED, slots: int = 8, slot_bytes: int | None = None,
-        device: int | None = None, floor: float = DEVICE_FLOOR,
-    ) -> None:  # fmt: skip
+        self,
+        mode: WriteMode | Costs = WriteMode.PACKED,
+        slots: int = 8,
+        slot_bytes: int | None = None,
+        device: int | None = None,
+        floor: float = DEVICE_FLOOR,
+    ) -> None:
         self.backend, self._floor = _backend_of(device), floor  # first, so that UCX finds the GPU's context
         self.mode, self.slots, self.slot_bytes = mode, slots, slot_bytes or self.backend.slot_bytes
         self.agent = Agent(self.backend.eager)
         self.capabilities = base.Capabilities(
-            code=TransportCode.NIXL, features=(Feature.STAGED,), reads=False, death_is_proof=False, batches=False,
+            code=TransportCode.NIXL,
+            features=(Feature.STAGED,),
+            reads=False,
+            death_is_proof=False,
+            batches=False,
             incremental=False,  # a transfer is one stream, or one set of writes, whose end is its completion
-            poll_interval=_POLL[device is None], summed_at_once=self.backend.summed_at_once,
-        )  # fmt: skip
+            poll_interval=_POLL[device is None],
+            summed_at_once=self.backend.summed_at_once,
+        )
         self._former: Agent | None = None
         """The agent before this one, until nothing uses it."""
         self._renewing = False
@@ -158,17 +97,15 @@ class NixlTransport(base.Transport):
         Pages of a GPU come with staging memory to measure the link with. Staging memory is kept until the delivery is
         closed, as the peer may write it until then.
         """
-        for each in memory.values():
-            self.backend.of(each)
+        for region in memory.values():
+            self.backend.of(region)
         if self._renewing:
             self._renew()
         mode = self.mode if isinstance(self.mode, WriteMode) else choose(runs(), self.mode)
         if mode is WriteMode.DIRECT and not all(self.backend.mappable(m) for m in memory.values()):
             if self.mode is WriteMode.DIRECT:
-                raise LocalError(
-                    ErrorCode.NO_TRANSPORT, "regions[0].handles", "memory of cuMemAlloc", "virtual memory",
-                    "write packed, or allocate with kvproto.transport.memory",
-                )  # fmt: skip
+                mine, advice = "memory of cuMemAlloc", "write packed, or allocate with kvproto.transport.memory"
+                raise LocalError(ErrorCode.NO_TRANSPORT, "regions[0].handles", mine, "virtual memory", advice)
             mode = WriteMode.PACKED
         device = self.backend.device_name
         if mode is WriteMode.DIRECT:
@@ -176,13 +113,12 @@ class NixlTransport(base.Transport):
             return base.Exposure(handles, () if device is None else (self._to_probe().region(next_id, device),))
         staging = self._staging(self.slots * self.slot_bytes, self.slot_bytes)
         self.backend.prepare(program, "sink", memory)
-        return base.Exposure(
-            dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),),
-            base.StreamDelivery(
-                StagedReceiver(staging), lambda made: self.backend.packer(made, "sink", memory),
-                lambda: self._free(staging),
-            ),
-        )  # fmt: skip
+        delivery = base.StreamDelivery(
+            StagedReceiver(staging),
+            unpacker=lambda program: self.backend.packer(program, "sink", memory),
+            close=lambda: self._free(staging),
+        )
+        return base.Exposure(dict.fromkeys(memory, (_EMPTY,)), (staging.region(next_id, device),), delivery)
 
     # as a source
 
@@ -196,31 +132,32 @@ class NixlTransport(base.Transport):
         if not writes:
             raise RemoteError(ErrorCode.NO_TRANSPORT, "regions[0].handles", "a transport that reads", "NIXL", "push")
         ours = {r.id for r in regions if any(h.transport == TransportCode.NIXL for h in r.handles)}
-        made = base.connect_each(regions, ours.union(used), self._reach)
+        connection = base.connect_each(regions, ours.union(used), self._reach)
         try:
-            made.link = self._stage(made.mapped, Feature.STAGED in features)
+            self._stage(connection, Feature.STAGED in features)
         except KvprotoError:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
     def _reach(self, region: Region, path: str) -> Peer | StagedRegion:
         if any(h.transport == TransportCode.NIXL and not h.data for h in region.handles):
             return StagedRegion(path)
         return self.agent.connect(region, path)
 
-    def _stage(self, mapped: Mapping[int, base.Mapped], allowed: bool) -> StagedLink | None:
-        """The link to the pages that are behind staging slots, if any."""
-        behind = [m for m in mapped.values() if isinstance(m, StagedRegion)]
-        peer = next((m for m in mapped.values() if isinstance(m, Peer) and m.slots), None)
+    def _stage(self, connection: base.Connection, allowed: bool) -> None:
+        """Link the pages that are behind staging slots, if any; check that a GPU is reached fast."""
+        mapped = connection.mapped.values()
+        behind = [m for m in mapped if isinstance(m, StagedRegion)]
+        peer = next((m for m in mapped if isinstance(m, Peer) and m.slots), None)
         if not behind:
-            for page in (m for m in mapped.values() if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
+            for page in (m for m in mapped if isinstance(m, Peer) and m.memory.kind == MemoryKind.CUDA):
                 if peer is None and self._floor:
                     wanted = "staging memory to probe, beside memory of a GPU"
                     raise RemoteError(ErrorCode.NO_TRANSPORT, f"{page.path}.handles", wanted, "none")
             if peer is not None:
                 self._require_fast(self._to_probe, peer)
-            return None
+            return
         if peer is None or not allowed:
             wanted = "a handle, or STAGED and staging memory"
             raise RemoteError(ErrorCode.NO_TRANSPORT, f"{behind[0].path}.handles", wanted, "an empty handle")
@@ -232,10 +169,9 @@ class NixlTransport(base.Transport):
         except KvprotoError:
             self._free(own)
             raise
-        for each in behind:
-            each.link = link
-        behind[0].close = lambda: self._free(own)
-        return link
+        for pages in behind:
+            pages.link = link
+        connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
         """Make what the streams of a rank pair share."""
@@ -265,7 +201,7 @@ class NixlTransport(base.Transport):
 
     def forget(self, memory: base.Regions) -> None:
         self.backend.settle()
-        gone = {id(each) for each in memory.values()}
+        gone = {id(region) for region in memory.values()}
         for key in [key for key in self._registered if key[0] in gone]:
             self._registered.pop(key)[1].close()
 
@@ -277,8 +213,8 @@ class NixlTransport(base.Transport):
     def _renew(self) -> None:
         """Make a new agent, and leave the former one to what uses it; if that fails, the next exposure tries again."""
         with contextlib.suppress(KvprotoError):
-            made = Agent(self.backend.eager)
-            self._former, self.agent, self._renewing, self._probed = self.agent, made, False, None
+            agent = Agent(self.backend.eager)
+            self._former, self.agent, self._renewing, self._probed = self.agent, agent, False, None
 
     def _retire(self) -> None:
         """Close the former agent once nothing uses it."""
@@ -330,8 +266,8 @@ class NixlTransport(base.Transport):
         if peer.memory.kind != MemoryKind.CUDA or not self._floor:
             return
         if peer.memory.length < _LEAST_PROBED:
-            wanted, found = f"{_LEAST_PROBED} bytes of staging memory to probe", str(peer.memory.length)
-            raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, wanted, found, "larger slots, or a floor of 0")
+            mine, yours = f"{_LEAST_PROBED} bytes of staging memory to probe", str(peer.memory.length)
+            raise RemoteError(ErrorCode.TRANSPORT_FAILED, peer.path, mine, yours, "larger slots, or a floor of 0")
         source = own()
         size = min(_PROBED, peer.memory.length, source.memory.length)
         require_fast(probe(source, peer, size), peer, self._floor)
@@ -348,3 +284,75 @@ def _backend_of(device: int | None) -> MemoryBackend:
     from kvproto.transport.nixl.device import DeviceBackend
 
     return DeviceBackend(device)
+
+
+# copies that are under way
+
+
+@attrs.define
+class DirectCopy(base.Copying):
+    """DirectWrite writes that are under way, or that wait for device events."""
+
+    _direct: DirectWrite
+    _ready: Callable[[], bool]
+    """Says whether the rows are there."""
+    _write: Write | None = None
+    stream: None = None
+
+    @property
+    def bytes(self) -> int:
+        return self._direct.bytes
+
+    @property
+    def done(self) -> bool:
+        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
+        if self._write is None:
+            if not self._ready():
+                return False
+            self._write = self._direct.post()
+        return self._write.ready()
+
+    def stop(self) -> Proof | None:
+        """The write's proof once it is over; PROVEN if it was never posted."""
+        return Proof.PROVEN if self._write is None else self._write.proof
+
+
+class StagedCopy(base.Stream):
+    """A packed stream that is under way; a `Copying` and its own `Stream`."""
+
+    def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
+        self._sender, self.bytes, self._happened = sender, bytes_, happened
+        self._pieces: list[ChunkPiece] = []
+        self._coming: deque[tuple[Collection[base.Layer] | None, Sequence[int]]] = deque()
+        """Layers, and the device events after which their rows are there."""
+
+    @property
+    def stream(self) -> StagedCopy:
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether every byte is in a slot of the sink, after advancing it; raises PEER_LOST, TRANSPORT_FAILED."""
+        # the host polls events: if the device awaited them, chunks of other streams would queue behind them
+        while self._coming and self._happened(self._coming[0][1]):
+            self._sender.mark_ready(self._coming.popleft()[0])
+        while True:
+            before = self._sender.under_way
+            pieces = self._sender.step()
+            self._pieces += pieces
+            if not pieces and self._sender.under_way == before:
+                return self._sender.done
+
+    @property
+    def left(self) -> int:
+        return self._sender.left
+
+    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int]) -> None:
+        self._coming.append((layers, after))
+
+    def take(self) -> list[ChunkPiece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def stop(self) -> Proof | None:
+        return self._sender.abort()

@@ -30,58 +30,6 @@ from kvproto.wire.messages import Handle, Region
 
 __all__ = ["SharedMapping", "SharedMemory", "allocatable_bytes", "buffers", "connect", "owner_of", "owning_process"]
 
-
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-def allocatable_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
-    """The bytes that would be free if every cache were dropped and swap were full; None if the kernel does not say.
-
-    It is never less than what can be allocated, unless others free memory meanwhile. The limits of the memory cgroups
-    that this process is in count too.
-    """
-    memory = _table(proc / "meminfo", 1024)
-    swap = memory.get("SwapFree", 0)
-    found = []
-    if "MemFree" in memory:
-        dropped = sum(memory.get(name, 0) for name in ("Buffers", "Cached", "SwapCached", "SReclaimable"))
-        found.append(max(memory["MemFree"] + dropped - memory.get("Shmem", 0), memory.get("MemAvailable", 0)) + swap)
-    for folder in _folders(proc, groups):
-        limit, use = _limit(folder / "memory.max"), _table(folder / "memory.stat", 1)
-        if limit is not None:
-            found.append(max(limit - use.get("anon", 0) - use.get("shmem", 0), 0) + swap)
-    return min(found, default=None)
-
-
-def _folders(proc: Path, groups: Path) -> list[Path]:
-    """The folder of this process's cgroup (v2) and of each above it, as far as they can be seen here."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::/")), None)
-    if own is None or ".." in own:
-        return []
-    inner = groups / own.lstrip("/")
-    return [each for each in (inner, *inner.parents) if each == groups or groups in each.parents]
-
-
-def _limit(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # "max"
-        return None
-
-
-def _table(file: Path, unit: int) -> dict[str, int]:
-    """The numbers of a file with a name and a number in each line, in bytes; empty if it cannot be read."""
-    try:
-        rows = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
-        return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1}
-    except (OSError, ValueError):
-        return {}
-
-
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -136,8 +84,11 @@ class _Exported:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory, self._bytes = memory, memoryview(memory.buffer)
         self.__array_interface__ = {
-            "version": 3, "typestr": "|u1", "shape": (memory.length,), "data": (memory.address, False)
-        }  # fmt: skip
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (memory.length,),
+            "data": (memory.address, False),
+        }
 
 
 class SharedMemory:
@@ -146,10 +97,9 @@ class SharedMemory:
     kind, device = MemoryKind.HOST, None
 
     def __init__(self, length: int, id: int = 0) -> None:
-        left = allocatable_bytes()
-        if left is not None and length > left:  # the kernel would grant it, and then kill this process or another
-            wanted, there = f"{length} bytes of host memory", f"{left} that could be free"
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "length", wanted, there, "make the pools smaller")
+        left = allocatable_bytes()  # Linux grants shared memory that it lacks, and then kills this process or another
+        if left is not None and length > left:
+            raise _short(length, f"{left} that could be free", "make the pools smaller")
         self._nonce, self._fd = secrets.token_hex(16), -1
         try:
             self._fd = os.memfd_create(_NAME + self._nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -162,8 +112,7 @@ class SharedMemory:
             if self._fd >= 0:
                 advice = "make the pools smaller"
                 os.close(self._fd)
-            wanted = f"{length} bytes of host memory"
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "length", wanted, e.strerror or str(e), advice) from e
+            raise _short(length, e.strerror or str(e), advice) from e
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self.id, self.length = id, length
         self.address = self._bytes.address
@@ -194,6 +143,10 @@ class SharedMemory:
         self._close_file()
 
 
+def _short(length: int, yours: str, advice: str) -> LocalError:
+    return LocalError(ErrorCode.TRANSPORT_FAILED, "length", f"{length} bytes of host memory", yours, advice)
+
+
 def owner_of(address: int, length: int) -> SharedMemory | None:
     """The shared memory of this process that holds [address, address + length), or None."""
     return next((m for m in _owned if m.address <= address and address + length <= m.address + m.length), None)
@@ -201,15 +154,14 @@ def owner_of(address: int, length: int) -> SharedMemory | None:
 
 def connect(region: Region, path: str) -> SharedMapping:
     """Map a peer's region; raises RemoteError, NO_TRANSPORT or TRANSPORT_FAILED, at `path`."""
-    handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
+    handle = _handle_of(region)
     if handle is None:
         raise no_handle(path, TransportCode.SHM)
     if region.boot != boot_id():
-        raise RemoteError(
-            ErrorCode.NO_TRANSPORT, f"{path}.boot", boot_id().hex(), bytes(region.boot or b"").hex() or "none",
-            "SHM reaches memory of the same host only: use a transport between hosts",
-        )  # fmt: skip
-    pid, fd, nonce = _fields(bytes(handle.data), path)
+        theirs = bytes(region.boot or b"").hex() or "none"
+        advice = "SHM reaches memory of the same host only: use a transport between hosts"
+        raise RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.boot", boot_id().hex(), theirs, advice)
+    pid, fd, nonce = _fields(handle, path)
     link = f"/proc/{pid}/fd/{fd}"
     try:
         name = os.readlink(link).split(" ")[0].removeprefix("/memfd:")
@@ -241,26 +193,29 @@ def connect(region: Region, path: str) -> SharedMapping:
 
 def owning_process(regions: Iterable[Region]) -> int | None:
     """The PID that the handles of these regions name; None unless all name the same, and are of this host."""
-    found: set[int | None] = set()
+    owners: set[int | None] = set()
     for region in regions:
-        handle = next((h for h in region.handles if h.transport == TransportCode.SHM), None)
-        here = handle is not None and region.boot == boot_id()
-        found.add(_fields(bytes(handle.data), "")[0] if handle is not None and here else None)
-    return found.pop() if len(found) == 1 else None
+        handle = _handle_of(region) if region.boot == boot_id() else None
+        owners.add(None if handle is None else _fields(handle, "")[0])
+    return owners.pop() if len(owners) == 1 else None
 
 
 _SEND_AGAIN = "send the handle of memory that is still there"
 
 
-def _fields(data: bytes, path: str) -> tuple[int, int, str]:
+def _handle_of(region: Region) -> Handle | None:
+    return next((handle for handle in region.handles if handle.transport == TransportCode.SHM), None)
+
+
+def _fields(handle: Handle, path: str) -> tuple[int, int, str]:
     """The process, descriptor and nonce that a handle states."""
     try:
-        pid, fd, nonce = msgpack.unpackb(data)
+        pid, fd, nonce = msgpack.unpackb(bytes(handle.data))
     except (ValueError, TypeError, msgpack.UnpackException):
         pid = fd = nonce = None
     if type(pid) is not int or type(fd) is not int or type(nonce) is not str or pid < 1 or fd < 0:
         advice = "send the handle that registration.md describes"
-        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(data)} other bytes", advice)
+        raise _failed(path, "msgpack of [process, descriptor, nonce]", f"{len(handle.data)} other bytes", advice)
     return pid, fd, nonce
 
 
@@ -275,16 +230,66 @@ def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
     return RemoteError(ErrorCode.TRANSPORT_FAILED, f"{path}.handles", mine, yours, advice)
 
 
-def buffers(
-    side: Mapping[int, Any], wanted: str, *kinds: type[SharedMemory] | type[SharedMapping]
-) -> dict[int, memoryview]:  # fmt: skip
+_Kind = type[SharedMemory] | type[SharedMapping]
+
+
+def buffers(regions: Mapping[int, Any], wanted: str, *kinds: _Kind) -> dict[int, memoryview]:
     """The bytes of regions by id; raises LocalError(NO_TRANSPORT) for memory that is of none of these kinds."""
-    found = {}
-    for id, memory in side.items():
+    for id, memory in regions.items():
         if not isinstance(memory, kinds):
-            raise LocalError(
-                ErrorCode.NO_TRANSPORT, f"regions[{id}]", wanted, type(memory).__name__,
-                "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it",
-            )  # fmt: skip
-        found[id] = memory.buffer
-    return found
+            advice = "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it"
+            raise LocalError(ErrorCode.NO_TRANSPORT, f"regions[{id}]", wanted, type(memory).__name__, advice)
+    return {id: memory.buffer for id, memory in regions.items()}
+
+
+# the memory that is left
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def allocatable_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
+    """The bytes that would be free if every cache were dropped and swap were full; None if the kernel does not say.
+
+    It is never less than what can be allocated, unless others free memory meanwhile. The limits of the memory cgroups
+    that this process is in count too.
+    """
+    memory = _table(proc / "meminfo", 1024)
+    swap = memory.get("SwapFree", 0)
+    limits = []
+    if "MemFree" in memory:
+        dropped = sum(memory.get(name, 0) for name in ("Buffers", "Cached", "SwapCached", "SReclaimable"))
+        limits.append(max(memory["MemFree"] + dropped - memory.get("Shmem", 0), memory.get("MemAvailable", 0)) + swap)
+    for folder in _cgroup_folders(proc, groups):
+        limit, use = _limit(folder / "memory.max"), _table(folder / "memory.stat", 1)
+        if limit is not None:
+            limits.append(max(limit - use.get("anon", 0) - use.get("shmem", 0), 0) + swap)
+    return min(limits, default=None)
+
+
+def _cgroup_folders(proc: Path, groups: Path) -> list[Path]:
+    """The folder of this process's cgroup (v2) and of each above it, as far as they can be seen here."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::/")), None)
+    if own is None or ".." in own:
+        return []
+    inner = groups / own.lstrip("/")
+    return [folder for folder in (inner, *inner.parents) if folder == groups or groups in folder.parents]
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _table(file: Path, unit: int) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line, in bytes; empty if it cannot be read."""
+    try:
+        rows = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+        return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1}
+    except (OSError, ValueError):
+        return {}

@@ -1,4 +1,4 @@
-"""Transport `shm`: numpy strided copies between shared memory of one host."""
+"""Transport `shm`: numpy strided copies between shared memory of one host; and a pager for pools of the host."""
 
 from __future__ import annotations
 
@@ -12,51 +12,13 @@ from kvproto.copying.execute import checksums, execute
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError
 from kvproto.transport import base
-from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.transport.process import Watch
-from kvproto.transport.shm import memory as shared
+from kvproto.transport.shm.memory import SharedMapping, SharedMemory, buffers, connect, owning_process
 from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
 
 __all__ = ["HostPager", "ShmCopy", "ShmTransport"]
-
-
-@attrs.frozen
-class _HostPaging(Paging):
-    bytes: int
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def hold(self, layer: int | None = None) -> None:
-        return
-
-    def wait(self) -> None:
-        return
-
-
-class HostPager(Pager):
-    """`Pager` of an engine on the host, which has no stream."""
-
-    def allocate(self, length: int) -> shared.SharedMemory:
-        return shared.SharedMemory(length)
-
-    def save(self, program: CopyProgram, pool: Regions, host: Regions) -> Paging:
-        return self.copy(program, pool, host)
-
-    def load(self, program: CopyProgram, host: Regions, pool: Regions) -> Paging:
-        return self.copy(program, host, pool)
-
-    def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
-        """Run a program; raises LocalError(NO_TRANSPORT) for memory that is not `shared.SharedMemory`."""
-        here, there = (shared.buffers(side, "memory of the host", shared.SharedMemory) for side in (sources, sinks))
-        return _HostPaging(execute(program, here, there))
-
-    def close(self) -> None:
-        return
-
 
 _PART = 16 << 20
 """Bytes copied between two looks at the clock."""
@@ -93,20 +55,6 @@ class ShmCopy(base.Copying):
         return Proof.PROVEN
 
 
-class _Watched(base.Connection):
-    """A peer's regions, and a watch of the process that owns them."""
-
-    def __init__(self, mapped: dict[int, base.Mapped], watch: Watch | None) -> None:
-        super().__init__(mapped, ended=None if watch is None else lambda: watch.ended)
-        self._watch = watch
-
-    def close(self) -> None:
-        super().close()
-        if self._watch is not None:
-            self.ended = None
-            self._watch.close()
-
-
 class ShmTransport(base.Transport):
     """Runs copy programs between shared memory of one host; short ones are done when `start` returns."""
 
@@ -119,21 +67,24 @@ class ShmTransport(base.Transport):
     ) -> base.Exposure:
         """State each region's file; raises NO_TRANSPORT for memory other than `SharedMemory`."""
         _buffers(memory)
-        return base.Exposure({id: each.region.handles for id, each in memory.items()})
+        return base.Exposure({id: region.region.handles for id, region in memory.items()})
 
     def connect(
         self, regions: Sequence[Region], used: Collection[int], writes: bool, features: Collection[int]
     ) -> base.Connection:
         """Map each region; raises what `kvproto.transport.shm.memory.connect` raises."""
         # opened first: the nonces that are then checked name the process that is watched, however PIDs are used again
-        pid = shared.owning_process(each for each in regions if each.id in used) if writes else None
+        pid = owning_process(region for region in regions if region.id in used) if writes else None
         watch = Watch.of_pid(pid) if pid is not None else None
         try:
-            return _Watched(base.connect_each(regions, used, shared.connect).mapped, watch)
+            connection = base.connect_each(regions, used, connect)
         except KvprotoError:
             if watch is not None:
                 watch.close()
             raise
+        if watch is not None:
+            connection.ended, connection.release = lambda: watch.ended, watch.close
+        return connection
 
     def start(self, moves: Sequence[base.Move]) -> ShmCopy:
         """Start the moves, and poll them once."""
@@ -149,4 +100,39 @@ class ShmTransport(base.Transport):
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return shared.buffers(side, "memory that SHM can share", shared.SharedMemory, shared.SharedMapping)
+    return buffers(side, "memory that SHM can share", SharedMemory, SharedMapping)
+
+
+@attrs.frozen
+class _HostPaging(base.Paging):
+    """A copy that was done before it was returned."""
+
+    bytes: int
+    done: bool = True
+
+    def hold(self, layer: int | None = None) -> None:
+        return
+
+    def wait(self) -> None:
+        return
+
+
+class HostPager(base.Pager):
+    """`Pager` of an engine on the host, which has no stream."""
+
+    def allocate(self, length: int) -> SharedMemory:
+        return SharedMemory(length)
+
+    def save(self, program: CopyProgram, pool: base.Regions, host: base.Regions) -> base.Paging:
+        return self.copy(program, pool, host)
+
+    def load(self, program: CopyProgram, host: base.Regions, pool: base.Regions) -> base.Paging:
+        return self.copy(program, host, pool)
+
+    def copy(self, program: CopyProgram, sources: base.Regions, sinks: base.Regions) -> base.Paging:
+        """Run a program; raises LocalError(NO_TRANSPORT) for memory that is not `SharedMemory`."""
+        here, there = (buffers(side, "memory of the host", SharedMemory) for side in (sources, sinks))
+        return _HostPaging(execute(program, here, there))
+
+    def close(self) -> None:
+        return

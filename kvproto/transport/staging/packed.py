@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, bad
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Layer", "Order", "PackedStream", "Packer", "PendingCopy", "Side", "StreamColumns"]
@@ -67,7 +67,7 @@ class Packer(Protocol):
         """Begin to write stream bytes [offset, offset + length of `data`) to their places; raises OUT_OF_RANGE."""
 
 
-class _CompletedCopy:
+class _CompletedCopy(PendingCopy):
     def ready(self) -> bool:
         return True
 
@@ -107,14 +107,13 @@ class StreamColumns:
         lengths = np.array([regions.get(i, -1) for i in ops[f"{side}_region"].tolist()], np.int64)
         there = extents["item"] > 0  # a pool without items is refused by `bounds`
         for k in np.flatnonzero((reach > lengths) & there)[:1].tolist():
-            raise LocalError(
-                ErrorCode.OUT_OF_REGION, f"layer {ops[k]['layer']}, part {ops[k]['part']}", f"{lengths[k]} bytes",
-                f"{reach[k]} bytes", "a layout of the region",
-            )  # fmt: skip
+            path = f"layer {ops[k]['layer']}, part {ops[k]['part']}"
+            mine, yours = f"{lengths[k]} bytes", f"{reach[k]} bytes"
+            raise LocalError(ErrorCode.OUT_OF_REGION, path, mine, yours, "a layout of the region")
 
 
 class Order:
-    """Where each column lies in the stream of one request; raises OUT_OF_REGION if its maps leave the pools."""
+    """The places of the columns in the stream of one request; raises OUT_OF_REGION if its maps leave the pools."""
 
     def __init__(self, columns: StreamColumns, maps: Sequence[RowMap]) -> None:
         self.columns, self.maps = columns, maps
@@ -124,10 +123,9 @@ class Order:
             least, item, row = m.source_reach if columns.side == "source" else m.sink_reach
             if least < 0 or item >= items or row >= rows:
                 model, layer = columns.layers[int(np.flatnonzero(columns.map == i)[0])]
-                raise LocalError(
-                    ErrorCode.OUT_OF_REGION, f"model {model}, layer {layer}", f"{items} items of {rows} rows",
-                    f"item {item}, row {row}", "name items of the pool",
-                )  # fmt: skip
+                path, mine = f"model {model}, layer {layer}", f"{items} items of {rows} rows"
+                advice = "name items of the pool"
+                raise LocalError(ErrorCode.OUT_OF_REGION, path, mine, f"item {item}, row {row}", advice)
             self.most = max(self.most, item, row + 1)
         bytes_ = columns.width * np.array([m.size for m in maps], np.int64)[columns.map]
         self.end = np.cumsum(bytes_)
@@ -143,13 +141,7 @@ class Order:
     def check(self, offset: int, end: int) -> None:
         """Raise OUT_OF_RANGE if the stream does not have bytes [offset, end)."""
         if not 0 <= offset <= end <= self.length:
-            raise LocalError(
-                ErrorCode.OUT_OF_RANGE,
-                "",
-                f"{self.length} bytes of stream",
-                f"{offset} to {end}",
-                "keep to its length",
-            )
+            raise bad("", f"{self.length} bytes of stream", f"{offset} to {end}", "keep to its length")
 
     def runs(self, which: int) -> tuple[IntArray, IntArray, IntArray]:
         """Items, first rows and numbers of rows of a map's runs on this side."""
@@ -193,36 +185,37 @@ class PackedStream(Packer):
         while at < end:
             stop = min(end, int(order.end[c]))
             if at < stop:
-                self._column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
+                self._copy_column(c, at - int(order.start[c]), data[at - offset : stop - offset], into)
             at, c = stop, c + 1
         return _CompletedCopy()
 
-    def _column(self, c: int, at: int, data: Bytes, into: bool) -> None:
+    def _copy_column(self, c: int, at: int, data: Bytes, into: bool) -> None:
         """Bytes [at, at + data.size) of a column: the rest of a record, whole records, and the beginning of another."""
         width = int(self._order.columns.width[c])
         row, skip = divmod(at, width)
         done = 0
         if skip or data.size < width:
             done = min(width - skip, data.size)
-            self._part(c, row, skip, data[:done], into)
+            self._cut_record(c, row, skip, data[:done], into)
             row += 1
         whole = (data.size - done) // width
         if whole:
-            self._rows(c, row, whole, data[done : done + whole * width], into)
+            self._records(c, row, whole, data[done : done + whole * width], into)
             done += whole * width
         if done < data.size:
-            self._part(c, row + whole, 0, data[done:], into)
+            self._cut_record(c, row + whole, 0, data[done:], into)
 
-    def _part(self, c: int, row: int, skip: int, data: Bytes, into: bool) -> None:
+    def _cut_record(self, c: int, row: int, skip: int, data: Bytes, into: bool) -> None:
+        """Bytes [skip, skip + data.size) of one record, which is read and written whole."""
         record = np.empty(int(self._order.columns.width[c]), np.uint8)
-        self._rows(c, row, 1, record, into=False)
+        self._records(c, row, 1, record, into=False)
         if into:
             record[skip : skip + data.size] = data
-            self._rows(c, row, 1, record, into=True)
+            self._records(c, row, 1, record, into=True)
         else:
             data[:] = record[skip : skip + data.size]
 
-    def _rows(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
+    def _records(self, c: int, first: int, number: int, data: Bytes, into: bool) -> None:
         """Records [first, first + number) of a column."""
         order, columns = self._order, self._order.columns
         ops = columns.ops[columns.first[c] : columns.first[c + 1]]
@@ -239,10 +232,10 @@ class PackedStream(Packer):
         width, place = int(columns.width[c]), 0
         for op in ops:
             piece = int(op["lanes"] * op["lane_bytes"])
-            self._piece(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)
+            self._operation(op, item, row, length, data.reshape(number, width)[:, place : place + piece], into)
             place += piece
 
-    def _piece(self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: Bytes, into: bool) -> None:
+    def _operation(self, op: Any, item: IntArray, row: IntArray, length: IntArray, data: Bytes, into: bool) -> None:
         """One operation over some runs; `data` [row, byte] is not contiguous if a record has several pieces."""
         items, rows, item_stride, row_stride, lane_stride, offset, region = (
             int(op[f"{self._side}_{n}"])
@@ -253,10 +246,10 @@ class PackedStream(Packer):
         if lanes > 1 and lane_stride != size:
             shape, strides = (items, rows, lanes, size), (item_stride, row_stride, lane_stride, 1)
             view = np.ndarray(shape, np.uint8, memory, 0, strides)
-            each_item, each_row = np.repeat(item, length), _spread(row, length, 1)
+            item_of_row, row_in_item = np.repeat(item, length), _row_places(row, length, 1)
             step = max(_BLOCK // width, 1)
             for a in range(0, len(data), step):
-                index, block = (each_item[a : a + step], each_row[a : a + step]), data[a : a + step]
+                index, block = (item_of_row[a : a + step], row_in_item[a : a + step]), data[a : a + step]
                 if into:
                     view[index] = block.reshape(-1, lanes, size)
                 else:
@@ -271,19 +264,20 @@ class PackedStream(Packer):
                 for a, b in pairwise(cuts):
                     run = int(length[a]) * width
                     end = done + run * (b - a)
-                    _elements(memory, at[a:b], run, flat[done:end], into)
+                    _copy_elements(memory, at[a:b], run, flat[done:end], into)
                     done = end
                 return
-        at = _spread(at, length, row_stride)
+        at = _row_places(at, length, row_stride)
         if data.flags.c_contiguous:
-            _elements(memory, at, width, data.reshape(-1), into)
+            _copy_elements(memory, at, width, data.reshape(-1), into)
             return
         step = max(_BLOCK // width, 1)
         for a in range(0, len(data), step):
-            some = np.ascontiguousarray(data[a : a + step]) if into else np.empty(data[a : a + step].shape, np.uint8)
-            _elements(memory, at[a : a + step], width, some.reshape(-1), into)
+            strided = data[a : a + step]
+            block = np.ascontiguousarray(strided) if into else np.empty(strided.shape, np.uint8)
+            _copy_elements(memory, at[a : a + step], width, block.reshape(-1), into)
             if not into:
-                data[a : a + step] = some
+                strided[:] = block
 
 
 def _flat(data: Any) -> Bytes:
@@ -293,16 +287,16 @@ def _flat(data: Any) -> Bytes:
     return np.ndarray(memoryview(data).nbytes, np.uint8, data)
 
 
-def _spread(start: IntArray, length: IntArray, stride: int) -> IntArray:
+def _row_places(start: IntArray, length: IntArray, stride: int) -> IntArray:
     """The places of every row: start, start + stride, ... for each run."""
     if len(length) == int(length.sum()):
         return start
     before = np.cumsum(length) - length
-    made: IntArray = np.repeat(start - before * stride, length) + np.arange(int(length.sum())) * stride
-    return made
+    places: IntArray = np.repeat(start - before * stride, length) + np.arange(int(length.sum())) * stride
+    return places
 
 
-def _elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:
+def _copy_elements(memory: Bytes, at: IntArray, size: int, data: Bytes, into: bool) -> None:
     """Copy `size` bytes at each place of memory to `data` in order, or with `into` from it."""
     if size >= _LONG:
         for i, a in enumerate(at.tolist()):

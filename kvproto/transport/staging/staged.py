@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import numpy as np
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.errors import KvprotoError, RemoteError, bad
 from kvproto.transport.staging.packed import Layer, Packer, PendingCopy
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
@@ -55,7 +55,7 @@ class Target(Staging, Protocol):
 
 @attrs.frozen
 class ChunkPiece:
-    """What a Chunk says of one slot, without session, sequence and attempt."""
+    """The content of one slot, as a Chunk states it, without session, sequence and attempt."""
 
     slot: int
     offset: int
@@ -65,16 +65,21 @@ class ChunkPiece:
     def notice(self, session: int, sequence: int, attempt: int) -> Chunk:
         """The notice to send."""
         return Chunk(
-            session=session, sequence=sequence, attempt=attempt, slot=self.slot, offset=self.offset, bytes=self.bytes,
+            session=session,
+            sequence=sequence,
+            attempt=attempt,
+            slot=self.slot,
+            offset=self.offset,
+            bytes=self.bytes,
             last=self.last,
-        )  # fmt: skip
+        )
 
 
 # the source
 
 
 class StagedLink:
-    """A source's slots and those that the sink of one session has granted; all transfers of the session share them.
+    """A source's slots, and the slots that the sink of one session has granted, for all transfers of the session.
 
     Raises OUT_OF_RANGE if either side has fewer than three slots.
     """
@@ -84,14 +89,14 @@ class StagedLink:
     def __init__(self, own: Staging, target: Target) -> None:
         self.own, self.target = own, target
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
-        _enough(own.slots, own.slot_bytes)
-        _enough(target.slots, target.slot_bytes)
+        _check_slots(own.slots, own.slot_bytes)
+        _check_slots(target.slots, target.slot_bytes)
         self.free = deque(range(own.slots))
         """Own slots that are not in use."""
         self.granted: deque[int] = deque()
         """The sink's slots that may be written."""
         self._away = set(range(target.slots))
-        """The sink's slots that it may grant: all of them at first, later those that a Chunk has named."""
+        """The sink's slots that it may grant: at first all, later every slot that a Chunk has named."""
         self._used: set[int] = set()
         """The sink's slots that a stream is packing for or writing."""
         self.active: set[StagedSender] = set()
@@ -100,16 +105,13 @@ class StagedLink:
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
         slots = [] if credit.slots is None else credit.slots[: len(self._away) + 1].tolist()
-        came = set[int]()
+        granted = set[int]()
         for i, slot in enumerate(slots):
-            if slot not in self._away or slot in came:
-                wanted, advice = (
-                    f"slots below {self.target.slots} that are not granted",
-                    "return a slot after its Chunk",
-                )
-                raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", wanted, str(slot), advice)
-            came.add(slot)
-        self._away -= came
+            if slot not in self._away or slot in granted:
+                mine = f"slots below {self.target.slots} that are not granted"
+                raise RemoteError(ErrorCode.CREDIT, f"slots[{i}]", mine, str(slot), "return a slot after its Chunk")
+            granted.add(slot)
+        self._away -= granted
         self.granted.extend(slot for slot in slots if slot not in self._used)
 
     def take(self) -> int:
@@ -155,7 +157,7 @@ class StagedSender:
         self._at, self._allowed = 0, 0 if grows else packer.length
         self._parts: deque[_PieceWrite] = deque()
         self._writing = 0
-        """How many of `_parts`, counted from the first, are being written."""
+        """The number of `_parts`, counted from the first, that are being written."""
         self._stopped = False
         self._lost = False
         self.broken = False
@@ -188,10 +190,10 @@ class StagedSender:
         return len(self._parts)
 
     def step(self) -> list[ChunkPiece]:
-        """Poll what is under way, and begin one more piece if slots allow; returns pieces now at the sink, in order.
+        """Poll pieces under way, and begin one more if slots allow; returns pieces now at the sink, in order.
 
         Pieces are polled up to the first that is not ready. Raises what a write or the packer raises; the transfer has
-        then failed, and `abort` says what is known.
+        then failed, and `abort` tells what can be proved.
         """
         try:
             link, packer = self._link, self._packer
@@ -199,7 +201,7 @@ class StagedSender:
                 yours = f"{self._at} of {packer.length} bytes written when the connection broke"
                 raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
             self._post()
-            found = self._take()
+            written = self._take()
             left, allowed = self.left, self._allowed - self._at
             # only the last slot may go out before it is full
             if not self._stopped and link.free and link.granted and 0 < min(left, link.slot_bytes) <= allowed:
@@ -210,7 +212,7 @@ class StagedSender:
                 link.free.popleft()
                 self._at += size
                 self._post()
-            return found
+            return written
         except KvprotoError:
             self._stopped = True
             raise
@@ -227,16 +229,16 @@ class StagedSender:
             self._writing += 1
 
     def _take(self) -> list[ChunkPiece]:
-        found = []
+        written = []
         while self._parts and (first := self._parts[0]).writing is not None and first.writing.ready():
             self._parts.popleft()
             self._writing -= 1
             self._link.free.append(first.own)
             self._link.leave(first.piece.slot, named=True)
-            found.append(first.piece)
+            written.append(first.piece)
         if not self.left and not self._parts:
             self._link.active.discard(self)
-        return found
+        return written
 
     def abort(self) -> Proof | None:
         """Begin nothing more; call again until the result is not None.
@@ -287,7 +289,7 @@ class StagedReceiver:
     kind: ClassVar[CreditKind] = CreditKind.STAGING
 
     def __init__(self, own: Staging) -> None:
-        _enough(own.slots, own.slot_bytes)
+        _check_slots(own.slots, own.slot_bytes)
         self._own = own
         self._free = set(range(own.slots))
         self._granted: set[int] = set()
@@ -346,7 +348,7 @@ class StagedReceiver:
             self._free.add(chunk.slot)
 
     def step(self) -> None:
-        """Poll what is being unpacked: in order for each stream, up to the first that is not ready."""
+        """Poll chunks that are being unpacked: in order for each stream, up to the first that is not ready."""
         for stream in self._streams.values():
             while stream.unpacking:
                 slot, unpacking = stream.unpacking[0]
@@ -375,8 +377,8 @@ class StagedReceiver:
         """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
         if stream.at < stream.packer.length:
-            wanted, found = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", wanted, found, "send every Chunk before Done")
+            mine, yours = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send every Chunk before Done")
         return self.complete(sequence, attempt)
 
     def close(self, sequence: int, attempt: int) -> bool:
@@ -392,8 +394,7 @@ class StagedReceiver:
         return True
 
 
-def _enough(slots: int, slot_bytes: int) -> None:
+def _check_slots(slots: int, slot_bytes: int) -> None:
     if slots < LEAST_SLOTS or slot_bytes < 1:
-        advice = "register more staging memory, or smaller slots"
-        found = f"{slots} of {slot_bytes} bytes"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "slots", f"at least {LEAST_SLOTS} slots, not empty", found, advice)
+        mine, advice = f"at least {LEAST_SLOTS} slots, not empty", "register more staging memory, or smaller slots"
+        raise bad("slots", mine, f"{slots} of {slot_bytes} bytes", advice)

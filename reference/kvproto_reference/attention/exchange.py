@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..gather import gather, near_to
 from .base import Exchange
-from .lse import Found, Partial, merge
+from .lse import Found, Partial, merge, share
 
 __all__ = ["EXCHANGES", "OVER_ANY", "AllGather", "AllToAll", "Alone", "exchange_of"]
 
@@ -65,10 +65,8 @@ class AllGather(_Group):
 
     def merge(self, part: Found) -> Partial:
         part = part.natural()
-        lse = self._gather(part.lse)
-        total = torch.logsumexp(lse, 0)
-        weight = torch.where(torch.isneginf(part.lse), 0, torch.exp(part.lse - total))[..., None]
-        out = torch.where(weight > 0, part.out.float() * weight, 0)
+        total = torch.logsumexp(self._gather(part.lse), 0)
+        out = share(part, total)
         summands = self._near(self._heads(out).movedim(1, 0))
         mine = summands.new_empty(summands.shape[1:])
         _REDUCE_SCATTER(mine, summands.flatten(0, 1), group=self.group)

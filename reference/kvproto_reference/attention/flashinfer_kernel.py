@@ -40,9 +40,7 @@ class FlashInferKernel(Kernel):
     many spans were, so that a captured step can be replayed after `plan`. The last step must be over by then.
     """
 
-    def __init__(
-        self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], fixed: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, pool: KVPool, group_heads: Sequence[int], own_heads: Sequence[int], fixed: bool = False) -> None:
         """The index in the pool of the KV head that each query head reads, of the DCP group and of this rank.
 
         Raises EngineError if heads do not map evenly, or FlashInfer cannot run (see `lacks`).
@@ -127,10 +125,17 @@ class FlashInferKernel(Kernel):
             return self._reads(made, bounds)
         made = self._made_once("decode", spans if fixed else 0, self._make_decode)
         made[0].plan(
-            _host(starts), self._indices(pages), _host(_last(bounds, self._pool.page_size)), self._heads,
-            self._kv_heads, self._pool.config.head_dim, self._pool.page_size, sm_scale=self._pool.config.score_scale,
-            q_data_type=self._dtype, kv_data_type=self._dtype,
-        )  # fmt: skip
+            _host(starts),
+            self._indices(pages),
+            _host(_last(bounds, self._pool.page_size)),
+            self._heads,
+            self._kv_heads,
+            self._pool.config.head_dim,
+            self._pool.page_size,
+            sm_scale=self._pool.config.score_scale,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
         return self._reads(made, bounds)
 
     def _over_pool(self, batch: Batch, counts: npt.NDArray[Any]) -> tuple[Any, Tensor]:
@@ -142,11 +147,19 @@ class FlashInferKernel(Kernel):
             return self._reads(made, read)
         made = self._made_once("paged", 0, self._make_paged)
         made[0].plan(
-            _host(batch.starts), _host(batch.page_starts), _host(batch.pages),
-            _host(_last(batch.bounds, self._pool.page_size)), self._heads, self._kv_heads, self._pool.config.head_dim,
-            self._pool.page_size, causal=False, sm_scale=self._pool.config.score_scale, q_data_type=self._dtype,
+            _host(batch.starts),
+            _host(batch.page_starts),
+            _host(batch.pages),
+            _host(_last(batch.bounds, self._pool.page_size)),
+            self._heads,
+            self._kv_heads,
+            self._pool.config.head_dim,
+            self._pool.page_size,
+            causal=False,
+            sm_scale=self._pool.config.score_scale,
+            q_data_type=self._dtype,
             kv_data_type=self._dtype,
-        )  # fmt: skip
+        )
         return self._reads(made, read)
 
     def _over_new(self, batch: Batch) -> tuple[Any, Tensor]:
@@ -159,19 +172,36 @@ class FlashInferKernel(Kernel):
             return self._reads(made, read)
         made = self._made_once("ragged", 0, self._make_ragged)
         made[0].plan(
-            _host(batch.starts), _host(batch.starts), self._own, self._kv_heads, self._pool.config.head_dim,
-            causal=True, sm_scale=self._pool.config.score_scale, q_data_type=self._dtype, kv_data_type=self._dtype,
-        )  # fmt: skip
+            _host(batch.starts),
+            _host(batch.starts),
+            self._own,
+            self._kv_heads,
+            self._pool.config.head_dim,
+            causal=True,
+            sm_scale=self._pool.config.score_scale,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
         return self._reads(made, read)
 
     def _plan_mla(
         self, wrapper: Any, q: Int32s, starts: Int32s, pages: Int32s, bounds: Int32s, heads: int, new: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         config, size = self._pool.config, 1 if new else self._pool.page_size
         wrapper.plan(
-            _host(q), _host(starts), self._indices(pages), _host(bounds), heads, config.latent, config.rope_dim, size,
-            new, config.score_scale, self._dtype, self._dtype,
-        )  # fmt: skip
+            _host(q),
+            _host(starts),
+            self._indices(pages),
+            _host(bounds),
+            heads,
+            config.latent,
+            config.rope_dim,
+            size,
+            new,
+            config.score_scale,
+            self._dtype,
+            self._dtype,
+        )
 
     def _made_once(self, kind: str, spans: int, make: Callable[[int], Any]) -> tuple[Any, Tensor]:
         """A wrapper, and where the rows that a token reads are stated; one for each number of spans of fixed steps."""

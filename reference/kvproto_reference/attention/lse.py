@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import EngineError
 
-__all__ = ["Base2", "Found", "Partial", "merge"]
+__all__ = ["Base2", "Found", "Partial", "merge", "share"]
 
 
 @attrs.frozen(eq=False)
@@ -74,12 +74,16 @@ Found = Partial | Base2
 """What a kernel returns."""
 
 
+def share(part: Partial, total: Tensor) -> Tensor:
+    """The summand of `part` in attention whose log-sum-exp is `total`, in float32; 0 in rows without tokens."""
+    weight = torch.where(torch.isneginf(part.lse), 0, torch.exp(part.lse - total))[..., None]
+    return torch.where(weight > 0, part.out.float() * weight, 0)
+
+
 def merge(parts: Sequence[Partial]) -> Partial:
     """Attention over the union of disjoint sets of tokens; `out` has the element type of the first."""
-    lse = torch.stack([part.lse for part in parts])
-    total = torch.logsumexp(lse, dim=0)
-    weights = torch.where(torch.isneginf(lse), 0, torch.exp(lse - torch.where(torch.isneginf(total), 0, total)))
-    out = torch.zeros(parts[0].out.shape, dtype=torch.float32, device=lse.device)
-    for part, weight in zip(parts, weights, strict=True):
-        out += torch.where(weight[..., None] > 0, part.out.float() * weight[..., None], 0)
+    total = torch.logsumexp(torch.stack([part.lse for part in parts]), dim=0)
+    out = torch.zeros(parts[0].out.shape, dtype=torch.float32, device=total.device)
+    for part in parts:
+        out += share(part, total)
     return Partial(out.to(parts[0].out.dtype), total)

@@ -59,8 +59,11 @@ def keys_in(folder: Path) -> Keys:
     made = {name: make_keys(folder / name) for name in ENGINES}
     front = make_keys(folder / "front")
     backs = {name: make_keys(folder / f"back-{name}") for name in DECODES}
-    rows = [f'[[client]]\nkey = "{keys.public.decode()}"\nengine = "{engine}"\n'
-            for name, keys in backs.items() for engine in (name, f"{name}-router")]  # fmt: skip
+    rows = [
+        f'[[client]]\nkey = "{keys.public.decode()}"\nengine = "{engine}"\n'
+        for name, keys in backs.items()
+        for engine in (name, f"{name}-router")
+    ]
     for name in PREFILLS:
         (folder / name / "allow.toml").touch(0o600)  # whatever the umask
         (folder / name / "allow.toml").write_text("\n".join(rows))

@@ -96,8 +96,13 @@ class Shelf:
         ended = self._past.get(author or (0, 0), "")
         kind = {"proven": "write after proof", "arrived": "write after arrival"}.get(ended, "stray write")
         whose = f"which {victim[0]}.{victim[1]} has" if victim is not None else "which is free"
-        return Finding(kind, f"{what} was written into page {page}, {whose}; its author is {ended or 'unknown'}",
-                       victim, author, what.request is None)  # fmt: skip
+        return Finding(
+            kind,
+            f"{what} was written into page {page}, {whose}; its author is {ended or 'unknown'}",
+            victim,
+            author,
+            what.request is None,
+        )
 
     def free(self, pages: Sequence[int]) -> None:
         """Free pages that no peer reads or writes any more: blank them, and use them before others."""

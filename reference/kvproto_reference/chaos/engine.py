@@ -75,9 +75,14 @@ class Setup:
         if self.transport.startswith("slow") and writes:
             transports = [SlowShm(LAYERS, pause, self.broken)]
         return Options(
-            keys=self.keys, transports=transports, pull=self.pull, thread=self.thread,
-            verify=self.verify, lease=LEASE, cold_draft=True,  # type: ignore[arg-type]
-        )  # fmt: skip
+            keys=self.keys,
+            transports=transports,
+            pull=self.pull,
+            thread=self.thread,
+            verify=self.verify,  # type: ignore[arg-type]
+            lease=LEASE,
+            cold_draft=True,
+        )
 
 
 def prompt_of(request: int, tokens: int, other: bool = False) -> Prompt:

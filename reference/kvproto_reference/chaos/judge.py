@@ -175,9 +175,19 @@ class Judge:
         lost = Counter(ask.outcome or "unheard" for ask in self.asks.values())
         arrived = lost.pop("arrived", 0)
         return Result(
-            self._plan.seed, broken, self._plan.way, self._plan.transports["prefill0"], round(wall, 2), len(self.asks),
+            self._plan.seed,
+            broken,
+            self._plan.way,
+            self._plan.transports["prefill0"],
+            round(wall, 2),
+            len(self.asks),
             arrived,
-            dict(lost), dict(self._counts), dict(proxy.counts), dict(proxy.passed), self._boundaries,
-            [fault.boundary for fault in self._plan.faults if fault.kind == "kill at"], self._excused,
+            dict(lost),
+            dict(self._counts),
+            dict(proxy.counts),
+            dict(proxy.passed),
+            self._boundaries,
+            [fault.boundary for fault in self._plan.faults if fault.kind == "kill at"],
+            self._excused,
             self._violations,
-        )  # fmt: skip
+        )

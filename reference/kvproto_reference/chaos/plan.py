@@ -160,10 +160,17 @@ def make(seed: int, seconds: float, transport: str = "") -> Plan:
     rng = random.Random(seed)
     chosen = transport or transport_of(seed)
     return Plan(
-        seed, seconds, WAYS[chosen], dict.fromkeys(ENGINES, chosen), {name: rng.random() < 0.7 for name in ENGINES},
-        {name: round(rng.uniform(0.995, 1.005), 4) for name in ENGINES}, rng.choice((True, True, "pages")),
-        rng.choice(_WEATHERS), tuple(_orders(rng, seconds)), tuple(_faults(rng, seed, seconds, chosen)),
-    )  # fmt: skip
+        seed,
+        seconds,
+        WAYS[chosen],
+        dict.fromkeys(ENGINES, chosen),
+        {name: rng.random() < 0.7 for name in ENGINES},
+        {name: round(rng.uniform(0.995, 1.005), 4) for name in ENGINES},
+        rng.choice((True, True, "pages")),
+        rng.choice(_WEATHERS),
+        tuple(_orders(rng, seconds)),
+        tuple(_faults(rng, seed, seconds, chosen)),
+    )
 
 
 def _orders(rng: random.Random, seconds: float) -> list[Order]:
@@ -173,13 +180,20 @@ def _orders(rng: random.Random, seconds: float) -> list[Order]:
         ends = sorted({rng.randint(1, tokens) for _ in range(rng.randint(0, 3))} | {tokens})
         found.append(
             Order(
-                len(found) + 1, round(at, 3), rng.choice(PREFILLS), rng.choice(DECODES), tokens,
-                rng.randint(0, tokens - 1) if rng.random() < 0.2 else 0, round(rng.uniform(-0.1, 0.1), 3),
+                len(found) + 1,
+                round(at, 3),
+                rng.choice(PREFILLS),
+                rng.choice(DECODES),
+                tokens,
+                rng.randint(0, tokens - 1) if rng.random() < 0.2 else 0,
+                round(rng.uniform(-0.1, 0.1), 3),
                 tuple((round(rng.expovariate(1 / 0.04), 3), end) for end in ends),
-                rng.choice((0.3, 1.5, 1.5, 3.0)), rng.randint(1, 20), **_fate(rng),
+                rng.choice((0.3, 1.5, 1.5, 3.0)),
+                rng.randint(1, 20),
+                **_fate(rng),
                 named=rng.choice(("at once", "at once", "late", "spans")),
             )
-        )  # fmt: skip
+        )
         at += rng.expovariate(1 / 0.07)
     return found
 

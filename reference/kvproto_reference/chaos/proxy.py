@@ -129,9 +129,13 @@ class Proxy:
     """All pairs' lanes, and what the weather does to frames."""
 
     def __init__(
-        self, seed: int, keys: KeyPair, clients: dict[str, KeyPair], backends: dict[str, tuple[str, bytes]],
+        self,
+        seed: int,
+        keys: KeyPair,
+        clients: dict[str, KeyPair],
+        backends: dict[str, tuple[str, bytes]],
         watcher: Watcher,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`backends` has the address and public key of each prefill engine."""
         self.seed, self.keys, self.clients, self._watcher = seed, keys, clients, watcher
         self._context: zmq.Context[Socket] = zmq.Context()

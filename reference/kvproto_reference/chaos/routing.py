@@ -88,9 +88,11 @@ class Router:
         finder = self._finder
         return {
             engine: (held.tokens, held.pages)
-            for engine, prompt in tokens.items() if finder is not None
-            for held in finder.find(prompt) if self._engines[held.address] == engine
-        }  # fmt: skip
+            for engine, prompt in tokens.items()
+            if finder is not None
+            for held in finder.find(prompt)
+            if self._engines[held.address] == engine
+        }
 
     def close(self) -> None:
         """Say Goodbye."""

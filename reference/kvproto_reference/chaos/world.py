@@ -84,14 +84,27 @@ class World:
         self.proxy.weather = (self._break and self._break.weather) or plan.weather
         front = keys.front.public.decode()
         self.engines = {
-            name: Runner(Setup(
-                name, i, str(keys.folder), listens.get(name, ""),
-                self._ways(name, front, False), self._ways(name, front, True),
-                plan.transports[name], plan.way == "pull", plan.threads[name], plan.verify, plan.rates[name], 0.0,
-                False, broken, str(keys.folder / f"{name}.log"),
-            ))
+            name: Runner(
+                Setup(
+                    name,
+                    i,
+                    str(keys.folder),
+                    listens.get(name, ""),
+                    self._ways(name, front, False),
+                    self._ways(name, front, True),
+                    plan.transports[name],
+                    plan.way == "pull",
+                    plan.threads[name],
+                    plan.verify,
+                    plan.rates[name],
+                    0.0,
+                    False,
+                    broken,
+                    str(keys.folder / f"{name}.log"),
+                )
+            )
             for i, name in enumerate(ENGINES)
-        }  # fmt: skip
+        }
 
     def _ways(self, name: str, key: str, router: bool) -> dict[str, tuple[str, str]]:
         """Addresses and keys by which a decode engine, or its router, finds prefill engines."""
@@ -215,18 +228,17 @@ class World:
 
     def _find(self, orders: list[Order]) -> None:
         """Check that routers find fresh prompts where they were computed, and know the number of pages there."""
-        asked = {
-            name: {o.prefill: (o.number, o.tokens) for o in orders if o.decode == name} for name in DECODES
-        }  # fmt: skip
+        asked = {name: {o.prefill: (o.number, o.tokens) for o in orders if o.decode == name} for name in DECODES}
 
         def told() -> dict[tuple[str, str], tuple[object, object]]:
             """What routers should say, and what they do say."""
             return {
                 (o.decode, o.prefill): (
-                    (o.tokens // PAGE * PAGE, self._keeps.get(o.prefill)), self._found.get(o.decode, {}).get(o.prefill)
+                    (o.tokens // PAGE * PAGE, self._keeps.get(o.prefill)),
+                    self._found.get(o.decode, {}).get(o.prefill),
                 )
                 for o in orders
-            }  # fmt: skip
+            }
 
         def ask() -> None:
             for name, prompts in asked.items():

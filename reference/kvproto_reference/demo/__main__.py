@@ -119,10 +119,15 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
     rows = sum(rows_needed(len(r.prompt.tokens), r.max_new) + options.page_size for r in served)
     gpus = numbers(devices(options)[1])
     engine = Undivided(
-        *_checkpoints(options), page_size=options.page_size, pages=1 + rows // options.page_size, chunk=options.chunk,
-        k=options.speculate, dtype=options.dtype, device=device_of(gpus[0] if gpus else None),
+        *_checkpoints(options),
+        page_size=options.page_size,
+        pages=1 + rows // options.page_size,
+        chunk=options.chunk,
+        k=options.speculate,
+        dtype=options.dtype,
+        device=device_of(gpus[0] if gpus else None),
         back_end=options.back_end,
-    )  # fmt: skip
+    )
     asked = [(r.prompt.tokens, SamplingParams(temperature=r.prompt.temperature, seed=r.prompt.seed)) for r in served]
     results = dict(zip(served, engine.generate_all(asked, options.max_new), strict=True))
     found = []

@@ -175,7 +175,7 @@ REAL = {
 def check(options: DemoOptions) -> None:
     """Raise EngineError for options that do not go together, or are out of range."""
     sizes = {name: getattr(options, name) for name in SIZES}
-    for wrong, says in (
+    refused: tuple[tuple[object, str], ...] = (
         (any(size is not None and size < 1 for size in sizes.values()),
          ", ".join(f"--{name.replace('_', '-')}" for name in SIZES) + " must be at least 1"),
         (options.trouble and options.attach,
@@ -189,7 +189,8 @@ def check(options: DemoOptions) -> None:
         (options.tiers and (options.attach is not None or options.trouble),
          "--tiers is of one engine: leave --attach, --kill, --drain, --sleep and --pause out"),
         (options.json and options.picture, "--picture is of what is printed for people: leave --json out"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for wrong, says in refused:
         if wrong:
             raise EngineError(says)
 

@@ -19,7 +19,7 @@ from kvproto.events import (
     Recovered,
     Refused,
     Suspected,
-)  # fmt: skip
+)
 
 from ..engine.claims import Claim, claimed
 from ..engine.description import FIRST, bytes_a_token, caches
@@ -27,7 +27,7 @@ from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefix import PrefixCache
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Sequence, rows_needed
+from ..engine.sequence import TokenSequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
 from ..engine.world import World
 from ..errors import EngineError, code_of
@@ -51,7 +51,7 @@ class Job:
     id: str
     ticket: Ticket
     prompt: Prompt
-    sequence: Sequence
+    sequence: TokenSequence
     fetches: dict[int, Fetch] = attrs.Factory(dict)
     """The fetch of each rank in this process, once it has begun; ranks that kvproto refused at once are missing."""
     claim: Claim | None = None
@@ -92,7 +92,7 @@ class DecodeProcess(EngineProcess):
         self._queue: deque[Job] = deque()
         self._fetching: dict[str, Job] = {}
         self._ids: dict[Fetch, str] = {}
-        self._running: dict[Sequence, Job] = {}
+        self._running: dict[TokenSequence, Job] = {}
 
     @property
     def busy(self) -> bool:
@@ -243,7 +243,7 @@ class DecodeProcess(EngineProcess):
             return
         try:
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
+            sequence = TokenSequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
             job = Job(word["id"], read_ticket(word["ticket"]), Prompt(word["prompt"]), sequence)
             self.check_room(job.rows)
         except (EngineError, KvprotoError) as error:
@@ -260,8 +260,8 @@ class DecodeProcess(EngineProcess):
             later = self.options.intent or self.options.spans
             cached = self._take(job, later)
             if later and cached == len(job.prompt):  # nothing is left that could be claimed later
-                self._prefixes.leave(job.sequence, 0)
-                later, cached = False, self._prefixes.take(job.sequence, self.need(job.rows))
+                self._prefixes.free(job.sequence, 0)
+                later, cached = False, self._prefixes.allocate(job.sequence, self.need(job.rows))
             if cached is None:
                 return
             job.cached, job.claim = cached, Claim(job.sequence, self.need(job.rows)) if later else None
@@ -278,15 +278,15 @@ class DecodeProcess(EngineProcess):
     def _take(self, job: Job, later: bool) -> int | None:
         """Give a request its pages; returns how many tokens of its prompt they hold, None while too few are free."""
         if self.kept is None:
-            return self._prefixes.take(job.sequence, (0, 0) if later else self.need(job.rows))
-        if (taken := self.kept.take(job.id, job.rows)) is None:
+            return self._prefixes.allocate(job.sequence, (0, 0) if later else self.need(job.rows))
+        if (taken := self.kept.allocate(job.id, job.rows)) is None:
             return None
         cached, job.found = taken
         return cached
 
-    def _leave(self, sequence: Sequence, valid: int) -> None:
+    def _leave(self, sequence: TokenSequence, valid: int) -> None:
         """Take a request's pages back, keeping those of its first `valid` tokens for others."""
-        (self.kept or self._prefixes).leave(sequence, valid)
+        (self.kept or self._prefixes).free(sequence, valid)
 
     def on_wanted(self, rank: int, word: dict[str, Any]) -> None:
         """One rank's sources have a use for pages; all ranks claim the same ones, once each has said so."""
@@ -374,9 +374,15 @@ class DecodeProcess(EngineProcess):
                 self._leave(job.sequence, job.sequence.valid)
                 stats = job.sequence.stats
                 self.tell(
-                    "finished", id=job.id, tokens=job.sequence.generated, steps=stats.steps, decoded=stats.tokens,
-                    accepted=stats.accepted, proposed=stats.proposed, available=(self.kept or self._prefixes).available,
-                )  # fmt: skip
+                    "finished",
+                    id=job.id,
+                    tokens=job.sequence.generated,
+                    steps=stats.steps,
+                    decoded=stats.tokens,
+                    accepted=stats.accepted,
+                    proposed=stats.proposed,
+                    available=(self.kept or self._prefixes).available,
+                )
 
 
 def _run(options: EngineOptions, world: World) -> int:

@@ -118,10 +118,14 @@ class EngineOptions:
     def kvproto(self) -> Options:
         """kvproto's options for the Source or Sink of a rank."""
         options = Options(
-            transports=(self.transport,), measured=self.costs.measured if self.costs else (), verify=self.verify,
-            pull=self.pull, insecure=self.insecure, keys=self.keys,
+            transports=(self.transport,),
+            measured=self.costs.measured if self.costs else (),
+            verify=self.verify,
+            pull=self.pull,
+            insecure=self.insecure,
+            keys=self.keys,
             feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
-        )  # fmt: skip
+        )
         return options if self.part is None else attrs.evolve(options, part_bytes=self.part)
 
     @property
@@ -130,8 +134,65 @@ class EngineOptions:
         return shared_tokenizer(self.target, self.draft)
 
 
+_COUNTS = (
+    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate", "sources",
+)  # fmt: skip
+"""Options that are at least 1."""
+
+
 def parse(role: str, argv: list[str] | None) -> EngineOptions:
     """The options of `kvproto-prefill` or `kvproto-decode` from its command line; raises EngineError."""
+    args = _parser(role).parse_args(argv)
+    if args.part is not None and args.part < 1:
+        raise EngineError(f"--part must be at least 1, not {args.part}")
+    if not 0 <= args.drain_for < float("inf"):
+        raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
+    for name in _COUNTS:
+        if (given := vars(args).get(name)) is not None and given < 1:
+            raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
+    _check(role, args)
+    sizes = {field.name: vars(args)[field.name] for field in attrs.fields(Layout)}
+    layout = Layout(**{**sizes, "deal": _deal(args.deal)})
+    layout.parallel.order("--")  # refuses a deal that is none
+    devices = args.devices or ((0,) if args.transport == "cuda" else ())
+    return EngineOptions(
+        name=args.name,
+        folder=private_folder(args.dir),
+        layout=layout,
+        replica=args.replica,
+        pages=args.pages,
+        page_size=args.page_size,
+        address=_address(args),
+        target=checkpoint_folder("target", args.target),
+        draft=checkpoint_folder("draft", args.draft),
+        dtype=args.dtype,
+        chunk=args.chunk,
+        speculate=args.speculate,
+        transport=args.transport,
+        devices=devices,
+        part=args.part,
+        pull=args.pull,
+        pools=args.pools,
+        framework=args.framework,
+        back_end=args.back_end,
+        captured=vars(args).get("captured", False),
+        costs=args.costs and load(args.costs),
+        feed=args.feed,
+        quiet=vars(args).get("quiet", False),
+        intent=vars(args).get("intent", False),
+        spans=vars(args).get("spans", False),
+        drain_for=args.drain_for,
+        host_pages=args.host_pages,
+        storage=args.storage,
+        verify=not args.no_verify,
+        insecure=args.insecure,
+        keys=args.keys,
+        seeds=_seeds(args) if role == "decode" else {},
+        seed={"prefill": 1, "decode": 2}[role],
+    )
+
+
+def _parser(role: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"kvproto-{role}", description=f"Reference {role} engine of kvproto (PyTorch or JAX)."
     )
@@ -188,35 +249,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         add("--seeds", type=Path, metavar="FILE", help=seeds)
         add("--quiet", action="store_true", help="do not report sources that come and go: the router does")
         add_captured(parser)
-    args = parser.parse_args(argv)
-    if args.part is not None and args.part < 1:
-        raise EngineError(f"--part must be at least 1, not {args.part}")
-    if not 0 <= args.drain_for < float("inf"):
-        raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
-    for name in (
-        "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate",
-        "sources",
-    ):  # fmt: skip
-        if (given := vars(args).get(name)) is not None and given < 1:
-            raise EngineError(f"--{name.replace('_', '-')} must be at least 1, not {given}")
-    _check(role, args)
-    sizes = {field.name: vars(args)[field.name] for field in attrs.fields(Layout)}
-    layout = Layout(**{**sizes, "deal": _deal(args.deal)})
-    layout.parallel.order("--")  # refuses a deal that is none
-    devices = args.devices or ((0,) if args.transport == "cuda" else ())
-    return EngineOptions(
-        name=args.name, folder=private_folder(args.dir), layout=layout,
-        replica=args.replica, pages=args.pages, page_size=args.page_size,
-        address=_address(args), target=checkpoint_folder("target", args.target),
-        draft=checkpoint_folder("draft", args.draft), dtype=args.dtype, chunk=args.chunk, speculate=args.speculate,
-        transport=args.transport, devices=devices, part=args.part, pull=args.pull, pools=args.pools,
-        framework=args.framework, back_end=args.back_end, captured=vars(args).get("captured", False),
-        costs=args.costs and load(args.costs), feed=args.feed, quiet=vars(args).get("quiet", False),
-        intent=vars(args).get("intent", False), spans=vars(args).get("spans", False),
-        drain_for=args.drain_for, host_pages=args.host_pages, storage=args.storage,
-        verify=not args.no_verify, insecure=args.insecure, keys=args.keys,
-        seeds=_seeds(args) if role == "decode" else {}, seed={"prefill": 1, "decode": 2}[role],
-    )  # fmt: skip
+    return parser
 
 
 def _address(args: argparse.Namespace) -> str:
@@ -270,7 +303,7 @@ def _check(role: str, args: argparse.Namespace) -> None:
     missing = {name for name in ("jax", "flashinfer") if importlib.util.find_spec(name) is None}
     kept = args.host_pages
     ranks, devices = args.tp * args.cp, args.devices or (0,)
-    for wrong, says in (
+    refused = (
         (args.pools == "jax" and args.transport != "cuda",
          "--pools jax needs --transport cuda: elsewhere only kvproto's own memory is shared"),
         (args.pull and args.transport in ("nixl", "inline"),
@@ -303,7 +336,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (captured and not flashinfer, "--captured needs --back-end flashinfer: only its steps are CUDA graphs"),
         (captured and (args.tp > 1 or args.pp > 1),
          "--captured needs --tp 1 and --pp 1: ranks add up over gloo, which no CUDA graph holds"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for wrong, says in refused:
         if wrong:
             raise EngineError(says)
 

@@ -20,9 +20,14 @@ from .router import Request, Router
 
 
 def show_page(
-    console: Console, options: DemoOptions, router: Router, compared: list[Compared], verdicts: dict[str, bool],
-    tokenizer: Tokenizer, seconds: dict[str, float],
-) -> None:  # fmt: skip
+    console: Console,
+    options: DemoOptions,
+    router: Router,
+    compared: list[Compared],
+    verdicts: dict[str, bool],
+    tokenizer: Tokenizer,
+    seconds: dict[str, float],
+) -> None:
     """Print who computed what, where the caches went, the answers, the proof and the `seconds` of each stage.
 
     A picture leaves all times out, since they hold for one machine on one day.

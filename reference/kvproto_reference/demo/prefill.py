@@ -16,7 +16,7 @@ from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefill import Prefiller
 from ..engine.sampling import SamplingParams
-from ..engine.sequence import Sequence
+from ..engine.sequence import TokenSequence
 from ..engine.world import World
 from ..errors import EngineError, code_of
 from .options import EngineOptions, parse, rank_address
@@ -30,7 +30,7 @@ class Job:
     id: str
     requests: dict[int, Request]
     """kvproto's request of each rank in this process."""
-    sequence: Sequence
+    sequence: TokenSequence
     needed: set[int]
     """Ranks that have to report the request over before its pages are free: all, until one says which have a route."""
     over: set[int] = attrs.Factory(set)
@@ -57,7 +57,7 @@ class PrefillProcess(EngineProcess):
         """Prompts that wait for pages."""
         self._jobs: dict[str, Job] = {}
         self._ids: dict[Request, str] = {}
-        self._of: dict[Sequence, Job] = {}
+        self._of: dict[TokenSequence, Job] = {}
 
     @property
     def busy(self) -> bool:
@@ -97,7 +97,7 @@ class PrefillProcess(EngineProcess):
             requests |= {r: source.request(ticket, prompt) for r, source in self.sources.items()}
             self.check_room(len(prompt))
             sampling = SamplingParams(temperature=word["temperature"], seed=word["seed"])
-            sequence = Sequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
+            sequence = TokenSequence(prompt=word["prompt"], max_new=word["max_new"], sampling=sampling, eos=self.eos)
         except (KvprotoError, EngineError) as error:
             for request in requests.values():
                 request.fail(str(error))
@@ -124,16 +124,18 @@ class PrefillProcess(EngineProcess):
             job, first = self._of[sequence], sequence.generated[0]
             for request in job.requests.values():
                 request.finish(
-                    self.tables(sequence), handoff={FIRST: {"token": first.to_bytes(4, "little")}},
-                    finished=first in self.eos, after=self._event(job),
-                )  # fmt: skip
+                    self.tables(sequence),
+                    handoff={FIRST: {"token": first.to_bytes(4, "little")}},
+                    finished=first in self.eos,
+                    after=self._event(job),
+                )
             self.tell("prefilled", id=job.id, found=job.found)
 
     def _take_pages(self, job: Job) -> int | None:
         """Give a prompt pages in both pools; returns how many of its tokens they hold, None while too few are free."""
         sequence = job.sequence
         if self.kept is not None:
-            if (taken := self.kept.take(job.id, len(sequence.prompt))) is None:
+            if (taken := self.kept.allocate(job.id, len(sequence.prompt))) is None:
                 return None
             done, job.found = taken
             return done
@@ -145,7 +147,7 @@ class PrefillProcess(EngineProcess):
         )
         return 0
 
-    def _on_layer(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
+    def _on_layer(self, sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
         """Tell kvproto that a layer's rows are there, so that they are sent while the next layer computes."""
         job = self._of[sequence]
         for request in job.requests.values():
@@ -184,7 +186,7 @@ class PrefillProcess(EngineProcess):
         self.rest()
         if self.kept is not None:
             self.kept.drop(job.id)
-            self.kept.leave(job.sequence, rows)
+            self.kept.free(job.sequence, rows)
         else:
             for name, table in self.tables(job.sequence).items():
                 self.pages[name].free(table)

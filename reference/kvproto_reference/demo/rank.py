@@ -17,9 +17,9 @@ from ..cache import PageAllocator
 from ..cache.memory import device_of
 from ..engine.build import Hosted, torch_hosted
 from ..engine.description import DRAFT, TARGET, geometry
+from ..engine.kept_pages import KeptPages, names_of
 from ..engine.lockstep import Lockstep, Said
-from ..engine.sequence import Sequence
-from ..engine.tiered import KeptPages, names_of
+from ..engine.sequence import TokenSequence
 from ..engine.world import World
 from ..errors import EngineError
 from .control import Control
@@ -78,9 +78,17 @@ class EngineProcess:
             folders, gpus = (options.target, options.draft), options.devices[: self.ranks]
             return jax_hosted(folders, self.geometry, options.layout, options.pages, gpus)
         return torch_hosted(
-            (options.target, options.draft), options.configs, self.geometry, options.layout, world, options.pages,
-            self.device, options.memory, options.back_end, options.captured,
-        )  # fmt: skip
+            (options.target, options.draft),
+            options.configs,
+            self.geometry,
+            options.layout,
+            world,
+            options.pages,
+            self.device,
+            options.memory,
+            options.back_end,
+            options.captured,
+        )
 
     # the loop
 
@@ -271,6 +279,6 @@ class EngineProcess:
             torch.cuda.synchronize(self.device)
 
     @staticmethod
-    def tables(sequence: Sequence) -> dict[str, list[int]]:
+    def tables(sequence: TokenSequence) -> dict[str, list[int]]:
         """A sequence's page tables by group name."""
         return {TARGET: sequence.target_pages, DRAFT: sequence.draft_pages}

@@ -211,9 +211,15 @@ def _requests(router: Router, compared: list[Compared]) -> Table:
         seconds = max((rank["seconds"] for rank in r.arrived or []), default=0.0)
         copied = sum(word["seconds"] for word in r.sent)
         table.add_row(
-            r.prompt.name, str(len(r.prompt.tokens)), str(len(r.tokens)), f"{1000 * seconds:.1f}",
-            f"{1000 * copied:.1f}", _shown(_length(r.stats)), undivided, _same(c),
-        )  # fmt: skip
+            r.prompt.name,
+            str(len(r.prompt.tokens)),
+            str(len(r.tokens)),
+            f"{1000 * seconds:.1f}",
+            f"{1000 * copied:.1f}",
+            _shown(_length(r.stats)),
+            undivided,
+            _same(c),
+        )
     return table
 
 

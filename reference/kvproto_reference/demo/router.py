@@ -89,9 +89,14 @@ class Router:
     """Sends each prompt to one prefill and one decode replica, in turn, and retries elsewhere if one of them fails."""
 
     def __init__(
-        self, folder: Path, prefill_name: str, engines: Engines, prefill: int = 1, decode: int = 1,
+        self,
+        folder: Path,
+        prefill_name: str,
+        engines: Engines,
+        prefill: int = 1,
+        decode: int = 1,
         note: Callable[[str], None] = lambda text: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect to the engines in `folder`; `note` is called with a sentence when one comes, goes or loses something.
 
         `prefill` and `decode` are the numbers of replicas.

@@ -15,9 +15,12 @@ from .options import STAGES
 
 
 def start(
-    engines: Engines, options: DemoOptions, folder: Path, outside: contextlib.ExitStack,
+    engines: Engines,
+    options: DemoOptions,
+    folder: Path,
+    outside: contextlib.ExitStack,
     more: Mapping[str, Sequence[str]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Start all replicas of both engines.
 
     `outside` takes what has to outlive them, and `more` holds further arguments by role. Raises EngineError.

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..data import load_text
 from ..engine.description import Layout
-from ..engine.kept import Answer, KeptEngine
+from ..engine.tiered_engine import Answer, TieredEngine
 from ..errors import EngineError
 from . import turns as two
 from .arguments import DemoOptions
@@ -63,10 +63,15 @@ def order() -> Iterator[int]:
 
 
 def play(
-    folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int,
-    told: Callable[[Turn], None] = lambda turn: None, use: Callable[[KeptEngine], None] = lambda engine: None,
+    folders: tuple[Path, Path],
+    page_size: int,
+    max_new: int,
+    chunk: int,
+    k: int,
+    told: Callable[[Turn], None] = lambda turn: None,
+    use: Callable[[TieredEngine], None] = lambda engine: None,
     **how: Any,
-) -> tuple[list[Turn], KeptEngine]:  # fmt: skip
+) -> tuple[list[Turn], TieredEngine]:
     """Play all turns; returns them and the engine that keeps pages, which is closed.
 
     `told` is called with each turn, and `use` with that engine before it begins, which is made with `how`. Raises
@@ -74,7 +79,7 @@ def play(
     """
     longest = TURNS * max_new + (OPENS + (TURNS - 1) * GOES_ON) * page_size
     each = -(-longest // page_size) + 1
-    made = partial(KeptEngine, *folders, page_size=page_size, chunk=chunk, k=k)
+    made = partial(TieredEngine, *folders, page_size=page_size, chunk=chunk, k=k)
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="kvproto-") as name:
         engine = made(pages=each + each // 2, host=2 * each, storage=Path(name), **how)
@@ -108,9 +113,14 @@ def verdict(turns: list[Turn]) -> dict[str, bool]:
 
 
 def run(
-    folders: tuple[Path, Path], page_size: int, max_new: int, chunk: int, k: int, console: Console | None,
+    folders: tuple[Path, Path],
+    page_size: int,
+    max_new: int,
+    chunk: int,
+    k: int,
+    console: Console | None,
     options: DemoOptions | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Play and print all turns, as JSON without a console; returns the exit status.
 
     With `options`, a prefill and a decode engine serve the same turns too. Raises EngineError.
@@ -148,7 +158,7 @@ def run(
 
 
 def _in_jax(tp: int) -> dict[str, Any]:
-    """How `KeptEngine` computes in JAX, on so many ranks of this process."""
+    """How `TieredEngine` computes in JAX, on so many ranks of this process."""
     from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
     return {"layout": Layout(tp=tp), "hosted": jax_hosted}
@@ -172,7 +182,7 @@ def by_two(turns: list[Turn], options: DemoOptions) -> list[two.Served]:
     return two.serve(options, asked, max(pages) * 3 // 2, 2 * min(pages))
 
 
-def summary(turns: list[Turn], engine: KeptEngine, timed: bool = True) -> str:
+def summary(turns: list[Turn], engine: TieredEngine, timed: bool = True) -> str:
     """The figures of a run, in two sentences; without `timed`, no times of engines in different frameworks."""
     later = [turn for turn in turns if turn.number > 1]
     with_, without = (sum(getattr(t, name).first for t in later) / len(later) for name in ("kept", "anew"))
@@ -188,18 +198,23 @@ def summary(turns: list[Turn], engine: KeptEngine, timed: bool = True) -> str:
     return said + first if timed else said
 
 
-def as_json(turns: list[Turn], engine: KeptEngine, verdicts: dict[str, bool]) -> dict[str, Any]:
+def as_json(turns: list[Turn], engine: TieredEngine, verdicts: dict[str, bool]) -> dict[str, Any]:
     """The results as a JSON object."""
     rows = [
         {
-            "conversation": turn.conversation, "turn": turn.number, "prompt_tokens": len(turn.prompt),
+            "conversation": turn.conversation,
+            "turn": turn.number,
+            "prompt_tokens": len(turn.prompt),
             **{name: getattr(turn.kept, name) for name in ("device", "host", "storage", "tokens")},
-            "first_ms": round(1e3 * turn.kept.first, 2), "computed_first_ms": round(1e3 * turn.anew.first, 2),
-            "acceptance": turn.kept.stats.mean_acceptance, "never_evicted_acceptance": turn.never.stats.mean_acceptance,
-            "same_tokens": turn.same_tokens, "same_acceptance": turn.same_acceptance,
+            "first_ms": round(1e3 * turn.kept.first, 2),
+            "computed_first_ms": round(1e3 * turn.anew.first, 2),
+            "acceptance": turn.kept.stats.mean_acceptance,
+            "never_evicted_acceptance": turn.never.stats.mean_acceptance,
+            "same_tokens": turn.same_tokens,
+            "same_acceptance": turn.same_acceptance,
         }
         for turn in turns
-    ]  # fmt: skip
+    ]
     copies = {"programs": engine.tiers.copies.programs, "bytes": engine.tiers.copies.bytes}
     return {"turns": rows, "copies": copies, "pages": dict(engine.tiers.counts), "verdicts": verdicts}
 
@@ -215,7 +230,7 @@ def _row(turn: Turn) -> list[str]:
     ]  # fmt: skip
 
 
-def _texts(engine: KeptEngine, page_size: int) -> list[list[list[int]]]:
+def _texts(engine: TieredEngine, page_size: int) -> list[list[list[int]]]:
     """The tokens said in each turn of each conversation, cut from one text; raises EngineError if it is too short."""
     sizes = [pages * page_size for pages in (OPENS, *[GOES_ON] * (TURNS - 1))]
     text, at, found = engine.tokenizer.encode(load_text().encode()), 0, []

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from kvproto import Finder
 
-from ..engine.kept import Answer
 from ..engine.sequence import SpeculationStats
+from ..engine.tiered_engine import Answer
 from .arguments import DemoOptions
 from .engines import Engines
 from .options import rank_address
@@ -175,11 +175,17 @@ def as_json(served: Sequence[Served]) -> list[dict[str, Any]]:
     """The turns as JSON objects, in tokens."""
     return [
         {
-            "turn": one.asked.name, "keepers": [*one.keepers], "prompt_tokens": len(one.asked.prompt),
-            "told": one.told, "found": one.request.found,
-            "cached": one.request.cached, "handed_over": max(one.handed_over, 0),
-            "tokens": one.request.tokens, "error": one.request.error,
-            "acceptance": one.stats.mean_acceptance, "same_tokens": one.same_tokens,
+            "turn": one.asked.name,
+            "keepers": [*one.keepers],
+            "prompt_tokens": len(one.asked.prompt),
+            "told": one.told,
+            "found": one.request.found,
+            "cached": one.request.cached,
+            "handed_over": max(one.handed_over, 0),
+            "tokens": one.request.tokens,
+            "error": one.request.error,
+            "acceptance": one.stats.mean_acceptance,
+            "same_tokens": one.same_tokens,
         }
         for one in served
-    ]  # fmt: skip
+    ]

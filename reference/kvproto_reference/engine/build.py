@@ -38,9 +38,17 @@ class Hosted:
 
 
 def torch_hosted(
-    folders: tuple[Path, Path], configs: tuple[ModelConfig, ModelConfig], geometry: Geometry, layout: Layout,
-    world: World, pages: int, device: torch.device, memory: Allocate, back_end: str = "torch", captured: bool = False,
-) -> Hosted:  # fmt: skip
+    folders: tuple[Path, Path],
+    configs: tuple[ModelConfig, ModelConfig],
+    geometry: Geometry,
+    layout: Layout,
+    world: World,
+    pages: int,
+    device: torch.device,
+    memory: Allocate,
+    back_end: str = "torch",
+    captured: bool = False,
+) -> Hosted:
     """One rank of an engine in torch, which has a process for each; `torch_runner` says what the last two are."""
     mine, ranks = shards(geometry, world.rank), range(layout.ranks)
     stages = [ranks[first : first + layout.stage] for first in ranks[:: layout.stage]]
@@ -86,9 +94,16 @@ def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> T
 
 
 def torch_runner(
-    model: Model, pool: KVPool, shard: Shard, among: dist.ProcessGroup | None = None, exchange: str = "a2a",
-    context: dist.ProcessGroup | None = None, by_token: bool = False, back_end: str = "torch", captured: bool = False,
-) -> Runner:  # fmt: skip
+    model: Model,
+    pool: KVPool,
+    shard: Shard,
+    among: dist.ProcessGroup | None = None,
+    exchange: str = "a2a",
+    context: dist.ProcessGroup | None = None,
+    by_token: bool = False,
+    back_end: str = "torch",
+    captured: bool = False,
+) -> Runner:
     """A model over its pool on one rank; DCP ranks merge over the group `among` by an exchange of EXCHANGES.
 
     `context` is the CP group of prefill ranks, on back end torch. `by_token` is as in `PagedAttention`, and `back_end`

@@ -7,13 +7,12 @@ so on. Requests that are being decoded finish by themselves, and free all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from .prefix import PrefixCache
-from .sequence import Sequence
+from .sequence import TokenSequence
 
 __all__ = ["Claim", "claimed"]
 
@@ -22,7 +21,7 @@ __all__ = ["Claim", "claimed"]
 class Claim:
     """What one request holds and needs."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     whole: tuple[int, int]
     """Pages of the target's and of the draft's pool that it needs in the end."""
     useful: dict[int, int] = attrs.Factory(dict)
@@ -40,7 +39,9 @@ class Claim:
         return len(self.sequence.target_pages), len(self.sequence.draft_pages)
 
 
-def claimed(claim: Claim, need: Many[int], waiting: Iterable[Claim], running: Many[int], pages: PrefixCache) -> bool:
+def claimed(
+    claim: Claim, need: Sequence[int], waiting: Iterable[Claim], running: Sequence[int], pages: PrefixCache
+) -> bool:
     """Give a request `need` pages of both pools in all, unless there are too few or a request would wait for ever.
 
     `waiting` are all claims in the order in which they began, and `running` the pages of requests that finish by
@@ -53,4 +54,4 @@ def claimed(claim: Claim, need: Many[int], waiting: Iterable[Claim], running: Ma
         if any(n - have > free for n, have, free in zip(each.whole, has, left, strict=True)):
             return False
         left = [free + have for free, have in zip(left, has, strict=True)]
-    return pages.grow(claim.sequence, fresh)
+    return pages.extend(claim.sequence, fresh)

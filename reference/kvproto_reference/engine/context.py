@@ -29,9 +29,12 @@ class _Context(Attention):
     """Attention of one rank's tokens in a step."""
 
     def __init__(
-        self, pool: KVPool, kernel: TorchKernel, everywhere: Callable[[Tensor], Tensor],
+        self,
+        pool: KVPool,
+        kernel: TorchKernel,
+        everywhere: Callable[[Tensor], Tensor],
         gather: Callable[[Tensor, Ints], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`everywhere`, [...] of a rank -> [ranks, ...], and `gather`, as in `ContextRunner`, are collectives."""
         self.pool, self._kernel, self._everywhere, self._gather = pool, kernel, everywhere, gather
 

@@ -47,9 +47,14 @@ class Layout:
     def parallel(self) -> Parallel:
         """The same sizes, as kvproto has them."""
         return Parallel(
-            tp=self.tp, pp=self.pp, cp=self.cp, dcp=self.dcp, interleave=self.interleave, deal=self.deal,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            dcp=self.dcp,
+            interleave=self.interleave,
+            deal=self.deal,
             virtual=self.virtual,
-        )  # fmt: skip
+        )
 
     @property
     def stage(self) -> int:
@@ -79,15 +84,23 @@ class Layout:
         """Raise EngineError if the heads or layers of the target or the draft cannot be divided over the ranks."""
         chunks, layers = self.pp * self.virtual, configs[0].layers
         for wrong, says in (
-            (chunks > layers,
-             f"{self.pp} pipeline stages with {self.virtual} chunks each are too many for {layers} layers"),
-            (self.holders(1) > self.stage,
-             f"--draft-tp {self.draft_tp} is more than the {self.stage} ranks of a pipeline stage"),
-            (self.draft_sharded and self.draft_tp,
-             "--draft-sharded deals the draft over all ranks, not over those of --draft-tp"),
-            (self.draft_sharded and self.cp > 1 and self.pp > 1,
-             "--draft-sharded with --cp needs --pp 1: stages before the last would miss the draft's logits"),
-        ):  # fmt: skip
+            (
+                chunks > layers,
+                f"{self.pp} pipeline stages with {self.virtual} chunks each are too many for {layers} layers",
+            ),
+            (
+                self.holders(1) > self.stage,
+                f"--draft-tp {self.draft_tp} is more than the {self.stage} ranks of a pipeline stage",
+            ),
+            (
+                self.draft_sharded and self.draft_tp,
+                "--draft-sharded deals the draft over all ranks, not over those of --draft-tp",
+            ),
+            (
+                self.draft_sharded and self.cp > 1 and self.pp > 1,
+                "--draft-sharded with --cp needs --pp 1: stages before the last would miss the draft's logits",
+            ),
+        ):
             if wrong:
                 raise EngineError(says)
         for model, config in enumerate(configs):
@@ -101,9 +114,14 @@ class Layout:
 
 
 def geometry(
-    target: Path, draft: Path, configs: tuple[ModelConfig, ModelConfig], tokenizer: str, layout: Layout, page_size: int,
+    target: Path,
+    draft: Path,
+    configs: tuple[ModelConfig, ModelConfig],
+    tokenizer: str,
+    layout: Layout,
+    page_size: int,
     replica: int = 0,
-) -> Geometry:  # fmt: skip
+) -> Geometry:
     """What the ranks of one replica own: the caches of two models, and on ranks of the last stage the first token.
 
     `tokenizer` is the tokenizer's identity. Raises EngineError if there are too many ranks for a model's heads.
@@ -134,9 +152,14 @@ def cache(model: int, config: ModelConfig, layout: Layout, page_size: int) -> Ca
         )
     else:
         made = Cache.gqa(
-            name, config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=page_size, dtype=dtype,
+            name,
+            config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            page=page_size,
+            dtype=dtype,
             model=model,
-        ).divided(shares)  # fmt: skip
+        ).divided(shares)
     if model and layout.draft_tp:
         return made.over(tp=layout.draft_tp, cp=1, copies=False)
     return made.sharded() if model and layout.draft_sharded else made

@@ -9,17 +9,17 @@ import attrs
 from ..errors import EngineError
 from .runner import Chunk, Runner
 from .sampling import sample
-from .sequence import Sequence
+from .sequence import TokenSequence
 
 
 class OnLayer(Protocol):
     """Called for each sequence of a step when a layer of a model (0 the target, 1 the draft) has its rows [0, stop)."""
 
-    def __call__(self, sequence: Sequence, model: int, stop: int, layer: int) -> None:
+    def __call__(self, sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
         """On a GPU the rows are ready in stream order."""
 
 
-def _nobody(sequence: Sequence, model: int, stop: int, layer: int) -> None:
+def _nobody(sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
     pass
 
 
@@ -31,7 +31,7 @@ class Prefiller:
     draft: Runner | None
     budget: int
     on_layer: OnLayer = _nobody
-    _done: dict[Sequence, int] = attrs.field(factory=dict, init=False)
+    _done: dict[TokenSequence, int] = attrs.field(factory=dict, init=False)
     """Tokens computed of each prompt under way, in order."""
 
     def __attrs_post_init__(self) -> None:
@@ -43,15 +43,15 @@ class Prefiller:
         """Whether a prompt is under way."""
         return bool(self._done)
 
-    def add(self, sequence: Sequence, done: int = 0) -> None:
+    def add(self, sequence: TokenSequence, done: int = 0) -> None:
         """Add a prompt that has its pages, and the rows of its first `done` tokens."""
         self._done[sequence] = done
 
-    def drop(self, sequence: Sequence) -> int:
+    def drop(self, sequence: TokenSequence) -> int:
         """Stop computing a prompt, if it is under way; returns how many of its tokens are computed."""
         return self._done.pop(sequence, len(sequence.prompt))
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[TokenSequence]:
         """Run one step of both models; returns the sequences whose prompts are done, each with its first token."""
         some = list(self._pieces())
         if not some:
@@ -76,7 +76,7 @@ class Prefiller:
                 over.append(sequence)
         return over
 
-    def _pieces(self) -> Iterable[tuple[Sequence, int, int]]:
+    def _pieces(self) -> Iterable[tuple[TokenSequence, int, int]]:
         """Positions [lo, hi) of the sequences of the next step."""
         left = self.budget
         for sequence, done in self._done.items():
@@ -85,6 +85,6 @@ class Prefiller:
                 left -= count
                 yield sequence, done, done + count
 
-    def _tell(self, some: Iterable[tuple[Sequence, int]], model: int, layer: int) -> None:
+    def _tell(self, some: Iterable[tuple[TokenSequence, int]], model: int, layer: int) -> None:
         for sequence, stop in some:
             self.on_layer(sequence, model, stop, layer)

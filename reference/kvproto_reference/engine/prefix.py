@@ -7,12 +7,12 @@ same units, as these depend only on tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import attrs
 
 from ..cache import PageAllocator, Shard
-from .sequence import Sequence
+from .sequence import TokenSequence
 
 __all__ = ["PrefixCache", "tokens_a_unit"]
 
@@ -32,16 +32,16 @@ class _Unit:
 class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
-    def __init__(self, pages: Many[PageAllocator], shards: Many[Shard]) -> None:
+    def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard]) -> None:
         """Both are of the target and of the draft. If pages do not hold whole runs of a deal, no prefix is kept."""
         self._pages = pages
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
         self._units: dict[Key, _Unit] = {}
         """Units, the least recently used first."""
-        self._held: dict[Sequence, list[_Unit]] = {}
+        self._held: dict[TokenSequence, list[_Unit]] = {}
 
-    def take(self, sequence: Sequence, need: Many[int]) -> int | None:
+    def allocate(self, sequence: TokenSequence, need: Sequence[int]) -> int | None:
         """Give a sequence `need` pages of both pools, or all that are kept of its prompt's beginning if these are more.
 
         Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
@@ -60,7 +60,7 @@ class PrefixCache:
         self._held[sequence] = found
         return len(found) * self.unit
 
-    def grow(self, sequence: Sequence, fresh: Many[int]) -> bool:
+    def extend(self, sequence: TokenSequence, fresh: Sequence[int]) -> bool:
         """Give a sequence `fresh` additional pages of both pools; False, giving none, while too few are free."""
         if not self._free_some(fresh):
             return False
@@ -68,14 +68,14 @@ class PrefixCache:
             sequence.pages(model).extend(pages.allocate(n))
         return True
 
-    def _free_some(self, need: Many[int]) -> bool:
+    def _free_some(self, need: Sequence[int]) -> bool:
         """Whether `need` pages are free, after evicting units that are not in use as needed."""
         while any(pages.available < n for pages, n in zip(self._pages, need, strict=True)):
             if not self._evict():
                 return False
         return True
 
-    def leave(self, sequence: Sequence, valid: int) -> None:
+    def free(self, sequence: TokenSequence, valid: int) -> None:
         """Take a sequence's pages back, and keep those of its first `valid` tokens in whole units."""
         held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[:valid]
         before: _Unit | None = None
@@ -87,14 +87,14 @@ class PrefixCache:
                 continue
             key = before, tuple(tokens[i * self.unit : (i + 1) * self.unit])
             if key in self._units:  # another sequence has left the same unit
-                self._free(pages)
+                self._free_pages(pages)
                 before = self._units[key]
                 continue
             before = self._units[key] = _Unit(before, (pages[0], pages[1]))
             if before.before is not None:
                 before.before.users += 1
         kept = max(len(tokens) // self.unit if self.unit else 0, len(held))
-        self._free([sequence.pages(m)[kept * each :] for m, each in enumerate(self._each)])
+        self._free_pages([sequence.pages(m)[kept * each :] for m, each in enumerate(self._each)])
 
     def clear(self) -> None:
         """Forget all rows that no sequence uses."""
@@ -107,7 +107,7 @@ class PrefixCache:
         idle = len(self._units) - len({id(unit) for held in self._held.values() for unit in held})
         return [pages.available + idle * each for pages, each in zip(self._pages, self._each, strict=True)]
 
-    def _find(self, prompt: Many[int]) -> list[_Unit]:
+    def _find(self, prompt: Sequence[int]) -> list[_Unit]:
         found: list[_Unit] = []
         for lo in range(0, len(prompt) - self.unit + 1, self.unit) if self.unit else ():
             key = found[-1] if found else None, tuple(prompt[lo : lo + self.unit])
@@ -125,15 +125,15 @@ class PrefixCache:
         unit = self._units.pop(key)
         if unit.before is not None:
             unit.before.users -= 1
-        self._free(unit.pages)
+        self._free_pages(unit.pages)
         return True
 
-    def _free(self, tables: Many[list[int]]) -> None:
+    def _free_pages(self, tables: Sequence[list[int]]) -> None:
         for pages, table in zip(self._pages, tables, strict=True):
             pages.free(table)
 
 
-def tokens_a_unit(shards: Many[Shard]) -> tuple[int, list[int]]:
+def tokens_a_unit(shards: Sequence[Shard]) -> tuple[int, list[int]]:
     """Tokens that fill whole pages of all pools on all ranks, or 0 if no number does, and the pages of each pool."""
     spans = [_tokens_a_page(shard) for shard in shards]
     unit = math.lcm(*spans)

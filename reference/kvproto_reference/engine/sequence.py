@@ -23,7 +23,7 @@ class SpeculationStats:
 
 
 @attrs.define(kw_only=True, eq=False)
-class Sequence:
+class TokenSequence:
     """A prompt, what was generated for it, and its page tables in the target's and the draft's pool.
 
     Both caches hold the rows of positions [0, valid); the newest token has no row yet. Raises EngineError for an empty

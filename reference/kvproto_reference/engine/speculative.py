@@ -1,7 +1,6 @@
 """Decode steps of a batch: a draft model proposes tokens, the target verifies them in one forward."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -10,14 +9,14 @@ from ..errors import EngineError
 from ..tokenizer import BYTES
 from .runner import Chunk, Runner
 from .sampling import Probabilities, SamplingParams, Scores, pick, probabilities, sample, uniform
-from .sequence import Sequence
+from .sequence import TokenSequence
 
 
 @attrs.define(eq=False)
 class _Proposal:
     """What the draft proposes for one sequence."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     """Position of the newest token, which has no row yet."""
     most: int
@@ -47,11 +46,11 @@ class SpeculativeDecoder:
             raise EngineError(f"{' and '.join(sizes)}: they must be equal")
         self.target, self.draft, self.k = target, draft, k
 
-    def step(self, sequences: Many[Sequence]) -> list[list[int]]:
+    def step(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
         """Run one forward of the target over all of them; returns the tokens that each gained, none if finished."""
         if not all(sequence.generated for sequence in sequences):
             raise EngineError("decode needs the first token, which prefill samples")
-        gained: dict[Sequence, list[int]] = {}
+        gained: dict[TokenSequence, list[int]] = {}
         some = self._propose([s for s in sequences if not s.finished])
         if some:
             logits = self.target.run(
@@ -81,7 +80,7 @@ class SpeculativeDecoder:
         stats.accepted += accepted
         return kept
 
-    def _propose(self, sequences: Many[Sequence]) -> list[_Proposal]:
+    def _propose(self, sequences: Sequence[TokenSequence]) -> list[_Proposal]:
         # the target adds one token itself, so proposing all that remain would overshoot max_new and the pages
         most = self.k if self.draft is not None else 0
         made = [_Proposal(s, s.valid, min(most, s.remaining - 1)) for s in sequences]
@@ -106,10 +105,10 @@ class SpeculativeDecoder:
 
 
 def verify(
-    own: Many[int],
+    own: Sequence[int],
     scores: Callable[[int], Scores],
-    proposed: Many[int],
-    beliefs: Many[Probabilities],
+    proposed: Sequence[int],
+    beliefs: Sequence[Probabilities],
     params: SamplingParams,
     position: int,
     eos: frozenset[int] = BYTES.eos,

@@ -1,6 +1,6 @@
 """Prefill and decode in one process at TP 1: what a prefill/decode pair is compared with."""
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -17,7 +17,7 @@ from .description import Layout, cache
 from .prefill import Prefiller
 from .runner import Chunk, Runner
 from .sampling import SamplingParams
-from .sequence import Sequence, SpeculationStats, rows_needed
+from .sequence import SpeculationStats, TokenSequence, rows_needed
 from .speculative import SpeculativeDecoder
 
 
@@ -72,16 +72,16 @@ class Undivided:
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
 
     def generate(
-        self, prompt: bytes | Tokens[int], sampling: SamplingParams | None = None, max_new: int = 64
+        self, prompt: bytes | Sequence[int], sampling: SamplingParams | None = None, max_new: int = 64
     ) -> Result:
         """Continue a prompt, text or tokens, by at most `max_new` tokens; greedy by default."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, bytes) else prompt
         return self.generate_all([(ids, sampling or SamplingParams())], max_new)[0]
 
-    def generate_all(self, prompts: Tokens[tuple[Tokens[int], SamplingParams]], max_new: int) -> list[Result]:
+    def generate_all(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], max_new: int) -> list[Result]:
         """Continue many prompts as one batch, by at most `max_new` tokens each."""
         eos = self.tokenizer.eos
-        some = [Sequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
+        some = [TokenSequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
         prefiller = Prefiller(self._target, self._draft, self._chunk)
         try:
             for sequence in some:
@@ -104,7 +104,7 @@ class Undivided:
         """Pages of either pool that a prompt of `prompt` tokens needs with its continuation."""
         return self._target.shard.pages(rows_needed(prompt, max_new))
 
-    def lag(self, prompt: Tokens[int], found: Tokens[int]) -> float:
+    def lag(self, prompt: Sequence[int], found: Sequence[int]) -> float:
         """The largest distance of the tokens that continue a prompt from the most likely ones at their places.
 
         It is in standard deviations of the logits there, given the tokens before; 0 if all are the most likely.

@@ -73,8 +73,12 @@ def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, 
         dealt([_kv_heads(config, place, place) for place in places]),
     )
     return JaxRunner(
-        Programs(config, attention, mesh), weights, heads, RankPools(pools, group, config, mesh), owned,
-    )  # fmt: skip
+        Programs(config, attention, mesh),
+        weights,
+        heads,
+        RankPools(pools, group, config, mesh),
+        owned,
+    )
 
 
 def _kv_heads(config: ModelConfig, place: TensorParallel, among: TensorParallel) -> npt.NDArray[np.int32]:

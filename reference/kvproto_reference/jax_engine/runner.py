@@ -54,9 +54,13 @@ class JaxRunner(Runner):
     """Runs a JAX model on all ranks of an engine."""
 
     def __init__(
-        self, programs: Programs, weights: Mapping[str, jax.Array], heads: Heads, pools: RankPools,
+        self,
+        programs: Programs,
+        weights: Mapping[str, jax.Array],
+        heads: Heads,
+        pools: RankPools,
         shards: Sequence[Shard],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._programs, self._heads, self._pools, self._shards = programs, heads, pools, shards
         self._top = {name: weight for name, weight in weights.items() if not name.startswith("layers.")}
         starts = [f"layers.{layer}." for layer in range(programs.config.layers)]

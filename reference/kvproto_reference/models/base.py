@@ -44,9 +44,13 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, computed: Callable[[int], None] | None = None,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        computed: Callable[[int], None] | None = None,
         wanted: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Float32 logits [n, vocab] of tokens [n] int64 at positions [n] int64.
 
         `computed` is called with each layer once its rows are written, on a GPU in stream order. `wanted` [m] names the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +21,11 @@ from ..errors import EngineError, OutOfPages
 from ..tokenizer import check_agreement
 from .build import Hosted, torch_hosted
 from .description import Layout, geometry
+from .kept_pages import names_of
 from .prefill import Prefiller
 from .prefix import tokens_a_unit
-from .sequence import Sequence, SpeculationStats, rows_needed
+from .sequence import SpeculationStats, TokenSequence, rows_needed
 from .speculative import SpeculativeDecoder
-from .tiered import names_of
 from .world import World
 
 _PAUSE = 0.0002
@@ -53,14 +53,24 @@ class Host(Protocol):
         ...
 
 
-class KeptEngine:
+class TieredEngine:
     """Target and draft in one process, one request at a time; in JAX on any number of ranks, each with its tiers."""
 
     def __init__(
-        self, target_dir: Path, draft_dir: Path, *, pages: int, host: int, storage: Path | str | Store | None = None,
-        page_size: int = 16, chunk: int = 64, k: int = 4, keep: bool = True, layout: Layout | None = None,
+        self,
+        target_dir: Path,
+        draft_dir: Path,
+        *,
+        pages: int,
+        host: int,
+        storage: Path | str | Store | None = None,
+        page_size: int = 16,
+        chunk: int = 64,
+        k: int = 4,
+        keep: bool = True,
+        layout: Layout | None = None,
         hosted: Host | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Pools of `pages` pages, and `host` pages on the host; without `keep` everything is computed each time.
 
         `hosted` makes the models, in torch on one rank unless it is `jax_hosted`. Raises EngineError where pages do not
@@ -85,7 +95,7 @@ class KeptEngine:
         self._decoder = SpeculativeDecoder(made.target, made.draft, k)
         self._keep = keep
 
-    def answer(self, prompt: Tokens[int], max_new: int) -> Answer:
+    def answer(self, prompt: Sequence[int], max_new: int) -> Answer:
         """Continue a prompt by the most likely tokens, at most `max_new`; raises OutOfPages."""
         begun, unit = time.monotonic(), self._unit
         # without its last token, which is computed in any case, since its logits are wanted
@@ -106,7 +116,7 @@ class KeptEngine:
             for tiers in self.ranks:
                 tiers.step()
             pages = min(lease.pages for lease in leases)
-            sequence = Sequence(prompt=[*prompt], max_new=max_new, eos=self.tokenizer.eos)
+            sequence = TokenSequence(prompt=[*prompt], max_new=max_new, eos=self.tokenizer.eos)
             sequence.target_pages, sequence.draft_pages = (
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
             )
@@ -127,11 +137,15 @@ class KeptEngine:
         device = min(leases[0].found["device"], pages)
         storage = min(fetched, pages - device)
         return Answer(
-            tokens=sequence.generated, stats=sequence.stats, device=device * unit,
-            host=(pages - device - storage) * unit, storage=storage * unit, first=first,
-        )  # fmt: skip
+            tokens=sequence.generated,
+            stats=sequence.stats,
+            device=device * unit,
+            host=(pages - device - storage) * unit,
+            storage=storage * unit,
+            first=first,
+        )
 
-    def _open(self, chains: Tokens[Chain], room: int) -> list[PageLease] | None:
+    def _open(self, chains: Sequence[Chain], room: int) -> list[PageLease] | None:
         """A lease of every rank, of what all of them have; None while one has too few pages."""
         agreements = [
             tiers.agreement([(chain, room)], len(chain.own)) for tiers, chain in zip(self.ranks, chains, strict=True)

@@ -7,8 +7,7 @@ share of a prompt is there, and once all have, they agree on one length (docs/ti
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..models import ModelConfig
 from .description import DRAFT, TARGET
 from .lockstep import Said
 from .prefix import tokens_a_unit
-from .sequence import Sequence
+from .sequence import TokenSequence
 from .world import World
 
 __all__ = ["KeptPages", "names_of"]
@@ -37,7 +36,7 @@ _PAUSE = 0.002
 """Seconds between polls of what threads have read and written."""
 
 
-def names_of(folders: Many[Path], configs: Many[ModelConfig]) -> dict[str, str]:
+def names_of(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> dict[str, str]:
     """What the pages of target and draft were computed by (KVP-TIER-NAMESPACE)."""
     names = {}
     for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=True):
@@ -51,7 +50,7 @@ def names_of(folders: Many[Path], configs: Many[ModelConfig]) -> dict[str, str]:
 class _Coming:
     """A prompt whose pages are being looked up in storage."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     chain: Chain
     count: int
     """Tokens of the prompt whose pages are looked up."""
@@ -73,9 +72,15 @@ class KeptPages:
     """The pages of one rank, which the scheduler takes for a request and leaves when the request is over."""
 
     def __init__(
-        self, rank: int, pool: Pool, names: Mapping[str, str], shards: Many[Shard], world: World, host: int,
+        self,
+        rank: int,
+        pool: Pool,
+        names: Mapping[str, str],
+        shards: Sequence[Shard],
+        world: World,
+        host: int,
         storage: str | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`host` is the number of pages on the host. Raises EngineError if pages do not hold whole runs of a deal."""
         self.unit, self._each = tokens_a_unit(shards)
         if not self.unit:
@@ -83,7 +88,7 @@ class KeptPages:
         self.tiers = Tiers(pool, names, page=self.unit, host=host, storage=storage)
         self._rank, self._world = rank, world
         self._coming: dict[str, _Coming] = {}
-        self._held: dict[Sequence, _Held] = {}
+        self._held: dict[TokenSequence, _Held] = {}
         self._left = self._told = 0
         """Requests whose pages were returned, and how many of them are in storage, as the other ranks were told."""
 
@@ -99,7 +104,7 @@ class KeptPages:
         if need > room:
             raise EngineError(f"{rows} tokens need {need} pages of {self.unit} tokens, the pools have {room}")
 
-    def begin(self, id: str, sequence: Sequence, count: int) -> None:
+    def begin(self, id: str, sequence: TokenSequence, count: int) -> None:
         """Start looking up pages of the first `count` tokens of a prompt in storage, in threads."""
         chain = self.tiers.chain(sequence.prompt[:count])
         fetch = self.tiers.fetch(chain, time.monotonic() + patience(count))
@@ -132,7 +137,7 @@ class KeptPages:
         if id in self._coming:
             self._coming[id].ranks.add(rank)
 
-    def take(self, id: str, rows: int) -> tuple[int, dict[str, int]] | None:
+    def allocate(self, id: str, rows: int) -> tuple[int, dict[str, int]] | None:
         """Give a request pages for `rows` rows; returns how many tokens they hold already on all ranks, and from where.
 
         Returns None, taking nothing, while a rank waits for storage or has too few pages. A collective.
@@ -161,7 +166,7 @@ class KeptPages:
         where = {"device": device, "host": pages - device - storage, "storage": storage}
         return pages * self.unit, {name: count * self.unit for name, count in where.items()}
 
-    def leave(self, sequence: Sequence, valid: int) -> None:
+    def free(self, sequence: TokenSequence, valid: int) -> None:
         """Take a request's pages back, and keep those of its first `valid` tokens."""
         if (held := self._held.pop(sequence, None)) is None:
             return

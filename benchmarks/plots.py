@@ -1,0 +1,149 @@
+"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/vllm.md and docs/tiers.md from benchmarks/results.
+
+`python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
+"""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from typing import Any
+
+import matplotlib.pyplot as plt
+from harness import ROOT, results
+from tables import DCP, HEADS, STEPS, batches, runs_of, tokens, us
+
+TRANSFER = {
+    "peer copy": ("#777777", "--", "peer copy of 1 GB (the ceiling)"),
+    "kernel, pull": ("#0b6e4f", "-", "kvproto, pull"),
+    "kernel, push": ("#41b883", "-", "kvproto, push"),
+    "torch, float64": ("#c05621", "-", "torch: index_select, copy, index_copy"),
+    "NIXL, packed": ("#2b6cb0", "--", "kvproto over NIXL (UCX), packed"),
+    "cuMemcpyBatchAsync": ("#6b46c1", "-", "cuMemcpyBatchAsync"),
+    "NIXL, descriptors": ("#2b6cb0", "-", "NIXL (UCX), a descriptor a run"),
+    "Mooncake, descriptors": ("#b83280", "-", "Mooncake, a descriptor a run"),
+}
+VLLM = {
+    "ours, no checksums": ("#0b6e4f", "kvproto"),
+    "ours": ("#41b883", "kvproto, every byte checked"),
+    "nixl": ("#2b6cb0", "vLLM's own NIXL connector"),
+    "nothing": ("#999999", "nothing moves: the engines alone"),
+}
+ROUNDS = {"ordered": "blocks in order", "scattered": "blocks scattered", "again": "in order again"}
+DISK = {
+    "one file": "#777777",
+    "one file, direct": "#aaaaaa",
+    "plain files": "#b58900",
+    "files": "#0b6e4f",
+    "packs": "#c0392b",
+    "lmdb": "#3465a4",
+}
+
+
+def transfer_gpu() -> Any:
+    """GB/s by length of runs, all contenders and the ceiling."""
+    data = results("transfer_gpu")
+    figure, axes = plt.subplots(figsize=(8, 4.6))
+    for name, (colour, line, label) in TRANSFER.items():
+        points = [(int(run), median(s[name])) for run, s in data["samples"].items() if name in s]
+        axes.plot(*zip(*points, strict=True), line, color=colour, label=label, marker="." if line == "-" else None)
+    axes.set(xscale="log", yscale="log", xlabel="bytes of a contiguous run", ylabel="GB/s", ylim=(0.05, 600))
+    ticks = [256, 1152, 8192, 131072, 1 << 20, 1 << 24, 1 << 26]
+    axes.set_xticks(ticks, ["256 B", "1,152 B", "8 KB", "128 KB", "1 MB", "16 MB", "64 MB"])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    axes.set_title(f"1 GB in scattered runs between two {data['machine']}, {data['date']}", fontsize=10)
+    return figure
+
+
+def dcp_gpu() -> Any:
+    """How many times faster a step of two ranks is, by context."""
+    figure, places = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
+    looks = {"NCCL all-to-all": ("#777777", "--"), "peer memory, q on all": ("#0b6e4f", "-")}
+    for axes, shape in zip(places, HEADS, strict=True):
+        for mark, batch in zip("osD", batches(), strict=False):
+            runs = runs_of(shape, batch)
+            contexts = [s["context"] for s in runs]
+            for name, (colour, line) in looks.items():
+                gains = [us(s)["attention, N=1"] / us(s)[STEPS[name]] for s in runs]
+                label = f"{name}, batch {batch}"
+                axes.plot(contexts, gains, line, color=colour, marker=mark, markersize=4, label=label)
+        axes.set(xscale="log", xlabel="context, tokens", title=shape)
+        axes.set_xticks(contexts, [tokens(context) for context in contexts])
+        axes.set_xticks([], minor=True)
+        axes.axhline(1, color="black", linewidth=0.6)
+        axes.grid(alpha=0.3)
+    places[0].set_ylabel("a layer's step, times faster than on one rank")
+    places[1].legend(fontsize=7)
+    figure.suptitle(f"DCP over two {DCP['machine']}, {DCP['date']}", fontsize=10)
+    return figure
+
+
+def vllm_gpu() -> Any:
+    """Two vLLM engines on two GPUs, through kvproto and through NIXL."""
+    data = results("vllm_gpu")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.9), width_ratios=(3, 2))
+    _rounds(left, data)
+    _first_token(right, data)
+    for axes in (left, right):
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    machine = data["ours"]["machine"]
+    figure.suptitle(f"Two vLLM {data['vllm']} on two {machine['machine']}, {machine['date']}", fontsize=10)
+    figure.tight_layout()
+    return figure
+
+
+def _rounds(axes: Any, data: dict[str, Any]) -> None:
+    """Bars are medians, dots the samples."""
+    for place, (name, (colour, label)) in enumerate(VLLM.items()):
+        for at, key in enumerate(ROUNDS):
+            samples = [1e3 * s for s in data[name][key]]
+            x = at + 0.21 * (place - 1.5)
+            axes.bar(x, median(samples), 0.19, color=colour, alpha=0.75, label=label if at == 0 else None)
+            axes.plot([x] * len(samples), samples, ".", color="black", markersize=4)
+    axes.set_xticks(range(len(ROUNDS)), ROUNDS.values())
+    title = "8 prompts of 8,192 tokens at once, 2.15 GB"
+    axes.set(ylim=(0, 250), ylabel="ms until all have their first token", title=title)
+    axes.legend(fontsize=8, loc="upper right")
+
+
+def _first_token(axes: Any, data: dict[str, Any]) -> None:
+    """Medians, and from the best to the worst of the samples."""
+    for place, (name, (colour, label)) in enumerate(VLLM.items()):
+        lengths = list(data[name]["first token"])
+        samples = [[1e3 * s for s in data[name]["first token"][n]] for n in lengths]
+        middle = [median(s) for s in samples]
+        below = [m - min(s) for m, s in zip(middle, samples, strict=True)]
+        above = [max(s) - m for m, s in zip(middle, samples, strict=True)]
+        places = [at + 0.08 * (place - 1.5) for at in range(len(lengths))]
+        axes.errorbar(places, middle, [below, above], color=colour, marker=".", capsize=2, label=label)
+    axes.set_xticks(range(len(lengths)), [f"{int(n):,}" for n in lengths])
+    axes.set(xlabel="tokens", ylabel="ms until the first token", title="one prompt", ylim=(0, None))
+
+
+def tiers_disk() -> Any:
+    """The rate of each contender in each round."""
+    figure, places = plt.subplots(1, 2, figsize=(9, 3.4))
+    for axes, (way, samples) in zip(places, results("tiers")["disk"]["samples_mb_s"].items(), strict=True):
+        for name, rates in samples.items():
+            axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, color=DISK[name], label=name)
+        axes.set(title=way, xlabel="round", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    places[0].set_ylabel("MB/s")
+    places[1].legend(fontsize=8)
+    return figure
+
+
+PLOTS = {draw.__name__: draw for draw in (transfer_gpu, dcp_gpu, vllm_gpu, tiers_disk)}
+
+
+def main() -> None:
+    plt.rcParams |= {"svg.hashsalt": "kvproto", "font.size": 9}
+    for name in sys.argv[1:] or PLOTS:
+        PLOTS[name]().savefig(ROOT / f"docs/{name}.svg", bbox_inches="tight", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
