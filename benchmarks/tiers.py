@@ -132,7 +132,7 @@ class Stored:
     def write(self) -> None:
         workers = Workers(THREADS, 1e9, len(self.chain.ahead))
         pages = [
-            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.group)
+            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.batch)
             for i in range(len(self.chain.ahead))
         ]
         assert all(page.result() for page in pages)
@@ -140,9 +140,9 @@ class Stored:
 
     def read(self) -> None:
         rooms = [ROOMS.take() for _ in self.chain.ahead]
-        assert all(_each(lambda i: self.page_store.read(self.chain, i, room=rooms[i]), range(len(rooms))))
+        assert all(_each(lambda i: self.page_store.read(self.chain, i, buffers=rooms[i]), range(len(rooms))))
         for room in rooms:
-            ROOMS.give(room)
+            ROOMS.give_back(room)
 
 
 def _each(work: Callable[[Any], object], some: Iterable[Any], threads: int = THREADS) -> list[object]:
