@@ -6,6 +6,8 @@ depends on its runs alone.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from kvproto.copying.grants import rows_of
 from kvproto.copying.program import IntArray, RowMap, Window
 from kvproto.errors import RemoteError
+from kvproto.planning.arrays import repeated_index
 from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import kind_of
@@ -59,33 +62,74 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     first, length = _owned(m.source, m.source_class, lo, hi)
     if m.sink.cp_size > 1:
         first, length = _meet(first, length, *_owned(m.sink, m.sink_class, lo, hi))
-    starts = np.cumsum(length) - length
-    total = int(length.sum())
-    axis = np.arange(total) if m.source.rows == 1 or m.sink.rows == 1 else starts
-    (at, si, sr), (other, di, dr) = (
-        _segments(group, cp_rank, window, first, length, starts, axis, flat)
-        for group, cp_rank, window, flat in (
-            (m.source, m.source_class, source, m.source_flat),
-            (m.sink, m.sink_class, sink, m.sink_flat),
-        )
-    )
-    if at is not other and not np.array_equal(at, other):
-        cuts = np.union1d(at, other)
-        i, j = np.searchsorted(at, cuts, "right") - 1, np.searchsorted(other, cuts, "right") - 1
-        sr, dr = sr[i] + cuts - at[i], dr[j] + cuts - other[j]
-        si, di = None if si is None else si[i], None if di is None else di[j]
-        at = cuts
-    rows = _lengths(at, total)
-    if at.size > 1:
-        goes_on = _next(si, sr, rows)
+    moved = _MovedRows.of(first, length)
+    ours = _segments(m.source, m.source_class, source, moved, m.source_flat)
+    theirs = _segments(m.sink, m.sink_class, sink, moved, m.sink_flat)
+    if ours.at is not theirs.at and not np.array_equal(ours.at, theirs.at):
+        cuts = np.union1d(ours.at, theirs.at)
+        ours, theirs = ours.cut(cuts), theirs.cut(cuts)
+    rows = _lengths(ours.at, moved.total)
+    if rows.size > 1:
+        goes_on = ours.continues(rows)
         if goes_on.any():
-            goes_on &= _next(di, dr, rows)
-            keep = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-            if keep.size < at.size:
-                sr, dr, rows = sr[keep], dr[keep], _lengths(at[keep], total)
-                si, di = None if si is None else si[keep], None if di is None else di[keep]
-    zero = np.broadcast_to(_ZERO, rows.shape)
-    return RowMap(zero if si is None else si, sr, zero if di is None else di, dr, rows, first, length)
+            goes_on &= theirs.continues(rows)
+            kept = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+            if kept.size < rows.size:
+                ours, theirs = ours.keep(kept), theirs.keep(kept)
+                rows = _lengths(ours.at, moved.total)
+    return RowMap(ours.items, ours.row, theirs.items, theirs.row, rows, first, length)
+
+
+@attrs.define(eq=False)
+class _MovedRows:
+    """The global rows that move, as intervals [n], and as one axis on which these follow each other."""
+
+    first: IntArray
+    length: IntArray
+    starts: IntArray
+    """Where each interval begins on the axis [n]."""
+    total: int
+    """The length of the axis."""
+
+    @classmethod
+    def of(cls, first: IntArray, length: IntArray) -> _MovedRows:
+        return cls(first, length, np.cumsum(length) - length, int(length.sum()))
+
+    @cached_property
+    def each(self) -> IntArray:
+        """Every place of the axis [total]."""
+        return np.arange(self.total)
+
+
+@attrs.define(eq=False)
+class _Segments:
+    """One side's segments of the axis of rows, each in one item."""
+
+    at: IntArray
+    """Where each begins on the axis [segments]."""
+    item: IntArray | None
+    """None if the pool counts as one item."""
+    row: IntArray
+    """The first row of each within its item."""
+
+    @property
+    def items(self) -> IntArray:
+        """The items [segments], with 0 for a pool that counts as one."""
+        return np.broadcast_to(_ZERO, self.at.shape) if self.item is None else self.item
+
+    def cut(self, cuts: IntArray) -> _Segments:
+        """The same rows in segments that begin at `cuts`, among them all of these."""
+        i = np.searchsorted(self.at, cuts, "right") - 1
+        return _Segments(cuts, None if self.item is None else self.item[i], self.row[i] + cuts - self.at[i])
+
+    def keep(self, index: IntArray) -> _Segments:
+        """The segments of these indices; each goes on to the next one kept."""
+        return _Segments(self.at[index], None if self.item is None else self.item[index], self.row[index])
+
+    def continues(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether each segment but the first begins where the one before it ends; `rows` are their lengths."""
+        touch: npt.NDArray[np.bool_] = self.row[:-1] + rows[:-1] == self.row[1:]
+        return touch if self.item is None else touch & (self.item[1:] == self.item[:-1])
 
 
 _FEW = 32
@@ -168,12 +212,6 @@ def _lengths(at: IntArray, total: int) -> IntArray:
     return lengths
 
 
-def _next(item: IntArray | None, row: IntArray, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """Whether each segment but the first begins where the one before it ends."""
-    touch: npt.NDArray[np.bool_] = row[:-1] + rows[:-1] == row[1:]
-    return touch if item is None else touch & (item[1:] == item[:-1])
-
-
 def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:
     """Intervals of global rows in [lo, hi) that a cp rank owns; raises BAD_GRANT below the origin of their deal."""
     origin = deal(group)[1]
@@ -185,46 +223,36 @@ def _owned(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntA
 def _meet(a: IntArray, a_rows: IntArray, b: IntArray, b_rows: IntArray) -> tuple[IntArray, IntArray]:
     """The intersection of two ascending lists of intervals."""
     from_, to = np.searchsorted(b + b_rows, a, "right"), np.searchsorted(b, a + a_rows, "left")
-    many = np.maximum(to - from_, 0)
-    i = np.repeat(np.arange(a.size), many)
-    j = np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many, many) + np.repeat(from_, many)
+    i, nth = repeated_index(np.maximum(to - from_, 0))
+    j = from_[i] + nth
     lo = np.maximum(a[i], b[j])
     return lo, np.minimum(a[i] + a_rows[i], b[j] + b_rows[j]) - lo
 
 
-def _segments(
-    group: Group,
-    cp_rank: int,
-    window: Window,
-    first: IntArray,
-    length: IntArray,
-    starts: IntArray,
-    axis: IntArray,
-    flat: bool,
-) -> tuple[IntArray, IntArray | None, IntArray]:
-    """Where on the axis of all rows an item begins, the item (None if the pool is one), and the row within it."""
+def _segments(group: Group, cp_rank: int, window: Window, moved: _MovedRows, flat: bool) -> _Segments:
+    """The segments of one side; raises BAD_GRANT if its window lacks an item."""
+    first, length, starts, kind = moved.first, moved.length, moved.starts, kind_of(group)
     if not first.size:
-        return starts, starts, starts
+        return _Segments(starts, starts, starts)
     items = window.items.astype(np.int64, copy=False)
-    if not kind_of(group).paged:
-        ring = kind_of(group).wraps
-        total = int(length.sum())
-        forgotten = rows_of(group, window.first, window.count)[1] - group.rows
-        if not items.size or (ring and (total > group.rows or int(first[0]) < forgotten)):
-            raise _short(group, items.size, f"{total} rows from {first[0]}")
-        if not ring:
-            return starts, np.full(starts.size, items[0]), first
-        local, base = first % group.rows, 0
-    else:
+    begin, end = rows_of(group, window.first, window.count)
+    if kind.paged:
         local = local_row(group, first) if group.cp_size > 1 else first
-        base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows
+        base = owned_before(group, cp_rank, begin) // group.rows
+    else:
+        forgotten = end - group.rows
+        if not items.size or (kind.wraps and (moved.total > group.rows or int(first[0]) < forgotten)):
+            raise _short(group, items.size, f"{moved.total} rows from {first[0]}")
+        if not kind.wraps:
+            return _Segments(starts, np.full(starts.size, items[0]), first)
+        local, base = first % group.rows, 0
     head, row = np.divmod(local, group.rows)
     low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base
-    if kind_of(group).paged and (low < 0 or high >= items.size):
+    if kind.paged and (low < 0 or high >= items.size):
         raise _short(group, items.size, f"items {low} to {high} of the window")
     if group.rows == 1 and first.size == 1:  # each row is an item
-        at, picked = axis, items[low : high + 1] if kind_of(group).paged else None
-        row = np.broadcast_to(_ZERO, axis.shape)
+        at, picked = moved.each, items[low : high + 1] if kind.paged else None
+        row = np.broadcast_to(_ZERO, at.shape)
     else:
         many = (row + length - 1) // group.rows + 1
         if first.size == 1:  # the row within the first item, then whole items
@@ -236,16 +264,15 @@ def _segments(
         elif int(many.sum()) == many.size:
             at, picked = starts, items[head - base]
         else:
-            which = np.repeat(np.arange(many.size), many)
-            nth = np.arange(which.size) - np.repeat(np.cumsum(many) - many, many)
+            which, nth = repeated_index(many)
             at = starts[which] + np.maximum(nth * group.rows - row[which], 0)
             row = np.where(nth, 0, row[which])
-            picked = items[head[which] - base + nth] if kind_of(group).paged else None
-    if kind_of(group).wraps:  # one item, which wraps
-        return at, np.full(at.size, items[0]), row
+            picked = items[head[which] - base + nth] if kind.paged else None
+    if kind.wraps:  # one item, which wraps
+        return _Segments(at, np.full(at.size, items[0]), row)
     if flat and picked is not None:
-        return at, None, picked * group.rows + row if group.rows > 1 else picked
-    return at, picked, row
+        return _Segments(at, None, picked * group.rows + row if group.rows > 1 else picked)
+    return _Segments(at, picked, row)
 
 
 def _short(group: Group, items: int, asked: str) -> RemoteError:

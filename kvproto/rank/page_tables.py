@@ -1,4 +1,4 @@
-"""From an engine's page tables, by group name, to the items of a request, checked and by group id."""
+"""Checked page tables: from an engine's tables by group name to the items of a request by group id."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
 
 
 def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
-    """The page table of a group of this rank, checked to have `need` pages for `what`, of which `skip` may be anything.
+    """The page table of a group of this rank, checked to have `need` pages for `what`.
 
-    Raises LocalError as `RequestTables.check` does.
+    The first `skip` pages may be anything. Raises LocalError as `RequestTables.check` does.
     """
     group = next(group for group in layout.geometry.groups if group.name == name)
     if name not in pages:
@@ -198,11 +198,11 @@ class StatedTables:
     """The page tables of one call of an engine, checked by themselves."""
 
     items: dict[int, IntArray]
-    """By group id, from the page of token 0 on."""
+    """Page tables by group id, from the page of token 0 on."""
     since: dict[int, int]
     """The first token whose rows are still held, by group id, unless it is token 0."""
     spans: dict[int, tuple[int, int]]
-    """By group id, the pages [first, end) of a table that are held and needed."""
+    """The pages [first, end) of a table that are held and needed, by group id."""
 
 
 class RequestTables:
@@ -309,7 +309,7 @@ def grants_of(
     Groups on other axes get all positions that `axes` states. Without `pages` the items are left out.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
-    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
+    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or by name.
     Raises LocalError as `tables_of` does, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
     beyond the prompt, for one that parts values from the scales of their pages, or a `late` that names no group.
     """

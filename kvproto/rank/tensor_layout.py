@@ -1,4 +1,4 @@
-"""From an engine's tensors to the columns of Register: the meaning of each axis, and the start of each layer and part.
+"""The columns of Register from an engine's tensors: the meaning of each axis, the start of each layer and part.
 
 The names of axes are `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`. NHD
 pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or "page part
@@ -67,7 +67,7 @@ def columns_of(group: Group, share: Owns, tensors: Any, axes: str, path: str) ->
 
 
 _Placed = tuple[TensorView, int, str]
-"""A tensor, the byte in it where a layer begins, and its name in error messages."""
+"""A tensor, the byte in it at which a layer begins, and its name in error messages."""
 
 
 def _by_layer(share: Owns, tensors: Any, axes: str, path: str) -> list[_Placed]:

@@ -73,11 +73,11 @@ class Session:
         self.minor = tables.MINOR
         """The minor version of the session, from Welcome on."""
         self.limits = LIMITS
-        """The limits of the peer; until they are known, those of this package."""
+        """The limits of the peer; until they are known, the limits of this package."""
         self.said_goodbye = False
         """Whether the peer has sent Goodbye, after which it neither writes nor reads."""
         self.heard = 0.0
-        """When the last frame of the peer was received."""
+        """The time at which the last frame of the peer was received."""
         self.suspect = False
         """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
         self.attempts: dict[int, Any] = {}

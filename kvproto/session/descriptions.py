@@ -155,7 +155,7 @@ class Epoch:
     columns: dict[int, m.Columns]
     """Columns by the owner's group id."""
     overlaps: Overlaps
-    """Which of the columns share bytes."""
+    """The columns that share bytes."""
     answer: m.Registered
     mapping: Any = None
     """The rank's own record of how it is mapped."""
@@ -177,7 +177,7 @@ class Owned:
     request: int
     """The request id of the Register."""
     take: Callable[[Owned, m.Registered], Any] | None
-    """Makes the delivery for what the holder has mapped; raises RemoteError."""
+    """Makes the delivery to the memory that the holder has mapped; raises RemoteError."""
     memory: object
     """The caller's name for the memory that was registered."""
     delivery: Any = None

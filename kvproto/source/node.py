@@ -21,8 +21,7 @@ from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, Counters, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.source.copies import Copies, Read
-from kvproto.source.offers import offered
-from kvproto.source.prefill import Computed, Finished
+from kvproto.source.prefill import Computed, Finished, offered
 from kvproto.source.progress import CopyStep, SendProgress
 from kvproto.source.request import Request
 from kvproto.source.schedule import LastPart, Scheduler, Send

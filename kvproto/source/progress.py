@@ -4,7 +4,7 @@ Prefill computes each layer from the first token on. So the rows of a layer that
 handed to a transport, are one number of tokens each; a part is the rows between the two, for adjacent layers with the
 same two numbers.
 
-When a part is sent depends on the cost of its link. A link between GPUs that is in use draws power even when little
+The cost of its link decides when a part is sent. A link between GPUs that is in use draws power even when little
 crosses it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). If a link is many
 times faster than rows are computed, nearly all of them can be sent shortly before the last is computed without ending
 later: each part then halves the remainder.

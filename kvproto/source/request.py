@@ -57,7 +57,7 @@ class Request(TicketHandle[Over]):
         self.prompt = prompt
         """The prompt to compute."""
         self.computed_at: float | None = None
-        """When `finish` was called, in seconds of `time.monotonic`."""
+        """The time at which `finish` was called, in seconds of `time.monotonic`."""
         self._finished = False
         self._tables = RequestTables(self.pool.page_rules)
         """The page table so far, as the engine has stated it."""

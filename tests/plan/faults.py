@@ -229,7 +229,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base\n"
         "    low, high, base = items.size - 1 - high + low, items.size - 1, base - (items.size - 1 - high)"),
     "the first n pages of many": (
-        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, rows_of(group, window.first, window.count)[0]) // group.rows",
+        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, begin) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
         "tokens_by_position", "planning/deals.py", "turn = run * runs(group)", "turn, origin = run * runs(group), lo"),

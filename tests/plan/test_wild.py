@@ -38,7 +38,7 @@ MUTANTS = {
     "sections count lanes from the first of all": ("copying/lowering.py", "(local + lane - first) * stride", "lane * stride"),
     "a lane that is cut in its middle begins at its begin": ("copying/lowering.py", "lanes * piece.stride + within, stride", "lanes * piece.stride, stride"),
     "opaque pages move their live rows": ("copying/rows.py", "rows = np.full(ours.size, group.rows)", "rows = np.full(ours.size, max(group.rows - 1, 1))"),
-    "rings do not wrap": ("copying/rows.py", "if kind_of(group).wraps:  # one item, which wraps", "if kind_of(group).wraps and not len(row):"),
+    "rings do not wrap": ("copying/rows.py", "if kind.wraps:  # one item, which wraps", "if kind.wraps and not len(row):"),
 }  # fmt: skip
 
 
