@@ -39,7 +39,7 @@ class PageLayout:
     geometry: bytes
     """Digest of the record of what the rank owns."""
     components: tuple[PageComponent, ...]
-    """By ascending group."""
+    """The components, by ascending group."""
 
     @property
     def form(self) -> KeyForm:
