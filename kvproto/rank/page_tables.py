@@ -52,12 +52,12 @@ class PagesInUse:
 
     def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
         """Mark the pages of a fetch as in use; raises LocalError(ITEM_ALIAS), and marks none, if one is already."""
-        wanted = _with_items(grants)
+        items_of = _with_items(grants)
         with self._lock:
-            for id, items in wanted:
+            for id, items in items_of:
                 if not self._taken[id].isdisjoint(items):
                     self._refuse(id, next(page for page in items if page in self._taken[id]), pages)
-            for id, items in wanted:
+            for id, items in items_of:
                 self._taken[id].update(items)
 
     def free(self, grants: Mapping[int, Grants]) -> None:
@@ -68,10 +68,10 @@ class PagesInUse:
 
     def _refuse(self, id: int, page: int, pages: PageTables) -> None:
         name = self._layout.group(id).name
-        at = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
+        entry = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
         raise LocalError(
             ErrorCode.ITEM_ALIAS,
-            f'pages["{name}"][{at}]',
+            f'pages["{name}"][{entry}]',
             "pages that no other fetch writes",
             f"page {page} is being written by another fetch",
             "reuse its pages once it is done and, if it was lost, pages_free",
@@ -110,15 +110,15 @@ def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))
 
 
-def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
-    """The page table of a group of this rank, checked to have `need` pages for `what`.
+def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, purpose: str) -> IntArray:
+    """The page table of a group of this rank, checked to have `need` pages for `purpose`.
 
     The first `skip` pages may be anything. Raises LocalError as `RequestTables.check` does.
     """
     group = next(group for group in layout.geometry.groups if group.name == name)
     if name not in pages:
         raise _missing(layout, name)
-    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, what)
+    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, purpose)
 
 
 def _checked_table(owned: _OwnedGroup, rules: PageRules, pages: PageTables, skip: int, need: int, end: int) -> IntArray:
@@ -133,19 +133,19 @@ def _missing(layout: RankLayout, name: str) -> LocalError:
     return _bad("pages", f"the groups {owned}", f"none of {name!r}")
 
 
-def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, what: str) -> IntArray:
+def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, purpose: str) -> IntArray:
     path = f'pages["{group.name}"]'
     table = _table(pages, path)
     held = table[skip:] if skip else table
     if held.size and not 0 <= int(held.min()) <= int(held.max()) < most:
-        wrong = skip + np.flatnonzero((held < 0) | (held >= most))
+        outside = skip + np.flatnonzero((held < 0) | (held >= most))
         advice = "name pages of the pool; exclude pages that are gone with `since`, or `cached` at a sink"
         raise LocalError(
-            ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]), advice
+            ErrorCode.OUT_OF_REGION, f"{path}[{outside[0]}]", f"0 to {most - 1}", str(table[outside[0]]), advice
         )
     if table.size < need:
         advice = f"name the pages from position 0 of {axis_of(group)} on"
-        raise _bad(path, f"{need} pages for {what}", f"{table.size}", advice)
+        raise _bad(path, f"{need} pages for {purpose}", f"{table.size}", advice)
     return table
 
 

@@ -61,8 +61,9 @@ def columns_of(group: Group, share: Owns, tensors: Any, axes: str, path: str) ->
             items.setdefault(number, name)
             columns.append(column)
     if len(items) > 1:
-        (first, one), (other, two) = list(items.items())[:2]
-        raise _bad(two, f"{first} pages, as {one} has", f"{other} pages", "give each tensor of a group as many pages")
+        (count, tensor), (other_count, other) = list(items.items())[:2]
+        advice = "give each tensor of a group as many pages"
+        raise _bad(other, f"{count} pages, as {tensor} has", f"{other_count} pages", advice)
     return next(iter(items), 0), columns
 
 

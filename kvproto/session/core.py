@@ -135,8 +135,8 @@ class Session:
         self._parts[type(part)] = part
         self._add_handlers(part)
 
-    def _add_handlers(self, whom: Extension | Session) -> None:
-        self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
+    def _add_handlers(self, part: Extension | Session) -> None:
+        self._handlers |= {cls: partial(handler, part) for cls, handler in part.hears}
 
     def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
@@ -376,8 +376,8 @@ class Session:
         return True
 
 
-def _known(value: T | None, what: str) -> T:
+def _known(value: T | None, fact: str) -> T:
     if value is None:
-        mine, yours = f"a session that knows {what}", "one that does not yet"
+        mine, yours = f"a session that knows {fact}", "one that does not yet"
         raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "wait for Planned")
     return value

@@ -39,8 +39,8 @@ class Party:
     incarnation: int
 
     def __str__(self) -> str:
-        which = f" replica {self.replica}" if self.replica else ""
-        return f"{self.engine}{which} rank {self.rank}"
+        replica = f" replica {self.replica}" if self.replica else ""
+        return f"{self.engine}{replica} rank {self.rank}"
 
     @property
     def place(self) -> tuple[str, int, int]:

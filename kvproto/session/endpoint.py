@@ -108,8 +108,8 @@ class Endpoint:
 
     def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
-        known = [session for session in self.sessions.values() if session.open and session.known]
-        return Counters(len(known), sum(session.suspect for session in known), self.resends)
+        peers = [session for session in self.sessions.values() if session.open and session.known]
+        return Counters(len(peers), sum(session.suspect for session in peers), self.resends)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""

@@ -186,15 +186,21 @@ class SinkMemory:
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
+<<<<<<< HEAD
         over = self._endpoint.over
         gone = {key for key in self._mapped if key[0] in over} if over else set()
         for key in (gone | self.unmapping).difference(peer.key for peer in used):
+=======
+        ended = self._endpoint.over
+        orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
+        for key in (orphaned | self._unmapping).difference(peer.key for peer in used):
+>>>>>>> h-names
             if (peer := self._mapped.pop(key, None)) is not None:
                 peer.close()
             self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
                 session.unmapped(key[1])
-        over.intersection_update(number for number, _ in self._mapped)
+        ended.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""
