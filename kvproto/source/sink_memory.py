@@ -186,15 +186,9 @@ class SinkMemory:
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
-<<<<<<< HEAD
-        over = self._endpoint.over
-        gone = {key for key in self._mapped if key[0] in over} if over else set()
-        for key in (gone | self.unmapping).difference(peer.key for peer in used):
-=======
         ended = self._endpoint.over
         orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
-        for key in (orphaned | self._unmapping).difference(peer.key for peer in used):
->>>>>>> h-names
+        for key in (orphaned | self.unmapping).difference(peer.key for peer in used):
             if (peer := self._mapped.pop(key, None)) is not None:
                 peer.close()
             self.unmapping.discard(key)
