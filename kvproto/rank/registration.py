@@ -132,6 +132,6 @@ def map_peer(
 
 
 def _names(codes: object) -> str:
-    known = {int(code): code.name for code in TransportCode}
+    names = {int(code): code.name for code in TransportCode}
     assert isinstance(codes, list | dict)
-    return ", ".join(known.get(int(code), f"0x{int(code):04x}") for code in codes) or "none"
+    return ", ".join(names.get(int(code), f"0x{int(code):04x}") for code in codes) or "none"

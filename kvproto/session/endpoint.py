@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvproto import events as told
+from kvproto import events as engine_events
 from kvproto.errors import RemoteError
 from kvproto.events import ProtocolError
 from kvproto.planning.geometry import Geometry, validate
@@ -59,7 +59,7 @@ class Endpoint:
         """Queue an event of a session for the engine."""
         self._events.append(event)
 
-    def report(self, event: told.Event) -> None:
+    def report(self, event: engine_events.Event) -> None:
         """Report an event to the engine."""
         self._events.append(event)
 
@@ -108,8 +108,8 @@ class Endpoint:
 
     def census(self) -> Counters:
         """Count the peers of its sessions now, and the requests that were sent again so far."""
-        known = [session for session in self.sessions.values() if session.open and session.known]
-        return Counters(len(known), sum(session.suspect for session in known), self.resends)
+        peers = [session for session in self.sessions.values() if session.open and session.known]
+        return Counters(len(peers), sum(session.suspect for session in peers), self.resends)
 
     def goodbye(self, reason: str) -> None:
         """End every session in order."""

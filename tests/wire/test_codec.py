@@ -1,8 +1,10 @@
 """What is written comes back, is canonical, and is what the spec's example says."""
 
+import contextlib
 import json
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,6 +129,13 @@ def test_an_unknown_field_is_not_sent_on() -> None:
     assert encode(decode(extended("a161"))) == GOLDEN
 
 
+def test_grease_is_a_field_that_may_be_ignored() -> None:
+    """KVP-GREASE-SEND."""
+    frame = encode(decode(GOLDEN), grease=tables.GREASE_FIELD_IDS[0])
+    assert frame[16:] == b"\x85" + GOLDEN[17:] + bytes.fromhex("cd801b cd0206")
+    assert decode(frame) == decode(GOLDEN)
+
+
 def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     assert decode(GOLDEN[:5] + b"\x07" + GOLDEN[6:8] + b"\x00\xff\xff\xff" + GOLDEN[12:]) == decode(GOLDEN)
 
@@ -148,6 +157,9 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
         (transfer(grant(5)), ErrorCode.BAD_TYPE, "grants[0].items"),
         (transfer("x"), ErrorCode.BAD_TYPE, "grants[0]"),  # type: ignore[arg-type]
         (register(0), ErrorCode.OUT_OF_RANGE, "regions[2].length"),
+        (attrs.evolve(register(), columns=5), ErrorCode.BAD_TYPE, "columns"),
+        (transfer(grant(np.array([1])), grant(np.array([1]))), ErrorCode.NOT_ASCENDING, "grants[1].group"),
+        (transfer(messages.Grants(group=0, first=8, count=2, valid=9)), ErrorCode.BAD_GRANT, "grants[0].valid"),
     ],
 )  # fmt: skip
 def test_writer_refuses_what_the_reader_would(value: messages.Message, code: ErrorCode, path: str) -> None:
@@ -155,6 +167,14 @@ def test_writer_refuses_what_the_reader_would(value: messages.Message, code: Err
     with pytest.raises(WireError) as caught:
         encode(value)
     assert (caught.value.code, caught.value.path) == (code, path)
+
+
+@pytest.mark.parametrize(("number", "good"), [(0, True), (0xFFFF, True), (0x10000, False), (-1, False)])
+def test_open_enums_have_16_bits(number: int, good: bool) -> None:
+    """KVP-BODY-ENUM."""
+    handle = messages.Handle(transport=number, data=b"")
+    with contextlib.nullcontext() if good else pytest.raises(WireError, match="OUT_OF_RANGE"):
+        assert decode_struct(messages.Handle, encode_struct(handle)) == handle
 
 
 def test_misuse_is_a_local_error() -> None:
