@@ -31,9 +31,9 @@ from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Extension", "Hears", "Session"]
+__all__ = ["Extension", "Handlers", "Session"]
 
-Hears = tuple[tuple[type, Any], ...]
+Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Extension")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class Extension:
     """The state and handlers that a feature adds to a session."""
 
-    hears: Hears = ()
+    handlers: Handlers = ()
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -134,7 +134,7 @@ class Session:
         self._add_handlers(part)
 
     def _add_handlers(self, part: Extension | Session) -> None:
-        self._handlers |= {cls: partial(handler, part) for cls, handler in part.hears}
+        self._handlers |= {cls: partial(handler, part) for cls, handler in part.handlers}
 
     def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
@@ -302,7 +302,7 @@ class Session:
             self.tell(Refused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
-    hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
+    handlers: Handlers = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
         self,

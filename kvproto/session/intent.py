@@ -114,7 +114,7 @@ class SourceIntent(Extension):
         )  # fmt: skip
         return granted
 
-    hears = ((m.Grant, _grant),)
+    handlers = ((m.Grant, _grant),)
 
 
 class SinkIntent(Extension):
@@ -193,7 +193,7 @@ class SinkIntent(Extension):
         self._next(attempt, now)
         self._session.host.ended(self._session, attempt)
 
-    hears = ((m.Progress, _progress), (m.Accepted, _accepted))
+    handlers = ((m.Progress, _progress), (m.Accepted, _accepted))
 
 
 def useful(attempts: Iterable[SinkAttempt], reported: int | None) -> int | None:

@@ -55,4 +55,4 @@ class PingPart(Extension):
         self._session.step("Pong")
         self._session.answered(message.request)
 
-    hears = ((m.Ping, _ping), (m.Pong, _pong))
+    handlers = ((m.Ping, _ping), (m.Pong, _pong))

@@ -95,7 +95,7 @@ class SourcePull(Extension):
             loan.end, loan.renewed = max(loan.end, now + lease / 1000), (message.request, lease)
         self._session.reply(m.Renewed, message, lease=loan.renewed[1])
 
-    hears = ((m.Pulled, _pulled), (m.Renew, _renew))
+    handlers = ((m.Pulled, _pulled), (m.Renew, _renew))
 
 
 class SinkPull(Delivery):
@@ -221,4 +221,4 @@ class SinkPull(Delivery):
         for attempt in self._of(epoch):
             self._session.part(SinkTransfers).lose(attempt, error)
 
-    hears = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))
+    handlers = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Extension, Hears, Session
+from kvproto.session.core import Extension, Handlers, Session
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
@@ -106,7 +106,7 @@ class Deliveries(Extension):
             self._session.move(attempt, "DoneAck")
         self._session.reply(m.DoneAck, message)
 
-    hears: Hears = ((m.Done, _done),)
+    handlers: Handlers = ((m.Done, _done),)
 
 
 class SinkPush(Delivery):

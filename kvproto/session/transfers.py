@@ -254,7 +254,7 @@ class SourceTransfers(Extension):
             if attempt.state != TransferState.ENDED and not attempt.aborted:
                 attempt.lost = attempt.lost or RemoteError(ErrorCode.PEER_LOST, "", mine, yours, "make a new ticket")
 
-    hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
+    handlers = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
 class SinkTransfers(Extension):
@@ -382,7 +382,7 @@ class SinkTransfers(Extension):
         attempt.proof = proof
         self._session.move(attempt, "Drained")
 
-    hears = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
+    handlers = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
 
 
 def changed(version: int, message: m.Transfer) -> RemoteError:
