@@ -74,9 +74,9 @@ class Session:
         """The minor version of the session, from Welcome on."""
         self.limits = LIMITS
         """The limits of the peer; until they are known, the limits of this package."""
-        self.said_goodbye = False
+        self.goodbye_received = False
         """Whether the peer has sent Goodbye, after which it neither writes nor reads."""
-        self.heard = 0.0
+        self.received_at = 0.0
         """The time at which the last frame of the peer was received."""
         self.suspect = False
         """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
@@ -149,7 +149,7 @@ class Session:
 
     def receive(self, message: Any, now: float) -> None:
         """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
-        self.heard = now
+        self.received_at = now
         if self.suspect:
             self.suspect = False
             self.tell(Recovered(self.name))
@@ -278,7 +278,7 @@ class Session:
 
     def _goodbye(self, message: m.Goodbye, now: float) -> None:
         next_session(self.state, "Goodbye", self.features)  # raises if it is not legal
-        self.said_goodbye = True
+        self.goodbye_received = True
         self.lose(message.reason)
 
     def _error(self, message: m.Error, now: float) -> None:

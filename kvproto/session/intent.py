@@ -183,7 +183,7 @@ class SinkIntent(Extension):
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
             return  # the attempt is over
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         self._session.move(attempt, "Progress")
         self._note(attempt, message.state, message.tokens or 0, now)
 

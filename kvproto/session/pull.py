@@ -63,7 +63,7 @@ class SourcePull(Extension):
     def closed(self) -> None:
         """End the loans of a sink that has said Goodbye; one that is silent may read until its leases end."""
         for attempt in self._session.attempts.values():
-            if self._session.said_goodbye:
+            if self._session.goodbye_received:
                 attempt.loan = None
 
     def released(self, attempt: SourceAttempt) -> None:
@@ -127,7 +127,7 @@ class SinkPull(Delivery):
             return  # it has overtaken the Registered of its epoch, and will be sent again
         if attempt.state != TransferState.ABORTING:
             self._check(attempt, message)
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         session.move(attempt, "Offer")
         if attempt.state == TransferState.OFFERED:
             attempt.lease = Lease.of(message, attempt.asked)

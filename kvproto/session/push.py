@@ -99,7 +99,7 @@ class Deliveries(Extension):
             check_whole(attempt)
             check_outcome(attempt.described, self._session.features, message)
             attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
-            transfers.heard(attempt)
+            transfers.mark_accepted(attempt)
             transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")

@@ -162,7 +162,7 @@ class SinkStream(SinkPush):
             mine = "a transfer that is not over"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, str(message.sequence))
         check_whole(attempt)
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         self._session.move(attempt, type(message).__name__)
         return attempt
 

@@ -334,7 +334,7 @@ class SinkTransfers(Extension):
         yours = f"sequence {message.sequence}, attempt {message.attempt}"
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
 
-    def heard(self, attempt: SinkAttempt) -> None:
+    def mark_accepted(self, attempt: SinkAttempt) -> None:
         """Count the Transfer as answered by a message of its attempt, as Accepted may be lost or overtaken."""
         self._session.answered(attempt.request)
         if attempt.state == TransferState.ASKED:
@@ -345,7 +345,7 @@ class SinkTransfers(Extension):
         self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
         if attempt is not None:
-            self.heard(attempt)
+            self.mark_accepted(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:
         """Wait no longer for an answer to its Transfer or Grant."""
