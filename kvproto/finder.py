@@ -5,19 +5,18 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import attrs
 import numpy.typing as npt
 
-from kvproto.errors import LocalError
-from kvproto.net import Seed
+from kvproto.errors import KvprotoError, LocalError
+from kvproto.net import Dialer, Seed
 from kvproto.options import Options
 from kvproto.prompt import check_name
 from kvproto.rank.base import options_of
 from kvproto.rank.driver import Driver
-from kvproto.rank.watching import WatchNode
 from kvproto.session import Party, new_incarnation
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.watching import WatchEndpoint
@@ -29,6 +28,8 @@ __all__ = ["Finder", "Held"]
 
 _PATIENCE = 5.0
 """Seconds for which `find` waits for a turn to end."""
+_TURN = 0.001
+"""Seconds after which a turn stops receiving."""
 
 
 @attrs.frozen
@@ -48,7 +49,7 @@ class Held:
 
 
 class Finder:
-    """Watches source engines and finds those that hold the longest prefix of a prompt."""
+    """Watches source engines, and finds the engines that hold the longest prefix of a prompt."""
 
     def __init__(
         self, sources: Mapping[str, str | None] | list[str], name: str | None = None, options: Options | None = None
@@ -73,7 +74,7 @@ class Finder:
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:
-        """What each known engine holds of a prompt that begins with these token ids, the longest first.
+        """The share that each known engine holds of a prompt with these token ids, the longest first.
 
         `names` state what computes the pages, as KVP-TIER-NAMESPACE says (None: the engine's own). An engine may have
         dropped a page since it announced it, and then computes it. Raises LocalError(BUSY) if a turn takes longer than
@@ -152,6 +153,69 @@ class Finder:
     def _deliver(self, event: Any) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+class WatchNode:
+    """The node of a Finder: sessions with any number of source replicas."""
+
+    def __init__(self, party: Party, dialer: Dialer) -> None:
+        self._party, self._dialer = party, dialer
+        self.endpoints: dict[str, WatchEndpoint] = {}
+        """Endpoints by the address that `watch` was given."""
+        self._servers: dict[str, bytes | None] = {}
+
+    def watch(self, address: str, server: bytes | None = None) -> None:
+        """Watch the replica with a rank that listens at `address`; `server` is its public key."""
+        if address not in self.endpoints:
+            made = self.endpoints[address] = WatchEndpoint(self._party, address)
+            made.advice, self._servers[address] = self._dialer.names.advice, server
+            made.dial(time.monotonic())
+
+    def turn(self, ready: Collection[int] | None = None) -> list[Any]:
+        """Receive and send; return the events. `ready` holds the descriptors that were readable (None: look at all)."""
+        self._flush()
+        now = time.monotonic()
+        for conn, frame in self._dialer.receive(ready):
+            self.endpoints[conn[0]].receive(conn[1], frame, now)
+            if time.monotonic() - now > _TURN:
+                break
+        for conn, error in self._dialer.refusals(ready):
+            self.endpoints[conn[0]].refused = error
+        for conn in self._dialer.returned(ready):
+            self.endpoints[conn[0]].returned(conn[1], now)
+        events: list[Any] = []
+        for endpoint in self.endpoints.values():
+            endpoint.on_time(now)
+            events += endpoint.take_events()
+        self._flush()
+        return events
+
+    def filenos(self) -> Collection[int]:
+        """Descriptors that are readable when a turn has something to do."""
+        return self._dialer.filenos()
+
+    def timeout(self) -> float | None:
+        """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
+        if self._dialer.pending:
+            return 0.0
+        due = [at for endpoint in self.endpoints.values() if (at := endpoint.next_deadline()) is not None]
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _flush(self) -> None:
+        now = time.monotonic()
+        for name, endpoint in self.endpoints.items():
+            for address, frame in endpoint.to_send(now):
+                try:
+                    self._dialer.send((name, address), frame, self._servers[name])
+                except KvprotoError as error:  # an address in Welcome that cannot be used
+                    endpoint.refused = error
+
+    def close(self, reason: str) -> None:
+        """Say Goodbye to all replicas."""
+        for endpoint in self.endpoints.values():
+            endpoint.goodbye(reason)
+        self._flush()
+        self._dialer.close()
 
 
 def _lengths(known: SinkCatalogue, page: int, ids: list[bytes]) -> dict[int, int]:

@@ -18,7 +18,7 @@ from kvproto.errors import RemoteError
 from kvproto.planning.arrays import repeated_index
 from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["MapSpec", "row_map"]
@@ -44,14 +44,14 @@ class MapSpec:
     @property
     def plain(self) -> bool:
         """Whether rows move from page to page in their order."""
-        return not self.whole and all(kind_of(g).paged and g.cp_size == 1 for g in (self.source, self.sink))
+        return not self.whole and all(KINDS[g.kind].paged and g.cp_size == 1 for g in (self.source, self.sink))
 
 
 def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The rows of the sink's window, at both sides; raises BAD_GRANT if a window lacks the items that hold them."""
     if m.whole:
         return _whole_items(m, source, sink)
-    if kind_of(m.sink).is_state:
+    if KINDS[m.sink.kind].is_state:
         lo, hi = 0, m.sink.live_rows or m.sink.rows
     else:
         lo, hi = rows_of(m.sink, sink.first, sink.count)
@@ -173,10 +173,10 @@ def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
 def _whole_items(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The map of opaque parts, whose items move whole: both sides deal and page alike, windows begin with an item."""
     group = m.sink
-    if not kind_of(group).paged:
+    if not KINDS[group.kind].paged:
         ours, theirs = source.items[:1], sink.items[:1]
         lo, forgotten = rows_of(group, sink.first, 0)[0], rows_of(m.source, source.first, source.count)[1] - group.rows
-        if kind_of(group).wraps and lo < forgotten:
+        if KINDS[group.kind].wraps and lo < forgotten:
             raise _short(group, ours.size, f"rows from {lo}")
         first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
@@ -231,7 +231,7 @@ def _meet(a: IntArray, a_rows: IntArray, b: IntArray, b_rows: IntArray) -> tuple
 
 def _segments(group: Group, cp_rank: int, window: Window, moved: _MovedRows, flat: bool) -> _Segments:
     """The segments of one side; raises BAD_GRANT if its window lacks an item."""
-    first, length, starts, kind = moved.first, moved.length, moved.starts, kind_of(group)
+    first, length, starts, kind = moved.first, moved.length, moved.starts, KINDS[group.kind]
     if not first.size:
         return _Segments(starts, starts, starts)
     items = window.items.astype(np.int64, copy=False)

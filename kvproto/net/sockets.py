@@ -11,7 +11,7 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -166,34 +166,39 @@ class Listener:
 
 
 @attrs.define(eq=False)
-class _Dealer:
+class _Line:
     """One DEALER, and the events of its handshakes if it has any."""
 
+    key: tuple[Any, ...]
     inbox: Inbox
     events: Inbox | None
+    greeting: bool = True
+    """Whether its first handshake has not succeeded yet."""
     breaks: int = 0
-
-    @property
-    def inboxes(self) -> list[Inbox]:
-        return [self.inbox] if self.events is None else [self.inbox, self.events]
 
 
 class Dialer:
-    """The DEALERs of a sink, one for each key, whose last element is the address to connect to."""
+    """The DEALERs of a sink, one for each key: its owner first, and last the address to connect to.
+
+    A turn looks only at lines whose descriptors are readable, and at those that were used since nothing was found on
+    them: ZeroMQ's descriptors are edge-triggered, and any call on a socket may consume the edge.
+    """
 
     def __init__(self, insecure: bool = False, keys: KeyPair | None = None) -> None:
         self._insecure, self._keys = insecure, keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._lines: dict[tuple[Any, ...], _Dealer] = {}
-        self._greeting: dict[tuple[Any, ...], _Dealer] = {}
-        """Lines whose first handshake has not succeeded yet."""
-        self._greeted: dict[int, tuple[Any, ...]] = {}
-        """Keys of the other lines that have handshakes, by the descriptor of their events."""
-        self._left: list[int] = []
-        """Descriptors of `_greeted` whose events were not read to the end."""
+        self._lines: dict[tuple[Any, ...], _Line] = {}
+        self._owned: dict[Hashable, list[_Line]] = {}
+        """Lines by owner."""
+        self._by_fd: dict[int, _Line] = {}
+        """Lines by the descriptors of their inboxes and of their events."""
+        self._used: dict[_Line, None] = {}
+        """Lines on which frames may wait that no descriptor announces."""
+        self._eventful: dict[_Line, None] = {}
+        """Lines whose events were not read to the end."""
         self._opened: list[Socket] = []
-        self._fds: list[int] = []
+        self._fds: tuple[int, ...] | None = ()
         self._turns = 0
         self.names = HostNames()
         self._end = weakref.finalize(self, _close, self._context, self._opened)
@@ -201,73 +206,92 @@ class Dialer:
     @property
     def pending(self) -> bool:
         """See `Inbox.pending`, for any connection."""
-        watched = any(line.events is not None and line.events.pending for line in self._greeting.values())
-        return watched or any(line.inbox.pending for line in self._lines.values())
+        for line in list(self._used):
+            if line.inbox.pending:
+                return True
+            del self._used[line]
+        for line in list(self._eventful):
+            if line.events is not None and line.events.pending:
+                return True
+            del self._eventful[line]
+        return False
 
-    def filenos(self) -> list[int]:
-        """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are.
+
+        The same object while nothing has changed.
+        """
+        if self._fds is None:
+            self._fds = tuple(self._by_fd)
         return self._fds
 
-    def receive(self) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+    def receive(self, ready: Collection[int] | None = None) -> Iterator[tuple[tuple[Any, ...], bytes]]:
         """Receive up to 256 frames, each with its key, from the connections in turn, one per step of the iterator.
 
-        Clause KVP-NET-TURN. Messages of several parts are ignored (KVP-NET-ONE).
+        `ready` holds the descriptors that were readable (None: look at all). Clause KVP-NET-TURN. Messages of several
+        parts are ignored (KVP-NET-ONE).
         """
-        lines, left = list(self._lines.items()), limits.TURN_FRAMES
+        for fd in self._by_fd if ready is None else ready:
+            line = self._by_fd.get(fd)
+            if line is not None and line.inbox.fd == fd:
+                self._used[line] = None
+        lines, left = list(self._used), limits.TURN_FRAMES
         self._turns += 1
         first = self._turns % len(lines) if lines else 0
         lines = lines[first:] + lines[:first]
         while lines:
             more = []
-            for each in lines:
-                key, line = each
+            for line in lines:
                 frames = line.inbox.take()
                 if frames is None:
+                    self._used.pop(line, None)
                     continue
                 left -= 1
                 if len(frames) == 1:
-                    yield key, frames[0]
+                    yield line.key, frames[0]
                 if left == 0:
                     return
-                more.append(each)
+                more.append(line)
             lines = more
 
-    def holds(self, link: Hashable) -> bool:
-        """Whether frames wait on connections whose keys begin with `link`."""
-        return any(line.inbox.readable for key, line in self._lines.items() if key[0] == link)
+    def holds(self, owner: Hashable) -> bool:
+        """Whether frames wait on connections of an owner."""
+        lines = [line for line in self._owned.get(owner, ()) if line.inbox.readable]
+        self._used |= dict.fromkeys(lines)
+        return bool(lines)
 
-    def refusals(self) -> list[tuple[tuple[Any, ...], KvprotoError]]:
+    def refusals(self, ready: Collection[int] | None = None) -> list[tuple[tuple[Any, ...], KvprotoError]]:
         """Connections whose handshake cannot succeed, and why; NOT_ALLOWED was reported by the source."""
-        found = []
-        for key, line in list(self._greeting.items()):
-            while line.events is not None and (frames := line.events.take()) is not None:
+        refusals = []
+        for line in self._with_events(ready):
+            while line.greeting and line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    del self._greeting[key]
-                    self._greeted[line.events.fd] = key
-                    self._left.append(line.events.fd)
-                    break
-                if event and value != errno.EAGAIN:  # EAGAIN means that the server is silent or stopped
+                    line.greeting = False
+                elif event and value != errno.EAGAIN:  # EAGAIN means that the server is silent or stopped
                     line.breaks += _BREAKS if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else 1
                     if line.breaks >= _BREAKS:
-                        self._unwatch(key, line)
+                        self._unwatch(line)
                         ours = self._keys.public.decode() if self._keys else None
-                        found.append((key, _refusal(event, str(key[-1]), ours)))
-        return found
+                        refusals.append((line.key, _refusal(event, str(line.key[-1]), ours)))
+        return refusals
 
-    def returned(self, ready: Collection[int]) -> list[tuple[Any, ...]]:
-        """Connections that broke and came back; `ready` holds the descriptors of `filenos` that were readable.
-
-        Call this after `refusals`.
-        """
-        look, self._left = {*ready, *self._left}, []
-        found = set[tuple[Any, ...]]()
-        for fd in self._greeted.keys() & look:
-            key = self._greeted[fd]
-            while (events := self._lines[key].events) is not None and (frames := events.take()) is not None:
+    def returned(self, ready: Collection[int] | None = None) -> list[tuple[Any, ...]]:
+        """Connections that broke and came back; call this after `refusals`, with the same descriptors."""
+        returned = dict[tuple[Any, ...], None]()
+        for line in self._with_events(ready):
+            while not line.greeting and line.events is not None and (frames := line.events.take()) is not None:
                 if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    found.add(key)
-        return list(found)
+                    returned[line.key] = None
+        return list(returned)
+
+    def _with_events(self, ready: Collection[int] | None) -> list[_Line]:
+        """The lines that may have events."""
+        for fd in self._by_fd if ready is None else ready:
+            line = self._by_fd.get(fd)
+            if line is not None and line.events is not None and line.events.fd == fd:
+                self._eventful[line] = None
+        return list(self._eventful)
 
     def send(self, key: tuple[Any, ...], frame: bytes, server: bytes | None = None) -> bool:
         """Send a frame, connecting at first use to a server with this public key; False if its queue is full.
@@ -276,13 +300,19 @@ class Dialer:
         """
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = self._connect(str(key[-1]), server)
+            line = self._lines[key] = self._connect(key, server)
+            self._owned.setdefault(key[0], []).append(line)
+            self._by_fd[line.inbox.fd] = line
             if line.events is not None:
-                self._greeting[key] = line
-            self._count()
+                self._by_fd[line.events.fd] = line
+                line.events.look = True
+                self._eventful[line] = None
+            self._fds = None
+        self._used[line] = None
         return line.inbox.send([frame])
 
-    def _connect(self, address: str, server: bytes | None) -> _Dealer:
+    def _connect(self, key: tuple[Any, ...], server: bytes | None) -> _Line:
+        address = str(key[-1])
         check_address(address, self._keys is not None and server is not None, self._insecure)
         opened: list[Socket] = []
         events = None
@@ -297,7 +327,7 @@ class Dialer:
                 events = events_of(self._context, made, _HANDSHAKES)
                 opened.append(events.socket)
             made.connect(address)
-            line = _Dealer(Inbox(made), events)
+            line = _Line(key, Inbox(made), events)
         except zmq.ZMQError as e:
             _shut(opened)
             if e.errno == errno.EMFILE:
@@ -309,29 +339,26 @@ class Dialer:
         self._opened += opened
         return line
 
-    def _unwatch(self, key: tuple[Any, ...], line: _Dealer) -> None:
+    def _unwatch(self, line: _Line) -> None:
         if line.events is not None:
-            self._greeting.pop(key, None)
-            self._greeted.pop(line.events.fd, None)
+            self._eventful.pop(line, None)
             line.inbox.socket.disable_monitor()
             self._shut(line.events)
             line.events = None
-            self._count()
 
     def _shut(self, inbox: Inbox) -> None:
+        del self._by_fd[inbox.fd]
+        self._fds = None
         self._opened.remove(inbox.socket)
         inbox.socket.close()
 
-    def _count(self) -> None:
-        self._fds = [inbox.fd for line in self._lines.values() for inbox in line.inboxes]
-
-    def drop(self, wanted: Callable[[tuple[Any, ...]], bool]) -> None:
-        """Close the connections whose keys are not wanted."""
-        for key in [k for k in self._lines if not wanted(k)]:
-            line = self._lines.pop(key)
-            self._unwatch(key, line)
+    def drop(self, owner: Hashable) -> None:
+        """Close the connections of an owner."""
+        for line in self._owned.pop(owner, ()):
+            del self._lines[line.key]
+            self._used.pop(line, None)
+            self._unwatch(line)
             self._shut(line.inbox)
-        self._count()
 
     def close(self) -> None:
         """Close all connections, after waiting up to half a second for queued frames."""

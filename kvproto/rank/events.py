@@ -9,18 +9,13 @@ import attrs
 from kvproto.errors import KvprotoError
 from kvproto.session.events import Declined as RequestDeclined
 from kvproto.session.events import Unwanted as RequestUnwanted
-from kvproto.wire.enums import Outcome
 
 __all__ = [
     "Copied",
-    "PagesNeeded",
     "PoolReturned",
-    "Received",
     "RequestDeclined",
     "RequestOver",
     "RequestUnwanted",
-    "TransferLost",
-    "TransferProven",
 ]
 
 
@@ -51,48 +46,6 @@ class RequestOver:
     """Source ranks with a route; None if the ticket's deadline has passed."""
     lost: Mapping[int, KvprotoError] = {}
     """By sink rank, why it may not have the request."""
-
-
-@attrs.frozen
-class Received:
-    """Sink: every byte of a transfer has arrived."""
-
-    number: int
-    outcome: Outcome
-    handoff: Mapping[tuple[int, str], bytes] = attrs.field(repr=False)
-    """Hand-off data by this side's group id and part name."""
-    checksums: Mapping[tuple[int, int], int]
-    """Checksums by source rank and group id, equal on both sides."""
-    bytes: Mapping[int, int]
-    """Bytes written by each source rank."""
-    seconds: float
-    since: Mapping[int, int] = {}
-    """By group id, the first token that arrived, for late windows that begin later than requested."""
-
-
-@attrs.frozen
-class PagesNeeded:
-    """Sink: pages that a transfer has not named yet are of use."""
-
-    number: int
-    tokens: int | None
-    """The number of tokens to name pages for; None: all of them."""
-
-
-@attrs.frozen
-class TransferLost:
-    """Sink: a transfer failed; its pages are free if `proven`, otherwise after TransferProven."""
-
-    number: int
-    error: KvprotoError
-    proven: bool
-
-
-@attrs.frozen
-class TransferProven:
-    """Sink: nothing can write the pages of a lost transfer any more."""
-
-    number: int
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -97,7 +97,7 @@ def tables_of(
 
 def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
     """The groups that have pages, by name; raises LocalError for page tables of other names."""
-    groups = {group.name: group for group in layout.geometry.groups if kind_of(group).has_memory}
+    groups = {group.name: group for group in layout.geometry.groups if KINDS[group.kind].has_memory}
     _check_names(pages, groups)
     return groups
 
@@ -177,17 +177,20 @@ class PageRules:
 
     def __init__(self, layout: RankLayout) -> None:
         self.layout = layout
-        groups = [group for group in layout.geometry.groups if kind_of(group).has_memory]
+        groups = [group for group in layout.geometry.groups if KINDS[group.kind].has_memory]
         self.names = {group.name: group for group in groups}
         self.owned = [_owned(layout, group) for group in groups if group.id in layout.columns]
-        self.movable = {group.name: group for group in groups if kind_of(group).paged or kind_of(group).wraps}
+        self.movable = {group.name: group for group in groups if KINDS[group.kind].paged or KINDS[group.kind].wraps}
         """Groups whose first rows a request may give up."""
-        self.rings = [group for group in self.movable.values() if kind_of(group).wraps]
+        self.rings = [group for group in self.movable.values() if KINDS[group.kind].wraps]
         self.scaling = _scaling(layout, set(layout.columns))
+        self.handoffs = {group.name: group for group in layout.geometry.groups if not KINDS[group.kind].has_memory}
+        shares = {share.group for rank in layout.geometry.ranks if rank.rank == layout.rank for share in rank.owns}
+        self.owned_handoffs = {name: group for name, group in self.handoffs.items() if group.id in shares}
 
 
 def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
-    kind, cp_rank = kind_of(group), layout.owns(group.id).cp_rank
+    kind, cp_rank = KINDS[group.kind], layout.owns(group.id).cp_rank
     plain = kind.paged and group.cp_size == 1 and group.tokens_per_row == 1
     most = layout.columns[group.id].items
     return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, most, plain)
@@ -273,7 +276,7 @@ class RequestTables:
             group = rules.movable[name]
             end = length_of(group, tokens, axes)
             first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(group)} computed")
-            if first < begins.get(group.id, 0) and kind_of(group).paged:
+            if first < begins.get(group.id, 0) and KINDS[group.kind].paged:
                 mine = f"{begins[group.id]} or more, as before"
                 raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
             if group.partial:  # its row covers later tokens too
@@ -293,7 +296,7 @@ class RequestTables:
 
 def _ring_begins(group: Group, tokens: int) -> int:
     """The first token whose row a ring still holds after `tokens` tokens; 0 for pages."""
-    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if kind_of(group).wraps else 0
+    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if KINDS[group.kind].wraps else 0
 
 
 def grants_of(
@@ -317,7 +320,7 @@ def grants_of(
     tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
     grants = {}
     for group in layout.geometry.groups:
-        if not kind_of(group).has_memory:
+        if not KINDS[group.kind].has_memory:
             grants[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in layout.columns:
             end = length_of(group, tokens, axes)
@@ -343,7 +346,7 @@ def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
 
 def _late(layout: RankLayout, late: bool | Collection[str]) -> set[int]:
     """The ids of groups whose windows may begin late."""
-    groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
+    groups = {g.name: g.id for g in layout.geometry.groups if KINDS[g.kind].paged or KINDS[g.kind].wraps}
     if isinstance(late, bool):
         return set(groups.values()) if late else set()
     check_type("late", late, (list, tuple, set, frozenset), "True, False, or names of groups")
@@ -398,7 +401,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
         count=tokens - first,
         valid=tokens,
         items=items,
-        state_after=tokens if kind_of(group).is_state else None,
+        state_after=tokens if KINDS[group.kind].is_state else None,
     )
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
+import attrs
+
 from kvproto.errors import RemoteError
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
-from kvproto.session.events import Listed
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
-__all__ = ["Catalogue", "SinkCatalogue", "SourceCatalogue"]
+__all__ = ["Catalogue", "Listed", "SinkCatalogue", "SourceCatalogue"]
 
 Changes = Mapping[bytes, Tier | None]
 """The tier where each page is now, by id; None if it is not kept any more."""
@@ -95,6 +96,14 @@ class SourceCatalogue(Extension):
         )  # fmt: skip
 
     handlers = ((m.Watch, _watch),)
+
+
+@attrs.frozen
+class Listed:
+    """The list of a source rank's cached pages is complete; from now on it is kept up to date."""
+
+    session: int
+    peer: str
 
 
 class SinkCatalogue(Extension):

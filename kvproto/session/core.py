@@ -26,7 +26,7 @@ from kvproto.session.events import Event
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.plan_cache import Planned
 from kvproto.session.records import Attempt, PendingMessage
-from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
+from kvproto.session.table import TRANSFER, TRANSFER_FEATURES, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
@@ -101,12 +101,14 @@ class Session:
     @property
     def peer(self) -> Party:
         """The other rank; raises LocalError before Welcome."""
-        return _known(self._peer, "the peer")
+        peer = self._peer
+        return peer if peer is not None else _known(peer, "the peer")
 
     @property
     def described(self) -> Described:
         """Both Descriptions and their plan; raises LocalError before they are known."""
-        return _known(self._described, "the plan")
+        described = self._described
+        return described if described is not None else _known(described, "the plan")
 
     @property
     def planned(self) -> bool:
@@ -166,7 +168,8 @@ class Session:
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
-        attempt.state = next_transfer(attempt.state, event, self.features)
+        after = None if (attempt.state, event) in TRANSFER_FEATURES else TRANSFER.get((attempt.state, event))
+        attempt.state = after or next_transfer(attempt.state, event, self.features)
         if attempt.state == TransferState.ENDED:
             self.host.ended(self, attempt)
 

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.planning.plan import Plan
 from kvproto.session.descriptions import Described
-from kvproto.wire.enums import Proof
-from kvproto.wire.messages import Done, Offer, Register, Transfer
+from kvproto.wire.messages import Register, Transfer
 
 __all__ = [
-    "Arrived", "Changed", "Declined", "Event", "Expired", "Fetched", "Lost", "Offered", "Proven", "Ready",
-    "RegisterAsked", "Released", "TransferRequested", "UnmapAsked", "Unwanted", "Useful",
+    "Changed", "Declined", "Event", "Expired", "Fetched",
+    "RegisterAsked", "Released", "TransferRequested", "UnmapAsked", "Unwanted",
 ]  # fmt: skip
 
 
@@ -41,13 +39,6 @@ class UnmapAsked:
 
     session: int
     epoch: int
-
-
-@attrs.frozen
-class Ready:
-    """Sink: every routed rank has registered this rank's memory."""
-
-    plan: Plan
 
 
 @attrs.frozen
@@ -113,53 +104,3 @@ class Expired:
     """Source: the deadline of the ticket has passed before every sink rank had the request (KVP-TKT-DEADLINE)."""
 
     key: bytes = attrs.field(repr=False)
-
-
-@attrs.frozen
-class Useful:
-    """Sink: by all source ranks, items for `tokens` tokens (None: all) are of use to a transfer that lacks some."""
-
-    transfer: int
-    tokens: int | None
-
-
-@attrs.frozen
-class Offered:
-    """Sink: a source rank offers its items; once `may_read` is true, copy them and call `read` or `unread`."""
-
-    transfer: int
-    offer: Offer
-
-
-@attrs.frozen
-class Arrived:
-    """Sink: every required rank has said Done, or its offer was read, which `done` holds as an equivalent Done."""
-
-    transfer: int
-    done: tuple[Done, ...]
-    seconds: float
-    """Seconds from the Transfer to the last Done."""
-
-
-@attrs.frozen
-class Lost:
-    """Sink: the transfer failed. Its items are free if `proof` is PROVEN, otherwise after Proven."""
-
-    transfer: int
-    error: KvprotoError
-    proof: Proof
-
-
-@attrs.frozen
-class Proven:
-    """Sink: the items of a transfer that was Lost as UNPROVABLE are free: every writer is dead or gave late proof."""
-
-    transfer: int
-
-
-@attrs.frozen
-class Listed:
-    """Sink: the list of a source rank's cached pages is complete; from now on it is kept up to date."""
-
-    session: int
-    peer: str

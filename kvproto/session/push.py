@@ -59,8 +59,8 @@ class Delivery(Extension):
     """Whether transfers may run, once the session is READY."""
     process: m.Process | None = None
     """The process that writes, if its end is proof that none of its writes can arrive any more (KVP-REG-DEATH)."""
-    prover: int | None = None
-    """The session whose writer's death is proof; None if this side's own copies write, which no death proves."""
+    provable = False
+    """Whether the source can prove that no write can arrive any more; False if this side's own copies write."""
 
     @property
     def streamed_by(self) -> int | None:
@@ -112,9 +112,10 @@ class Deliveries(Extension):
 class SinkPush(Delivery):
     """The delivery into one epoch of the sink's memory that the source writes itself."""
 
+    provable = True
+
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self.prover = session.session
         self.transport = 0
         """The transport that the source chose."""
         self.dead = self._unmapped = False

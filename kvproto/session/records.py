@@ -147,10 +147,11 @@ class SourceAttempt(Attempt):
 class SinkAttempt(Attempt):
     """An attempt at the sink: the part of one source rank in a transfer."""
 
-    owned: Owned = attrs.field(kw_only=True)
+    session: Any = attrs.field(kw_only=True, repr=False)
+    """The SinkSession of its source rank."""
+    transfer: SinkTransfer = attrs.field(kw_only=True, repr=False)
+    owned: Owned = attrs.field(kw_only=True, repr=False)
     """The epoch of its items."""
-    transfer: int = 0
-    """The transfer's number at the endpoint."""
     asked: float = 0.0
     """When its Transfer was first sent."""
     request: int = 0
@@ -236,14 +237,23 @@ class Answer:
 class SinkTransfer:
     """A transfer at the sink: one attempt in the session of each required rank."""
 
-    number: int
+    fetch: Any
+    """The record of the one who asked for it."""
     into: object
     """The pool of its items."""
-    parts: dict[int, SinkAttempt]
     started: float
+    parts: dict[int, SinkAttempt] = attrs.Factory(dict)
+    """Attempts by source rank."""
     error: KvprotoError | None = None
     useful: int | None = 0
     """The token up to which items were last reported as of use; None for all of them."""
+    unproven: list[SinkAttempt] = attrs.Factory(list)
+    """Once it is lost, the attempts whose writes may still arrive."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every source rank has answered."""
+        return all(attempt.state != TransferState.ASKED for attempt in self.parts.values())
 
 
 @attrs.define(eq=False)

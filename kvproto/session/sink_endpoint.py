@@ -7,22 +7,23 @@ transfers are proven to write no more (KVP-EPO-FREE).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
-from kvproto import events as told
 from kvproto.errors import KvprotoError, LocalError, RemoteError
+from kvproto.events import Connected, Disconnected, Refused
 from kvproto.planning.compare import first_difference
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
-from kvproto.session import events as e
 from kvproto.session import limits
 from kvproto.session.describing import Describing
-from kvproto.session.descriptions import Party, Stated
+from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
+from kvproto.session.events import Event
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
@@ -32,19 +33,17 @@ from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
-from kvproto.session.timers import Timer
+from kvproto.session.timers import SharedTimers, Timer, Timers
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
-__all__ = ["OURS", "Exposed", "SinkEndpoint", "gone"]
+__all__ = ["Exposed", "SinkCalls", "SinkEndpoint", "gone"]
 
 _STREAMS = frozenset({Feature.STAGED, Feature.INLINE})
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
 """The request that a session waits to have answered, by its state."""
-OURS = 0
-"""A session number that no session has; it stands for this side's own copies, which no peer's death ends."""
 
 
 @attrs.frozen(eq=False)
@@ -58,49 +57,96 @@ class Exposed:
     """Makes the registration for one source rank."""
 
 
+class SinkCalls(Protocol):
+    """What an endpoint calls on the rank that drives it, within a call of its own: it may call back only later."""
+
+    def wake(self) -> None:
+        """Call `settle` and then `to_send` soon: there are frames to send, or a timer has run."""
+
+    def report(self, event: Any) -> None:
+        """Pass an event about a peer to the engine."""
+
+    def planned(self, event: Connected) -> None:
+        """Note the plan with a source rank, under which the pool has to be registered."""
+
+    def ready(self) -> None:
+        """Every routed rank has mapped the current pool: transfers may start."""
+
+    def map_memory(self, session: SinkSession, register: m.Register, described: Described) -> None:
+        """Map memory of a source, then call `accept_register` or `refuse_register` (feature PULL)."""
+
+    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
+        """Unmap memory that a source wants back and nothing reads, then call `unmapped`."""
+
+    def useful(self, transfer: SinkTransfer) -> None:
+        """Items below token `transfer.useful` (None: all) are of use to a transfer that lacks some."""
+
+    def offered(self, attempt: SinkAttempt) -> None:
+        """A source rank offers its items: once `may_read`, copy them and call `read` or `unread`."""
+
+    def arrived(self, transfer: SinkTransfer, done: tuple[m.Done, ...], seconds: float) -> None:
+        """Every required rank has said Done, or its offer was read, in `seconds` since the Transfer."""
+
+    def lost(self, transfer: SinkTransfer, proof: Proof) -> None:
+        """The transfer failed with `transfer.error`; its items are free if PROVEN, otherwise after `proven`."""
+
+    def proven(self, transfer: SinkTransfer) -> None:
+        """The items of a transfer that was lost as UNPROVABLE are free: every writer is dead or gave late proof."""
+
+
 class SinkEndpoint(Endpoint):
     """All sessions of one sink rank with one source replica."""
 
     def __init__(
-        self, me: Party, geometry: Geometry, features: tuple[Feature, ...], seed: str,
-        proving: Collection[int] = (), replica: tuple[str, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        me: Party,
+        geometry: Geometry,
+        features: tuple[Feature, ...],
+        seed: str,
+        calls: SinkCalls,
+        proving: Collection[int] = (),
+        replica: tuple[str, int] | None = None,
+        timers: Timers | None = None,
+    ) -> None:
         """`seed` is the address of any source rank; the others follow from its Welcome and the plan.
 
         `replica` is the engine and replica that must answer there (None: any). `proving` are the transports with which
-        the end of the writer's process is proof that none of its writes can arrive any more (KVP-REG-DEATH). Call
-        `expose` before `dial`.
+        the end of the writer's process is proof that none of its writes can arrive any more (KVP-REG-DEATH). `timers`
+        is a heap that endpoints share (None: one of its own). Call `expose` before `dial`.
         """
         super().__init__(me, geometry)
+        self._calls = calls
+        if timers is not None:
+            self.timers = SharedTimers(timers, calls.wake)
+        self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
+        self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
         self.exposed: Exposed | None = None
         """The pool that new transfers go into, if any."""
+        self.source: Geometry | None = None
         self.plan: Plan | None = None
         self.digests = b"", b""
         """Digests of the Descriptions that the plan is made from, the source's first."""
         self.ready = False
         self.refused: KvprotoError | None = None
-        self.sessions: dict[Any, SinkSession] = {}
-        """Sessions by address."""
-        self._ranks: dict[int, SinkSession] = {}
-        """Sessions whose plan is known, by source rank."""
-        self._wants: dict[int, SinkTransfer] = {}
-        self._unproven: dict[int, tuple[object, set[tuple[int, int]]]] = {}
-        """By transfer that was Lost as UNPROVABLE: its pool, and the session and sequence of each unproven part."""
-        self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
-        self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
-        self.source: Geometry | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can become ready."""
         self.gone = ""
         """The source rank whose session ended first, for display."""
-        self._changed: set[int] = set()
-        """Transfers that have changed."""
-        self._unpacking: set[int] = set()
-        """Transfers whose last bytes are still being unpacked, which ends without notice."""
+        self.sessions: dict[Any, SinkSession] = {}
+        """Sessions by address."""
+        self._ranks: dict[int, SinkSession] = {}
+        """Sessions whose plan is known, by source rank."""
+        self.transfers: dict[SinkTransfer, None] = {}
+        """Transfers under way, in order."""
+        self._changed: dict[SinkTransfer, None] = {}
+        """Of these, the ones to examine."""
+        self._unpacking: dict[SinkTransfer, None] = {}
+        """Of these, the ones whose last bytes are still being unpacked, which ends without notice."""
+        self._unproven: dict[SinkTransfer, None] = {}
+        """Transfers that were lost as UNPROVABLE."""
         self._asking: Timer | None = None
-        self._unhandled: list[tuple[SinkSession, e.Event]] = []
+        self._unhandled: deque[tuple[SinkSession, Event]] = deque()
         """Events of sessions that the endpoint has not acted on yet."""
-        self._next = 1
 
     def dial(self, now: float) -> None:
         """Greet the seed; the other ranks follow from its Welcome and the plan."""
@@ -116,18 +162,36 @@ class SinkEndpoint(Endpoint):
             self.sessions[address], session.expected = session, expected
             session.hello(now)
 
-    def tell(self, session: SinkSession, event: e.Event) -> None:
+    def send(self, conn: Hashable, frame: bytes) -> None:
+        """Queue a frame for a connection."""
+        if not self._out:
+            self._calls.wake()
+        self._out.append((conn, frame))
+
+    def tell(self, session: SinkSession, event: Event) -> None:
         """Queue an event of a session, for the endpoint itself and for the engine."""
         self._unhandled.append((session, event))
 
+    def report(self, event: Any) -> None:
+        """Report an event to the engine."""
+        self._calls.report(event)
+
+    def map_memory(self, session: SinkSession, register: m.Register, described: Described) -> None:
+        """Have the source's memory mapped, and then Registered or Refused sent."""
+        self._calls.map_memory(session, register, described)
+
+    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
+        """Have an epoch unmapped that the source wants back and nothing reads, and then Unregistered sent."""
+        self._calls.unmap_memory(session, epoch)
+
     def ended(self, session: SinkSession, attempt: SinkAttempt) -> None:
         """Note that an attempt has changed."""
-        self._changed.add(attempt.transfer)
+        self._changed[attempt.transfer] = None
 
     def closed(self, session: SinkSession) -> None:
         """Note that a session has ended, which loses what it has not delivered."""
         self.ready, self.over, self.gone = False, True, self.gone or located(session)
-        self._changed.update(self._wants)
+        self._changed |= self.transfers
 
     def returned(self, conn: Hashable, now: float) -> None:
         """Send Ping on a connection that broke and came back, perhaps to another run of the source (KVP-SES-BACK)."""
@@ -149,9 +213,9 @@ class SinkEndpoint(Endpoint):
             head = self._report(conn, session, frame, message, error)
             if session is not None and head.delivery != "reply" and head.session == session.session:
                 # what its transfer lacks now will not come again
-                found = session.attempts.get(head.sequence or 0)
-                want = self._wants.get(found.transfer) if found and found.attempt == head.attempt else None
-                self._fail(want, error, now)
+                named: SinkAttempt | None = session.attempts.get(head.sequence or 0)
+                if named is not None and named.attempt == head.attempt:
+                    self._fail(named.transfer, error, now)
         self._after(now)
 
     def _prove_late(self, session: SinkSession, message: m.Message) -> None:
@@ -160,25 +224,27 @@ class SinkEndpoint(Endpoint):
             return
         match message:
             case m.Done(session=session.session) | m.Drained(session=session.session, proof=Proof.PROVEN):
-                self._prove({(session.session, message.sequence)})
+                self._prove(session, lambda attempt: attempt.sequence == message.sequence)
             case m.Unregistered(session=session.session, proof=Proof.PROVEN):
                 pools = [each.memory for each in session.owner.epochs.values() if each.asking == message.request]
-                parts = (missing for into, missing in self._unproven.values() if into in pools)
-                self._prove({part for missing in parts for part in missing if part[0] == session.session})
+                self._prove(session, lambda attempt: attempt.transfer.into in pools)
 
     def _ask_late(self, now: float) -> None:
         """Repeat the Abort of unproven transfers, as a source that was stopped or cut off may return (KVP-END-LATE)."""
-        parts = sorted({part for _, missing in self._unproven.values() for part in missing if part[0] != OURS})
-        for number, sequence in parts:
-            self._numbered(number).abort_late(sequence)
-        self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if parts else None
+        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.delivery.provable]
+        for attempt in sorted(attempts, key=lambda a: (a.session.session, a.sequence)):
+            attempt.session.abort_late(attempt.sequence)
+        self._asking = self.timers.at(now + limits.PING_SILENCE, self._ask_late) if attempts else None
 
-    def _prove(self, proven: Collection[tuple[int, int]]) -> None:
-        for transfer, (_, missing) in list(self._unproven.items()):
-            missing.difference_update(proven)
-            if not missing:
+    def _prove(self, session: SinkSession, covers: Callable[[SinkAttempt], bool]) -> None:
+        """Note that no write of a session can arrive any more into the unproven attempts that the proof covers."""
+        for transfer in list(self._unproven):
+            transfer.unproven = [
+                a for a in transfer.unproven if a.session is not session or not a.delivery.provable or not covers(a)
+            ]
+            if not transfer.unproven:
                 del self._unproven[transfer]
-                self._events.append(e.Proven(transfer))
+                self._calls.proven(transfer)
         if not self._unproven and self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -193,127 +259,118 @@ class SinkEndpoint(Endpoint):
         every = [session.features for session in self.sessions.values()] or [tuple(Feature)]
         return tuple(f for f in every[0] if all(f in some for some in every))
 
-    def streamed(self, number: int | None = None) -> dict[int, int]:
+    def streamed(self, transfer: SinkTransfer | None = None) -> dict[int, int]:
         """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""
-        if number is None:
-            found = {rank: session.streamed_by for rank, session in self._ranks.items()}
+        if transfer is None:
+            transports = {rank: session.streamed_by for rank, session in self._ranks.items()}
         else:
-            want = self._wants.get(number)
-            found = {rank: part.delivery.streamed_by for rank, part in (want.parts if want is not None else {}).items()}
-        return {rank: transport for rank, transport in found.items() if transport is not None}
+            transports = {rank: attempt.delivery.streamed_by for rank, attempt in transfer.parts.items()}
+        return {rank: transport for rank, transport in transports.items() if transport is not None}
 
     def transfer(
-        self, key: bytes, content: bytes, grants: dict[int, m.Grants], now: float,
+        self,
+        key: bytes,
+        content: bytes,
+        grants: dict[int, m.Grants],
+        now: float,
         unpackers: Mapping[int, Unpacker] | None = None,
-    ) -> int:  # fmt: skip
-        """Send a Transfer to every required rank; returns the number that Arrived or Lost will have.
+        fetch: Any = None,
+    ) -> SinkTransfer:
+        """Send a Transfer to every required rank, for `fetch`, the caller's record of it.
 
         `grants` are by group id; `unpackers` are for the streams of the ranks that are `streamed`. Raises LocalError,
-        and sends nothing: UNEXPECTED_MESSAGE before Ready, BUSY or TOO_LARGE beyond the limits of a source.
+        and sends nothing: UNEXPECTED_MESSAGE before `ready`, BUSY or TOO_LARGE beyond the limits of a source.
         """
         if not self.ready or self.plan is None or self.exposed is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
         if self.suspect:
             advice = "try again when it answers"
             raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "one", advice)
-        number, made = self._next, {}
+        transfer, requests = SinkTransfer(fetch, self.exposed, now), []
         for rank in self.plan.required(self.me.rank):
-            made[rank] = self._ranks[rank].part(SinkTransfers).compose(now, number, key, content, grants)
-            if self._ranks[rank].has(SinkIntent):
-                self._ranks[rank].part(SinkIntent).take(made[rank][0])
-        self._next += 1
-        for rank, (attempt, request) in made.items():
-            session = self._ranks[rank]
+            transfers = self._ranks[rank].part(SinkTransfers)
+            attempt, request = transfers.compose(now, transfer, key, content, grants)
+            if attempt.session.has(SinkIntent):
+                attempt.session.part(SinkIntent).take(attempt)
+            transfer.parts[rank] = attempt
+            requests.append((transfers, attempt, request))
+        for (transfers, attempt, request), rank in zip(requests, transfer.parts, strict=True):
             if attempt.whole:
                 attempt.delivery.begin(attempt, (unpackers or {}).get(rank))
-            session.part(SinkTransfers).ask(attempt, request, now)
-        self._wants[number] = SinkTransfer(
-            number, self.exposed, {rank: attempt for rank, (attempt, _) in made.items()}, now
-        )
-        return number
+            transfers.ask(attempt, request, now)
+        self.transfers[transfer] = None
+        return transfer
 
     def grant(
-        self, number: int, grants: Mapping[int, m.Grants], now: float, unpackers: Mapping[int, Unpacker] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        transfer: SinkTransfer,
+        grants: Mapping[int, m.Grants],
+        now: float,
+        unpackers: Mapping[int, Unpacker] | None = None,
+    ) -> None:
         """Name items of a transfer that lacks some: `grants` holds everything granted so far, by group id.
 
         Grants are sent as soon as they may be, but to ranks that are `streamed` only when all items are named, which
         needs `unpackers`. Harmless once the transfer has ended.
         """
-        want = self._wants.get(number)
-        for rank, attempt in want.parts.items() if want is not None and want.error is None else ():
-            session = self._ranks[rank]
-            if session.has(SinkIntent) and session.open:
+        for rank, attempt in transfer.parts.items() if transfer in self.transfers and transfer.error is None else ():
+            if attempt.session.has(SinkIntent) and attempt.session.open:
                 begin = partial(attempt.delivery.begin, attempt, (unpackers or {}).get(rank))
                 packed = attempt.delivery.streamed_by is not None
-                session.part(SinkIntent).grant(attempt, grants, now, begin, packed)
+                attempt.session.part(SinkIntent).grant(attempt, grants, now, begin, packed)
         self._after(now)
 
-    def accepted(self, number: int) -> bool:
-        """Whether every source rank has answered this transfer, or it has ended."""
-        want = self._wants.get(number)
-        return want is None or all(part.state != TransferState.ASKED for part in want.parts.values())
-
-    def hindrances(self, number: int | None) -> list[str]:
+    def hindrances(self, transfer: SinkTransfer | None = None) -> list[str]:
         """What a transfer still waits for, by source rank, for display; None for one that was not requested yet."""
-        want = self._wants.get(number) if number is not None else None
-        if want is None:
-            return hindrances(self.sessions.values())
-        asked = [rank for rank, part in want.parts.items() if part.state == TransferState.ASKED]
-        return [f"no answer to Transfer from {located(self._ranks[rank])}" for rank in asked]
+        if transfer is None or transfer not in self.transfers:
+            return _hindrances(self.sessions.values())
+        asked = [attempt.session for attempt in transfer.parts.values() if attempt.state == TransferState.ASKED]
+        return [f"no answer to Transfer from {located(session)}" for session in asked]
 
-    def abort(self, number: int, error: KvprotoError, now: float) -> None:
-        """Stop a transfer; Lost follows, with what is known about its writes."""
-        self._fail(self._wants.get(number), error, now)
+    def abort(self, transfer: SinkTransfer, error: KvprotoError, now: float) -> None:
+        """Stop a transfer; `lost` follows, with what is known about its writes."""
+        self._fail(transfer, error, now)
         self._after(now)
 
-    def _fail(self, want: SinkTransfer | None, error: KvprotoError, now: float) -> None:
+    def _fail(self, transfer: SinkTransfer, error: KvprotoError, now: float) -> None:
         """Abort the parts that have not arrived, except for those being read, as Abort states that nothing is read."""
-        if want is None:
+        if transfer not in self.transfers:
             return
-        self._changed.add(want.number)
-        want.error = want.error or error
-        for rank, attempt in want.parts.items():
+        self._changed[transfer] = None
+        transfer.error = transfer.error or error
+        for attempt in transfer.parts.values():
             pending = attempt.done is None and attempt.proof is None and not attempt.reading
-            if pending and self._ranks[rank].open:
-                self._ranks[rank].part(SinkTransfers).abort(attempt, now, str(want.error))
+            if pending and attempt.session.open:
+                attempt.session.part(SinkTransfers).abort(attempt, now, str(transfer.error))
 
-    def accept_register(self, number: int, transport: Transport, now: float) -> None:
-        """Report that the memory of a RegisterAsked is mapped."""
-        self._numbered(number).part(Holder).accept(transport, None)
+    def accept_register(self, session: SinkSession, transport: Transport, now: float) -> None:
+        """Report that the memory of `map_memory` is mapped."""
+        session.part(Holder).accept(transport, None)
         self._after(now)
 
-    def refuse_register(self, number: int, error: KvprotoError, now: float) -> None:
-        """Report that the memory of a RegisterAsked cannot be mapped."""
-        self._numbered(number).part(Holder).refuse(error)
+    def refuse_register(self, session: SinkSession, error: KvprotoError, now: float) -> None:
+        """Report that the memory of `map_memory` cannot be mapped."""
+        session.part(Holder).refuse(error)
         self._after(now)
 
-    def unmapped(self, number: int, epoch: int, now: float) -> None:
-        """Report that the memory of an UnmapAsked is unmapped."""
-        self._numbered(number).part(Holder).unmapped(epoch)
+    def unmapped(self, session: SinkSession, epoch: int, now: float) -> None:
+        """Report that the memory of `unmap_memory` is unmapped."""
+        session.part(Holder).unmapped(epoch)
         self._after(now)
 
-    def _numbered(self, number: int) -> SinkSession:
-        return next(s for s in self.sessions.values() if s.session == number)
-
-    def rank_of(self, number: int) -> int | None:
-        """The source rank of a session; None if there is no such session, or it has ended."""
-        return next((rank for rank, s in self._ranks.items() if s.session == number and s.open), None)
-
-    def writers(self) -> dict[int, m.Process]:
+    def writers(self) -> dict[SinkSession, m.Process]:
         """The live processes that write this rank's memory and whose end is proof, by session."""
-        found = {s.session: d for s in self.sessions.values() for d in s.deliveries}
-        return {n: d.process for n, d in found.items() if isinstance(d, SinkPush) and d.process and not d.dead}
+        pushes = [(s, d) for s in self.sessions.values() for d in s.deliveries if isinstance(d, SinkPush)]
+        return {session: push.process for session, push in pushes if push.process and not push.dead}
 
-    def died(self, number: int, now: float) -> None:
+    def died(self, session: SinkSession, now: float) -> None:
         """Report that the writer's process of a session has ended, so that none of its writes can arrive any more."""
-        session = self._numbered(number)
         for delivery in session.deliveries:
             if isinstance(delivery, SinkPush):
                 delivery.dead = True
         session.lose("its process has ended")
         self._after(now)
-        self._prove({part for _, missing in self._unproven.values() for part in missing if part[0] == number})
+        self._prove(session, lambda attempt: True)
 
     # pools
 
@@ -352,9 +409,10 @@ class SinkEndpoint(Endpoint):
     def holders(self, exposed: Exposed) -> list[str]:
         """Who may still read or write a pool, for display; it is free when the list is empty (KVP-EPO-FREE)."""
         found = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
-        ours = any(want.into is exposed for want in self._wants.values())
-        unproven = {part[0] for into, missing in self._unproven.values() if into is exposed for part in missing}
-        return found + ["transfers that are not over"] * (ours or OURS in unproven)
+        unproven = [attempt for transfer in self._unproven if transfer.into is exposed for attempt in transfer.unproven]
+        under_way = any(transfer.into is exposed for transfer in self.transfers)
+        ours = any(not attempt.delivery.provable for attempt in unproven)
+        return found + ["transfers that are not over"] * (under_way or ours)
 
     def given_back(self, exposed: Exposed) -> bool:
         """Whether every source rank that mapped a pool has reported that it is unmapped."""
@@ -375,8 +433,9 @@ class SinkEndpoint(Endpoint):
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
         if not held or any(isinstance(each, SinkPush) and each.dead for each in session.deliveries):
             return False
-        unproven = {part[0] for _, missing in self._unproven.values() for part in missing}
-        return session.open or session.session in unproven or any(owned.unprovable for owned in held)
+        attempts = [a for transfer in self._unproven for a in transfer.unproven if a.delivery.provable]
+        unproven = any(attempt.session is session for attempt in attempts)
+        return session.open or unproven or any(owned.unprovable for owned in held)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -421,72 +480,68 @@ class SinkEndpoint(Endpoint):
 
     # reads
 
-    def _part(self, offered: e.Offered) -> tuple[SinkTransfer, SinkAttempt] | None:
-        """The transfer and the attempt that an offer belongs to; None if the transfer has ended."""
-        want = self._wants.get(offered.transfer)
-        return (want, want.parts[offered.offer.writer]) if want is not None else None
-
-    def wanted(self, offered: e.Offered) -> bool:
+    def wanted(self, attempt: SinkAttempt) -> bool:
         """Whether an offer is still wanted; if not, a copy of it should be stopped."""
-        part = self._part(offered)
-        return part is not None and part[0].error is None and part[1].lease is not None
+        transfer = attempt.transfer
+        return transfer in self.transfers and transfer.error is None and attempt.lease is not None
 
-    def may_read(self, offered: e.Offered, now: float) -> bool:
+    def may_read(self, attempt: SinkAttempt, now: float) -> bool:
         """Begin to read an offer, if its lease allows it; after True, call `read` or `unread` (KVP-PUL-READ)."""
-        part = self._part(offered)
-        lease = part[1].lease if part is not None and part[0].error is None else None
-        if part is None or lease is None or not lease.fresh(now):
+        lease = attempt.lease if self.wanted(attempt) else None
+        if lease is None or not lease.fresh(now):
             return False
         lease.reading = True
-        self._watch(*part, now)
+        self._watch(attempt, now)
         return True
 
-    def _watch(self, want: SinkTransfer, attempt: SinkAttempt, now: float) -> None:
+    def _watch(self, attempt: SinkAttempt, now: float) -> None:
         """Fail a copy that outlasts its lease, or set the timer to check that."""
-        if want.error is not None or attempt.lease is None or not attempt.reading:
+        if attempt.transfer.error is not None or attempt.lease is None or not attempt.reading:
             return
         if attempt.lease.over(now):
             error = RemoteError(ErrorCode.DEADLINE, "lease", "a copy under way", "over", "make a new ticket")
-            self._fail(want, error, now)
+            self._fail(attempt.transfer, error, now)
         else:
-            self.timers.at(attempt.lease.end, lambda at: self._watch(want, attempt, at))
+            self.timers.at(attempt.lease.end, partial(self._watch, attempt))
 
-    def postpone(self, offered: e.Offered) -> None:
+    def postpone(self, attempt: SinkAttempt) -> None:
         """Undo `may_read`, as the copy could not begin yet."""
-        if (part := self._part(offered)) is not None:
-            part[1].stop_reading(Proof.PROVEN)
+        if attempt.transfer in self.transfers:
+            attempt.stop_reading(Proof.PROVEN)
 
-    def read(self, offered: e.Offered, count: int, now: float) -> None:
+    def read(self, attempt: SinkAttempt, count: int, now: float) -> None:
         """Report a complete copy of an offer, of `count` bytes; after the end of its lease it is of no use."""
-        session, part = self._ranks[offered.offer.writer], self._part(offered)
-        if part is not None and (lease := part[1].lease) is not None and lease.over(now):
-            self._watch(*part, now)
-        if part is None or part[0].error is not None or not session.open:
-            self.unread(offered, None, now)
+        if attempt.lease is not None and attempt.lease.over(now):
+            self._watch(attempt, now)
+        if attempt.transfer not in self.transfers or attempt.transfer.error is not None or not attempt.session.open:
+            self.unread(attempt, None, now)
             return
-        session.part(SinkPull).pulled(part[1], count)
+        attempt.session.part(SinkPull).pulled(attempt, count)
         self._after(now)
 
-    def unread(self, offered: e.Offered, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
+    def unread(self, attempt: SinkAttempt, error: KvprotoError | None, now: float, proof: Proof = Proof.PROVEN) -> None:
         """Report a copy of an offer that ended before it was complete; `error` is the reason if it was still wanted."""
-        if (part := self._part(offered)) is not None:
-            part[1].stop_reading(proof)
-            self._fail(part[0], error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
+        if attempt.transfer in self.transfers:
+            attempt.stop_reading(proof)
+            self._fail(attempt.transfer, error or LocalError(ErrorCode.ABORTED, "", "", ""), now)
         self._after(now)
 
-    # what follows
+    # what follows from a frame, a timer or a call
 
     def _after(self, now: float) -> None:
         self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
-            self._events.append(e.Ready(self.plan))
+            self._calls.ready()
         for session in self.sessions.values() if self._streams else ():
             session.advance()
-        self._changed |= self._unpacking
+        if self._unpacking:
+            self._changed |= self._unpacking
         while self._changed:
-            if (want := self._wants.get(self._changed.pop())) is not None:
-                self._progress(want, now)
+            changed, self._changed = self._changed, {}
+            for transfer in changed:
+                if transfer in self.transfers:
+                    self._progress(transfer, now)
         for session in self.sessions.values() if self._pulls else ():
             session.unmap_unused()
         self._act_on_events(now)
@@ -494,18 +549,20 @@ class SinkEndpoint(Endpoint):
     def _act_on_events(self, now: float) -> None:
         while self._unhandled or self._register(now):
             if self._unhandled:
-                self._conclude(*self._unhandled.pop(0), now)
+                self._conclude(*self._unhandled.popleft(), now)
 
-    def _conclude(self, session: SinkSession, event: e.Event, now: float) -> None:
-        self._events.append(event)
-        if isinstance(event, told.Refused):
+    def _conclude(self, session: SinkSession, event: Event, now: float) -> None:
+        if isinstance(event, Connected):
+            self._planned(session, now)
+            self._calls.planned(event)
+            return
+        if isinstance(event, Refused):
             self.refused = event.error
-        elif isinstance(event, told.Disconnected) and session.closed_in != SessionState.READY:
+        elif isinstance(event, Disconnected) and session.closed_in != SessionState.READY:
             advice = self.advice(str(session.conn))
             lost = RemoteError(ErrorCode.PEER_LOST, "", f"a session with {session.name}", event.reason, advice)
             self.refused = self.refused or lost
-        elif isinstance(event, told.Connected):
-            self._planned(session, now)
+        self._calls.report(event)
 
     def _planned(self, session: SinkSession, now: float) -> None:
         """Act on a plan: register if there are routes, and greet the other ranks that have some."""
@@ -530,48 +587,49 @@ class SinkEndpoint(Endpoint):
                 address = session.endpoints[other]
                 self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}")
 
-    def _progress(self, want: SinkTransfer, now: float) -> None:
+    def _progress(self, transfer: SinkTransfer, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
-        parts = [(self._ranks[rank], attempt) for rank, attempt in want.parts.items()]
-        for session, attempt in parts:
-            if want.error is None and attempt.error is not None:
-                self._fail(want, attempt.error, now)
-            if want.error is None and not session.open and attempt.done is None:
-                self._fail(want, session.revoked or gone(located(session)), now)
-            if want.error is None and attempt.lease is not None and not attempt.lease.reported:
+        attempts = transfer.parts.values()
+        for attempt in attempts:
+            if transfer.error is None and attempt.error is not None:
+                self._fail(transfer, attempt.error, now)
+            if transfer.error is None and not attempt.session.open and attempt.done is None:
+                self._fail(transfer, attempt.session.revoked or gone(located(attempt.session)), now)
+            if transfer.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True
-                self._events.append(e.Offered(want.number, attempt.lease.offer))
-        if want.error is None and (tokens := useful(want.parts.values(), want.useful)) != want.useful:
-            want.useful = tokens
-            self._events.append(e.Useful(want.number, tokens))
-        if any((s.open and a.state != TransferState.ENDED) or a.reading for s, a in parts):
+                self._calls.offered(attempt)
+        if transfer.error is None and (tokens := useful(attempts, transfer.useful)) != transfer.useful:
+            transfer.useful = tokens
+            self._calls.useful(transfer)
+        if any((a.session.open and a.state != TransferState.ENDED) or a.reading for a in attempts):
             return
         try:
-            over = want.error is not None or all(a.delivery.finish(a) for _, a in parts)
+            over = transfer.error is not None or all(a.delivery.finish(a) for a in attempts)
         except KvprotoError as error:
-            want.error, over = error.kept(), True
-        if not over or not all(a.delivery.stop(a) for _, a in parts):
-            self._unpacking.add(want.number)
+            transfer.error, over = error.kept(), True
+        if not over or not all(a.delivery.stop(a) for a in attempts):
+            self._unpacking[transfer] = None
             return
-        self._unpacking.discard(want.number)
-        del self._wants[want.number]
-        self._events.append(self._outcome(want, parts, now))
-        for session, attempt in parts:
+        self._unpacking.pop(transfer, None)
+        del self.transfers[transfer]
+        self._end(transfer, now)
+        for attempt in attempts:
             attempt.settled, attempt.ask = True, None
-            session.forget()
+            attempt.session.forget()
 
-    def _outcome(
-        self, want: SinkTransfer, parts: list[tuple[SinkSession, SinkAttempt]], now: float
-    ) -> e.Arrived | e.Lost:
-        if want.error is None:
-            done = sorted((a.done for _, a in parts if a.done is not None), key=lambda each: each.writer)
-            return e.Arrived(want.number, tuple(done), now - want.started)
-        missing = {(a.delivery.prover or OURS, a.sequence) for _, a in parts if not a.delivery.free(a)}
-        if missing:
-            self._unproven[want.number] = want.into, missing
+    def _end(self, transfer: SinkTransfer, now: float) -> None:
+        """Report the end of a transfer."""
+        attempts = transfer.parts.values()
+        if transfer.error is None:
+            done = sorted((a.done for a in attempts if a.done is not None), key=lambda each: each.writer)
+            self._calls.arrived(transfer, tuple(done), now - transfer.started)
+            return
+        transfer.unproven = [attempt for attempt in attempts if not attempt.delivery.free(attempt)]
+        if transfer.unproven:
+            self._unproven[transfer] = None
             if self._asking is None:
                 self._asking = self.timers.at(now, self._ask_late)
-        return e.Lost(want.number, want.error, Proof.UNPROVABLE if missing else Proof.PROVEN)
+        self._calls.lost(transfer, Proof.UNPROVABLE if transfer.unproven else Proof.PROVEN)
 
 
 def _adaptable(session: SinkSession) -> bool:
@@ -614,7 +672,7 @@ def disagreement(
     return None
 
 
-def hindrances(sessions: Collection[SinkSession]) -> list[str]:
+def _hindrances(sessions: Collection[SinkSession]) -> list[str]:
     """Why transfers with a source replica cannot begin yet, by source rank, for display."""
     found, error = [], None
     for session in sessions:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import attrs
 
-__all__ = ["Timer", "Timers"]
+__all__ = ["SharedTimers", "Timer", "Timers"]
 
 _SPARE = 64
 """The number of cancelled timers in the heap up to which it is not rebuilt."""
@@ -68,3 +69,24 @@ class Timers:
                 action(now)
             else:  # cancelled by an earlier one, when it was no longer in the heap
                 self._cancelled -= 1
+
+
+class SharedTimers(Timers):
+    """The timers of one endpoint in a heap that several share."""
+
+    def __init__(self, heap: Timers, ran: Callable[[], None]) -> None:
+        """`ran` is called after each action of this endpoint."""
+        self._shared, self._ran = heap, ran
+
+    def at(self, when: float, action: Callable[[float], None]) -> Timer:
+        return self._shared.at(when, partial(self._run, action))
+
+    def _run(self, action: Callable[[float], None], now: float) -> None:
+        action(now)
+        self._ran()
+
+    def next(self) -> float | None:
+        return self._shared.next()
+
+    def run(self, now: float) -> None:
+        self._shared.run(now)

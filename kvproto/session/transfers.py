@@ -23,7 +23,7 @@ from kvproto.session.core import Extension, Session
 from kvproto.session.descriptions import Epoch
 from kvproto.session.error_fields import refusal, refused
 from kvproto.session.limits import MAX_TRANSFERS
-from kvproto.session.records import PendingMessage, SinkAttempt, SourceAttempt
+from kvproto.session.records import PendingMessage, SinkAttempt, SinkTransfer, SourceAttempt
 from kvproto.session.registering import Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
@@ -284,7 +284,7 @@ class SinkTransfers(Extension):
             self._timer = self._session.host.timers.at(now + limits.PATIENCE, self._ask_again)
 
     def compose(
-        self, now: float, number: int, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
+        self, now: float, transfer: SinkTransfer, key: bytes, content: bytes, grants: Mapping[int, m.Grants]
     ) -> tuple[SinkAttempt, PendingMessage]:
         """Make an attempt and its Transfer, for `ask`, with those of the `grants` (by group id) that are routed.
 
@@ -297,7 +297,15 @@ class SinkTransfers(Extension):
         asked = tuple(grants[g] for g in described.groups)
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
         attempt = SinkAttempt(
-            self._sequence + 1, 1, owned=owned, transfer=number, asked=now, late=late, asks=asked, granted=asked
+            self._sequence + 1,
+            1,
+            session=self._session,
+            transfer=transfer,
+            owned=owned,
+            asked=now,
+            late=late,
+            asks=asked,
+            granted=asked,
         )
         most = session.limits.max_transfers
         if attempt.sequence > session.low_water + most:

@@ -1,93 +1,256 @@
-"""Fetches whose pages are named late, when they are of use: how many are needed, and the grants that name them."""
+"""A fetch, the record of one request at a sink: what it asks for, what is granted, its deadline and its pool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 import attrs
 import numpy as np
 
 from kvproto.copying.deferred_grants import granted_below
 from kvproto.copying.grants import items_by_now
-from kvproto.copying.program import RankLayout
 from kvproto.copying.window_start import items_before
-from kvproto.errors import LocalError
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
+from kvproto.events import Arrived, Lost, PagesFree, PagesWanted
 from kvproto.planning.kinds import kind_of
+from kvproto.prompt import Ticket
+from kvproto.rank.base import EngineRank
+from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageTables, check_distinct, check_pages, table_of
-from kvproto.session.events import Offered
+from kvproto.rank.pool import Pool
+from kvproto.session.records import SinkAttempt, SinkTransfer
+from kvproto.session.timers import Timer
+from kvproto.sink.registered_pool import RegisteredPool
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["Claim", "Claimed"]
+__all__ = ["Fetch", "FetchServer"]
 
 _NO_ITEMS = np.empty(0, np.uint32)
 
 
-@attrs.define(eq=False)
-class Claimed:
-    """A link's record of a transfer whose items are named late."""
+class FetchServer(Protocol):
+    """The link that requests a fetch from its source."""
 
-    spans: bool
-    """Whether items are wanted piece by piece."""
-    grants: Mapping[int, Grants] = {}
-    """Everything granted so far, by group id."""
-    whole: bool = False
-    """Whether `grants` is everything that the transfer asks for."""
-    reported: tuple[int | None, ...] = ()
-    """The `tokens` of the last PagesNeeded, if there was one."""
-    offers: list[Offered] = attrs.Factory(list)
-    """Offers that wait for items to be read into."""
+    def grant(self, fetch: Fetch, grants: Mapping[int, Grants], whole: bool) -> None:
+        """Pass on items that the engine has named: everything granted so far, and whether that is `whole`."""
+
+    def abort(self, fetch: Fetch, error: KvprotoError) -> None:
+        """Stop a fetch, which ends with this error."""
+
+    def give_up_late(self, fetch: Fetch, now: float) -> None:
+        """Give up a fetch whose deadline has passed, unless its source watches it."""
 
 
-@attrs.define(eq=False)
-class Claim:
-    """What one fetch asks for and how much of it is granted."""
+class Fetch(TicketHandle[Arrived]):
+    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
 
-    layout: RankLayout
-    asked: Mapping[int, Grants]
-    """Windows without items, by group id."""
-    end: int
-    """The end of the fetch in tokens; with it, everything is granted."""
-    granted: Mapping[int, Grants] = {}
-    """What is granted so far, by group id."""
+    `Sink.fetch` says how long that may take. A timeout of `wait` does not end the fetch.
+    """
 
-    @property
-    def whole(self) -> bool:
-        """Whether everything is granted."""
-        return bool(self.granted) and all(self.granted[g].count == a.count for g, a in self.asked.items())
+    def __init__(
+        self,
+        rank: EngineRank,
+        ticket: Ticket,
+        content: bytes,
+        pool: Pool,
+        epoch: int,
+        asked: Mapping[int, Grants],
+        end: int,
+        *,
+        axes: Collection[str] = (),
+        seconds: float | None = None,
+        deferred: bool = False,
+        spans: bool = False,
+        on_wanted: Callable[[PagesWanted], PageTables | None] | None = None,
+    ) -> None:
+        """`asked` holds windows by group id, without items if they are `deferred`, and piece by piece with `spans`.
+
+        `content` is the prompt's digest, `end` the end of the fetch in tokens, and `axes` are those whose lengths the
+        prompt states. The source has `seconds` to accept it (None: without limit).
+        """
+        super().__init__(rank, ticket)
+        self.pool = pool
+        self.pages_free = False
+        """Whether the pages of a lost request may be reused; PagesFree reports it as well.
+
+        False while the fetch is under way, and after Arrived: the pages then hold the request.
+        """
+        self.number = 0
+        """The fetch's number at this sink, from 1."""
+        self.epoch = epoch
+        """The epoch of its pool."""
+        self._on_wanted, self._granting = on_wanted, threading.Lock()
+        self._granted: Mapping[int, Grants] = {} if deferred else asked
+        """What the engine has named so far, by group id, which is marked as in use."""
+        self._tracked, self._useful = True, end
+        # the rest is the node's alone
+        self.content, self.asked, self.end, self.axes, self.seconds = content, asked, end, axes, seconds
+        self.deferred, self.spans = deferred, spans
+        self.grants = self._granted
+        """What the node knows as granted, by group id."""
+        self.whole = not deferred
+        """Whether that is everything, or no more is wanted."""
+        self.link: FetchServer | None = None
+        """The link that has it; None until the node has found one."""
+        self.transfer: SinkTransfer | None = None
+        """The transfer of all source ranks; None while it waits for the link to be ready."""
+        self.registered: RegisteredPool | None = None
+        """The pool and the plan by which it was last requested."""
+        self.versions: tuple[int, ...] = ()
+        """Versions of the Descriptions by which it was last requested (KVP-TRN-CHANGED)."""
+        self.deadline: Timer | None = None
+        """The timer for the source to accept it, and later to serve it."""
+        self.wanted: tuple[int | None, ...] = ()
+        """The number of tokens (None: all) of the last PagesWanted, if there was one."""
+        self.offers: list[SinkAttempt] = []
+        """Attempts whose offer waits for items to be read into."""
+
+    # calls of the engine
+
+    def grant(self, pages: PageTables, tokens: int | None = None) -> bool:
+        """Name pages for a fetch that began without them; False if it had ended and did not take them.
+
+        `pages` holds page tables by group name from the page of token 0 on, including pages granted before, and
+        `tokens` is the number of tokens that they hold (None: as PagesWanted last said; only with `spans` may it be
+        less than all). May be called from any thread at any time, even before PagesWanted. Raises LocalError, and
+        grants nothing: OUT_OF_RANGE for `tokens`, BAD_GRANT for tables that do not fit, OUT_OF_REGION for pages outside
+        the pool, ITEM_ALIAS for a page that is named twice or by another fetch, UNEXPECTED_MESSAGE if `fetch` was given
+        the pages.
+        """
+        if not self.deferred:
+            mine, yours = "a fetch that began without pages", "one whose pages `fetch` was given"
+            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "grant", mine, yours, "name the pages once")
+        end = self._useful if tokens is None else check_whole("tokens", tokens, 0, self.end)
+        if self.done:
+            return False
+        with self._granting:
+            grants = self._named(pages, end)
+            with self._rank._handles_lock:
+                if self.done or not self._tracked:
+                    return False
+                self.pool._pages.take(self._more(grants), pages)
+                self._granted = grants
+            whole = all(grants[id].count == asked.count for id, asked in self.asked.items())
+            self._post(lambda: self.link.grant(self, grants, whole) if self.link is not None else None)
+        return True
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Stop the fetch; its pages may be reused when `pages_free`. Harmless once done.
+
+        It ends with ABORTED as soon as the source has answered, or has been given up. If the source has not heard of
+        the fetch yet, it ends at once and the source is not told: tell the engine that computes the prompt as well.
+        """
+        check_type("reason", reason, str, "a str")
+        if not self.done:
+            error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
+            self._post(lambda: self._give_up(error))
+
+    def _give_up(self, error: KvprotoError) -> None:
+        if self.link is not None:
+            self.link.abort(self, error)
+
+    def _ask(self, wanted: PagesWanted) -> None:
+        """Ask the engine's `claim` for pages; an exception that it raises ends only this fetch."""
+        try:
+            pages = self._on_wanted(wanted) if self._on_wanted is not None and not self.done else None
+            if pages is not None:
+                self.grant(pages, wanted.tokens)
+        except Exception as error:
+            advice = "the callable that names pages has raised"
+            own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
+            cause = error if isinstance(error, KvprotoError) else own
+            if not self._rank._driver.closed:
+                self._post(lambda: self._give_up(cause))
+
+    # on the node
+
+    def want(self, tokens: int | None) -> PagesWanted | None:
+        """The event that pages for `tokens` tokens (None: all) are of use; None if there is nothing new to report."""
+        if self.whole or (tokens is not None and not self.spans) or self.wanted == (tokens,):
+            return None
+        self.wanted, self._useful = (tokens,), self.end if tokens is None else tokens
+        event = PagesWanted(self, self._useful, self.lengths(self._useful))
+        if self._on_wanted is not None:
+            self._rank.call_back(lambda: self._ask(event))
+        return event
+
+    def arrive(self, event: Arrived) -> Arrived:
+        """End with Arrived."""
+        self.release()
+        self._end(event)
+        return event
+
+    def lose(self, error: KvprotoError, proven: bool, raised: Exception | None = None) -> Lost:
+        """End with an error; its pages are free if it is `proven` that nothing can write them any more.
+
+        `raised` is the exception that the handle raises, if that is another.
+        """
+        self.pages_free = proven
+        if proven:
+            self.release()
+        self._end(None, raised or error)
+        return Lost(self, error, proven)
+
+    def free(self) -> PagesFree:
+        """Free the pages of a lost request, as nothing can write them any more."""
+        self.pages_free = True
+        self.release()
+        return PagesFree(self)
+
+    def release(self) -> None:
+        """Mark its pages as not in use: nothing writes them any more, or this sink can no longer find out."""
+        with self._rank._handles_lock:
+            if self._tracked:
+                self._tracked = False
+                self.pool._pages.free(self._granted)
+
+    def expect_nothing(self) -> None:
+        """Cancel its deadline, and want no more items."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+        self.whole = True
+        self.offers.clear()
+
+    # page tables
 
     def lengths(self, tokens: int) -> dict[str, int]:
         """How many entries page tables need for tokens below `tokens`, by group name."""
-        found = {}
-        for grant in granted_below(self.layout, tuple(self.asked.values()), tokens, self.end):
-            group = self.layout.group(grant.group)
+        lengths = {}
+        for grant in granted_below(self.pool.layout, tuple(self.asked.values()), tokens, self.end):
+            group = self.pool.layout.group(grant.group)
             if kind_of(group).has_memory:
                 skip, need = self._span(grant)
-                found[group.name] = skip + need if need else 0
-        return found
+                lengths[group.name] = skip + need if need else 0
+        return lengths
 
     def _span(self, grant: Grants) -> tuple[int, int]:
         """The number of pages in a table before the first of a grant, and the number that the grant needs."""
-        group, cp_rank = self.layout.group(grant.group), self.layout.owns(grant.group).cp_rank
+        layout = self.pool.layout
+        group, cp_rank = layout.group(grant.group), layout.owns(grant.group).cp_rank
         need = items_by_now(group, cp_rank, grant, self.asked[grant.group])
         return items_before(group, cp_rank, grant.first), need
 
-    def named(self, pages: PageTables, tokens: int) -> dict[int, Grants]:
+    def _named(self, pages: PageTables, tokens: int) -> dict[int, Grants]:
         """The grants by these page tables, for tokens below `tokens` and everything that was granted before.
 
         Raises LocalError: BAD_GRANT for a group that is missing, unknown or short of pages, or whose pages differ from
         those granted before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for a page named twice.
         """
-        groups, found = check_pages(self.layout, pages), {}
-        for grant in granted_below(self.layout, tuple(self.asked.values()), tokens, self.end):
-            group, before = self.layout.group(grant.group), self.granted.get(grant.group)
+        layout, grants = self.pool.layout, dict[int, Grants]()
+        groups = check_pages(layout, pages)
+        for grant in granted_below(layout, tuple(self.asked.values()), tokens, self.end):
+            group, before = layout.group(grant.group), self._granted.get(grant.group)
             if before is not None and before.count >= grant.count:
                 grant = attrs.evolve(grant, count=before.count)
             skip, need = self._span(grant)
             if group.name not in groups or not need:
-                found[group.id] = attrs.evolve(grant, items=_NO_ITEMS)
+                grants[group.id] = attrs.evolve(grant, items=_NO_ITEMS)
                 continue
-            table = table_of(self.layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
+            table = table_of(layout, pages, group.name, skip, skip + need, f"{grant.first + grant.count} tokens")
             items = table[skip : skip + need]
             check_distinct(group, items, skip)
             known = before.items if before is not None and before.items is not None else _NO_ITEMS
@@ -95,18 +258,18 @@ class Claim:
                 i = differ[0]
                 path, advice = f'pages["{group.name}"][{skip + i}]', "granted pages stay: only add pages after them"
                 raise LocalError(ErrorCode.BAD_GRANT, path, f"page {known[i]}, as granted", f"page {items[i]}", advice)
-            found[group.id] = attrs.evolve(grant, items=items.astype(np.uint32))
-        return found
+            grants[group.id] = attrs.evolve(grant, items=items.astype(np.uint32))
+        return grants
 
-    def more(self, grants: Mapping[int, Grants]) -> dict[int, Grants]:
+    def _more(self, grants: Mapping[int, Grants]) -> dict[int, Grants]:
         """These grants with only the items that were not granted before."""
         return {
-            id: attrs.evolve(some, items=items[self._count(id) :])
-            for id, some in grants.items()
-            if (items := some.items) is not None
+            id: attrs.evolve(grant, items=items[self._count(id) :])
+            for id, grant in grants.items()
+            if (items := grant.items) is not None
         }
 
     def _count(self, group: int) -> int:
         """The number of items of a group granted so far."""
-        before = self.granted.get(group)
+        before = self._granted.get(group)
         return 0 if before is None or before.items is None else before.items.size

@@ -1,173 +1,175 @@
-"""A sink rank's link to one source replica: its sessions, what it reads from it, and the state of each transfer."""
+"""A sink rank's link to one source replica: its sessions, the pools that it registers, and what it requests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import attrs
 
 from kvproto.copying.program import windows
-from kvproto.errors import KvprotoError, LocalError, RemoteError, listed
-from kvproto.events import Connected
+from kvproto.errors import KvprotoError, LocalError, RemoteError, ReportedError, listed
+from kvproto.events import Connected, Event, Refused
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.rank.background import Background
-from kvproto.rank.events import PagesNeeded, Received, TransferLost, TransferProven
 from kvproto.rank.pool import RankPool
 from kvproto.session import Party, SinkEndpoint, limits
-from kvproto.session.events import Arrived, Lost, Offered, Proven, Ready, RegisterAsked, UnmapAsked, Useful
+from kvproto.session.descriptions import Described
+from kvproto.session.records import SinkAttempt, SinkTransfer
+from kvproto.session.sink import SinkSession
 from kvproto.session.sink_endpoint import gone
-from kvproto.session.timers import Timer
-from kvproto.sink.fetch import Claimed
+from kvproto.session.timers import Timers
+from kvproto.sink.fetch import Fetch
 from kvproto.sink.reads import Puller
 from kvproto.sink.registered_pool import Filled, RegisteredPool, begins_of, prepared
-from kvproto.sink.verification import Taken, Verification, received
+from kvproto.sink.verification import Arrival, Verification
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
-from kvproto.wire.messages import Grants
+from kvproto.wire.messages import Done, Grants, Register
 
-__all__ = ["LinkContext", "SourceLink"]
+__all__ = ["LinkContext", "LinkHost", "SourceLink"]
+
+
+class LinkHost(Protocol):
+    """The rank that gives links their turns."""
+
+    def wake(self, link: SourceLink) -> None:
+        """Give a link a turn soon."""
+
+    def report(self, link: SourceLink, event: Event) -> None:
+        """Pass an event to the engine."""
+
+    def send(self, link: SourceLink, address: str, frame: bytes) -> None:
+        """Send a frame; raises KvprotoError for an address that cannot be used."""
 
 
 @attrs.frozen
 class LinkContext:
     """What all links of a sink rank share."""
 
+    host: LinkHost
     party: Party
     transports: tuple[Transport, ...]
     readers: tuple[Transport, ...]
     """Transports that can read a source's memory; empty without PULL."""
     features: tuple[Feature, ...]
-    backstage: Background
+    background: Background
     ticket_wait: float | None = None
     """Seconds that a source waits for the prompt of a ticket; None: what `limits` says."""
+    timers: Timers = attrs.Factory(Timers)
+    verification: Verification = attrs.Factory(Verification)
     runs: dict[tuple[str, int, int], int] = attrs.Factory(dict)
     """The latest incarnation of each source rank that any link has met."""
-
-
-@attrs.define(eq=False)
-class _Transfer:
-    """A transfer, from the engine's fetch until nothing can write its pages any more."""
-
-    number: int
-    ticket: bytes = attrs.field(repr=False)
-    content: bytes
-    asks: Mapping[int, Grants]
-    """What the engine asks for, by group id."""
-    axes: Collection[str]
-    claim: Claimed | None
-    """Which items are named so far, if they are named late."""
-    deadline: Timer | None = None
-    """The timer for the source to accept, and later to serve it."""
-    inner: int | None = None
-    """The endpoint's number of it; None while it waits for the link to be ready."""
-    by: tuple[int, ...] = ()
-    """Versions of the Descriptions by which it was last requested (KVP-TRN-CHANGED)."""
-    terms: RegisteredPool = attrs.field(init=False)
-    """The terms by which it was last requested."""
-    grants: Mapping[int, Grants] = {}
-    """What is granted so far, once it was requested."""
+    unreached: Counter[tuple[str, int]] = attrs.Factory(Counter)
+    """By source replica, fetches in a row that were lost because it cannot write this side's memory."""
 
 
 class SourceLink:
-    """One source replica as a sink rank sees it; transfers have the sink's own numbers."""
+    """One source replica as a sink rank sees it."""
 
     def __init__(
-        self, context: LinkContext, lent: Filled, key: int, seed: str, replica: tuple[str, int] | None = None,
+        self,
+        context: LinkContext,
+        lent: Filled,
+        seed: str,
+        replica: tuple[str, int],
         server: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Greet the rank that listens at `seed`, where `replica` must answer; `key` tells links apart.
+    ) -> None:
+        """Greet the rank that listens at `seed`, where `replica` must answer.
 
         `server` is the public key that every rank of the source must have, if addresses need one (KVP-NET-KEY).
         """
-        self._context, self.key, self.seed, self.server = context, key, seed, server
+        self._context, self.seed, self.replica, self.server = context, seed, replica, server
+        self._fetches: dict[Fetch, None] = {}
+        """Fetches from this source, in order, until nothing can write their pages any more."""
+        self._waiting: dict[Fetch, None] = {}
+        """Of these, the ones that wait for the link to be ready."""
+        self._noted: list[Callable[[], None]] = []
+        """What the endpoint has asked for, to do in the next turn."""
+        self._turning = self._closed = False
+        self.former = False
+        """Whether it is kept only until nothing of its fetches waits for proof."""
+        self._agreed: Connected | None = None
         self.endpoint = SinkEndpoint(
-            context.party, lent.pool.layout.geometry, context.features, seed,
+            context.party,
+            lent.pool.layout.geometry,
+            context.features,
+            seed,
+            self,
             proving=[t.capabilities.code for t in context.transports if t.capabilities.death_is_proof],
             replica=replica,
-        )  # fmt: skip
-        self.endpoint.plans.defer = prepared(context.backstage, lambda: self._pools.terms)
+            timers=context.timers,
+        )
+        self.endpoint.plans.defer = prepared(context.background, lambda: self._pools.current, self.wake)
         self.endpoint.runs = context.runs
         self._puller = Puller(self.endpoint, context.readers)
-        self._arrivals = Verification()
-        self._transfers: dict[int, _Transfer] = {}
-        """All transfers, by the link's number."""
-        self._waiting: dict[int, _Transfer] = {}
-        """Transfers that wait for the link to be ready, by the link's number."""
-        self._asked: dict[int, _Transfer] = {}
-        """The other transfers, by the endpoint's number."""
-        self._events: list[TransferLost | PagesNeeded] = []
-        """Events for the next turn."""
-        self._agreed: Connected | None = None
-        self._pools = RegisteredPools(self.endpoint, context.transports, self._arrivals, lent)
+        self._pools = RegisteredPools(self.endpoint, context, lent)
         self.endpoint.dial(time.monotonic())
 
     # calls of the engine
 
-    def fetch(
-        self, number: int, ticket: bytes, content: bytes, grants: Mapping[int, Grants], seconds: float | None = None,
-        axes: Collection[str] = (), claimed: bool = False, spans: bool = False,
-    ) -> None:  # fmt: skip
-        """Request a transfer, at once or when the link is ready; the source has `seconds` to accept it.
+    def fetch(self, fetch: Fetch) -> None:
+        """Request a fetch, at once or when the link is ready; its source has `fetch.seconds` to accept it.
 
-        `axes` are those whose lengths the prompt states; the transfer is lost if neither side has one of them. With
-        `claimed`, `grants` names no items, and PagesNeeded reports when they are of use, with `spans` piece by piece.
+        It is lost if neither side has one of its axes. If its items are deferred, PagesWanted reports when they are of
+        use.
         """
-        assert self._pools.terms is not None  # a sink that is asleep fetches nothing
-        made = _Transfer(number, ticket, content, grants, axes, Claimed(spans) if claimed else None)
-        if seconds is not None:
-            deadline = time.monotonic() + seconds
-            made.deadline = self.endpoint.timers.at(deadline, partial(self._check_accepted, made))
-        self._transfers[number] = self._waiting[number] = made
-        self._ask()
+        fetch.link = self
+        self._fetches[fetch] = self._waiting[fetch] = None
+        if fetch.seconds is not None and fetch.deadline is None:
+            fetch.deadline = self._context.timers.at(time.monotonic() + fetch.seconds, partial(_check_accepted, fetch))
+        self._request()
+        self.wake()
 
-    def grant(self, number: int, grants: Mapping[int, Grants], whole: bool) -> None:
-        """Name items of a transfer: `grants` is everything granted so far, and `whole` if that is all it asks for."""
-        transfer = self._transfers.get(number)
-        if transfer is None or transfer.claim is None or transfer.claim.whole:
+    def grant(self, fetch: Fetch, grants: Mapping[int, Grants], whole: bool) -> None:
+        """Name items of a fetch: `grants` is everything granted so far, and `whole` if that is all it asks for."""
+        if fetch not in self._fetches or fetch.whole:
             return
-        transfer.claim.grants, transfer.claim.whole = grants, whole
-        if transfer.inner is None:
-            self._ask()
+        fetch.grants, fetch.whole = grants, whole
+        if fetch.transfer is None:
+            self._request()
             return
-        transfer.grants = grants
-        for offer in transfer.claim.offers if whole else ():
-            self._read(offer)
-        self._send_grants(transfer, transfer.inner, whole)
+        for attempt in fetch.offers if whole else ():
+            self._read(attempt)
+        self._send_grants(fetch, fetch.transfer)
 
-    def _send_grants(self, transfer: _Transfer, inner: int, whole: bool) -> None:
+    def _send_grants(self, fetch: Fetch, transfer: SinkTransfer) -> None:
         """Send the sources what is granted so far."""
+        assert fetch.registered is not None
         try:
-            unpackers = transfer.terms.unpackers(self.endpoint.streamed(inner), transfer.grants) if whole else {}
-            self.endpoint.grant(inner, transfer.grants, time.monotonic(), unpackers)
+            streams = self.endpoint.streamed(transfer) if fetch.whole else {}
+            unpackers = fetch.registered.unpackers(streams, fetch.grants)
+            self.endpoint.grant(transfer, fetch.grants, time.monotonic(), unpackers)
         except KvprotoError as error:
-            self.endpoint.abort(inner, error, time.monotonic())
+            self.endpoint.abort(transfer, error, time.monotonic())
 
-    def abort(self, number: int, error: KvprotoError) -> None:
-        """Stop a transfer; TransferLost follows."""
-        transfer = self._transfers.get(number)
-        if transfer is not None and transfer.inner is not None:
-            self.endpoint.abort(transfer.inner, error, time.monotonic())
-        elif transfer is not None:
-            self._forget(transfer)
-            self._events.append(TransferLost(number, error, True))
+    def abort(self, fetch: Fetch, error: KvprotoError) -> None:
+        """Stop a fetch; it is lost with this error."""
+        if fetch.transfer is not None:
+            self.endpoint.abort(fetch.transfer, error, time.monotonic())
+            self.wake()
+        elif fetch in self._fetches:
+            self._lose(fetch, error)
 
-    @staticmethod
-    def _end(transfer: _Transfer) -> None:
-        """Expect nothing more of a transfer."""
-        if transfer.deadline is not None:
-            transfer.deadline.cancel()
-        transfer.deadline = transfer.claim = None
+    def _lose(self, fetch: Fetch, error: KvprotoError, proven: bool = True) -> None:
+        """Report a lost fetch, and keep it only until it is proven that nothing can write its pages any more."""
+        self._context.unreached[self.replica] += _unreached(error)
+        fetch.expect_nothing()
+        if proven:
+            self._forget(fetch)
+        self._report(fetch.lose(error, proven))
 
-    def _forget(self, transfer: _Transfer) -> None:
-        """Forget a transfer whose pages nothing can write any more."""
-        self._end(transfer)
-        del self._transfers[transfer.number]
-        self._waiting.pop(transfer.number, None)
-        if transfer.inner is not None:
-            del self._asked[transfer.inner]
+    def _forget(self, fetch: Fetch) -> None:
+        """Forget a fetch whose pages nothing can write any more."""
+        fetch.expect_nothing()
+        fetch.transfer = None
+        del self._fetches[fetch]
+        self._waiting.pop(fetch, None)
+        if self.former or self.over or self._pools.leaving:
+            self.wake()
 
     # pools
 
@@ -176,36 +178,39 @@ class SourceLink:
         return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 
     def expose(self, lent: Filled) -> None:
-        """Register another pool for transfers from now on; transfers that wait with pages of the old one are lost."""
+        """Register another pool for fetches from now on; fetches that wait with pages of the old one are lost."""
         self.drop_waiting()
         self._pools.expose(lent)
 
     def sleep(self, error: KvprotoError) -> None:
-        """End all transfers, and take the pool back from source ranks that can return it."""
-        for number in list(self._transfers):
-            self.abort(number, error)
+        """End all fetches, and take the pool back from source ranks that can return it."""
+        for fetch in list(self._fetches):
+            self.abort(fetch, error)
         self._pools.withdraw(at_once=True)
 
     def drop_waiting(self) -> None:
-        """Lose the transfers that wait, as the pool of their pages has been replaced."""
+        """Lose the fetches that wait, as the pool of their pages has been replaced."""
         self.fail(RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again"))
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still read or write a pool, for display."""
-        found, terms = self._pools.holders(lent), self._pools.terms
-        if terms is not None and terms.lent is lent and not self.over:  # it may still be registered
+        found, current = self._pools.holders(lent), self._pools.current
+        if current is not None and current.lent is lent and not self.over:  # it may still be registered
             found.append(f"the link to {self.seed}")
         return found
 
-    def refuse(self, error: KvprotoError) -> None:
+    def refuse(self, address: str, error: KvprotoError, by_us: bool = True) -> None:
         """Record why the link cannot be used."""
-        self.endpoint.refused = self.endpoint.refused or error
-        self.fail(error)
+        if not self.over:
+            self.endpoint.refused = error
+            self.fail(error)
+            self._report(Refused(address, error, by_us))
+            self.wake()
 
     def fail(self, error: KvprotoError) -> None:
-        """Lose the transfers that wait, as the link will never be ready for them."""
-        for number in list(self._waiting):
-            self.abort(number, error)
+        """Lose the fetches that wait, as the link will never be ready for them."""
+        for fetch in list(self._waiting):
+            self.abort(fetch, error)
 
     # turns
 
@@ -215,238 +220,291 @@ class SourceLink:
         return self.endpoint.refused is not None or self.endpoint.over
 
     @property
+    def usable(self) -> bool:
+        """Whether a fetch begins at once: all ranks are ready, and none suspect."""
+        return self.endpoint.ready and not self.endpoint.suspect
+
+    @property
     def idle(self) -> bool:
-        """Whether no transfer is under way, and nothing of an earlier one waits for proof."""
-        return not (self._transfers or self._events)
+        """Whether no fetch is under way, and nothing of an earlier one waits for proof."""
+        return not self._fetches
 
-    def timeout(self) -> float | None:
-        """Seconds until a turn is due; None if no timer is set."""
-        found = [self._puller.poll_interval]
-        if self._events or self._arrivals.busy:
-            found.append(0.0)
+    @property
+    def copying(self) -> bool:
+        """Whether copies are under way that end without notice, or with that of a transport."""
+        return self._puller.busy or self._pools.unpacking
+
+    @property
+    def poll_interval(self) -> float | None:
+        """Seconds until it needs a turn although nothing announces one; None if something does."""
+        intervals = [self._puller.poll_interval]
         if self._pools.unpacking:
-            found += [t.capabilities.poll_interval for t in self._context.transports]
-        if (deadline := self.endpoint.next_deadline()) is not None:
-            found.append(max(deadline - time.monotonic(), 0.0))
-        return min((seconds for seconds in found if seconds is not None), default=None)
+            intervals += [t.capabilities.poll_interval for t in self._context.transports]
+        return min((seconds for seconds in intervals if seconds is not None), default=None)
 
-    def take(self) -> list[Any]:
-        """The events since the last call."""
-        found: list[Any] = []
-        more = True
+    def turn(self, now: float) -> None:
+        """Do what has become due, and send what follows from it."""
+        self._turning, more = True, True
         while more:
-            events = self.endpoint.take_events()
-            for event in events:
-                found += self._handle(event)
-            found += [self._received(*each) for each in self._arrivals.take()]
-            more = self._puller.advance() or bool(events)
-            self._ask()
-        if self.over:
+            noted, self._noted = self._noted, []
+            for call in noted:
+                call()
+            more = self._puller.advance()
+            if self._waiting:
+                self._request()
+            self._flush(now)
+            more = more or bool(self._noted)
+        if self.over and self._waiting:
             self.fail(self.endpoint.refused or gone(self.endpoint.gone))
         self._pools.release()
-        found = self._events + found  # pages are requested before the fetch is lost
-        self._events = []
-        return found
+        self._turning = False
+
+    def _flush(self, now: float) -> None:
+        for address, frame in self.endpoint.to_send(now):
+            try:
+                self._context.host.send(self, str(address), frame)
+            except KvprotoError as error:  # an address in Welcome that cannot be used
+                self.refuse(str(address), error)
 
     def close(self, reason: str) -> None:
         """Stop reading and unmap, then say Goodbye."""
+        self._closed = self._turning = True
         self._puller.close()
         self.endpoint.goodbye(reason)
+        self._flush(time.monotonic())
 
-    def _check_accepted(self, transfer: _Transfer, now: float) -> None:
-        """Give up a transfer that the source has not accepted in time.
+    def give_up_late(self, fetch: Fetch, now: float) -> None:
+        """Give up a fetch whose deadline has passed and that the source has not accepted.
 
-        Once accepted, the source watches the deadline, and the transfer is given up only long after (KVP-TRN-ENDLESS).
+        Once accepted, the source watches the deadline, and the fetch is given up only long after (KVP-TRN-ENDLESS).
         """
-        if transfer.inner is None or not self.endpoint.accepted(transfer.inner):
-            found = self.endpoint.hindrances(transfer.inner) or [f"no answer from the source at {self.seed}"]
-            self._abort_late(_UNANSWERED.format(listed(found, 2, "; ")), transfer.number, now)
+        if fetch.transfer is None or not fetch.transfer.accepted:
+            hindrances = self.endpoint.hindrances(fetch.transfer) or [f"no answer from the source at {self.seed}"]
+            self._abort_late(fetch, _UNANSWERED.format(listed(hindrances, 2, "; ")), now)
         else:
             wait = self._context.ticket_wait
             end = now + (limits.TICKET_WAIT if wait is None else wait) + limits.PATIENCE
-            why = _ENDLESS.format(self.seed)
-            transfer.deadline = self.endpoint.timers.at(end, partial(self._abort_late, why, transfer.number))
+            late = partial(self._abort_late, fetch, _ENDLESS.format(self.seed))
+            fetch.deadline = self._context.timers.at(end, late)
 
-    def _abort_late(self, why: str, number: int, now: float) -> None:
-        self.abort(number, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why))
+    def _abort_late(self, fetch: Fetch, why: str, now: float) -> None:
+        self.abort(fetch, RemoteError(ErrorCode.DEADLINE, "ticket", advice=why))
 
-    def _ask(self) -> None:
-        """Request the transfers that wait, once the link is ready and no source rank is suspect."""
-        terms = self._pools.terms
-        if not self._waiting or not self.endpoint.ready or self.endpoint.suspect or terms is None:
+    def _request(self) -> None:
+        """Request the fetches that wait, once the link is ready and no source rank is suspect."""
+        registered = self._pools.current
+        if registered is None or not self.usable:
             return
-        waiting, self._waiting = self._waiting, {}
         versions = self.endpoint.versions
-        for number, transfer in waiting.items():
-            claim, asks = transfer.claim, transfer.asks
-            if transfer.by == versions:
-                self._waiting[number] = transfer
+        for fetch in list(self._waiting):
+            if fetch.versions == versions:
                 continue
-            if claim is not None and Feature.INTENT not in self.endpoint.features():
-                if not claim.whole:  # such a source needs the items with the request
-                    self._waiting[number] = transfer
-                    self._need(transfer, None)
+            bare = fetch.deferred
+            if bare and Feature.INTENT not in self.endpoint.features():
+                if not fetch.whole:  # such a source needs the items with the request
+                    self._want(fetch, None)
                     continue
-                asks, claim = claim.grants, None
+                bare = False
+            del self._waiting[fetch]
             try:
-                self._check_axes(terms, transfer.axes)
-                unpackers = terms.unpackers(self.endpoint.streamed(), asks, claim is not None)
-                asked = transfer.ticket, transfer.content, dict(asks)
-                inner = self.endpoint.transfer(*asked, time.monotonic(), unpackers)
+                self._check_axes(registered, fetch)
+                asked = fetch.asked if bare else fetch.grants
+                unpackers = registered.unpackers(self.endpoint.streamed(), asked, bare)
+                told = bytes(fetch.ticket.key), fetch.content, dict(asked)
+                transfer = self.endpoint.transfer(*told, time.monotonic(), unpackers, fetch)
             except KvprotoError as error:
-                self._forget(transfer)
-                self._events.append(TransferLost(number, error.kept(), True))
+                self._lose(fetch, error.kept())
                 continue
-            transfer.inner, transfer.by, transfer.terms, transfer.grants = inner, versions, terms, asks
-            self._asked[inner] = transfer
-            if claim is not None and claim.grants:
-                transfer.grants = claim.grants
-                self._send_grants(transfer, inner, claim.whole)
+            fetch.transfer, fetch.versions, fetch.registered = transfer, versions, registered
+            if bare and fetch.grants:
+                self._send_grants(fetch, transfer)
 
-    def _need(self, transfer: _Transfer, tokens: int | None) -> None:
+    def _want(self, fetch: Fetch, tokens: int | None) -> None:
         """Report to the engine, once, that items are of use up to this token (None: all of them)."""
-        claim = transfer.claim
-        if claim is None or claim.whole or (tokens is not None and not claim.spans) or claim.reported == (tokens,):
-            return
-        claim.reported = (tokens,)
-        self._events.append(PagesNeeded(transfer.number, tokens))
+        if (event := fetch.want(tokens)) is not None:
+            self._report(event)
 
-    def _check_axes(self, terms: RegisteredPool, axes: Collection[str]) -> None:
-        """Raise LocalError for an axis that no group of either side has."""
-        sides = terms.lent.pool.layout.geometry, self.endpoint.source
+    def _check_axes(self, registered: RegisteredPool, fetch: Fetch) -> None:
+        """Raise LocalError for an axis of the prompt that no group of either side has."""
+        if not fetch.axes:
+            return
+        sides = registered.lent.pool.layout.geometry, self.endpoint.source
         known = {axis_of(group) for side in sides if side is not None for group in side.groups} - {TOKENS}
-        if unknown := sorted(set(axes) - known):
+        if unknown := sorted(set(fetch.axes) - known):
             mine = f"axes of {sorted(known)}" if known else "none, as all caches of both sides are of tokens"
             raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, repr(unknown[0]))
 
-    def _handle(self, event: Any) -> list[Any]:
-        """Act on an event of the endpoint; return what the engine should know."""
-        match event:
-            case RegisterAsked():
-                self._puller.map(event, self._pools.pool, asleep=self._pools.terms is None)
-            case UnmapAsked():
-                self._puller.unmap(event)
-            case Offered():
-                transfer = self._asked[event.transfer]
-                if transfer.claim is None or transfer.claim.whole:
-                    self._read(event)
-                else:  # the endpoint renews its lease until then
-                    transfer.claim.offers.append(event)
-                    if len(transfer.claim.offers) == len(transfer.terms.expected.writers):
-                        self._need(transfer, None)
-            case Useful():
-                self._need(self._asked[event.transfer], event.tokens)
-            case Arrived():
-                transfer = self._asked[event.transfer]
-                self._arrivals.add(event, transfer.terms, transfer.grants, self.endpoint.features())
-            case Lost():
-                transfer, proven = self._asked[event.transfer], event.proof == Proof.PROVEN
-                if proven and self._asks_again(event.error, transfer):
-                    del self._asked[event.transfer]
-                    transfer.inner = None
-                    self._waiting[transfer.number] = transfer
-                    return []
-                if proven:
-                    self._forget(transfer)
-                else:
-                    self._end(transfer)
-                    transfer.terms.lent.quarantine.hold(transfer.number, transfer.grants)
-                return [TransferLost(transfer.number, event.error, proven)]
-            case Proven():
-                transfer = self._asked[event.transfer]
-                transfer.terms.lent.quarantine.free(transfer.number)
-                self._forget(transfer)
-                return [TransferProven(transfer.number)]
-            case Connected():
-                self._agreed = event
-                self._pools.planned()
-            case Ready():
-                return [self._agreed]  # the engine learns of a plan when it can be used
-            case _:
-                return [event]
-        return []
+    def _report(self, event: Event) -> None:
+        self._context.host.report(self, event)
 
-    def _asks_again(self, error: KvprotoError, transfer: _Transfer) -> bool:
-        """Whether to request a transfer again, because only a changed Description of the source was in its way."""
-        terms = self._pools.terms
-        if error.code != ErrorCode.DESCRIPTION_MISMATCH or self.over or terms is None:
+    # calls of the endpoint
+
+    def wake(self) -> None:
+        if not self._turning:
+            self._context.host.wake(self)
+
+    def report(self, event: Event) -> None:
+        self._report(event)
+
+    def planned(self, event: Connected) -> None:
+        self._agreed = event
+        self._noted.append(self._pools.planned)
+
+    def ready(self) -> None:
+        if self._agreed is not None:
+            self._report(self._agreed)  # the engine learns of a plan when it can be used
+
+    def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
+        self._noted.append(lambda: self._puller.map(session, register, described, self._pools.pool, self._pools.asleep))
+
+    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
+        self._puller.unmap(session, epoch)
+
+    def useful(self, transfer: SinkTransfer) -> None:
+        self._want(transfer.fetch, transfer.useful)
+
+    def offered(self, attempt: SinkAttempt) -> None:
+        fetch: Fetch = attempt.transfer.fetch
+        if fetch.whole:
+            self._read(attempt)
+            return
+        fetch.offers.append(attempt)  # the endpoint renews its lease until then
+        if len(fetch.offers) == len(attempt.transfer.parts):
+            self._want(fetch, None)
+
+    def arrived(self, transfer: SinkTransfer, done: tuple[Done, ...], seconds: float) -> None:
+        fetch: Fetch = transfer.fetch
+        assert fetch.registered is not None
+        self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), self.endpoint.features())
+
+    def verified(self, arrival: Arrival) -> None:
+        """End a fetch whose checksums are all computed."""
+        del self._context.unreached[self.replica]
+        self._forget(arrival.fetch)
+        self._report(arrival.outcome())
+
+    def lost(self, transfer: SinkTransfer, proof: Proof) -> None:
+        if self._closed:
+            return
+        fetch: Fetch = transfer.fetch
+        error, proven = transfer.error, proof == Proof.PROVEN
+        assert error is not None
+        assert fetch.registered is not None
+        if proven and self._asks_again(fetch, error):
+            fetch.transfer = None
+            self._waiting[fetch] = None
+            return
+        if not proven:
+            fetch.registered.lent.quarantine.hold(fetch, fetch.grants)
+        self._lose(fetch, error, proven)
+
+    def proven(self, transfer: SinkTransfer) -> None:
+        fetch: Fetch = transfer.fetch
+        assert fetch.registered is not None
+        fetch.registered.lent.quarantine.free(fetch)
+        self._forget(fetch)
+        self._report(fetch.free())
+
+    def _asks_again(self, fetch: Fetch, error: KvprotoError) -> bool:
+        """Whether to request a fetch again, because only a changed Description of the source was in its way."""
+        current = self._pools.current
+        if error.code != ErrorCode.DESCRIPTION_MISMATCH or self.over or current is None or fetch.registered is None:
             return False
-        if terms.lent is not transfer.terms.lent:
+        if current.lent is not fetch.registered.lent:
             return False
-        if transfer.claim is not None:
-            transfer.claim.offers.clear()
+        fetch.offers.clear()
         return True
 
-    def _read(self, event: Offered) -> None:
-        """Have an offer read into the pages of its transfer."""
-        transfer = self._asked[event.transfer]
-        terms, grants = transfer.terms, transfer.terms.begun(transfer.grants, begins_of(event.offer))
-        routes = terms.expected.pair(event.offer.writer).routes
-        self._puller.offered(event, windows(grants.values()), terms.lent.pool, routes)
-
-    def _received(self, event: Arrived, taken: Taken) -> Received | TransferLost:
-        transfer = self._asked[event.transfer]
-        self._forget(transfer)
-        return received(transfer.number, event, taken, transfer.terms)
+    def _read(self, attempt: SinkAttempt) -> None:
+        """Have an offer read into the pages of its fetch."""
+        fetch: Fetch = attempt.transfer.fetch
+        assert fetch.registered is not None
+        assert attempt.lease is not None
+        offer = attempt.lease.offer
+        grants = fetch.registered.begun(fetch.grants, begins_of(offer))
+        routes = fetch.registered.programs.pair(offer.writer).routes
+        self._puller.offered(attempt, windows(grants.values()), fetch.registered.lent.pool, routes)
+        self.wake()
 
 
 class RegisteredPools:
-    """The pools that one link lends; its endpoint registers them."""
+    """The pools of a sink rank that one source replica may write: registered, taken back, and released by proof."""
 
-    def __init__(
-        self, endpoint: SinkEndpoint, transports: Sequence[Transport], arrivals: Verification, lent: Filled
-    ) -> None:  # fmt: skip
-        """`lent` is registered at once; `arrivals` may still read the pools of transfers that have ended."""
-        self._endpoint, self._transports, self._arrivals = endpoint, tuple(transports), arrivals
-        self.terms: RegisteredPool | None = None
-        """The terms of new transfers; None while the sink is asleep."""
+    def __init__(self, endpoint: SinkEndpoint, context: LinkContext, lent: Filled) -> None:
+        """`lent` is registered at once."""
+        self._endpoint, self._context = endpoint, context
+        self.current: RegisteredPool | None = None
+        """The pool of new fetches; None while the sink is asleep."""
         self._former: list[RegisteredPool] = []
-        """Earlier terms whose pools a source may still write."""
+        """Earlier pools, or earlier plans of the same one, that a source may still write."""
         self.expose(lent)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether there is no pool."""
+        return self.current is None
+
     def expose(self, lent: Filled) -> None:
-        """Register a pool under the current plan; transfers under way end under the earlier terms."""
+        """Register a pool under the current plan; fetches under way end under the earlier one."""
         self.withdraw(at_once=False)
-        self.pool, self.terms = lent.pool, RegisteredPool(self._endpoint, lent, self._transports)
-        self._endpoint.expose(self.terms.exposed, time.monotonic(), lent.pool.layout.geometry)
+        self.pool, self.current = lent.pool, RegisteredPool(self._endpoint, lent, self._context.transports)
+        self._endpoint.expose(self.current.exposed, time.monotonic(), lent.pool.layout.geometry)
 
     def planned(self) -> None:
         """Register the pool again if it was registered under a plan that has been replaced."""
-        terms = self.terms
-        if terms is None:
+        current = self.current
+        if current is None:
             return
-        if terms.digests not in (None, self._endpoint.digests) or self._endpoint.outdated(terms.exposed):
-            self.expose(terms.lent)
+        if current.digests not in (None, self._endpoint.digests) or self._endpoint.outdated(current.exposed):
+            self.expose(current.lent)
 
     def withdraw(self, at_once: bool) -> None:
-        """Take the pool back from sources that can return it; with `at_once`, transfers into it end."""
-        terms, self.terms = self.terms, None
-        if terms is not None:
-            self._former.append(terms)
-            self._endpoint.give_back(terms.exposed, at_once, time.monotonic())
+        """Take the pool back from sources that can return it; with `at_once`, fetches into it end."""
+        current, self.current = self.current, None
+        if current is not None:
+            self._former.append(current)
+            self._endpoint.give_back(current.exposed, at_once, time.monotonic())
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still read or write a pool, for display."""
         found: list[str] = []
-        for terms in [each for each in self._all() if each.lent is lent]:
-            found += self._endpoint.holders(terms.exposed)
-            found += ["checksums under way"] * self._arrivals.reads(terms)
+        for registered in [each for each in self._all() if each.lent is lent]:
+            found += self._endpoint.holders(registered.exposed)
+            found += ["checksums under way"] * self._context.verification.reads(registered)
         return found
 
     def release(self) -> None:
         """Release former pools that nothing holds any more."""
-        for terms in [t for t in self._former if not self._endpoint.holders(t.exposed) and not self._arrivals.reads(t)]:
-            if self._endpoint.given_back(terms.exposed):
-                terms.close()
-            self._former.remove(terms)
+        for former in list(self._former):
+            if self._endpoint.holders(former.exposed) or self._context.verification.reads(former):
+                continue
+            if self._endpoint.given_back(former.exposed):
+                former.close()
+            self._former.remove(former)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a pool was taken back that a source may still write."""
+        return bool(self._former)
 
     @property
     def unpacking(self) -> bool:
         """Whether anything is being unpacked into one of the pools."""
-        return any(each.unpacking for each in self._all())
+        return any(registered.unpacking for registered in self._all())
 
     def _all(self) -> list[RegisteredPool]:
-        return [*self._former, *([] if self.terms is None else [self.terms])]
+        return [*self._former, *([] if self.current is None else [self.current])]
+
+
+def _check_accepted(fetch: Fetch, now: float) -> None:
+    """Give up a fetch that its source has not accepted in time, over the link that has it now."""
+    if fetch.link is not None:
+        fetch.link.give_up_late(fetch, now)
+
+
+def _unreached(error: KvprotoError) -> bool:
+    """Whether a source reported that it cannot write this side's memory."""
+    return isinstance(error, ReportedError) and error.code in (ErrorCode.TRANSPORT_FAILED, ErrorCode.PEER_LOST)
 
 
 _UNANSWERED = "the ticket's deadline passed: {}: check that all ranks of the source run and are known"

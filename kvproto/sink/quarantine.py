@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
@@ -18,18 +18,18 @@ class Quarantine:
     def __init__(self, layout: RankLayout, share: float) -> None:
         """`share` of a group's items, 0 to 1, may be in quarantine before `check` raises."""
         self._layout, self._share = layout, share
-        self._held: dict[int, dict[int, int]] = {}
+        self._held: dict[Hashable, dict[int, int]] = {}
         self.counts: dict[int, int] = {}
         """The number of items by group id; never modified in place, so that any thread may read it."""
 
-    def hold(self, number: int, grants: Mapping[int, Grants]) -> None:
-        """Add the pages of a transfer that was lost while its writes may still arrive."""
-        self._held[number] = {g: 0 if some.items is None else len(some.items) for g, some in grants.items()}
+    def hold(self, fetch: Hashable, grants: Mapping[int, Grants]) -> None:
+        """Add the pages of a fetch that was lost while its writes may still arrive."""
+        self._held[fetch] = {id: 0 if grant.items is None else len(grant.items) for id, grant in grants.items()}
         self._count()
 
-    def free(self, number: int) -> None:
-        """Remove the pages of a transfer, as nothing can write them any more."""
-        if self._held.pop(number, None) is not None:
+    def free(self, fetch: Hashable) -> None:
+        """Remove the pages of a fetch, as nothing can write them any more."""
+        if self._held.pop(fetch, None) is not None:
             self._count()
 
     def check(self) -> None:

@@ -14,9 +14,13 @@ from kvproto.planning.plan import Route
 from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import PeerMapping, map_peer
 from kvproto.session import SinkEndpoint
-from kvproto.session.events import Offered, RegisterAsked, UnmapAsked
+from kvproto.session.descriptions import Described
+from kvproto.session.events import RegisterAsked
+from kvproto.session.records import SinkAttempt
+from kvproto.session.sink import SinkSession
 from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.messages import Offer, Register
 
 __all__ = ["Puller"]
 
@@ -28,7 +32,8 @@ _RETRY = 1e-3
 class _Pull:
     """An offer that waits for its copy, or is being read."""
 
-    offered: Offered
+    attempt: SinkAttempt
+    offer: Offer
     sinks: dict[int, Window]
     into: RankPool
     routes: tuple[Route, ...]
@@ -44,11 +49,16 @@ class Puller:
 
     def __init__(self, endpoint: SinkEndpoint, transports: Sequence[Transport]) -> None:
         self._endpoint, self._transports = endpoint, transports
-        self._peers: dict[tuple[int, int], PeerMapping] = {}
+        self._peers: dict[tuple[SinkSession, int], PeerMapping] = {}
         """The mapped memory of sources, by session and epoch."""
-        self._unmapping: set[tuple[int, int]] = set()
+        self._unmapping: set[tuple[SinkSession, int]] = set()
         """Mappings that sources have asked to take back."""
         self._pulls: list[_Pull] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether offers wait for their copies, or are being read."""
+        return bool(self._pulls)
 
     @property
     def poll_interval(self) -> float | None:
@@ -58,30 +68,31 @@ class Puller:
         found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
         return min((seconds for seconds in found if seconds is not None), default=None)
 
-    def map(self, event: RegisterAsked, pool: RankPool, asleep: bool) -> None:
+    def map(self, session: SinkSession, register: Register, described: Described, pool: RankPool, asleep: bool) -> None:
         """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
-        rank = self._endpoint.rank_of(event.session)
-        if rank is None:  # it has said Goodbye in the meantime
+        if not session.open:  # it has said Goodbye in the meantime
             return
+        asked = RegisterAsked(session.session, register, described)
         try:
-            there = RankLayout(event.described.source, rank, {c.group: c for c in event.register.columns})
-            pair = Pair(event.described.routes, there, pool.layout)
-            peer = map_peer(event, self._transports, pair, None if asleep else pool.memories, writes=False)
+            there = RankLayout(described.source, session.peer.rank, {c.group: c for c in register.columns})
+            pair = Pair(described.routes, there, pool.layout)
+            peer = map_peer(asked, self._transports, pair, None if asleep else pool.memories, writes=False)
         except KvprotoError as error:
-            self._endpoint.refuse_register(event.session, error.kept(), time.monotonic())
+            self._endpoint.refuse_register(session, error.kept(), time.monotonic())
             return
-        self._peers[peer.key] = peer
-        self._endpoint.accept_register(event.session, peer.transport.capabilities.code, time.monotonic())
+        self._peers[session, register.epoch] = peer
+        self._endpoint.accept_register(session, peer.transport.capabilities.code, time.monotonic())
 
-    def unmap(self, event: UnmapAsked) -> None:
+    def unmap(self, session: SinkSession, epoch: int) -> None:
         """Unmap an epoch of a source once nothing reads it."""
-        self._unmapping.add((event.session, event.epoch))
+        self._unmapping.add((session, epoch))
 
     def offered(
-        self, event: Offered, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
-    ) -> None:  # fmt: skip
+        self, attempt: SinkAttempt, sinks: dict[int, Window], into: RankPool, routes: tuple[Route, ...]
+    ) -> None:
         """Read an offer as soon as possible, by these routes; `sinks` are this side's windows by group id."""
-        self._pulls.append(_Pull(event, sinks, into, routes))
+        assert attempt.lease is not None
+        self._pulls.append(_Pull(attempt, attempt.lease.offer, sinks, into, routes))
 
     def advance(self) -> bool:
         """Start, stop and finish copies; whether any has ended, so that the endpoint may have events."""
@@ -89,8 +100,8 @@ class Puller:
             return False
         before = len(self._pulls)
         self._pulls = [p for p in self._pulls if not (self._begin(p) if p.copying is None else self._finish(p))]
-        used = {p.peer.key for p in self._pulls if p.peer is not None and p.copying is not None}
-        over = {key for key in self._peers if self._endpoint.rank_of(key[0]) is None}
+        used = {(p.attempt.session, p.offer.epoch) for p in self._pulls if p.copying is not None}
+        over = {key for key in self._peers if not key[0].open}
         for key in (over | self._unmapping) - used:
             if (peer := self._peers.pop(key, None)) is not None:
                 peer.close()
@@ -101,48 +112,48 @@ class Puller:
 
     def _begin(self, pull: _Pull) -> bool:
         """Start a copy if it may begin; whether it has already ended."""
-        offered, now = pull.offered, time.monotonic()
-        if not self._endpoint.wanted(offered):
+        attempt, now = pull.attempt, time.monotonic()
+        if not self._endpoint.wanted(attempt):
             return True
         try:
-            pull.peer = self._peers[offered.offer.session, offered.offer.epoch]
+            pull.peer = self._peers[attempt.session, pull.offer.epoch]
             if pull.program is None:
                 pair = pull.peer.pair
                 if pair.sink is not pull.into.layout or pair.routes != pull.routes:
                     pair = Pair(pull.routes, pair.source, pull.into.layout)
-                pull.program = pair.lower(windows(offered.offer.grants), pull.sinks)
+                pull.program = pair.lower(windows(pull.offer.grants), pull.sinks)
         except KvprotoError as error:
-            self._endpoint.unread(offered, error.kept(), now)
+            self._endpoint.unread(attempt, error.kept(), now)
             return True
-        if not self._endpoint.may_read(offered, now):
+        if not self._endpoint.may_read(attempt, now):
             return False
         try:
             moves = [Move(pull.program, pull.peer.connection.mapped, pull.into.memories)]
             pull.copying = pull.peer.transport.start(moves)
         except KvprotoError as error:
             if error.code == ErrorCode.BUSY:
-                self._endpoint.postpone(offered)
+                self._endpoint.postpone(attempt)
                 return False
-            self._endpoint.unread(offered, error.kept(), now)
+            self._endpoint.unread(attempt, error.kept(), now)
             return True
         return self._finish(pull)
 
     def _finish(self, pull: _Pull) -> bool:
         """Report a complete copy as Pulled, and stop one that is not wanted; whether it has ended."""
         assert pull.copying is not None
-        if pull.error is None and self._endpoint.wanted(pull.offered):
+        if pull.error is None and self._endpoint.wanted(pull.attempt):
             try:
                 done = pull.copying.done
             except KvprotoError as error:
                 pull.error, done = error.kept(), False
             if done:
                 # the time is taken after the copy: what was read after the lease ended cannot be used
-                self._endpoint.read(pull.offered, pull.copying.bytes, time.monotonic())
+                self._endpoint.read(pull.attempt, pull.copying.bytes, time.monotonic())
             if done or pull.error is None:
                 return done
         proof = pull.copying.stop()
         if proof is not None:
-            self._endpoint.unread(pull.offered, pull.error, time.monotonic(), proof)
+            self._endpoint.unread(pull.attempt, pull.error, time.monotonic(), proof)
         return proof is not None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The terms between a sink rank and one source replica: a pool of the sink, and the plan by which it is filled."""
+"""A pool of a sink as one source replica fills it: registered under a plan, unpacked into, and verified."""
 
 from __future__ import annotations
 
@@ -50,34 +50,34 @@ class RegisteredPool:
         """The pool as the endpoint knows it."""
         self.digests: tuple[bytes, bytes] | None = None
         """Digests of the Descriptions that the plan is made from, once they are known."""
-        self._expected: SinkPrograms | None = None
+        self._programs: SinkPrograms | None = None
         self._prepared: tuple[Plan, SinkPrograms] | None = None
         """What was computed outside turns, and the plan that it is for."""
         self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
         """Deliveries of packed streams, by source rank and transport."""
 
     @property
-    def expected(self) -> SinkPrograms:
+    def programs(self) -> SinkPrograms:
         """The programs of the source ranks; only once both Descriptions are known."""
-        if self._expected is None:
+        if self._programs is None:
             plan, source = self._endpoint.plan, self._endpoint.source
             assert plan is not None
             assert source is not None
-            ready, expected = self._prepared or (None, None)
-            self._expected = (
-                expected if expected and ready is plan else SinkPrograms(plan, source, self.lent.pool.layout)
+            ready, programs = self._prepared or (None, None)
+            self._programs = (
+                programs if programs and ready is plan else SinkPrograms(plan, source, self.lent.pool.layout)
             )
             self.digests = self._endpoint.digests
-        return self._expected
+        return self._programs
 
     def prepare(self, made: Planned) -> None:
         """Lower each pair ahead of use, which takes long if rows lie in many ways; may be called from any thread."""
         layout = self.lent.pool.layout
-        expected = SinkPrograms(made.plan, made.theirs.geometry, layout)
+        programs = SinkPrograms(made.plan, made.theirs.geometry, layout)
         with contextlib.suppress(KvprotoError):  # raised again in the turn that needs it
             for writer in made.plan.required(layout.rank):
-                expected.pair(writer)
-        self._prepared = made.plan, expected
+                programs.pair(writer)
+        self._prepared = made.plan, programs
 
     @property
     def unpacking(self) -> bool:
@@ -86,9 +86,9 @@ class RegisteredPool:
 
     def _register(self, source: int) -> Registration:
         """Register what one source rank may write: the pages, staging slots instead of them, or nothing."""
-        expected, memories = self.expected, self.lent.pool.memories
-        nothing = expected.pair(source).nothing
-        made, packed = register(self._transports, memories, nothing, lambda: expected.runs(source))
+        programs, memories = self.programs, self.lent.pool.memories
+        nothing = programs.pair(source).nothing
+        made, packed = register(self._transports, memories, nothing, lambda: programs.runs(source))
         self._deliveries |= {(source, transport): each for transport, each in packed.items()}
         return made
 
@@ -100,10 +100,10 @@ class RegisteredPool:
 
     def unpacker(self, writer: int, transport: int, grants: Mapping[int, Grants]) -> Unpacker:
         """The function that makes the unpacker of a source rank's stream, by where late windows begin; BAD_GRANT."""
-        delivery, expected = self._deliveries[writer, transport], self.expected
-        whole = delivery.unpacker(expected.program(writer, grants))
+        delivery, programs = self._deliveries[writer, transport], self.programs
+        whole = delivery.unpacker(programs.program(writer, grants))
         return lambda begins: (
-            delivery.unpacker(expected.program(writer, self.begun(grants, begins))) if begins else whole
+            delivery.unpacker(programs.program(writer, self.begun(grants, begins))) if begins else whole
         )
 
     def unpackers(
@@ -124,7 +124,7 @@ class RegisteredPool:
 
     def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
         """The checksums of what a source rank has sent, computed over this side's memory; raises BAD_GRANT."""
-        program = self.expected.program(done.writer, self.begun(grants, begins_of(done)))
+        program = self.programs.program(done.writer, self.begun(grants, begins_of(done)))
         return Sums(program, self._transports[0], self.lent.pool.memories, sink=True)
 
     def verify(self, done: Done, sums: Sums) -> dict[tuple[int, int], int]:
@@ -151,20 +151,27 @@ class RegisteredPool:
 
 
 def prepared(
-    backstage: Background, terms: Callable[[], RegisteredPool | None]
+    background: Background, current: Callable[[], RegisteredPool | None], wake: Callable[[], None]
 ) -> Callable[[Callable[[], Planned], Callable[[Planned | KvprotoError], None]], None]:
-    """A function by which a link's endpoint makes its plans outside turns, and prepares the current terms for them."""
+    """A function by which a link's endpoint makes its plans outside turns, and prepares the current pool for them.
+
+    `wake` is called when a plan is made.
+    """
 
     def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
-        current = terms()  # those of the Description to plan with; the pool may move before the plan is made
+        registered = current()  # that of the Description to plan with; the pool may move before the plan is made
 
         def both() -> Planned:
             made = work()
-            if current is not None:
-                current.prepare(made)
+            if registered is not None:
+                registered.prepare(made)
             return made
 
-        backstage.defer(both, then)
+        def pass_on(made: Planned | KvprotoError) -> None:
+            then(made)
+            wake()
+
+        background.defer(both, pass_on)
 
     return defer
 

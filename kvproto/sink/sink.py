@@ -2,108 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, listed, type_name
+from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, listed, type_name
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.rank.events import PagesNeeded, PoolReturned, Received, TransferLost, TransferProven
-from kvproto.rank.handles import Handle, TicketHandle, Withdrawal
+from kvproto.rank.events import PoolReturned
+from kvproto.rank.handles import Handle, Withdrawal
 from kvproto.rank.lent import Lent
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
-from kvproto.sink.fetch import Claim
+from kvproto.sink.fetch import Fetch
 from kvproto.sink.node import UNCONNECTED, SinkNode
-from kvproto.wire.enums import ErrorCode, Outcome
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
-
-
-class Fetch(TicketHandle[Arrived]):
-    """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
-
-    `Sink.fetch` says how long that may take. A timeout of `wait` does not end the fetch.
-    """
-
-    def __init__(
-        self, sink: Sink, ticket: Ticket, claim: Claim, pool: Pool, epoch: int,
-        on_wanted: Callable[[PagesWanted], PageTables | None] | None,
-    ) -> None:  # fmt: skip
-        super().__init__(sink, ticket)
-        self._claim, self._on_wanted, self._granting, self.pool = claim, on_wanted, threading.Lock(), pool
-        self._useful, self._named = claim.end, bool(claim.granted)
-        self.pages_free = False
-        """Whether the pages of a lost request may be reused; PagesFree reports it as well.
-
-        False while the fetch is under way, and after Arrived: the pages then hold the request.
-        """
-        self.number = 0
-        """The fetch's number at this sink, from 1."""
-        self.epoch = epoch
-        """The epoch of its pool."""
-
-    def grant(self, pages: PageTables, tokens: int | None = None) -> bool:
-        """Name pages for a fetch that began without them; False if it had ended and did not take them.
-
-        `pages` holds page tables by group name from the page of token 0 on, including pages granted before, and
-        `tokens` is the number of tokens that they hold (None: as PagesWanted last said; only with `spans` may it be
-        less than all). May be called from any thread at any time, even before PagesWanted. Raises LocalError, and
-        grants nothing: OUT_OF_RANGE for `tokens`, BAD_GRANT for tables that do not fit, OUT_OF_REGION for pages outside
-        the pool, ITEM_ALIAS for a page that is named twice or by another fetch, UNEXPECTED_MESSAGE if `fetch` was given
-        the pages.
-        """
-        sink, claim = self._rank, self._claim
-        if self._named:
-            mine, yours = "a fetch that began without pages", "one whose pages `fetch` was given"
-            raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "grant", mine, yours, "name the pages once")
-        end = self._useful if tokens is None else check_whole("tokens", tokens, 0, claim.end)
-        if not isinstance(sink, Sink) or self.done:
-            return False
-        with self._granting:
-            grants = claim.named(pages, end)
-            with sink._handles_lock:
-                if self.done or self.number not in sink._fetches:
-                    return False
-                self.pool._pages.take(claim.more(grants), pages)
-                claim.granted = grants
-            self._post(lambda: sink._node.grant(self.number, grants, claim.whole))
-        return True
-
-    def _ask(self, wanted: PagesWanted) -> None:
-        """Ask the engine's `claim` for pages; an exception that it raises ends only this fetch."""
-        sink = self._rank
-        try:
-            pages = self._on_wanted(wanted) if self._on_wanted is not None and not self.done else None
-            if pages is not None:
-                self.grant(pages, wanted.tokens)
-        except Exception as error:
-            advice = "the callable that names pages has raised"
-            own = LocalError(ErrorCode.ABORTED, "claim", "pages, or None", f"{type_name(error)}: {error}", advice)
-            cause = error if isinstance(error, KvprotoError) else own
-            if isinstance(sink, Sink) and not sink._driver.closed:
-                self._post(lambda: sink._node.abort(self.number, cause))
-
-    def abort(self, reason: str = "aborted") -> None:
-        """Stop the fetch; its pages may be reused when `pages_free`. Harmless once done.
-
-        It ends with ABORTED as soon as the source has answered, or has been given up. If the source has not heard of
-        the fetch yet, it ends at once and the source is not told: tell the engine that computes the prompt as well.
-        """
-        sink = self._rank
-        check_type("reason", reason, str, "a str")
-        if not self.done and isinstance(sink, Sink):
-            error = RemoteError(ErrorCode.ABORTED, "", advice=reason)
-            self._post(lambda: sink._node.abort(self.number, error))
-
-    def _give_up(self, error: KvprotoError) -> None:
-        if isinstance(self._rank, Sink):
-            self._rank._node.abort(self.number, error)
 
 
 class Sink(EngineRank):
@@ -122,7 +40,8 @@ class Sink(EngineRank):
         address that cannot be used, NO_TRANSPORT, UNEXPECTED_MESSAGE for a closed pool, and ITEM_ALIAS for a `shared`
         one.
         """
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[Fetch, None] = {}
+        """Fetches whose pages may still be written."""
         self._sources: set[tuple[str, int]] = set()
         self._last = 0
         chosen, party = options_of(options), party_of(name, pool)
@@ -199,7 +118,6 @@ class Sink(EngineRank):
         self._driver.check()
         self._check_draining()
         check_request(ticket, prompt, on_done, self.geometry)
-        key, digest, seconds = bytes(ticket.key), prompt.digest, ticket.deadline / 1000
         with self._handles_lock:
             self._check_awake("fetch")
             pool, epoch = self.pool, self._epoch
@@ -212,23 +130,35 @@ class Sink(EngineRank):
             yours = f"{ticket.engine} replica {ticket.replica}"
             raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, UNCONNECTED)
         self._node.check_quarantine()
-        claimed = Claim(pool.layout, grants, end, {} if pages is None else grants)
         if pages is not None:
             pool._pages.take(grants, pages)
-        made = Fetch(self, ticket, claimed, pool, epoch, claim)
+        fetch = Fetch(
+            self,
+            ticket,
+            prompt.digest,
+            pool,
+            epoch,
+            grants,
+            end,
+            axes=prompt.axes,
+            seconds=ticket.deadline / 1000,
+            deferred=pages is None,
+            spans=spans,
+            on_wanted=claim,
+        )
         with self._handles_lock:
             self._last += 1
-            made.number = self._last
-            self._fetches[made.number] = made
+            fetch.number = self._last
+            self._fetches[fetch] = None
         if on_done is not None:
-            made.add_done_callback(on_done)
+            fetch.add_done_callback(on_done)
         try:
-            about = grants, seconds, prompt.axes, epoch, pages is None, spans
-            made._post(lambda: self._node.fetch(made.number, source, key, digest, *about))
+            fetch._post(lambda: self._node.fetch(fetch))
         except KvprotoError:
-            self._forget(made)
+            self._fetches.pop(fetch, None)
+            fetch.release()
             raise
-        return made
+        return fetch
 
     @property
     def ready(self) -> frozenset[tuple[str, int]]:
@@ -271,49 +201,12 @@ class Sink(EngineRank):
 
     def _translate(self, event: Any) -> Event:
         match event:
-            case Received():
-                fetch = self._forget(self._fetches[event.number])
-                names = {g.id: g.name for g in fetch.pool.geometry.groups}
-                handoff: dict[str, dict[str, bytes]] = {}
-                for (group, part), data in event.handoff.items():
-                    handoff.setdefault(names[group], {})[part] = data
-                sums = {(writer, names[group]): value for (writer, group), value in event.checksums.items()}
-                arrived = Arrived(
-                    fetch, event.outcome == Outcome.FINISHED, handoff, sums, event.bytes, event.seconds,
-                    {names[group]: first for group, first in event.since.items()},
-                )  # fmt: skip
-                fetch._end(arrived)
-                return arrived
-            case PagesNeeded():
-                fetch = self._fetches[event.number]
-                tokens = fetch._claim.end if event.tokens is None else event.tokens
-                fetch._useful = tokens
-                wanted = PagesWanted(fetch, tokens, fetch._claim.lengths(tokens))
-                if fetch._on_wanted is not None:
-                    self._driver.later(lambda: fetch._ask(wanted))
-                return wanted
-            case TransferLost():
-                fetch = self._fetches[event.number]
-                fetch.pages_free = event.proven
-                if event.proven:
-                    self._forget(fetch)
-                fetch._end(None, event.error)
-                return Lost(fetch, event.error, event.proven)
-            case TransferProven():
-                fetch = self._forget(self._fetches[event.number])
-                fetch.pages_free = True
-                return PagesFree(fetch)
             case PoolReturned():
                 return self._returned(event)
-        translated: Event = event  # about a peer
+            case Arrived() | PagesFree() | Lost(pages_free=True):
+                self._fetches.pop(event.fetch, None)
+        translated: Event = event
         return translated
-
-    def _forget(self, fetch: Fetch) -> Fetch:
-        """Stop tracking a fetch: nothing writes its pages any more, or this sink can no longer find out."""
-        with self._handles_lock:
-            if self._fetches.pop(fetch.number, None) is not None:
-                fetch.pool._pages.free(fetch._claim.granted)
-        return fetch
 
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye to all sources and end what is under way; open handles end with LocalError(ABORTED).
@@ -321,11 +214,12 @@ class Sink(EngineRank):
         The pages of a fetch whose `pages_free` is False may still be written until its source hears of it or ends.
         """
         super().close(reason)
-        for fetch in list(self._fetches.values()):
-            self._forget(fetch)
+        for fetch in list(self._fetches):
+            fetch.release()
+        self._fetches.clear()
 
     def _handles(self) -> Iterable[Handle[Any]]:
-        return self._fetches.values()
+        return self._fetches
 
 
 def _check_claim(pages: Any, claim: Any, spans: Any) -> None:

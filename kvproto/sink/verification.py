@@ -4,81 +4,102 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import islice
+from typing import Protocol
+
+import attrs
 
 from kvproto.errors import KvprotoError
+from kvproto.events import Arrived, Lost
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Sums
-from kvproto.rank.events import Received, TransferLost
-from kvproto.session.events import Arrived
+from kvproto.sink.fetch import Fetch
 from kvproto.sink.registered_pool import RegisteredPool, begins_of
 from kvproto.wire.enums import Feature, Outcome
-from kvproto.wire.messages import Grants
+from kvproto.wire.messages import Done
 
-__all__ = ["Taken", "Verification", "received"]
+__all__ = ["Arrival", "Verification"]
 
-Taken = list[Sums] | KvprotoError
-"""The checksums of what each source rank has sent, or the error that kept them from being computed."""
+
+class _Link(Protocol):
+    def verified(self, arrival: Arrival) -> None:
+        """End a fetch whose checksums are all computed."""
+
+
+@attrs.define(eq=False)
+class Arrival:
+    """A fetch whose bytes are all here."""
+
+    link: _Link
+    fetch: Fetch
+    registered: RegisteredPool
+    done: tuple[Done, ...]
+    """What each source rank has said, by ascending rank."""
+    seconds: float
+    """Seconds from the Transfer to the last Done."""
+    sums: list[Sums] = attrs.Factory(list)
+    """The checksums of what each source rank has sent; empty without VERIFY."""
+    error: KvprotoError | None = None
+    """The error that kept them from being computed."""
+
+    def advance(self, until: float) -> bool:
+        """Go on with the checksums until `until`; whether all are computed."""
+        return self.error is not None or all(sums.advance(until) for sums in self.sums)
+
+    def outcome(self) -> Arrived | Lost:
+        """End the fetch: with Arrived, or with the error of the first checksum that differs."""
+        names = {group.id: group.name for group in self.fetch.pool.geometry.groups}
+        handoff: dict[str, dict[str, bytes]] = {}
+        checksums: dict[tuple[int, str], int] = {}
+        since: dict[str, int] = {}
+        try:
+            if self.error is not None:
+                raise self.error.again()
+            for n, done in enumerate(self.done):
+                for group, first in begins_of(done).items():
+                    since[names[group]] = max(first, since.get(names[group], 0))
+                for (group, part), data in self.registered.programs.handoff(done).items() if done.handoff else ():
+                    handoff.setdefault(names[group], {})[part] = data
+                if self.sums:
+                    verified = self.registered.verify(done, self.sums[n])
+                    checksums |= {(writer, names[group]): value for (writer, group), value in verified.items()}
+        except KvprotoError as error:  # every writer has said Done, so nothing can arrive any more
+            return self.fetch.lose(error.kept(), True)
+        finished = all(done.outcome == Outcome.FINISHED for done in self.done)
+        written = {done.writer: done.bytes for done in self.done}
+        return self.fetch.arrive(Arrived(self.fetch, finished, handoff, checksums, written, self.seconds, since))
 
 
 class Verification:
-    """The arrivals of one link, in order."""
+    """The arrivals of one sink rank, in order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Arrived, RegisteredPool, Taken]] = deque()
+        self._waiting: deque[Arrival] = deque()
 
-    def add(
-        self, event: Arrived, terms: RegisteredPool, grants: Mapping[int, Grants], features: Collection[int]
-    ) -> None:
-        """Add a transfer of which every byte is here; its checksums are due if the features include VERIFY."""
-        taken: Taken = []
+    def add(self, arrival: Arrival, features: Collection[int]) -> None:
+        """Add an arrival; its checksums are due if the features include VERIFY."""
         try:
-            taken = [terms.sums(done, grants) for done in event.done if Feature.VERIFY in features]
+            if Feature.VERIFY in features:
+                arrival.sums = [arrival.registered.sums(done, arrival.fetch.grants) for done in arrival.done]
         except KvprotoError as error:
-            taken = error.kept()
-        self._waiting.append((event, terms, taken))
+            arrival.error = error.kept()
+        self._waiting.append(arrival)
 
-    def take(self) -> list[tuple[Arrived, Taken]]:
-        """Go on for `SUM_TIME`; return the transfers whose checksums are all computed now."""
-        found, until = [], time.monotonic() + SUM_TIME
-        for _, _, taken in islice(self._waiting, BEGUN):
-            for sums in () if isinstance(taken, KvprotoError) else taken:
+    def advance(self) -> None:
+        """Go on for `SUM_TIME`; end the fetches whose checksums are all computed now."""
+        until = time.monotonic() + SUM_TIME
+        for arrival in islice(self._waiting, BEGUN):
+            for sums in arrival.sums:
                 sums.advance(0.0)
-        while self._waiting:
-            event, _, taken = self._waiting[0]
-            if not isinstance(taken, KvprotoError) and not all(sums.advance(until) for sums in taken):
-                break
-            self._waiting.popleft()
-            found.append((event, taken))
-        return found
+        while self._waiting and self._waiting[0].advance(until):
+            arrival = self._waiting.popleft()
+            arrival.link.verified(arrival)
 
     @property
     def busy(self) -> bool:
         """Whether checksums are still due."""
         return bool(self._waiting)
 
-    def reads(self, terms: RegisteredPool) -> bool:
-        """Whether checksums are still due in the pool of these terms."""
-        return any(each is terms for _, each, _ in self._waiting)
-
-
-def received(number: int, event: Arrived, taken: Taken, terms: RegisteredPool) -> Received | TransferLost:
-    """The event for a transfer whose checksums are computed, with the link's number of it."""
-    handoff: dict[tuple[int, str], bytes] = {}
-    sums: dict[tuple[int, int], int] = {}
-    since: dict[int, int] = {}
-    try:
-        if isinstance(taken, KvprotoError):
-            raise taken.again()
-        for n, done in enumerate(event.done):
-            since |= {group: max(first, since.get(group, 0)) for group, first in begins_of(done).items()}
-            handoff |= terms.expected.handoff(done)
-            if taken:
-                sums |= terms.verify(done, taken[n])
-    except KvprotoError as error:  # every writer has said Done, so nothing can arrive any more
-        return TransferLost(number, error.kept(), True)
-    finished = all(d.outcome == Outcome.FINISHED for d in event.done)
-    return Received(
-        number, Outcome.FINISHED if finished else Outcome.CONTINUE, handoff, sums,
-        {d.writer: d.bytes for d in event.done}, event.seconds, since,
-    )  # fmt: skip
+    def reads(self, registered: RegisteredPool) -> bool:
+        """Whether checksums are still due in this pool."""
+        return any(arrival.registered is registered for arrival in self._waiting)

@@ -22,7 +22,7 @@ from kvproto.session.records import Answer, Counters, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.source.copies import Copies, Read
 from kvproto.source.prefill import Computed, Finished, offered
-from kvproto.source.progress import CopyStep, SendProgress
+from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
 from kvproto.source.schedule import LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
@@ -231,7 +231,8 @@ class SourceNode:
             self.endpoint.receive(conn, frame, now)
             if time.monotonic() - now > _TURN:  # the next turn receives the rest, after this one has sent its answers
                 break
-        self._background.turn()
+        if self._background.results:
+            self._background.turn()
         self.endpoint.on_time(now)
         if self._retry:
             self._changed |= dict.fromkeys(self._retry)
@@ -244,7 +245,7 @@ class SourceNode:
                 self._complete()
             if self._ending:
                 self._end_requests()
-            if self.memory.unused:
+            if self.memory.unmapping or self.endpoint.over:
                 self.memory.unmap(send.peer for request in self.requests for send in request.sends)
             self._flush()
             more = bool(self._changed)
@@ -293,7 +294,7 @@ class SourceNode:
             attempt.send.take_grants()
         elif attempt.epoch is not None and attempt.ticket is not None and attempt.epoch.mapping is not None:
             request, peer = attempt.ticket.request, attempt.epoch.mapping
-            send = Send(request, request.prefill, attempt, peer, SendProgress(peer.pair.nothing), attempt.granted)
+            send = Send(request, request.prefill, attempt, peer, attempt.granted)
             request.sends.append(send)
             attempt.send = send
 

@@ -15,7 +15,7 @@ from kvproto.copying.window_start import begins_of, cut_to_begins, held_from, it
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group, owned_before
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
 from kvproto.transport.base import Layer
@@ -56,7 +56,7 @@ class Finished:
         handoffs = []
         for route in pair.routes if self.handoff else ():
             group = pair.sink.group(route.group)
-            if not kind_of(group).has_memory:
+            if not KINDS[group.kind].has_memory:
                 parts = sorted({(box.part, box.source_group) for box in route.boxes})
                 data = b"".join(self.handoff[source, group.parts[p].name] for p, source in parts)
                 handoffs.append(HandOff(group=group.id, data=data))
@@ -131,7 +131,7 @@ class Prefill:
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if group.id in sources or not kind_of(group).has_memory:
+                if group.id in sources or not KINDS[group.kind].has_memory:
                     continue
                 if finished is not None:
                     end = length_of(group, finished.tokens, self.axes)
@@ -152,7 +152,7 @@ class Prefill:
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if route.group in sinks and kind_of(group).has_memory and not kind_of(group).is_state:
+                if route.group in sinks and KINDS[group.kind].has_memory and not KINDS[group.kind].is_state:
                     window, end = sinks[route.group], length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                     count = max(min(window.count, end - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
@@ -185,7 +185,7 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     spans: dict[int, tuple[int, int]] = {}
     for grant in grants:
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
+        if not KINDS[group.kind].has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
             continue
         first, end = spans.get(group.model, (grant.first, grant.valid))
         spans[group.model] = min(first, grant.first), max(end, grant.valid)
@@ -194,14 +194,14 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
 
 def _lacks_state(pair: Pair, grant: Grants) -> bool:
     """Whether a grant is for a state and does not name its item yet (feature SPANS)."""
-    return kind_of(pair.sink.group(grant.group)).is_state and (grant.items is None or not grant.items.size)
+    return KINDS[pair.sink.group(grant.group).kind].is_state and (grant.items is None or not grant.items.size)
 
 
 def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
     """Raise BAD_GRANT or STATE_POSITION if a grant asks for what a request of `tokens` tokens does not have."""
     for i, grant in enumerate(grants):
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory:  # its window has no meaning (KVP-HND-WINDOW)
+        if not KINDS[group.kind].has_memory:  # its window has no meaning (KVP-HND-WINDOW)
             continue
         most = length_of(group, tokens, axes)
         if grant.valid > most:
@@ -235,10 +235,10 @@ def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: IntArray
     end = max(grant.first + grant.count for grant in asked)
     if group.cp_size > 1:
         first = min(max(first, group.origin), end)
-    if kind_of(group).wraps:  # a ring holds no earlier rows
+    if KINDS[group.kind].wraps:  # a ring holds no earlier rows
         first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
     skip = 0
-    if kind_of(group).paged:
+    if KINDS[group.kind].paged:
         skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
     held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
     return Grants(group=group.id, first=first, count=end - first, valid=end, items=held.astype(np.uint32))

@@ -40,7 +40,7 @@ class SinkMemory:
         """`defer` runs work outside turns: lowering a pair takes long if its rows lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
-        self._unmapping: set[tuple[int, int]] = set()
+        self.unmapping: set[tuple[int, int]] = set()
         """Mappings that sinks have asked to take back."""
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
@@ -182,21 +182,16 @@ class SinkMemory:
 
     def ask_unmap(self, session: SourceSession, epoch: int) -> None:
         """Unmap an epoch of a sink once no copy uses it."""
-        self._unmapping.add((session.session, epoch))
-
-    @property
-    def unused(self) -> bool:
-        """Whether there may be memory to unmap."""
-        return bool(self._unmapping or self._endpoint.over)
+        self.unmapping.add((session.session, epoch))
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
         ended = self._endpoint.over
         orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
-        for key in (orphaned | self._unmapping).difference(peer.key for peer in used):
+        for key in (orphaned | self.unmapping).difference(peer.key for peer in used):
             if (peer := self._mapped.pop(key, None)) is not None:
                 peer.close()
-            self._unmapping.discard(key)
+            self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
                 session.unmapped(key[1])
         ended.intersection_update(number for number, _ in self._mapped)

@@ -362,7 +362,7 @@ def step(both: Claims, what: str, number: int) -> None:
             run.fetch.grant(pages)
     elif what == "ahead":
         tokens = min(run.tokens, run.computed + number)
-        if both.here.grow(run.ours, run.fetch._claim.lengths(tokens)):
+        if both.here.grow(run.ours, run.fetch.lengths(tokens)):
             run.fetch.grant(run.ours, tokens)
     elif what == "abort" and number < 2:
         run.fetch.abort()
@@ -390,7 +390,7 @@ def end(both: Claims) -> None:
 
     def over() -> bool:
         for run in both.runs:
-            if not run.fetch.done and both.here.grow(run.ours, run.fetch._claim.lengths(run.tokens)):
+            if not run.fetch.done and both.here.grow(run.ours, run.fetch.lengths(run.tokens)):
                 run.fetch.grant(run.ours, run.tokens)
             settle(run)
         both.untouched()
@@ -404,7 +404,7 @@ def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -
     with two(tmp_path, STEPPED) as both:
         request = both.source.request(both.ticket, PROMPT)
         fetch = both.sink.fetch(both.ticket, PROMPT)
-        both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0]._asked)
+        both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0].endpoint.transfers)
         for _ in range(5):
             both.turn()
         request.finish({"kv": [3, 1, 2]})

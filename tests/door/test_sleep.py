@@ -387,7 +387,8 @@ def test_a_holder_that_is_killed_while_unregister_waits(tmp_path: Path) -> None:
                 ours.send(made)
             fetches = [sink.fetch(made, PROMPT, {"kv": t}) for made, t in zip(tickets, (HERE, THERE), strict=True)]
             link = sink._node._links["prefill", 0]
-            while not all(map(link.endpoint.accepted, link._asked)) or len(link._asked) < 2:
+            asked = link.endpoint.transfers
+            while len(asked) < 2 or not all(transfer.accepted for transfer in asked):
                 sink.step(0.01)
             sleeping = sink.sleep()
             os.kill(process.pid or 0, signal.SIGSTOP)

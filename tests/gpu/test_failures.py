@@ -12,7 +12,6 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.events import Disconnected
-from kvproto.rank.events import Received, TransferLost
 from kvproto.source.prefill import Computed
 from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
@@ -37,6 +36,7 @@ from tests.gpu.nodes import (
     source,
 )
 from tests.gpu.test_memory import Owner
+from tests.node.nodes import Received, TransferLost
 from tests.session.driver import ticket
 
 

@@ -17,7 +17,6 @@ from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost
 from kvproto.sink.node import SinkNode
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
@@ -32,7 +31,17 @@ from kvproto.wire.messages import Ticket
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
-from tests.node.nodes import PREFILL, SINK, DrivenSource, Nodes, ahead, changed_our_mind, finished, serve
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    ahead,
+    finished,
+    serve,
+)
 from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
@@ -296,7 +305,7 @@ def test_pages_after_a_source_was_killed(tmp_path: Path, monkeypatch: pytest.Mon
         made.process.join()
         made.turn()
         assert not made.count(TransferLost)
-        made.node.abort(number, changed_our_mind())
+        made.abort(0, number)
         ahead(monkeypatch, 31, *SINK)
         lost = made.first(TransferLost)
         assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)

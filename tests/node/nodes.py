@@ -9,12 +9,13 @@ import multiprocessing
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, cast
 
+import attrs
 import numpy as np
 import pytest
 
@@ -24,9 +25,10 @@ import kvproto.sink.reads
 import kvproto.source.node
 from kvproto import Options, Pool, Prompt, Ticket
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.events import Connected
+from kvproto.events import Arrived, Connected, Lost, PagesFree
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.page_tables import grants_of
+from kvproto.sink import Fetch
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed, Finished
@@ -47,9 +49,77 @@ LONGEST = 20.0
 class Driven(Protocol):
     """A node as a driver sees it."""
 
-    def turn(self, ready: Collection[int] = ()) -> list[Any]: ...
+    def turn(self, ready: Any = ...) -> list[Any]: ...
     def filenos(self) -> Collection[int]: ...
     def timeout(self) -> float | None: ...
+
+
+@attrs.frozen
+class Received:
+    """A fetch has arrived: its fields by group id."""
+
+    number: int
+    outcome: Outcome
+    handoff: dict[tuple[int, str], bytes]
+    checksums: dict[tuple[int, int], int]
+    bytes: Mapping[int, int]
+    seconds: float
+    since: dict[int, int]
+
+    @classmethod
+    def of(cls, event: Arrived) -> Self:
+        ids = {group.name: group.id for group in event.fetch.pool.geometry.groups}
+        return cls(
+            event.fetch.number,
+            Outcome.FINISHED if event.finished else Outcome.CONTINUE,
+            {(ids[name], part): data for name, parts in event.handoff.items() for part, data in parts.items()},
+            {(writer, ids[name]): value for (writer, name), value in event.checksums.items()},
+            event.bytes,
+            event.seconds,
+            {ids[name]: first for name, first in event.since.items()},
+        )
+
+
+@attrs.frozen
+class TransferLost:
+    number: int
+    error: KvprotoError
+    proven: bool
+
+
+@attrs.frozen
+class TransferProven:
+    number: int
+
+
+def numbered(event: Any) -> Any:
+    """An event of a fetch by the fetch's number."""
+    match event:
+        case Arrived():
+            return Received.of(event)
+        case Lost():
+            assert event.fetch.done
+            return TransferLost(event.fetch.number, event.error, event.pages_free)
+        case PagesFree():
+            return TransferProven(event.fetch.number)
+    return event
+
+
+class Caller:
+    """Stands for the Sink of a fetch: what its handle posts runs at once."""
+
+    name = "d"
+    closed = False
+
+    def __init__(self) -> None:
+        self._handles_lock = threading.Lock()
+        self._driver = self
+
+    def post(self, work: Callable[[], None], failed: Callable[[Exception], object]) -> None:
+        work()
+
+    def call_back(self, call: Callable[[], object]) -> None:
+        call()
 
 
 def sleep(nodes: Iterable[Driven], longest: float) -> list[int]:
@@ -118,13 +188,14 @@ class Nodes:
         self.told: list[Any] = []
         self.connected = 0
         """How often a sink has told that all ranks of a source are ready."""
-        self._numbers = 0
+        self.fetches: dict[int, Fetch] = {}
+        """By number, from 1."""
 
-    def turn(self, *nodes: SourceNode | SinkNode, ready: Collection[int] = ()) -> None:
-        """One turn of these nodes, or of all."""
+    def turn(self, *nodes: SourceNode | SinkNode, ready: Collection[int] | None = None) -> None:
+        """One turn of these nodes, or of all; without `ready`, any descriptor may be readable."""
         for node in nodes or (*self.sources, *self.sinks):
-            told = node.turn(ready)
-            self.told += told
+            told = node.turn(ready if isinstance(node, SinkNode) else ready or ())
+            self.told += map(numbered, told)
             self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Connected) for e in told)
 
     def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
@@ -136,7 +207,7 @@ class Nodes:
         self._until(condition, list(self.sources), LONGEST)
 
     def _until(self, condition: Callable[[], Any], nodes: list[SourceNode | SinkNode], longest: float) -> None:
-        end, ready = time.monotonic() + 2 * LONGEST, list[int]()
+        end, ready = time.monotonic() + 2 * LONGEST, None
         while time.monotonic() < end:
             if nodes:
                 self.turn(*nodes, ready=ready)
@@ -154,14 +225,17 @@ class Nodes:
         seconds: float | None = None,
     ) -> int:  # fmt: skip
         """Ask for tokens [first, tokens) of a request; `items` by group id, from the page of token 0 on."""
-        self._numbers += 1
-        node = self.sinks[sink]
-        replica = made.engine, made.replica
-        node.fetch(self._numbers, replica, bytes(made.key), content, grants(node.pool, items, first, tokens), seconds)
-        return self._numbers
+        number, node, caller = len(self.fetches) + 1, self.sinks[sink], cast(Any, Caller())
+        asked, pool = grants(node.pool, items, first, tokens), cast(Pool, node.pool)
+        fetch = Fetch(caller, made, content, pool, node.epoch, asked, tokens, seconds=seconds)
+        fetch.number, self.fetches[number] = number, fetch
+        node.fetch(fetch)
+        return number
 
     def abort(self, sink: int, number: int = 1) -> None:
-        self.sinks[sink].abort(number, changed_our_mind())
+        fetch = self.fetches[number]
+        if fetch.link is not None:
+            fetch.link.abort(fetch, changed_our_mind())
 
     def count(self, kind: Any) -> int:
         return sum(isinstance(e, kind) for e in self.told)

@@ -16,7 +16,6 @@ from kvproto.session.events import RegisterAsked
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.source.prefill import Computed, Prefill
-from kvproto.source.progress import SendProgress
 from kvproto.source.schedule import Send
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import Access
@@ -61,8 +60,7 @@ class Stage:
             sequence, 1, TransferState.ACCEPTED, session=session, transfer=transfer, granted=transfer.grants
         )
         request: Any = SimpleNamespace(over=None)
-        progress = SendProgress(self.pair.nothing)
-        return Send(request, prefill or Prefill(), attempt, peer, progress, attempt.granted)
+        return Send(request, prefill or Prefill(), attempt, peer, attempt.granted)
 
 
 def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> RegisterAsked:

@@ -18,13 +18,12 @@ from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost
 from kvproto.session import limits
 from kvproto.session.limits import PATIENCE, PING_SILENCE, TICKET_WAIT
 from kvproto.sink.node import SinkNode
 from kvproto.source.prefill import Computed
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import SINK, SOURCE, DrivenSource, Nodes, ahead, begin, serve, sleep
+from tests.node.nodes import SINK, SOURCE, DrivenSource, Nodes, Received, TransferLost, ahead, begin, serve, sleep
 from tests.node.test_node import CONTENT, ITEMS, TOKENS
 from tests.node.test_sources import HELD, P0, PAGES, Q0, Fleet, fleet
 from tests.pools import allocate
@@ -91,7 +90,7 @@ def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch
     source.expect(made, CONTENT, TOKENS)
     number = fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=5.0)
     (link,) = fleet.sink._links.values()
-    fleet.until(lambda: all(map(link.endpoint.accepted, link._asked)) and link._asked)
+    fleet.until(lambda: link.endpoint.transfers and all(each.accepted for each in link.endpoint.transfers))
     with monkeypatch.context() as patch:
         patch.setattr(limits, "PING_SILENCE", 1000.0)
         for seconds in (6, TICKET_WAIT + PATIENCE - 1):
@@ -159,7 +158,8 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_that_it_waits_for(fleet: Fl
         source.expect(made, CONTENT, TOKENS)
         fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[P0]), seconds=300.0)
     (link,) = fleet.sink._links.values()
-    fleet.until(lambda: len(link._asked) == 300 and all(map(link.endpoint.accepted, link._asked)))
+    under_way = link.endpoint.transfers
+    fleet.until(lambda: len(under_way) == 300 and all(transfer.accepted for transfer in under_way))
     assert least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5) < 1.5 * alone
 
 

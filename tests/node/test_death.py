@@ -20,14 +20,26 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.events import Disconnected, Over, Unwanted
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost, TransferProven
 from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Memory, Move
 from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Ticket
-from tests.node.nodes import PREFILL, SINK, DrivenSource, Nodes, ahead, begin, changed_our_mind, finished, put, serve
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    TransferProven,
+    ahead,
+    begin,
+    finished,
+    put,
+    serve,
+)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.pools import allocate, column, contents
 from tests.processes import imported
@@ -195,7 +207,7 @@ def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
     """It is stopped, not dead: silence is no proof, and what it may still write is counted (KVP-END-REUSE)."""
     pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGSTOP)
-    decode.node.abort(number, changed_our_mind())
+    decode.abort(0, number)
     with monkeypatch.context() as patch:
         ahead(patch, 40, *SINK)
         lost = decode.first(TransferLost)
@@ -221,7 +233,7 @@ def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatc
     _, process, decode, number = written(world, quarantine=0.2)
     decode.node.check_quarantine()
     os.kill(process.pid, signal.SIGKILL)
-    decode.node.abort(number, changed_our_mind())
+    decode.abort(0, number)
     ahead(monkeypatch, 40, *SINK)
     assert not decode.first(TransferLost).proven
     with pytest.raises(LocalError) as caught:

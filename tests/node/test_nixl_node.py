@@ -18,7 +18,6 @@ from kvproto.events import Over, Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.sink.node import SinkNode
 from kvproto.sink.registered_pool import SinkPrograms
@@ -37,9 +36,10 @@ from tests.node.nodes import (
     SOURCE,
     DrivenSource,
     Nodes,
+    Received,
+    TransferLost,
     ahead,
     begin,
-    changed_our_mind,
     finished,
     put,
     seen,
@@ -350,7 +350,7 @@ def test_pages_after_a_source_was_killed(
         process.join()
         alone.turn()
         assert not alone.count(TransferLost)  # silence proves nothing
-        sink.abort(number, changed_our_mind())
+        alone.abort(0, number)
         ahead(monkeypatch, 31, *SINK)
         (lost,) = alone.ends(TransferLost, 1)
         assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, proven)

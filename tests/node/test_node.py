@@ -14,13 +14,12 @@ from kvproto.net import Dialer, Listener, private_address
 from kvproto.options import PART_BYTES
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.transport.base import Move, Transport
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
-from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
+from tests.node.nodes import PREFILL, DrivenSource, Nodes, Received, TransferLost, finished
 from tests.pools import allocate, column
 from tests.session.driver import geometry, ticket
 

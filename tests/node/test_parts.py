@@ -16,7 +16,6 @@ from kvproto import Options
 from kvproto.copying.execute import execute
 from kvproto.errors import LocalError, RemoteError
 from kvproto.events import Disconnected, Expired, Over, Sent
-from kvproto.rank.events import Received, TransferLost
 from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed
 from kvproto.source.progress import Available, CopyStep, SendProgress
@@ -25,7 +24,7 @@ from kvproto.transport.cuda.kernel import Table, Work, launch, sizes, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_world
-from tests.node.nodes import SOURCE, ahead, finished, put
+from tests.node.nodes import SOURCE, Received, TransferLost, ahead, finished, put
 from tests.node.test_node import CONTENT, FIRST, TOKENS, Pair, check
 from tests.plan import oracle
 from tests.plan.programs import random_pairs

@@ -14,7 +14,6 @@ from kvproto.errors import LocalError
 from kvproto.events import Disconnected, Expired, Over, Sent
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost
 from kvproto.sink.node import SinkNode
 from kvproto.transport.base import Connection as Connected
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
@@ -22,7 +21,21 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Released, Renew, Renewed, Ticket
 from tests.node.any_two import AnyTwo, small_world
-from tests.node.nodes import PREFILL, SINK, SOURCE, DrivenSource, Nodes, ahead, begin, finished, put, seen, serve
+from tests.node.nodes import (
+    PREFILL,
+    SINK,
+    SOURCE,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    ahead,
+    begin,
+    finished,
+    put,
+    seen,
+    serve,
+)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
 from tests.pools import allocate, column
 from tests.processes import imported

@@ -17,7 +17,6 @@ from kvproto.events import Disconnected, Over, Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.planning.geometry import Geometry
 from kvproto.rank.base import party_of
-from kvproto.rank.events import Received, TransferLost, TransferProven
 from kvproto.sink.node import Replica, SinkNode
 from kvproto.source.node import SourceNode
 from kvproto.transport.base import Exposure, Move, Transport
@@ -25,7 +24,18 @@ from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as Transports
 from kvproto.wire.messages import Handle
-from tests.node.nodes import SINK, DrivenSource, Nodes, ahead, begin, finished, grants, put
+from tests.node.nodes import (
+    SINK,
+    DrivenSource,
+    Nodes,
+    Received,
+    TransferLost,
+    TransferProven,
+    ahead,
+    begin,
+    finished,
+    put,
+)
 from tests.node.test_death import prefill
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.node.test_pull import SlowMover
@@ -303,7 +313,7 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     source, made, number = asked(fleet)
     ((session, before),) = source.endpoint.sessions.items()
     conn = before.conn
-    fleet.sink._dialer.drop(lambda key: False)
+    fleet.sink._dialer.drop(fleet.sink._links[P0])
     source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
     fleet.until(lambda: not source.busy)
     ahead(monkeypatch, 6, *SINK)  # it pings, and hears that nobody knows it
@@ -351,14 +361,13 @@ def test_a_process_that_has_connected_and_hangs_loses_a_fetch_at_its_deadline(
         fleet.connect(Q0)
         fleet.ready()
         os.kill(process.pid, signal.SIGSTOP)
-        asked = grants(fleet.pool, dict.fromkeys((0, 1), PAGES[Q0]), 0, TOKENS)
-        fleet.sink.fetch(7, Q0, bytes(made.key), CONTENT, asked, 5.0)
+        number = fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[Q0]), seconds=5.0)
         with monkeypatch.context() as patch:
             ahead(patch, 6, *SINK)
             fleet.turn(fleet.sink)
         with monkeypatch.context() as patch:
             ahead(patch, 60, *SINK)
-            lost = fleet.ended(7)
+            lost = fleet.ended(number)
         assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, False)
         assert fleet.sink.quarantined == {0: 3, 1: 3}
         os.kill(process.pid, signal.SIGKILL)

@@ -11,16 +11,18 @@ import numpy as np
 from kvproto import Pool
 from kvproto.copying.grants import items_needed
 from kvproto.errors import KvprotoError
+from kvproto.events import Connected
 from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.events import Event, RegisterAsked, UnmapAsked
-from kvproto.session.records import Answer, SourceAttempt
+from kvproto.session.records import Answer, SinkAttempt, SinkTransfer, SourceAttempt
+from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
 from kvproto.session.tickets import TicketState
 from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Proof, Transport
-from kvproto.wire.messages import Grants, HandOff, Register, Ticket, Transfer
+from kvproto.wire.messages import Done, Grants, HandOff, Offer, Register, Ticket, Transfer
 from tests.pools import allocate, memory
 
 PAGES = 8
@@ -53,6 +55,99 @@ def without_draft(tp: int = 1) -> Geometry:
 
 def ticket(deadline: float = 60.0) -> Ticket:
     return Ticket(key=secrets.token_bytes(16), engine="p", replica=0, deadline=int(deadline * 1000))
+
+
+@attrs.frozen
+class Ready:
+    """A sink may start transfers."""
+
+
+@attrs.frozen
+class MemoryAsked:
+    """A sink is to map memory of a source."""
+
+    session: SinkSession
+    register: Register
+
+
+@attrs.frozen
+class MemoryUnwanted:
+    """A sink is to unmap memory of a source."""
+
+    session: SinkSession
+    epoch: int
+
+
+@attrs.frozen
+class Useful:
+    transfer: SinkTransfer
+    tokens: int | None
+
+
+@attrs.frozen
+class Offered:
+    attempt: SinkAttempt
+    offer: Offer
+
+
+@attrs.frozen
+class Arrived:
+    transfer: SinkTransfer
+    done: tuple[Done, ...]
+    seconds: float
+
+
+@attrs.frozen
+class Lost:
+    transfer: SinkTransfer
+    error: KvprotoError
+    proof: Proof
+
+
+@attrs.frozen
+class Proven:
+    transfer: SinkTransfer
+
+
+@attrs.frozen
+class SinkRecorder:
+    """Writes down what a sink's endpoint calls."""
+
+    told: Callable[[Any], None]
+
+    def wake(self) -> None: ...
+
+    def report(self, event: Event) -> None:
+        self.told(event)
+
+    def planned(self, event: Connected) -> None:
+        self.told(event)
+
+    def ready(self) -> None:
+        self.told(Ready())
+
+    def map_memory(self, session: SinkSession, register: Register, described: Described) -> None:
+        self.told(MemoryAsked(session, register))
+
+    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
+        self.told(MemoryUnwanted(session, epoch))
+
+    def useful(self, transfer: SinkTransfer) -> None:
+        self.told(Useful(transfer, transfer.useful))
+
+    def offered(self, attempt: SinkAttempt) -> None:
+        assert attempt.lease is not None
+        self.told(Offered(attempt, attempt.lease.offer))
+
+    def arrived(self, transfer: SinkTransfer, done: tuple[Done, ...], seconds: float) -> None:
+        self.told(Arrived(transfer, done, seconds))
+
+    def lost(self, transfer: SinkTransfer, proof: Proof) -> None:
+        assert transfer.error is not None
+        self.told(Lost(transfer, transfer.error, proof))
+
+    def proven(self, transfer: SinkTransfer) -> None:
+        self.told(Proven(transfer))
 
 
 @attrs.frozen
@@ -216,9 +311,10 @@ class World:
         self.runs += 1  # a later sink of a rank has the greater incarnation
         party = Party(engine, sink.replica, rank, self.runs)
         columns = tuple(pool.layout.columns.values())
-        endpoint = SinkEndpoint(party, sink, self.features, "s0")
+        self.pools[name], self.told[name] = pool, []
+        recorder = SinkRecorder(lambda event: self.told[name].append(event))
+        self.sinks[name] = endpoint = SinkEndpoint(party, sink, self.features, "s0", recorder)
         endpoint.expose(Exposed(1, columns, self.staging(name, pool)), self.now)
-        self.sinks[name], self.pools[name], self.told[name] = endpoint, pool, []
         endpoint.dial(self.now)
         return endpoint
 
@@ -275,7 +371,7 @@ class World:
             endpoint.on_time(self.now)
         self.run()
 
-    def transfer(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> int:
+    def transfer(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> SinkTransfer:
         return self.sinks[name].transfer(bytes(made.key), content, grants(self.pools[name], tokens), self.now)
 
     def done(self, address: str, event: TransferRequested, **changes: Any) -> None:

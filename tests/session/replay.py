@@ -11,14 +11,16 @@ import attrs
 
 from kvproto.errors import RemoteError
 from kvproto.session import Exposed, limits
-from kvproto.session.events import Lost, RegisterAsked, UnmapAsked
+from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.limits import PING_SILENCE
+from kvproto.session.records import SinkTransfer
+from kvproto.session.sink import SinkSession
 from kvproto.session.table import SessionState, TransferState
 from kvproto.transport.inline.transport import DataPiece
 from kvproto.transport.staging.staged import ChunkPiece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Tier, Transport
-from tests.session.driver import EpochWorld, World, geometry, grants, ticket, without_draft
+from tests.session.driver import EpochWorld, Lost, World, geometry, grants, ticket, without_draft
 from tests.session.test_catalogue import Watching
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld
@@ -79,7 +81,6 @@ class Replay:
         if "d0" in self.world.sinks:
             for _, frame in self.sink.to_send(self.clocks[TO_SINK]):
                 self.queue(TO_SOURCE, frame)
-            self.world.told["d0"] += self.sink.take_events()
         self.world.told["s0"] += self.source.take_events()
         for conn, frame in self.source.to_send(self.clocks[TO_SOURCE]):
             if conn == self.conn:
@@ -123,7 +124,7 @@ class Transfers(Replay):
     def __init__(self, world: World) -> None:
         super().__init__(world if world.sinks else world.ready(1))
         self.keys: dict[int, bytes] = {}
-        self.numbers: dict[int, int] = {}
+        self.numbers: dict[int, SinkTransfer] = {}
 
     def states(self, part: int) -> tuple[Any, Any]:
         (sink,), (source,) = self.sink.sessions.values(), self.source.sessions.values()
@@ -298,10 +299,10 @@ class Leases(Transfers):
         self.tell_wrong()
 
     def read(self) -> None:
-        assert self.sink.may_read(self.world.events("d0", "Offered")[-1], self.clocks[TO_SINK])
+        assert self.sink.may_read(self.world.events("d0", "Offered")[-1].attempt, self.clocks[TO_SINK])
 
     def read_over(self) -> None:
-        self.sink.read(self.world.events("d0", "Offered")[-1], 1, self.clocks[TO_SINK])
+        self.sink.read(self.world.events("d0", "Offered")[-1].attempt, 1, self.clocks[TO_SINK])
 
     def renew(self) -> None:
         self.queues[TO_SOURCE].append(self.renewals.pop(0))
@@ -376,6 +377,11 @@ class Opening(Replay):
     def drain(self) -> None:
         self.source.drain()
 
+    def asked(self) -> SinkSession:
+        """The session over which the sink was asked to map memory."""
+        session: SinkSession = self.world.events("d0", "MemoryAsked")[-1].session
+        return session
+
     def registered(self, name: str) -> int:
         """The session whose memory is to be mapped."""
         return int(self.world.events(name, "RegisterAsked")[-1].session)
@@ -384,13 +390,13 @@ class Opening(Replay):
         if at == "0":
             self.world.accept("s0", self.registered("s0"))
         else:
-            self.sink.accept_register(self.registered("d0"), Transport.SHM, self.clocks[TO_SINK])
+            self.sink.accept_register(self.asked(), Transport.SHM, self.clocks[TO_SINK])
 
     def refuse(self, at: str) -> None:
         if at == "0":
             self.source.sessions[self.registered("s0")].refuse_register(FAULT)
         else:
-            self.sink.refuse_register(self.registered("d0"), FAULT, self.clocks[TO_SINK])
+            self.sink.refuse_register(self.asked(), FAULT, self.clocks[TO_SINK])
 
     @staticmethod
     def minted(number: str) -> int:

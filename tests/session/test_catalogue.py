@@ -8,8 +8,7 @@ import pytest
 from kvproto.errors import RemoteError, WireError
 from kvproto.events import Refused
 from kvproto.session import Party
-from kvproto.session.catalogue import Catalogue, SinkCatalogue
-from kvproto.session.events import Listed
+from kvproto.session.catalogue import Catalogue, Listed, SinkCatalogue
 from kvproto.session.limits import MAX_TOLD, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState, next_session
 from kvproto.session.watching import WatchEndpoint

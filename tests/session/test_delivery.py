@@ -201,7 +201,7 @@ def test_a_message_out_of_state_or_of_a_feature_not_chosen_is_refused() -> None:
         (answer,) = world.say(message)
         assert (answer.code, answer.request) == (ErrorCode.UNEXPECTED_MESSAGE, message.request)
     world.sinks["d0"].receive("s0", encode(progress), world.now)
-    assert world.sinks["d0"].take_events()[-1].error.code == ErrorCode.UNEXPECTED_MESSAGE  # type: ignore[attr-defined]
+    assert world.told["d0"][-1].error.code == ErrorCode.UNEXPECTED_MESSAGE
     world.serves()
 
 
@@ -673,7 +673,8 @@ def test_drained_waits_for_the_copy() -> None:
     (asked,) = world.events("s0", "TransferRequested")
     source = world.sources["s0"]
     source.copying(asked)
-    world.sinks["d0"].abort(1, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
+    (transfer,) = world.sinks["d0"].transfers
+    world.sinks["d0"].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
     world.run()
     assert (len(world.of(Abort)), world.of(Drained)) == (1, [])
     source.failed(asked, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
@@ -781,8 +782,9 @@ def test_a_transfer_is_aborted_once() -> None:
     """However often the engine says so."""
     world = Heard()
     world.asked(finished=False)
+    (transfer,) = world.sinks["d0"].transfers
     for _ in range(2):
-        world.sinks["d0"].abort(1, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+        world.sinks["d0"].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.run()
     assert len(world.of(Abort)) == 1
 

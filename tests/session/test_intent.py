@@ -9,6 +9,7 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.session.limits import RESEND
+from kvproto.session.records import SinkTransfer
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState
@@ -61,7 +62,7 @@ class IntentWorld(World):
         """All that a request needs."""
         return grants(self.pools["d0"], TOKENS)
 
-    def ask(self, finished: bool = True, deadline: float = 60.0) -> tuple[int, bytes]:
+    def ask(self, finished: bool = True, deadline: float = 60.0) -> tuple[SinkTransfer, bytes]:
         """An intent: its number, and the key of its ticket."""
         made = ticket(deadline)
         for source in self.sources.values():
@@ -78,7 +79,7 @@ class IntentWorld(World):
             source.finish(key)
         self.run()
 
-    def grant(self, number: int, tokens: int = TOKENS) -> None:
+    def grant(self, number: SinkTransfer, tokens: int = TOKENS) -> None:
         self.sinks["d0"].grant(number, self.up_to(tokens), self.now)
         self.run()
 
@@ -152,7 +153,7 @@ def test_nothing_is_said_of_what_is_of_use_once_all_is_granted() -> None:
     number, _ = world.ask(finished=False)
     told = useful(world)
     world.grant(number)
-    assert not any(not part.whole for part in world.sinks["d0"]._wants[number].parts.values())
+    assert not any(not part.whole for part in number.parts.values())
     assert useful(world) == told
 
 
@@ -339,12 +340,13 @@ def test_a_grant_after_abort_is_refused() -> None:
     world = IntentWorld()
     number, _ = world.ask()
     (session,) = world.sources["s0"].sessions.values()
-    session.attempts[number].copying = True  # so that Drained waits, and the record stays
+    (attempt,) = session.attempts.values()
+    attempt.copying = True  # so that Drained waits, and the record stays
     world.sinks["d0"].abort(number, ABORTED, world.now)
     world.run()
     (failed,) = world.say(granted(world))
     assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
-    assert session.attempts[number].state == TransferState.ABORTING
+    assert attempt.state == TransferState.ABORTING
 
 
 def test_a_grant_that_crosses_failed_is_answered_by_the_same_error() -> None:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from kvproto import Pool
 from kvproto.errors import RemoteError
-from kvproto.session.events import Offered, RegisterAsked
+from kvproto.session.events import RegisterAsked
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from kvproto.wire.messages import Abort, Begin, Done, Error, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
-from tests.session.driver import PAGES, TransferRequested, World, geometry, grants, ticket
+from tests.session.driver import PAGES, Offered, TransferRequested, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 LEASE = 10.0
@@ -52,11 +52,11 @@ class PullWorld(World):
     def run(self) -> None:
         super().run()
         for name, sink in self.sinks.items():
-            for event in self.events(name, "RegisterAsked"):
+            for event in self.events(name, "MemoryAsked"):
                 self.told[name].remove(event)
                 sink.accept_register(event.session, Transport.SHM, self.now)
                 super().run()
-            for event in self.events(name, "UnmapAsked"):
+            for event in self.events(name, "MemoryUnwanted"):
                 self.told[name].remove(event)
                 sink.unmapped(event.session, event.epoch, self.now)
                 super().run()
@@ -83,8 +83,8 @@ class PullWorld(World):
         """Read every offer that may be read."""
         sink = self.sinks[name]
         for event in self.events(name, "Offered"):
-            if not begin or sink.may_read(event, self.now):
-                sink.read(event, 1, self.now)
+            if not begin or sink.may_read(event.attempt, self.now):
+                sink.read(event.attempt, 1, self.now)
         self.run()
 
 
@@ -223,7 +223,7 @@ def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
     world = PullWorld(geometry(1))
     sink = world.sink("d0", geometry(1))
     World.run(world)
-    (asked,) = world.events("d0", "RegisterAsked")
+    (asked,) = world.events("d0", "MemoryAsked")
     assert not sink.ready
     sink.accept_register(asked.session, Transport.SHM, world.now)
     assert sink.ready
@@ -327,13 +327,13 @@ def test_released_while_it_is_read_spoils_the_transfer() -> None:
     world = ready(1)
     event = offered(world)
     sink = world.sinks["d0"]
-    assert sink.may_read(event, world.now)
+    assert sink.may_read(event.attempt, world.now)
     offer = event.offer
     notice = Released(session=offer.session, sequence=offer.sequence, attempt=offer.attempt)
     sink.receive("s0", encode(notice), world.now)
-    assert not sink.wanted(event)
+    assert not sink.wanted(event.attempt)
     assert not world.events("d0", "Lost")  # its own copy writes on
-    sink.unread(event, None, world.now)
+    sink.unread(event.attempt, None, world.now)
     world.run()
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
 
@@ -346,7 +346,7 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Renew)
     world.serve()
     (event,) = world.events("d0", "Offered")
-    assert not world.sinks["d0"].may_read(event, world.now)
+    assert not world.sinks["d0"].may_read(event.attempt, world.now)
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
     assert len(world.of(Renew)) == 2
@@ -373,7 +373,7 @@ def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
     world = ready(1)
     event = offered(world)
     world.now += 10.5
-    assert not world.sinks["d0"].may_read(event, world.now)
+    assert not world.sinks["d0"].may_read(event.attempt, world.now)
     world.pass_time(0.0)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path, lost.proof) == (ErrorCode.DEADLINE, "lease", Proof.PROVEN)
@@ -387,8 +387,8 @@ def test_a_copy_that_outlives_its_lease_is_lost() -> None:
     world = ready(1)
     event = offered(world)
     sink = world.sinks["d0"]
-    assert sink.may_read(event, world.now)
-    sink.read(event, 1, world.now + 10.0)
+    assert sink.may_read(event.attempt, world.now)
+    sink.read(event.attempt, 1, world.now + 10.0)
     world.run()
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
@@ -404,14 +404,14 @@ def test_abort_waits_for_the_sinks_own_copy(proof: Proof) -> None:
         world.serve(address)
     first, second = world.events("d0", "Offered")
     sink = world.sinks["d0"]
-    assert sink.may_read(first, world.now)
+    assert sink.may_read(first.attempt, world.now)
     sink.abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.run()
     assert [m.session for m in world.of(Abort)] == [second.offer.session]
     assert [len(world.events(s, "Released")) for s in world.sources] == [0, 1]
     assert not world.events("d0", "Lost")
-    assert not sink.may_read(second, world.now)
-    sink.unread(first, None, world.now, proof)
+    assert not sink.may_read(second.attempt, world.now)
+    sink.unread(first.attempt, None, world.now, proof)
     world.run()
     assert world.events("d0", "Lost")[0].proof == proof
     assert [len(world.events(s, "Released")) for s in world.sources] == [1, 1]
@@ -427,7 +427,7 @@ def test_the_failure_of_one_rank_ends_the_offer_of_another() -> None:
     world.run()
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
-    assert not world.sinks["d0"].wanted(world.events("d0", "Offered")[0])
+    assert not world.sinks["d0"].wanted(world.events("d0", "Offered")[0].attempt)
     serves_another(world)
 
 
@@ -438,13 +438,13 @@ def test_goodbye_of_a_source_while_it_is_read() -> None:
         world.serve(address)
     first, second = world.events("d0", "Offered")
     sink = world.sinks["d0"]
-    assert sink.may_read(first, world.now)
+    assert sink.may_read(first.attempt, world.now)
     world.sources["s0"].goodbye("over")
     world.run()
-    assert not sink.wanted(first)
-    assert not sink.wanted(second)
+    assert not sink.wanted(first.attempt)
+    assert not sink.wanted(second.attempt)
     assert not world.events("d0", "Lost")
-    sink.read(first, 1, world.now)
+    sink.read(first.attempt, 1, world.now)
     world.run()
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.PROVEN)

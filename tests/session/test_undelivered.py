@@ -74,7 +74,8 @@ def test_a_copy_that_fails() -> None:
 
 def test_an_abort_is_no_loss() -> None:
     world, _ = asked()
-    world.sinks["d0"].abort(1, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
+    (transfer,) = world.sinks["d0"].transfers
+    world.sinks["d0"].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.run()
     assert lost(world) == {}
 
