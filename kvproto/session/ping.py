@@ -32,7 +32,8 @@ class PingPart(Extension):
         """Send Ping if nothing has come for `PING_SILENCE`, and set the timer for the next check."""
         session = self._session
         quiet = now - session.received_at >= limits.PING_SILENCE
-        self._timer = session.host.timers.at((now if quiet else session.received_at) + limits.PING_SILENCE, self._silent)
+        since = now if quiet else session.received_at
+        self._timer = session.host.timers.at(since + limits.PING_SILENCE, self._silent)
         if quiet and session.asks(self._asked) and not session.suspect:
             session.suspect = True
             session.tell(Suspected(session.name))
