@@ -95,7 +95,7 @@ class SourceCatalogue(Extension):
             pages=pages, more=more,
         )  # fmt: skip
 
-    hears = ((m.Watch, _watch),)
+    handlers = ((m.Watch, _watch),)
 
 
 @attrs.frozen
@@ -181,4 +181,4 @@ class SinkCatalogue(Extension):
             elif len(self.pages) < limits.MAX_CATALOGUE:
                 self.pages[bytes(page.id)] = page.tier
 
-    hears = ((m.Watched, _watched), (m.Kept, _kept))
+    handlers = ((m.Watched, _watched), (m.Kept, _kept))

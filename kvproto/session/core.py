@@ -30,9 +30,9 @@ from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Extension", "Hears", "Session"]
+__all__ = ["Extension", "Handlers", "Session"]
 
-Hears = tuple[tuple[type, Any], ...]
+Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Extension")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Extension:
     """The state and handlers that a feature adds to a session."""
 
-    hears: Hears = ()
+    handlers: Handlers = ()
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -73,9 +73,9 @@ class Session:
         """The minor version of the session, from Welcome on."""
         self.limits = LIMITS
         """The limits of the peer; until they are known, the limits of this package."""
-        self.said_goodbye = False
+        self.goodbye_received = False
         """Whether the peer has sent Goodbye, after which it neither writes nor reads."""
-        self.heard = 0.0
+        self.received_at = 0.0
         """The time at which the last frame of the peer was received."""
         self.suspect = False
         """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
@@ -135,7 +135,7 @@ class Session:
         self._add_handlers(part)
 
     def _add_handlers(self, part: Extension | Session) -> None:
-        self._handlers |= {cls: partial(handler, part) for cls, handler in part.hears}
+        self._handlers |= {cls: partial(handler, part) for cls, handler in part.handlers}
 
     def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
@@ -150,7 +150,7 @@ class Session:
 
     def receive(self, message: Any, now: float) -> None:
         """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
-        self.heard = now
+        self.received_at = now
         if self.suspect:
             self.suspect = False
             self.tell(Recovered(self.name))
@@ -280,7 +280,7 @@ class Session:
 
     def _goodbye(self, message: m.Goodbye, now: float) -> None:
         next_session(self.state, "Goodbye", self.features)  # raises if it is not legal
-        self.said_goodbye = True
+        self.goodbye_received = True
         self.lose(message.reason)
 
     def _error(self, message: m.Error, now: float) -> None:
@@ -304,7 +304,7 @@ class Session:
             self.tell(Refused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
-    hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
+    handlers: Handlers = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
         self,

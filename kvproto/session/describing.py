@@ -113,4 +113,4 @@ class Describing(Extension):
         self._answered = message.request
         session.describe(message, not self._source, finish)
 
-    hears = ((m.Describe, _describe), (m.Description, _description))
+    handlers = ((m.Describe, _describe), (m.Description, _description))

@@ -173,7 +173,7 @@ class Owner(Extension):
         owned = next((epoch for epoch in self.epochs.values() if request_of(epoch) == request), None)
         return owned if owned is not None and self._session.answered(request) else None
 
-    hears = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
+    handlers = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
 
 
 # The holder
@@ -347,7 +347,7 @@ class Holder(Extension):
         self._session.step("Unregistered")
         self._session.notice(answer)
 
-    hears = ((m.Register, _register), (m.Unregister, _unregister))
+    handlers = ((m.Register, _register), (m.Unregister, _unregister))
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:

@@ -134,7 +134,7 @@ class RegisteredPool:
         """
         program, pool = sums.program, self.lent.pool
         sent = {c.group: c for c in done.checksums or ()}
-        for group, value in sums.found.items():
+        for group, value in sums.by_group.items():
             if group in sent and sent[group].value == value:
                 continue
             spec = pool.layout.group(group)
@@ -147,7 +147,7 @@ class RegisteredPool:
                 pages = page_sums(some, {group: spec}, sums.of)[group]
                 advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
-        return {(done.writer, group): value for group, value in sums.found.items()}
+        return {(done.writer, group): value for group, value in sums.by_group.items()}
 
 
 def prepared(
