@@ -380,8 +380,6 @@ class World:
                     moved = True
                     for _ in range(self.keep(str(conn), frame)):
                         self.sinks[str(conn)].receive(address, frame, self.now)
-            for name, sink in self.sinks.items():
-                self.told[name] += sink.take_events()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
