@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -31,6 +32,7 @@ import numpy as np
 from harness import arguments, facts, keep
 
 from kvproto.tiers.file_store import FileStore
+from kvproto.tiers.index import Index
 from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
@@ -42,6 +44,8 @@ from kvproto.wire.enums import KeyForm, LengthRule
 
 PAGE, THREADS, STORED = 64, 4, 256
 """Tokens of a page; threads; pages of a round."""
+PREFIX, INDEXED = 512, 1_000_000
+"""Pages of a prompt of 32K tokens, and of an index."""
 SIZES = 8 * 64 * 1152, 64 * 1152
 GROUP = 16
 """Pages that are synced together."""
@@ -132,7 +136,7 @@ class Stored:
     def write(self) -> None:
         workers = Workers(THREADS, 1e9, len(self.chain.ahead))
         pages = [
-            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.group)
+            workers.gather(self.page_store.write_all, (self.chain, i, DATA), self.page_store.store.batch)
             for i in range(len(self.chain.ahead))
         ]
         assert all(page.result() for page in pages)
@@ -140,9 +144,9 @@ class Stored:
 
     def read(self) -> None:
         rooms = [ROOMS.take() for _ in self.chain.ahead]
-        assert all(_each(lambda i: self.page_store.read(self.chain, i, room=rooms[i]), range(len(rooms))))
+        assert all(_each(lambda i: self.page_store.read(self.chain, i, buffers=rooms[i]), range(len(rooms))))
         for room in rooms:
-            ROOMS.give(room)
+            ROOMS.give_back(room)
 
 
 def _each(work: Callable[[Any], object], some: Iterable[Any], threads: int = THREADS) -> list[object]:
@@ -221,15 +225,50 @@ def measure(chain: Chain, rounds: int) -> dict[str, Any]:
     }
 
 
+def random_prompt(seed: int, pages: int) -> Chain:
+    """The ids of a prompt of random tokens, and one token more."""
+    prompt = Chain(bytes(32), PAGE)
+    prompt.extend(np.random.default_rng(seed).integers(0, 1 << 17, pages * PAGE + 1))
+    return prompt
+
+
+def measure_index(prompts: int = INDEXED // PREFIX) -> dict[str, float]:
+    """Memory and lookups of an index that is full of prompts of 512 pages, with a target and a draft."""
+    before, index = resident(), Index(LAYOUT, prompts * PREFIX)
+    for seed in range(prompts):
+        reservation = index.reserve_pages(random_prompt(seed, PREFIX), 0, PREFIX)
+        assert reservation is not None
+        reservation.fill_all()
+        reservation.seal_all([(0, 1)] * PREFIX)
+        assert reservation.publish() == PREFIX
+    used = resident() - before
+    lookups: dict[int, list[float]] = {PREFIX: [], 1: []}
+    for seed in np.random.default_rng(1).integers(0, prompts, 200).tolist():
+        for pages, times in lookups.items():
+            prompt = random_prompt(seed, pages)
+            times.append(timed(lambda prompt=prompt: index.find(prompt).close()))
+    return {
+        "pages": prompts * PREFIX,
+        "total_mb": round(used / 1e6),
+        "lookup_of_512_pages_ms": round(1e3 * median(lookups[PREFIX]), 3),
+        "lookup_of_1_page_us": round(1e6 * median(lookups[1]), 2),
+    }
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def main() -> int:
     """Measure, print, keep."""
     args = arguments(__doc__, "tiers", rounds=15).parse_args()
-    prompt = Chain(bytes(32), PAGE)
-    prompt.extend(np.random.default_rng(0).integers(0, 1 << 17, STORED * PAGE + 1))
-    disk = measure(prompt, args.rounds)
+    index = measure_index()
+    print("index: " + ", ".join(f"{name} {figure:,}" for name, figure in index.items()))
+    disk = measure(random_prompt(0, STORED), args.rounds)
     for way, rates in disk["mb_s"].items():
         print(f"{way}, MB/s: " + ", ".join(f"{name} {rate:,}" for name, rate in rates.items()))
-    keep(args.out, facts() | {"page_tokens": PAGE, "disk": disk})
+    keep(args.out, facts() | {"page_tokens": PAGE, "index": index, "disk": disk})
     return 0
 
 

@@ -84,9 +84,9 @@ class PagesWanted:
     """The source could write to pages that a fetch has not named yet: name them with `Fetch.grant`.
 
     Fields:
-        tokens: The number of tokens to grant pages for: all of the fetch, or with `spans` those computed so far.
-        pages: By group name, how many entries the page table needs for that, from the page of token 0 on: 1 for a
-            slot, and 0 for a group that is wanted only together with the last tokens.
+        tokens: The number of tokens to grant pages for: all of the fetch, or with `spans` the tokens computed so far.
+        pages: By group name, the number of entries that the page table needs for that, from the page of token 0 on: 1
+            for a slot, and 0 for a group that is wanted only together with the last tokens.
     """
 
     fetch: Fetch
@@ -99,7 +99,7 @@ class PagesWanted:
 
 @attrs.frozen
 class PoolFree:
-    """Nothing reads or writes a pool that `sleep` or `move` took back any more: its memory may be freed."""
+    """The end of all use of a pool that `sleep` or `move` took back: its memory may be freed."""
 
     withdrawal: Withdrawal
 
@@ -158,7 +158,7 @@ class Declined:
 
 @attrs.frozen
 class Freed:
-    """No sink needs a request any more: its pages may be reused.
+    """The end of a request that no sink needs any more: its pages may be reused.
 
     Fields:
         routed: Source ranks that take part in the transfer; once the pages of all of them are free, so are those of

@@ -49,7 +49,7 @@ class Held:
 
 
 class Finder:
-    """Watches source engines and finds those that hold the longest prefix of a prompt."""
+    """Watches source engines, and finds the engines that hold the longest prefix of a prompt."""
 
     def __init__(
         self, sources: Mapping[str, str | None] | list[str], name: str | None = None, options: Options | None = None
@@ -74,7 +74,7 @@ class Finder:
         self._threaded = chosen.thread
 
     def find(self, tokens: npt.ArrayLike, names: Mapping[str, str] | None = None) -> list[Held]:
-        """What each known engine holds of a prompt that begins with these token ids, the longest first.
+        """The share that each known engine holds of a prompt with these token ids, the longest first.
 
         `names` state what computes the pages, as KVP-TIER-NAMESPACE says (None: the engine's own). An engine may have
         dropped a page since it announced it, and then computes it. Raises LocalError(BUSY) if a turn takes longer than

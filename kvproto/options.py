@@ -25,7 +25,7 @@ PART_BYTES = 16 << 20
 QUARANTINE = 0.5
 """The share of a group's pages that may be in quarantine."""
 Spread = Literal["even", "few", "one"]
-"""Which of the ranks that hold the same bytes to read from: all of them evenly, few, or as few as possible."""
+"""The choice among ranks that hold the same bytes: all of them evenly, few, or as few as possible."""
 
 
 def _must(holds: Callable[[Any], bool], expected: str) -> Any:
@@ -92,7 +92,7 @@ class Options:
         callbacks: The function that runs callbacks, such as `loop.call_soon_threadsafe` or `executor.submit`; None: the
             I/O thread or `step` runs them.
         part_bytes: Source: the least number of bytes of computed rows to copy while prefill is still running.
-        first_part_ratio: Source: copy the first part once it is this many times as large as what is still to come;
+        first_part_ratio: Source: copy the first part once it is this many times as large as the rows still to come;
             None: chosen for the link.
         ticket_wait: Seconds for which a fetch waits at the source for its `request`, the same on both sides; None: the
             limit of the spec. Make it longer if an engine reads requests only between long steps (KVP-TKT-EARLY).

@@ -45,7 +45,7 @@ class Prompt:
     salts: tuple[bytes, ...] = attrs.field(repr=False)
     """Digests of inputs that are not tokens, 32 bytes each, in the order of the prompt."""
     axes: Mapping[str, int]
-    """The number of positions on each axis other than the tokens, such as "image" for those of all images in turn."""
+    """The number of positions on each axis other than the tokens, such as "image" for all images in turn."""
 
     def __init__(
         self,

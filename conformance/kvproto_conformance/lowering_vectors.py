@@ -24,6 +24,7 @@ from kvproto_conformance.suites import MADE, text
 FILE = MADE / "lowering.json"
 Case = tuple[str, str, dict[str, Any], dict[str, Any], str]
 """Id, clause, source, sink, note."""
+EXACT = "KVP-PLAN-EXACT"
 
 
 def columns(
@@ -71,16 +72,25 @@ def side(
 def lowered() -> Iterator[Case]:
     """All cases of this file."""
     kv = gqa(0, "target", 0, 2, 4, 4, dtype=DType.U8)
+    yield from by_windows(kv)
+    yield from by_sections(kv)
+    yield from by_kinds(kv)
+    yield from by_tables(kv)
+    yield from by_shares()
+    yield from by_many(kv)
+
+
+def by_windows(kv: Group) -> Iterator[Case]:
+    """Rings and pages, and rows that stand for several tokens."""
     ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
-    exact = "KVP-PLAN-EXACT"
-    yield "ring-to-pages", exact, side(one(ring), [2], 0, 20), side(one(kv), [1, 5], 13, 7), "the worked example"
-    yield "pages-to-ring", exact, side(one(kv), [0, 1, 2, 7, 5], 0, 20), side(one(ring), [3], 13, 7), "the same back"
+    yield "ring-to-pages", EXACT, side(one(ring), [2], 0, 20), side(one(kv), [1, 5], 13, 7), "the worked example"
+    yield "pages-to-ring", EXACT, side(one(kv), [0, 1, 2, 7, 5], 0, 20), side(one(ring), [3], 13, 7), "the same back"
     longer = attrs.evolve(ring, rows=16)
-    yield "ring-to-ring", exact, side(one(ring), [2], 0, 20, gap=1), side(one(longer), [4], 13, 7), "rings of 8 and 16"
+    yield "ring-to-ring", EXACT, side(one(ring), [2], 0, 20, gap=1), side(one(longer), [4], 13, 7), "rings of 8 and 16"
     scales = attrs.evolve(gqa(0, "scales", 0, 2, 4, 1), tokens_per_row=16, partial=True)
     yield (
         "scale-of-a-page-in-part",
-        exact,
+        EXACT,
         side(one(scales), [3, 0, 2], 0, 45),
         side(one(scales), [1, 6], 16, 29),
         "row 2 is the scale of tokens 32 to 44",
@@ -88,7 +98,7 @@ def lowered() -> Iterator[Case]:
     whole = attrs.evolve(scales, partial=None)
     yield (
         "rows-covered-wholly",
-        exact,
+        EXACT,
         side(one(whole), [3, 0], 0, 45),
         side(one(whole), [1], 16, 29),
         "without partial row 1 alone",
@@ -96,31 +106,35 @@ def lowered() -> Iterator[Case]:
     half = over(scales, 2, 1)
     yield (
         "scales-of-one-head",
-        exact,
+        EXACT,
         side(half, [3, 0], 0, 20, rank=1),
         side(one(scales), [1, 6], 0, 20),
         "from the second of two ranks",
     )
+
+
+def by_sections(kv: Group) -> Iterator[Case]:
+    """Parts that one side stores in several sections."""
     joint = mla(0, "target", 0, 12, 4, dtype=DType.U8)
     split = sections(joint, 8, 4)
     window = ([5, 2, 7], 0, 11), ([3, 1], 5, 6)
     yield (
         "latent-joint",
-        exact,
+        EXACT,
         side(one(split), *window[0]),
         side(one(joint), *window[1], gap=3),
         "two buffers to one row",
     )
     yield (
         "latent-split",
-        exact,
+        EXACT,
         side(one(joint), *window[0], gap=3),
         side(one(split), *window[1]),
         "one row to two buffers",
     )
     yield (
         "latent-elsewhere",
-        exact,
+        EXACT,
         side(one(split), *window[0]),
         side(one(sections(joint, 3, 9)), *window[1]),
         "cut at 3 and at 8",
@@ -128,7 +142,7 @@ def lowered() -> Iterator[Case]:
     two = sections(kv, 3, 1)
     yield (
         "heads-in-sections",
-        exact,
+        EXACT,
         side(one(two), *window[0]),
         side(one(kv), *window[1]),
         "a byte of every head apart",
@@ -136,29 +150,34 @@ def lowered() -> Iterator[Case]:
     fine = gqa(0, "target", 0, 4, 2, 4, dtype=DType.U8)
     yield (
         "sections-folded",
-        exact,
+        EXACT,
         side(one(fine), *window[0]),
         side(one(two), *window[1]),
         "lanes of 2 bytes to 3 and 1",
     )
     yield (
         "sections-of-a-rank",
-        exact,
+        EXACT,
         side(odd_small(), *window[0], rank=1),
         side(one(kv), *window[1]),
         "lanes in another order",
     )
+
+
+def by_kinds(kv: Group) -> Iterator[Case]:
+    """Slots with scratch rows, items that move whole, and deals in turn."""
+    ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
     state = attrs.evolve(kv, kind=ItemKind.SLOT, rows=5, live_rows=3)
     yield (
         "slot-with-scratch",
-        exact,
+        EXACT,
         side(one(state), [6], 0, 9),
         side(one(attrs.evolve(state, rows=3)), [0], 0, 9),
         "scratch is never sent",
     )
     yield (
         "opaque-slot-with-scratch",
-        exact,
+        EXACT,
         side(one(changed(state, 0, encoding="tiled")), [6], 0, 9),
         side(one(changed(state, 0, encoding="tiled")), [0], 0, 9),
         "which rows are scratch cannot be told, so it moves whole",
@@ -172,11 +191,11 @@ def lowered() -> Iterator[Case]:
         "whole items, the plain part too",
     )
     yield (
-        "dealt", exact, side(dealt(kv, 2, 3), [4, 6], 0, 14), side(dealt(attrs.evolve(kv, rows=3), 2, 2), [1, 7, 2], 0, 14), "3 tokens in turn to 2 tokens in turn",
+        "dealt", EXACT, side(dealt(kv, 2, 3), [4, 6], 0, 14), side(dealt(attrs.evolve(kv, rows=3), 2, 2), [1, 7, 2], 0, 14), "3 tokens in turn to 2 tokens in turn",
     )  # fmt: skip
     yield (
         "ring-to-dealt",
-        exact,
+        EXACT,
         side(one_two(ring), [2], 0, 20),
         side(dealt(kv, 2, 3), [1, 5], 12, 8),
         "rank 0 of two takes its runs of 3",
@@ -188,12 +207,9 @@ def lowered() -> Iterator[Case]:
         side(models(3), [3, 1, 0], 2, 7),
         "two layers of the target, keys and values of a draft, pages of other sizes",
     )
-    yield from by_tables(kv)
-    yield from by_shares()
-    yield from by_many(kv)
 
 
-def by_many(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+def by_many(kv: Group) -> Iterator[Case]:
     """Windows of many pages, in pools whose items touch or lie apart: what is one run of bytes depends on both."""
     single, two, three = (attrs.evolve(kv, rows=rows) for rows in (1, 2, 3))
     deal, turn = dealt(two, 2, 4), table(three, [0, 1, 1, 0], 6)
@@ -217,7 +233,7 @@ def by_many(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any
             side(geometry, scattered(geometry, rank, *window), *window, rank, pad=gap, pool=_MANY)
             for geometry, rank, window, gap in ((source, a, from_, pad), (sink, b, to, other))
         )
-        yield id_, "KVP-PLAN-EXACT", here, there, note
+        yield id_, EXACT, here, there, note
 
 
 _MANY = 96
@@ -231,7 +247,7 @@ def scattered(geometry: Geometry, rank: int, first: int, count: int) -> list[int
     return [(5 * (n // 3) + rank + 3) % (_MANY // 3) * 3 + n % 3 for n in range(need)]
 
 
-def by_shares() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+def by_shares() -> Iterator[Case]:
     """Between ranks that own other heads and other layers: where a lane and a layer is depends on what its rank owns."""
     kv = gqa(0, "target", 0, 4, 2, 4, dtype=DType.U8)
     every = [(range(4), [(0, 4)])]
@@ -253,21 +269,21 @@ def by_shares() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]
             side(shares(kv, owned), *at, rank=rank)
             for owned, at, rank in ((source, window[0], a), (sink, window[1], b))
         )
-        yield id_, "KVP-PLAN-EXACT", here, there, note
+        yield id_, EXACT, here, there, note
     whole = shares(kv, every)
     here, there = side(whole, *window[0], apart=True), side(whole, *window[1])
     yield (
         "a-region-a-layer",
-        "KVP-PLAN-EXACT",
+        EXACT,
         here,
         there,
         "allocations of their own at the source, one pool at the sink",
     )
     here, there = side(whole, *window[0]), side(whole, *window[1], apart=True)
-    yield "to-a-region-a-layer", "KVP-PLAN-EXACT", here, there, "the same the other way"
+    yield "to-a-region-a-layer", EXACT, here, there, "the same the other way"
     for id_, a, b in (("odd-layers", True, False), ("to-odd-layers", False, True)):
         here, there = side(whole, *window[0], odd=a), side(whole, *window[1], odd=b)
-        yield id_, "KVP-PLAN-EXACT", here, there, "rows of each second layer are a byte further from each other"
+        yield id_, EXACT, here, there, "rows of each second layer are a byte further from each other"
 
 
 def shares(group: Group, owned: list[tuple[Any, list[tuple[int, int]]]]) -> Geometry:
@@ -286,7 +302,7 @@ def models(page: int) -> Geometry:
     return Geometry(replica=0, facts=(), groups=groups, ranks=ranks)
 
 
-def by_tables(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any], str]]:
+def by_tables(kv: Group) -> Iterator[Case]:
     """The same of deals by a table of runs, and of 4-bit elements."""
     rows, single = attrs.evolve(kv, tokens_per_row=2), attrs.evolve(kv, rows=1)
     zigzag, uneven, cyclic = table(kv, [0, 1, 1, 0], 3), table(kv, [0, 1, 1], 2), table(kv, [0, 1], 2)
@@ -315,7 +331,7 @@ def by_tables(kv: Group) -> Iterator[tuple[str, str, dict[str, Any], dict[str, A
             side(geometry, some(geometry, rank, first, count), first, count, rank)
             for geometry, rank in ((source, a), (sink, b))
         )
-        yield id_, "KVP-DCP-OWNER" if "nvfp4" not in id_ else "KVP-PLAN-EXACT", here, there, note
+        yield id_, "KVP-DCP-OWNER" if "nvfp4" not in id_ else EXACT, here, there, note
 
 
 def table(group: Group, order: list[int], interleave: int, origin: int = 0) -> Geometry:

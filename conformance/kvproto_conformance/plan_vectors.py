@@ -23,7 +23,10 @@ from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
 
 Pair = tuple[Geometry, Geometry]
+Case = tuple[str, str, Pair, list[str], str]
+"""Id, clause, source and sink, features, note."""
 FOLDER = MADE / "plan"
+EXACT = "KVP-PLAN-EXACT"
 
 
 def engine(*shares: tuple[Group, int, Any], ranks: int, replica: int = 0) -> Geometry:
@@ -66,12 +69,26 @@ def stages(split: list[int], heads_: int = 2) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
 
 
-def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
-    """id, clause, source and sink, features, note."""
-    exact = "KVP-PLAN-EXACT"
+def cases() -> Iterator[Case]:
+    """All cases of plan.json."""
+    yield from _replicas()
+    yield from _head_counts()
+    yield from _stages()
+    yield from _drafts()
+    yield from _models()
+    yield from _kinds()
+    yield from _lanes()
+    yield from _refusals()
+    yield from _scaled()
+    yield from _opaque()
+    yield from _misfits()
+
+
+def _replicas() -> Iterator[Case]:
+    """Caches that several ranks hold alike: who sends them."""
     yield (
         "mla-gqa-8-4",
-        exact,
+        EXACT,
         (mixed(8), mixed(4)),
         [],
         "draft shards are lost where the target alone decides who sends",
@@ -97,17 +114,21 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     for replica in (1, 2, 7):
         yield (
             f"mla-gqa-8-4-replica-{replica}",
-            exact,
+            EXACT,
             (mixed(8), mixed(4, replica=replica)),
             [],
             "another sink replica starts its deal elsewhere",
         )
-    yield "mla-16-1", exact, (mixed(16), mixed(1)), [], "a replicated latent was written by every rank that holds it"
-    yield "mla-1-16", exact, (mixed(1), mixed(16)), [], "one source, many sinks"
+    yield "mla-16-1", EXACT, (mixed(16), mixed(1)), [], "a replicated latent was written by every rank that holds it"
+    yield "mla-1-16", EXACT, (mixed(1), mixed(16)), [], "one source, many sinks"
+
+
+def _head_counts() -> Iterator[Case]:
+    """Numbers of heads and ranks that do not divide each other."""
     for number, d, p in ((12, 4, 6), (6, 2, 3), (12, 3, 4), (24, 4, 6), (12, 6, 4), (6, 3, 2), (12, 4, 3), (24, 6, 4)):
         yield (
             f"heads-{number}-{p}-{d}",
-            exact,
+            EXACT,
             (gqa_engine(number, p), gqa_engine(number, d)),
             [],
             "ranks that do not divide: heads were dropped, or a key was missing",
@@ -115,20 +136,28 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     for number, p, d in ((5, 3, 2), (7, 2, 5), (9, 4, 6), (2, 8, 4), (2, 4, 8), (1, 8, 3), (3, 8, 5), (4, 16, 1)):
         yield (
             f"heads-{number}-{p}-{d}",
-            exact,
+            EXACT,
             (gqa_engine(number, p), gqa_engine(number, d)),
             [],
             "uneven shares; more ranks than heads, replicated in consecutive runs",
         )
+
+
+def _stages() -> Iterator[Case]:
+    """Pipeline stages that do not match."""
     yield (
         "stages-7-8",
-        exact,
+        EXACT,
         (stages([7, 8]), stages([15])),
         [],
         "uneven stages: V of layer 0 was written over K of the last",
     )
-    yield "stages-8-7-to-5-5-5", exact, (stages([8, 7]), stages([5, 5, 5])), [], "stages that do not match"
-    yield "stages-to-more", exact, (stages([15]), stages([4, 4, 4, 3])), [], "one rank to four stages"
+    yield "stages-8-7-to-5-5-5", EXACT, (stages([8, 7]), stages([5, 5, 5])), [], "stages that do not match"
+    yield "stages-to-more", EXACT, (stages([15]), stages([4, 4, 4, 3])), [], "one rank to four stages"
+
+
+def _drafts() -> Iterator[Case]:
+    """Drafts that one side lacks."""
     draft_more = engine((gqa(0, "target", 0, 2, 128, 16), 2, None), (gqa(1, "draft", 1, 2, 128, 16), 2, None), ranks=1)
     yield (
         "draft-of-decode-alone",
@@ -167,7 +196,11 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         [],
         "one cp rank has all tokens, whatever order it states",
     )
-    yield "draft-of-prefill-alone", exact, (draft_more, gqa_engine(2, 1)), [], "what the sink does not have is not sent"
+    yield "draft-of-prefill-alone", EXACT, (draft_more, gqa_engine(2, 1)), [], "what the sink does not have is not sent"
+
+
+def _models() -> Iterator[Case]:
+    """Well-known models, and deals of their tokens."""
     for name, sizes in (
         ("deepseek-v3-eagle3", (8, 4)),
         ("deepseek-v3-nextn", (8, 2)),
@@ -177,7 +210,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         config, *drafts = PRESETS[name]
         small = [{**c, "num_hidden_layers": min(int(c["num_hidden_layers"]), 6)} for c in (config, *drafts)]
         pair = tuple(describe(small[0], small[1:], Parallel(tp=tp)) for tp in sizes)
-        yield f"{name}-{sizes[0]}-{sizes[1]}", exact, (pair[0], pair[1]), [], "a well-known shape, six layers of it"
+        yield f"{name}-{sizes[0]}-{sizes[1]}", EXACT, (pair[0], pair[1]), [], "a well-known shape, six layers of it"
     assert draft_of(PRESETS["deepseek-v3"][0])
     hybrid = {
         **PRESETS["nemotron-h-8b"][0], "hybrid_override_pattern": "M*M-", "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 4,
@@ -187,7 +220,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         pair_ = describe(hybrid, (), Parallel(tp=p)), describe(hybrid, (), Parallel(tp=d))
         yield (
             f"mamba2-one-group-{p}-{d}",
-            exact,
+            EXACT,
             pair_,
             [],
             "x of the conv state is cut by heads, B and C of the one group are on every rank",
@@ -203,15 +236,19 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         sink = describe(config, (), Parallel(tp=other[0], dcp=other[1], interleave=other[2]))
         yield (
             f"cp-{deal[1]}x{deal[2]}-dcp-{other[1]}x{other[2]}",
-            exact,
+            EXACT,
             (source, sink),
             [],
             "tokens dealt over ranks on both sides, interleaves apart",
         )
+
+
+def _kinds() -> Iterator[Case]:
+    """Rings, rows of several tokens, hand-offs, and other axes than tokens."""
     ring = attrs.evolve(gqa(0, "window", 0, 2, 64, 8), kind=ItemKind.RING)
     yield (
         "ring-8-16",
-        exact,
+        EXACT,
         (engine((ring, 2, None), ranks=1), engine((attrs.evolve(ring, rows=16), 2, None), ranks=2)),
         [],
         "each side states its own ring",
@@ -226,7 +263,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     ]
     yield (
         "compressed-4-128",
-        exact,
+        EXACT,
         tuple(engine(*((g, 2, None) for g in compressed), ranks=n) for n in (4, 2)),
         [],
         "rows that cover 4 and 128 tokens",
@@ -234,7 +271,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     fine = attrs.evolve(gqa(0, "target", 0, 8, 32, 16))
     yield (
         "lanes-cut-finer",
-        exact,
+        EXACT,
         (engine((fine, 2, heads(8, 4)), ranks=4), gqa_engine(2, 2)),
         [],
         "one side's lane is four of the other's",
@@ -243,7 +280,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     with_first = [engine((gqa(0, "target", 0, 2, 128, 16), 2, heads(2, n)), (first, 1, None), ranks=n) for n in (2, 1)]
     yield (
         "hand-off",
-        exact,
+        EXACT,
         (with_first[0], with_first[1]),
         [],
         "first tokens are a group: they make a route of their own",
@@ -255,16 +292,20 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
             Cache.encoder("encoder", dim=256, page=1, axis=axis),
         ]
         pair = lay_out(caches, Parallel(tp=4)), lay_out(caches, Parallel(tp=tp, dcp=dcp, interleave=4))
-        yield f"cross-4-{tp}-{axis}", exact, pair, [], "K and V of what an encoder saw are dealt over no tokens"
+        yield f"cross-4-{tp}-{axis}", EXACT, pair, [], "K and V of what an encoder saw are dealt over no tokens"
     images, sounds = (lay_out([Cache.encoder("encoder", dim=256, page=1, axis=axis)]) for axis in ("image", "audio"))
     yield "refused-axes", "KVP-PLAN-AXIS", (images, sounds), [], "positions of images to those of sound"
+
+
+def _lanes() -> Iterator[Case]:
+    """Lanes in another order, and element types that neither side knows."""
     swapped = engine((gqa(0, "target", 0, 4, 128, 16), 2, None), ranks=1)
     share = swapped.ranks[0].owns[0]
     order = tuple(LaneSpan(part=p, lo=lo, hi=hi) for p in (0, 1) for lo, hi in ((2, 4), (0, 2)))
     swapped = attrs.evolve(swapped, ranks=(Rank(rank=0, owns=(attrs.evolve(share, lanes=order),)),))
     yield (
         "lanes-in-another-order",
-        exact,
+        EXACT,
         (gqa_engine(4, 2), swapped),
         [],
         "where a rank stores its heads is not which heads they are",
@@ -278,6 +319,10 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         [],
         note,
     )
+
+
+def _refusals() -> Iterator[Case]:
+    """Groups that differ in one field."""
     for id_, clause, change, note in (
         ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.SLOT}, "pages to a slot"),
         ("axis", "KVP-PLAN-AXIS", {"axis": "image"}, "tokens to positions of images"),
@@ -301,21 +346,28 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
         odd = attrs.evolve(gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16), **change)
         plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
         yield f"refused-{id_}", clause, (engine((plain, 2, None), ranks=1), engine((odd, 2, None), ranks=1)), [], note
-    yield from _scaled()
+
+
+def _opaque() -> Iterator[Case]:
+    """Parts in layouts that only their engine knows."""
     tiled = [
         attrs.evolve(g, parts=tuple(attrs.evolve(p, encoding="tiled.4") for p in g.parts))
         for g in (gqa(0, "target", 0, 4, 128, 16), gqa(0, "target", 0, 2, 128, 16))
     ]
     alike = [engine((tiled[0], 2, heads(4, n)), ranks=n) for n in (2, 2, 1)]
-    yield "opaque-alike", exact, (alike[0], alike[1]), [], "tiled pages move whole between ranks that divide alike"
+    yield "opaque-alike", EXACT, (alike[0], alike[1]), [], "tiled pages move whole between ranks that divide alike"
     yield (
         "opaque-families",
-        exact,
+        EXACT,
         (engine((tiled[1], 4, heads(2, 4)), ranks=4), engine((tiled[1], 4, heads(2, 2)), ranks=2)),
         [],
         "replicas of an opaque share are its family",
     )
     yield "refused-opaque-share", "KVP-PLAN-OPAQUE", (alike[0], alike[2]), [], "half a tile is no tile"
+
+
+def _misfits() -> Iterator[Case]:
+    """Lanes, layers, heads and facts of one side that the other cannot match."""
     thirds = attrs.evolve(
         gqa(0, "target", 0, 3, 64, 16), parts=tuple(Part(name=n, dtype=DType.F32, lanes=3, lane_bytes=64) for n in "kv")
     )
@@ -338,7 +390,7 @@ def cases() -> Iterator[tuple[str, str, Pair, list[str], str]]:
     yield "refused-fact-absent", "KVP-GEO-FACT", (named[0], named[2]), [], "a fact that one side lacks differs"
 
 
-def _scaled() -> Iterator[tuple[str, str, Pair, list[str], str]]:
+def _scaled() -> Iterator[Case]:
     """Quantized values with their scales and without."""
     clause = "KVP-PLAN-SCALES"
     shape: dict[str, Any] = {"kv_heads": 4, "head_dim": 64, "page": 16, "dtype": DType.F8E4M3}
@@ -389,7 +441,7 @@ def _parts(**changes: Any) -> tuple[Part, ...]:
     return tuple(attrs.evolve(p, **changes) for p in gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16).parts)
 
 
-FILES: dict[str, Callable[[], Iterator[tuple[str, str, Pair, list[str], str]]]] = {
+FILES: dict[str, Callable[[], Iterator[Case]]] = {
     "plan.json": cases,
     "deals.json": deals_vectors.cases,
 }

@@ -284,7 +284,13 @@ def _rows() -> Iterator[Case]:
         ("no-whole-row", (whole(attrs.evolve(kv, tokens_per_row=4)), 0, 11, padded), next_to, (whole(attrs.evolve(kv, tokens_per_row=4)), 5, 2, padded), [], "two tokens of a row of four"),
     ):  # fmt: skip
         yield id_, EXACT, side(*source, items=from_), side(*sink, items=to), note
-    coded, ring = changed(kv, 0, encoding="tiled"), attrs.evolve(kv, kind=ItemKind.RING, rows=8)
+    yield from _opaque_items(kv)
+    yield from _items_of_heads(kv)
+
+
+def _opaque_items(kv: Group) -> Iterator[Case]:
+    """Items that move whole."""
+    coded = changed(kv, 0, encoding="tiled")
     yield (
         "opaque-no-row",
         "KVP-GRANT-WHOLE",
@@ -316,6 +322,11 @@ def _rows() -> Iterator[Case]:
         side(whole(tiled), 12, 8),
         "it moves as it is, with its rows from 0",
     )
+
+
+def _items_of_heads(kv: Group) -> Iterator[Case]:
+    """Rings, slots and deals whose rows lie between their heads."""
+    ring = attrs.evolve(kv, kind=ItemKind.RING, rows=8)
     yield (
         "ring-heads-first",
         EXACT,

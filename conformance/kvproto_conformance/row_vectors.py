@@ -21,6 +21,9 @@ from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "plan/rows.json"
 Pair = tuple[Geometry, Geometry]
+Case = tuple[str, str, Pair, str]
+"""Id, clause, source and sink, note."""
+EXACT, ROWS, KIND, OPAQUE = "KVP-PLAN-EXACT", "KVP-PLAN-ROWS", "KVP-PLAN-KIND", "KVP-PLAN-OPAQUE"
 
 HEADS = gqa(0, "target", 0, 4, 16, 4, dtype=DType.U8)
 LATENT = mla(0, "target", 0, 1152, 64, dtype=DType.U8)
@@ -86,45 +89,57 @@ def layers_apart(group: Group) -> Geometry:
     return Geometry(replica=0, facts=(), groups=(group, other), ranks=(Rank(rank=0, owns=owned),))
 
 
-def plans() -> Iterator[tuple[str, str, Pair, str]]:
-    """id, clause, source and sink, note."""
-    exact, rows, kind, opaque = "KVP-PLAN-EXACT", "KVP-PLAN-ROWS", "KVP-PLAN-KIND", "KVP-PLAN-OPAQUE"
+def plans() -> Iterator[Case]:
+    """All cases of this file."""
+    yield from _scales_of_pages()
+    yield from _owners()
+    yield from _rings()
+    yield from _sections()
+    yield from _sections_of_kinds()
+    yield from _refused_sections()
+
+
+def _scales_of_pages() -> Iterator[Case]:
+    """Rows that are scales of several tokens."""
     for p, d in ((4, 2), (2, 4), (1, 3), (3, 2), (8, 1)):
         yield (
             f"page-scales-{p}-{d}",
-            exact,
+            EXACT,
             (over(SCALES, p), over(SCALES, d)),
             "scales of pages are lanes like any others",
         )
     yield (
-        "page-scales-dealt", exact, (dealt(SCALES, 2, 16), dealt(SCALES, 4, 32)), "rows of 16 tokens, dealt by one and by two",
+        "page-scales-dealt", EXACT, (dealt(SCALES, 2, 16), dealt(SCALES, 4, 32)), "rows of 16 tokens, dealt by one and by two",
     )  # fmt: skip
     yield (
         "page-scales-draft",
-        exact,
+        EXACT,
         (over(attrs.evolve(SCALES, model=1), 2), over(attrs.evolve(SCALES, model=1), 4)),
         "of a draft",
     )
     whole = attrs.evolve(SCALES, partial=None)
     yield (
         "partial-false",
-        exact,
+        EXACT,
         (over(whole, 2), over(attrs.evolve(SCALES, partial=False), 1)),
         "false is what absent means",
     )
-    yield "refused-partial-sink", rows, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
-    yield "refused-partial-source", rows, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
+    yield "refused-partial-sink", ROWS, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
+    yield "refused-partial-source", ROWS, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
     other = attrs.evolve(SCALES, tokens_per_row=32)
-    yield "refused-partial-pages", rows, (over(SCALES, 1), over(other, 1)), "scales of pages of another size"
+    yield "refused-partial-pages", ROWS, (over(SCALES, 1), over(other, 1)), "scales of pages of another size"
     for name, odd in (("slot", SLOT), ("hand-off", handoff(0, "target", {"token": (DType.U32, 4)}))):
         odd = attrs.evolve(odd, partial=True)
         yield f"refused-partial-{name}", "KVP-GEO-PARTIAL", (one(odd), one(odd)), "rows that stand for no tokens"
 
+
+def _owners() -> Iterator[Case]:
+    """Heads that nobody needs or nobody has, and rows that are scratch."""
     inner = Geometry(
         replica=0, facts=(), groups=(HEADS,), ranks=(Rank(rank=0, owns=(owns(HEADS, [0, 1], [(1, 3)]),)),)
     )  # fmt: skip
-    yield "heads-that-nobody-needs", exact, (over(HEADS, 2), inner), "the outer heads have an owner and no use"
-    yield "heads-of-nobody-else", exact, (over(HEADS, 4), inner), "two of four ranks send nothing"
+    yield "heads-that-nobody-needs", EXACT, (over(HEADS, 2), inner), "the outer heads have an owner and no use"
+    yield "heads-of-nobody-else", EXACT, (over(HEADS, 4), inner), "two of four ranks send nothing"
     yield (
         "refused-heads-of-nobody",
         "KVP-PLAN-COVER",
@@ -135,22 +150,25 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
     state = attrs.evolve(SLOT, live_rows=3)
     yield (
         "live-rows-elsewhere",
-        exact,
+        EXACT,
         (over(state, 2), over(attrs.evolve(SLOT, rows=3), 1)),
         "3 of 4 rows are all of 3",
     )
-    yield "refused-live-rows", rows, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
+    yield "refused-live-rows", ROWS, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
 
-    yield "ring-to-pages", exact, (over(RING, 2), over(HEADS, 1)), "the last rows of a window"
-    yield "pages-to-ring", exact, (over(HEADS, 1), over(RING, 2)), "the same back"
-    yield "ring-to-dealt-pages", exact, (one_two(RING), dealt(HEADS, 3, 2)), "each token from the one ring to its rank"
-    yield "dealt-pages-to-ring", exact, (dealt(HEADS, 3, 2, 4), one_two(RING)), "all ranks of the deal fill one ring"
+
+def _rings() -> Iterator[Case]:
+    """Rings of rows, to pages and back."""
+    yield "ring-to-pages", EXACT, (over(RING, 2), over(HEADS, 1)), "the last rows of a window"
+    yield "pages-to-ring", EXACT, (over(HEADS, 1), over(RING, 2)), "the same back"
+    yield "ring-to-dealt-pages", EXACT, (one_two(RING), dealt(HEADS, 3, 2)), "each token from the one ring to its rank"
+    yield "dealt-pages-to-ring", EXACT, (dealt(HEADS, 3, 2, 4), one_two(RING)), "all ranks of the deal fill one ring"
     several = attrs.evolve(HEADS, tokens_per_row=4)
     yield (
-        "rows-of-4-to-ring", exact, (over(several, 2), over(attrs.evolve(several, kind=ItemKind.RING), 1)),
+        "rows-of-4-to-ring", EXACT, (over(several, 2), over(attrs.evolve(several, kind=ItemKind.RING), 1)),
         "rows of several tokens, in a ring too",
     )  # fmt: skip
-    yield "ring-to-pages-and-ring", exact, (one(RING), layers_ring()), "layers of one ring to pages and to a ring"
+    yield "ring-to-pages-and-ring", EXACT, (one(RING), layers_ring()), "layers of one ring to pages and to a ring"
     coded = changed(HEADS, 0, encoding="tiled")
     for name, source, sink in (
         ("ring-to-slot", RING, SLOT), ("slot-to-pages", SLOT, HEADS),
@@ -159,77 +177,92 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
     ):  # fmt: skip
         yield (
             f"refused-{name}",
-            kind,
+            KIND,
             (one(source), one(sink)),
             "rows that do not stand for the same, or bytes that nobody may cut",
         )
     beside = attrs.evolve(changed(HEADS, 1, encoding="tiled"), kind=ItemKind.RING)
     yield (
         "refused-ring-beside-opaque",
-        kind,
+        KIND,
         (one(HEADS), one(beside)),
         "the plain part of a group whose items move whole",
     )
 
+
+def _sections() -> Iterator[Case]:
+    """Parts that one side stores in several sections."""
     split = sections(LATENT, 1024, 128)
     for p, d in ((1, 1), (4, 2), (2, 8)):
-        yield f"latent-split-joint-{p}-{d}", exact, (over(split, p), over(LATENT, d)), "two buffers to one row"
-        yield f"latent-joint-split-{p}-{d}", exact, (over(LATENT, p), over(split, d)), "one row to two buffers"
+        yield f"latent-split-joint-{p}-{d}", EXACT, (over(split, p), over(LATENT, d)), "two buffers to one row"
+        yield f"latent-joint-split-{p}-{d}", EXACT, (over(LATENT, p), over(split, d)), "one row to two buffers"
     yield (
         "latent-cut-elsewhere",
-        exact,
+        EXACT,
         (one(split), one(sections(LATENT, 512, 256, 384))),
         "sections that do not match",
     )
-    yield "latent-one-section", exact, (one(sections(LATENT, 1152)), one(LATENT)), "a section that is the whole"
+    yield "latent-one-section", EXACT, (one(sections(LATENT, 1152)), one(LATENT)), "a section that is the whole"
     for p, d in ((2, 1), (1, 2), (4, 4), (3, 2)):
         yield (
             f"k-in-two-{p}-{d}",
-            exact,
+            EXACT,
             (over(sections(HEADS, 12, 4), p), over(HEADS, d)),
             "some bytes of each head apart",
         )
-        yield f"k-from-one-{p}-{d}", exact, (over(HEADS, p), over(sections(HEADS, 12, 4), d)), "the same back"
+        yield f"k-from-one-{p}-{d}", EXACT, (over(HEADS, p), over(sections(HEADS, 12, 4), d)), "the same back"
     fine = gqa(0, "target", 0, 8, 8, 4, dtype=DType.U8)
     yield (
         "sections-of-folded-lanes",
-        exact,
+        EXACT,
         (over(fine, 4), over(sections(HEADS, 12, 4), 2)),
         "a section ends inside a lane of the other side",
     )
-    yield "sections-folded-back", exact, (over(sections(HEADS, 6, 10), 2), over(fine, 1)), "and the other way round"
-    yield "sections-odd-owners", exact, (over(HEADS, 2), odd_owners()), "each rank its own lanes of each section"
-    yield "sections-odd-sources", exact, (odd_owners(), one_two(HEADS)), "pieces of a head from two ranks"
+    yield "sections-folded-back", EXACT, (over(sections(HEADS, 6, 10), 2), over(fine, 1)), "and the other way round"
+    yield "sections-odd-owners", EXACT, (over(HEADS, 2), odd_owners()), "each rank its own lanes of each section"
+    yield "sections-odd-sources", EXACT, (odd_owners(), one_two(HEADS)), "pieces of a head from two ranks"
     turned = sections(sections(HEADS, 8, 8, part=1), 4, 12)
     turned = attrs.evolve(turned, parts=tuple(turned.parts[i] for i in (0, 2, 1, 3)))
-    yield "sections-in-turn", exact, (over(turned, 2), over(HEADS, 1)), "k, v, k, v: those of one name are in order"
+    yield "sections-in-turn", EXACT, (over(turned, 2), over(HEADS, 1)), "k, v, k, v: those of one name are in order"
     yield (
         "sections-in-turn-back",
-        exact,
+        EXACT,
         (over(HEADS, 2), over(turned, 1)),
         "the index of a part is that of its first section",
     )
-    yield "sections-of-state", exact, (one(sections(SLOT, 4, 4, 8)), one(SLOT)), "state in three buffers"
-    yield "sections-of-a-ring", exact, (one(sections(RING, 4, 12)), one(HEADS)), "a ring of sections to pages"
+
+
+def _sections_of_kinds() -> Iterator[Case]:
+    """Sections of slots, rings, deals and layers."""
+    coded = changed(HEADS, 0, encoding="tiled")
+    split = sections(LATENT, 1024, 128)
+    yield "sections-of-state", EXACT, (one(sections(SLOT, 4, 4, 8)), one(SLOT)), "state in three buffers"
+    yield "sections-of-a-ring", EXACT, (one(sections(RING, 4, 12)), one(HEADS)), "a ring of sections to pages"
     yield (
         "sections-beside-opaque",
-        exact,
+        EXACT,
         (one(changed(sections(HEADS, 8, 8, part=1), 0, encoding="tiled")), one(coded)),
         "whole items of both",
     )
-    yield "sections-dealt", exact, (dealt(split, 4, 64), dealt(LATENT, 2, 16)), "tokens over ranks on both sides"
+    yield "sections-dealt", EXACT, (dealt(split, 4, 64), dealt(LATENT, 2, 16)), "tokens over ranks on both sides"
     yield (
         "layers-in-two-groups",
-        exact,
+        EXACT,
         (layers_apart(split), engine((LATENT, 4, None), ranks=1)),
         "a part in two groups, by layers",
     )
     yield (
         "shared-layers",
-        exact,
+        EXACT,
         (engine((LATENT, 6, None), ranks=2), engine((LATENT, 4, None), ranks=1)),
         "a sink states layers that are written",
     )
+
+
+def _refused_sections() -> Iterator[Case]:
+    """Sections and opaque parts that do not fit."""
+    coded = changed(HEADS, 0, encoding="tiled")
+    split = sections(LATENT, 1024, 128)
     for name, group in broken().items():
         yield (
             f"refused-sections-{name}",
@@ -246,23 +279,23 @@ def plans() -> Iterator[tuple[str, str, Pair, str]]:
     yield "refused-sections-dtype", "KVP-PLAN-DTYPE", (one(as_type(split, DType.I8)), one(LATENT)), "of another type"
     yield (
         "refused-sections-to-opaque",
-        opaque,
+        OPAQUE,
         (one(split), one(changed(LATENT, 0, encoding="tiled"))),
         "a tiled row cannot be cut",
     )
     plain = attrs.evolve(HEADS, rows=8)
     yield (
         "refused-beside-opaque-pages",
-        opaque,
+        OPAQUE,
         (two_groups(coded, plain), one(coded)),
         "a plain part from pages of another size",
     )
-    yield "beside-opaque-pages", exact, (two_groups(coded, HEADS), one(coded)), "and from pages of the same size"
+    yield "beside-opaque-pages", EXACT, (two_groups(coded, HEADS), one(coded)), "and from pages of the same size"
     turned_back = dealt(attrs.evolve(coded, order=np.array([1, 0], np.uint32)), 2, 4)
     for name, pair in (("source", (turned_back, dealt(coded, 2, 4))), ("sink", (dealt(coded, 2, 4), turned_back))):
-        yield f"refused-opaque-order-{name}", opaque, pair, "as many runs, of which the other rank takes the first"
+        yield f"refused-opaque-order-{name}", OPAQUE, pair, "as many runs, of which the other rank takes the first"
     idle = attrs.evolve(coded, interleave=64, origin=128)
-    yield "opaque-without-a-deal", exact, (one(coded), one(idle)), "an interleave that means nothing"
+    yield "opaque-without-a-deal", EXACT, (one(coded), one(idle)), "an interleave that means nothing"
 
 
 def one_two(group: Group) -> Geometry:

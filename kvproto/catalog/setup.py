@@ -13,7 +13,7 @@ from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad, check_type, check_whole
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
 from kvproto.planning.geometry import Geometry, Part
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.layout import Parallel
 from kvproto.wire.enums import DType
 
@@ -211,6 +211,6 @@ def check_heads(cache: Cache, ranks: int) -> None:
     for part, blocks in zip(cache.group.parts, cache.blocks, strict=True):
         for block in blocks:
             units = block.lanes // block.unit
-            copies = ranks % units == 0 and (kind_of(cache.group).paged or len(blocks) > 1)
+            copies = ranks % units == 0 and (KINDS[cache.group.kind].paged or len(blocks) > 1)
             if units > 1 and units % ranks and not copies:
                 raise bad("tp", f"a size that divides {units} heads of {part.name} in {cache.group.name!r}", ranks)

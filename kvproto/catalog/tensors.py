@@ -15,7 +15,7 @@ import numpy as np
 
 from kvproto.errors import bad
 from kvproto.planning.geometry import Geometry, Group, Owns
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Columns
 
 __all__ = ["Array", "RankMemory", "Slab", "rank_memory"]
@@ -98,7 +98,7 @@ def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Map
     """
     groups = {g.id: g for g in geometry.groups}
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
-    owned = {o.group: o for o in shares if kind_of(groups[o.group]).has_memory}
+    owned = {o.group: o for o in shares if KINDS[groups[o.group].kind].has_memory}
     regions, arrays = _Regions(), dict[str, Array]()
     places: dict[int, dict[tuple[int, int], _Place]] = {id: {} for id in owned}
     for slab in slabs:

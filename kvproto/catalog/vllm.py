@@ -17,7 +17,7 @@ from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 
 __all__ = ["BACKENDS", "LAYOUTS", "Backend", "arrange"]
 
@@ -114,7 +114,7 @@ def arrange(make: Make, setup: Setup, target: Config) -> Arranged:
     backends = _backends(make(_BLOCK), setup)
     block = setup.page or max([_BLOCK, *(backend.least for backend in backends.values())])
     caches = make(block)
-    states = [c for c in caches if kind_of(c.group).is_state]
+    states = [c for c in caches if KINDS[c.group.kind].is_state]
     if states and len(states) < len(caches):
         block = _aligned(make, block, [*backends.values()], setup)
         caches = make(block)
@@ -148,7 +148,7 @@ def _layout(backends: list[Backend], caches: list[Cache], setup: Setup) -> str:
     """The requested layout, or the first that all backends support; blocks of unequal size must be contiguous."""
     known = [layout for layout in LAYOUTS if all(layout in (b.layouts or LAYOUTS) for b in backends)]
     ranks = setup.parallel.tp
-    if len({(_width(c, 0, ranks), _bytes(c, ranks), kind_of(c.group).is_state) for c in caches}) > 1:
+    if len({(_width(c, 0, ranks), _bytes(c, ranks), KINDS[c.group.kind].is_state) for c in caches}) > 1:
         known = [layout for layout in known if {*layout[:2]} == {"L", "B"}]
     preferred = [b.layouts[0] for b in backends if b.layouts and b.layouts[0] in known]
     if not known or (setup.layout is not None and setup.layout not in known):
@@ -163,8 +163,8 @@ def _aligned(make: Make, block: int, backends: list[Backend], setup: Setup) -> i
     least = max(least, _MLA_BLOCK) if latent else least
     ranks = setup.parallel.tp
     caches = make(least)
-    a_token = max(_bytes(c, ranks) for c in caches if kind_of(c.group).paged) // least
-    state = sum(_bytes(c, ranks) for c in caches if kind_of(c.group).is_state and c.group.model == 0)
+    a_token = max(_bytes(c, ranks) for c in caches if KINDS[c.group.kind].paged) // least
+    state = sum(_bytes(c, ranks) for c in caches if KINDS[c.group.kind].is_state and c.group.model == 0)
     whole = lcm(*(b.least for b in backends))
     wanted = -(-least * -(-state // (least * a_token)) // whole) * whole
     return max(block, wanted)
@@ -186,7 +186,7 @@ def _layers(caches: list[Cache], backends: dict[str, Backend], layout: str, setu
     outer = layout.translate({ord(c): None for c in "HNC"})
     for i, cache in enumerate(caches):
         group, kind = cache.group, cache_kind(cache)
-        is_state = kind_of(group).is_state
+        is_state = KINDS[group.kind].is_state
         dealt = setup.parallel.dcp > 1 and not is_state and (cache.dealt or group.model == 0)
         ranks = setup.parallel.tp // (setup.parallel.dcp if dealt else 1)
         inner = "PHN" if is_state and setup.state_layout == "DS" else "PNH"
@@ -242,7 +242,7 @@ def _divided(
         group, kind = cache.group, cache_kind(cache)
         backend = backends.get(_needs(cache, caches))
         rows = block
-        if backend is not None and kind_of(group).paged:
+        if backend is not None and KINDS[group.kind].paged:
             kernel_rows = backend.kernel_block(block)
             planes = backend.planes or setup.kv_dtype in _BY_PLANES
             if kind in ("attention", "scales") and (planes or "HN" in layout):

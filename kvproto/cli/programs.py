@@ -13,7 +13,7 @@ from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import Feature
@@ -50,7 +50,7 @@ def _side(
     for share in next(r for r in geometry.ranks if r.rank == rank).owns:
         group = groups[share.group]
         count = tokens
-        if kind_of(group).wraps:
+        if KINDS[group.kind].wraps:
             count = min(tokens, group.rows * group.tokens_per_row)
         need = items_needed(group, share.cp_rank, first + tokens - count, count)
         counts[group.id] = max(2 * need, 1)

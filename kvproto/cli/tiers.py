@@ -87,7 +87,7 @@ def _size(pages: list[Manifest]) -> int:
 
 
 def _groups(pages: list[Manifest]) -> dict[int, tuple[str, int, int]]:
-    """By component: how it counts, how many pages have it, and its bytes in total."""
+    """The rule of each component, how many pages have it, and its bytes in total."""
     totals: dict[int, tuple[str, int, int]] = {}
     for page in pages:
         for c in page.components:

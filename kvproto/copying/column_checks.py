@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, Owns
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Region
 
@@ -29,7 +29,7 @@ def check_columns(
     Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first wrong entry.
     """
     groups = {g.id: g for g in geometry.groups}
-    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if kind_of(groups[o.group]).has_memory]
+    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if KINDS[groups[o.group].kind].has_memory]
     if [o.group for o in shares] != [c.group for c in columns]:
         mine, yours = (f"groups {[x.group for x in sequence]}" for sequence in (shares, columns))
         raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, _ORDER)

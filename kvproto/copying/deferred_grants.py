@@ -16,7 +16,7 @@ from kvproto.copying.program import RankLayout
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -43,7 +43,7 @@ def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
 def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
     """The grants of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
-        attrs.evolve(g, count=0, items=_NO_ITEMS) if kind_of(side.group(g.group)).has_memory else g for g in asked
+        attrs.evolve(g, count=0, items=_NO_ITEMS) if KINDS[side.group(g.group).kind].has_memory else g for g in asked
     )
 
 
@@ -70,7 +70,7 @@ def with_grant(
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", mine, yours, advice)
     granted_now = []
     for i, (before, all_, new) in enumerate(zip(granted, asked, more, strict=True)):
-        if not kind_of(side.group(all_.group)).has_memory:  # its window says nothing (KVP-HND-WINDOW)
+        if not KINDS[side.group(all_.group).kind].has_memory:  # its window says nothing (KVP-HND-WINDOW)
             granted_now.append(all_)
             continue
         least = before.count if spans else all_.count
@@ -105,7 +105,7 @@ def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: i
     below = []
     for grant in asked:
         group = side.group(grant.group)
-        if kind_of(group).has_memory:
+        if KINDS[group.kind].has_memory:
             count = min(max(tokens - grant.first, 0), grant.count) if _moves_early(group) else 0
             part = attrs.evolve(grant, count=count)
             items = None if grant.items is None else grant.items[: _need(side, part, grant)]
@@ -126,7 +126,7 @@ def granted_until(side: RankLayout, granted: Sequence[Grants], asked: Sequence[G
 
 def _moves_early(group: Group) -> bool:
     """Whether rows of a group may move before prefill is over."""
-    kind, whole = kind_of(group), any(part.encoding for part in group.parts)
+    kind, whole = KINDS[group.kind], any(part.encoding for part in group.parts)
     return kind.has_memory and not kind.is_state and not whole and axis_of(group) == TOKENS
 
 

@@ -8,9 +8,10 @@ both sides, as the sections of a transposed part do, run as one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
 
@@ -28,7 +29,9 @@ Bytes = npt.NDArray[np.uint8]
 
 def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
     """Run a program between the regions of both sides, given by id; returns the number of bytes written."""
-    here, there = _spans(program, "source"), _spans(program, "sink")
+    here = there = None
+    if program.bytes <= _MOST_BYTES:
+        here, there = _spans(program, "source", _MOST_SPANS), _spans(program, "sink", _MOST_SPANS)
     if here is not None and there is not None:
         for (source, begin, size), (sink, to, _) in zip(here, there, strict=True):
             sinks[sink][to : to + size] = sources[source][begin : begin + size]
@@ -90,22 +93,31 @@ def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], di
 
 _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 """Bounds of a small program. Copying that many bytes takes 100 us, during which no other thread has the GIL."""
+_LONG_SPAN = 1 << 11
+"""Average bytes of a span from which a checksum reads them one by one, as indexing by arrays costs more."""
+_BLOCK = 1 << 17
+"""Bytes that a checksum reads at once: with their 64-bit words they fit into a cache."""
+_KEPT_LOCK = 1 << 15
+"""Bytes up to which a checksum does not release the GIL: it takes so long to get it back beside a busy thread."""
 _MOST_TOGETHER = 1 << 16
 """Bytes of a batch. More, with a temporary copy and 64-bit words for sums, would not fit into a core's caches."""
 
 
-def _spans(program: CopyProgram, side: Side) -> list[tuple[int, int, int]] | None:
-    """Region, offset and bytes of every run of every operation; None unless they are few, short and contiguous."""
+def _spans(program: CopyProgram, side: Side, most: int) -> list[tuple[int, int, int]] | None:
+    """Region, offset and bytes of every run of every operation; None unless they are contiguous and few.
+
+    They are few if none comes after `most` of them.
+    """
     spans: list[tuple[int, int, int]] = []
     numbers = [rows.numbers for rows in program.maps]
-    if program.bytes > _MOST_BYTES or None in numbers:
+    if None in numbers:
         return None
     at = 2 * (side == "sink")
     runs = [[*zip(*columns[at : at + 2], columns[4], strict=True)] for columns in numbers if columns is not None]
     for op in program.ops.tolist():
         map, lanes, lane_bytes, region, offset, item_stride, row_stride, lane_stride, items, rows = _PLACED[side](op)
         width = lanes * lane_bytes
-        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(spans) > _MOST_SPANS:
+        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(spans) > most:
             return None
         for item, row, count in runs[map]:
             if not (0 <= item < items and 0 <= row <= rows - count):
@@ -138,7 +150,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     """
     sums: dict[int, int] = {}
     side: Side = "sink" if sink else "source"
-    spans = _spans(program, side)
+    spans = _spans(program, side, max(program.bytes // _LONG_SPAN, _MOST_SPANS))
     blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
     for group, los, rows, data in blocks:
         weights = _lane_weights(los, data.shape[2])
@@ -151,17 +163,59 @@ _Summed = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uin
 
 
 def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[_Summed]:
-    """The bytes of a small program; like operations are summed together."""
-    data = b"".join(regions[region][begin : begin + size] for region, begin, size in spans)
+    """The bytes of a program that moves contiguous spans; like operations are summed together, in blocks."""
+    pending = iter(spans)
+    for (map, group, lo, lanes, lane_bytes), ops in groupby(program.ops.tolist(), _ALIKE):
+        rows, width = program.maps[map], lanes * lane_bytes
+        if not rows.size:
+            continue
+        numbers, most = rows.global_rows.astype(np.uint64), max(_BLOCK // (rows.size * width), 1)
+        while seeds := [op[-1] for op in islice(ops, most)]:
+            count = len(seeds) * len(rows.rows)
+            views = [regions[region][begin : begin + size] for region, begin, size in islice(pending, count)]
+            of_rows = (numbers + np.array(seeds, np.uint64)[:, None]).reshape(-1)
+            for first, data in _blocks(views, width):
+                count = len(data) // width
+                yield group, (lo,), of_rows[None, first : first + count], _words(data).reshape(1, count, width)
+
+
+def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, bytes]]:
+    """Views joined to blocks, each with the number of its first row of `width` bytes; a long view is divided."""
+    parts: list[memoryview] = []
+    size = first = 0
+    step = max(_BLOCK // width, 1) * width
+    for view in views:
+        for at in range(0, len(view), step):
+            parts.append(view[at : at + step])
+            size += len(parts[-1])
+            if size >= _BLOCK:
+                yield first, b"".join(parts)
+                first, size, parts = first + size // width, 0, []
+    if parts:
+        yield first, b"".join(parts)
+
+
+def _words(data: bytes) -> npt.NDArray[np.uint64]:
+    """Bytes as 64-bit words, which the next call overwrites."""
+    if len(data) > _KEPT_LOCK:
+        if len(data) > _scratch.words.size:
+            _scratch.words = np.empty(len(data), np.uint64)
+        words = _scratch.words[: len(data)]
+        words[:] = np.frombuffer(data, np.uint8)
+        return words
     wide = bytearray(8 * len(data))  # a cast by numpy would release the GIL
     wide[::8] = data
-    words, at = np.frombuffer(wide, "<u8"), 0
-    for (map, group, lo, lanes, lane_bytes), ops in groupby(program.ops.tolist(), _ALIKE):
-        if program.maps[map].size:
-            rows = program.maps[map].global_rows.astype(np.uint64) + np.array([[op[-1]] for op in ops], np.uint64)
-            end = at + rows.size * lanes * lane_bytes
-            yield group, (lo,), rows.reshape(1, -1), words[at:end].reshape(1, rows.size, -1)
-            at = end
+    return np.frombuffer(wide, "<u8")
+
+
+class _Scratch(threading.local):
+    """Words of one thread that are used again: memory that is fresh costs more to touch than to fill."""
+
+    def __init__(self) -> None:
+        self.words = np.empty(0, np.uint64)
+
+
+_scratch = _Scratch()
 
 
 def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summed]:

@@ -11,7 +11,7 @@ from kvproto.copying.aliasing import Overlaps
 from kvproto.copying.scaling import check_scales
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, owned_before
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_ITEMS
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants, UIntArray
@@ -21,8 +21,8 @@ __all__ = ["check_grants", "distinct", "items_by_now", "items_needed", "rows_of"
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
     """Number of items that a cp rank needs for tokens [first, first + count); 1 for state, 0 for hand-off data."""
-    if not kind_of(group).paged:
-        return 0 if not kind_of(group).has_memory else 1
+    if not KINDS[group.kind].paged:
+        return 0 if not KINDS[group.kind].has_memory else 1
     lo, hi = rows_of(group, first, count)
     if group.cp_size > 1:
         lo, hi = owned_before(group, cp_rank, lo), owned_before(group, cp_rank, hi)
@@ -38,7 +38,7 @@ def rows_of(group: Group, first: int, count: int) -> tuple[int, int]:
 
 def items_by_now(group: Group, cp_rank: int, grant: Grants, asked: Grants) -> int:
     """Number of items of a grant whose window may still be shorter than the Transfer's, `asked` (feature SPANS)."""
-    if not kind_of(group).paged and grant.count < asked.count and not (kind_of(group).wraps and grant.count):
+    if not KINDS[group.kind].paged and grant.count < asked.count and not (KINDS[group.kind].wraps and grant.count):
         return 0
     return items_needed(group, cp_rank, grant.first, grant.count)
 
@@ -78,7 +78,7 @@ def check_grants(
         if left < 0:
             mine, advice = f"at most {MAX_ITEMS} items of one transfer", "use larger pages for prompts of this length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MAX_ITEMS - left), advice)
-        if kind_of(group).has_memory:
+        if KINDS[group.kind].has_memory:
             _check_window(f"grants[{i}]", group, grant)
         if not left_out:
             had = 0 if before is None else size_of(before[i])
@@ -95,7 +95,7 @@ def _check_window(at: str, group: Group, grant: Grants) -> None:
     if group.partial and grant.count and grant.first % group.tokens_per_row:
         mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole, or not at all"
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, str(grant.first), advice)
-    if kind_of(group).wraps:
+    if KINDS[group.kind].wraps:
         lo, hi = rows_of(group, grant.first, grant.count)
         if hi - lo > group.rows:
             mine, yours = f"at most {group.rows} rows", f"{hi - lo} rows"
@@ -113,7 +113,7 @@ def _check_items(
     came = 0 if items is None else items.size
     if came != need:
         tokens = f"tokens {grant.first}..{grant.first + grant.count} in items of {group.rows} rows"
-        what = f"for {tokens}" if kind_of(group).paged else f"of a {ItemKind(group.kind).name}"
+        what = f"for {tokens}" if KINDS[group.kind].paged else f"of a {ItemKind(group.kind).name}"
         advice = "trim the list to the window" if came > need else "name every item of the window"
         raise RemoteError(
             ErrorCode.BAD_GRANT, at, f"{need} items {what}", f"{came} items" if came else "no items", advice

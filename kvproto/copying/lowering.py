@@ -19,7 +19,7 @@ from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RankLa
 from kvproto.copying.rows import MapSpec, row_map
 from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Group, lane_bytes
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Box, Route
 from kvproto.wire.messages import Columns
 
@@ -37,7 +37,7 @@ class Pair:
         tables: list[npt.NDArray[np.void]] = []
         for route in routes:
             dst = sink.group(route.group)
-            for box in route.boxes if kind_of(dst).has_memory else ():
+            for box in route.boxes if KINDS[dst.kind].has_memory else ():
                 src = source.group(box.source_group)
                 key = (src.id, dst.id, box.source_class, box.sink_class)
                 if key not in numbers:
@@ -71,7 +71,7 @@ class Pair:
     def nothing(self) -> CopyProgram:
         """The copy program of a request without rows."""
         maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
-        ends = tuple(0 if kind_of(m.sink).is_state else None for m in self._maps)
+        ends = tuple(0 if KINDS[m.sink.kind].is_state else None for m in self._maps)
         return CopyProgram(maps, self._ops, self._steps, ends, self._others)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
@@ -99,12 +99,12 @@ def lower(
 
 
 def _state_after(group: Group, window: Window | None) -> int | None:
-    return (window.first + window.count if window is not None else 0) if kind_of(group).is_state else None
+    return (window.first + window.count if window is not None else 0) if KINDS[group.kind].is_state else None
 
 
 def _flat(columns: Columns, group: Group) -> bool:
     """Whether the items of a paged group touch in every column."""
-    if not kind_of(group).paged:
+    if not KINDS[group.kind].paged:
         return False
     rows = columns.row_stride.astype(np.int64) * group.rows
     return bool((columns.item_stride == rows).all())

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Group
 
 __all__ = ["PageSums", "page_sums"]
@@ -51,7 +51,7 @@ def page_sums(
         if not rows.size:
             continue
         group, layers = groups[id], tuple(np.unique(ops["layer"]).tolist())
-        apart = kind_of(group).paged and not any(m.whole for m in maps)
+        apart = KINDS[group.kind].paged and not any(m.whole for m in maps)
         pages = tuple(np.unique(rows // group.rows).tolist()) if apart else (0,)
         step = group.rows * group.tokens_per_row
         values = []

@@ -6,8 +6,6 @@ depends on its runs alone.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +16,7 @@ from kvproto.errors import RemoteError
 from kvproto.planning.arrays import repeated_index
 from kvproto.planning.deals import deal, global_rows, local_row, owned_before, owned_within
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["MapSpec", "row_map"]
@@ -44,14 +42,14 @@ class MapSpec:
     @property
     def plain(self) -> bool:
         """Whether rows move from page to page in their order."""
-        return not self.whole and all(kind_of(g).paged and g.cp_size == 1 for g in (self.source, self.sink))
+        return not self.whole and all(KINDS[g.kind].paged and g.cp_size == 1 for g in (self.source, self.sink))
 
 
 def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The rows of the sink's window, at both sides; raises BAD_GRANT if a window lacks the items that hold them."""
     if m.whole:
         return _whole_items(m, source, sink)
-    if kind_of(m.sink).is_state:
+    if KINDS[m.sink.kind].is_state:
         lo, hi = 0, m.sink.live_rows or m.sink.rows
     else:
         lo, hi = rows_of(m.sink, sink.first, sink.count)
@@ -62,7 +60,7 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     first, length = _owned(m.source, m.source_class, lo, hi)
     if m.sink.cp_size > 1:
         first, length = _meet(first, length, *_owned(m.sink, m.sink_class, lo, hi))
-    moved = _MovedRows.of(first, length)
+    moved = _MovedRows.of(m, first, length)
     ours = _segments(m.source, m.source_class, source, moved, m.source_flat)
     theirs = _segments(m.sink, m.sink_class, sink, moved, m.sink_flat)
     if ours.at is not theirs.at and not np.array_equal(ours.at, theirs.at):
@@ -77,7 +75,9 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
             if kept.size < rows.size:
                 ours, theirs = ours.keep(kept), theirs.keep(kept)
                 rows = _lengths(ours.at, moved.total)
-    return RowMap(ours.items, ours.row, theirs.items, theirs.row, rows, first, length)
+    zero = np.broadcast_to(_ZERO, rows.shape)
+    source_item, sink_item = (zero if side.item is None else side.item for side in (ours, theirs))
+    return RowMap(source_item, ours.row, sink_item, theirs.row, rows, first, length)
 
 
 @attrs.define(eq=False)
@@ -90,15 +90,14 @@ class _MovedRows:
     """Where each interval begins on the axis [n]."""
     total: int
     """The length of the axis."""
+    places: IntArray
+    """Every place of the axis [total], if an item of either side is a row."""
 
     @classmethod
-    def of(cls, first: IntArray, length: IntArray) -> _MovedRows:
-        return cls(first, length, np.cumsum(length) - length, int(length.sum()))
-
-    @cached_property
-    def each(self) -> IntArray:
-        """Every place of the axis [total]."""
-        return np.arange(self.total)
+    def of(cls, m: MapSpec, first: IntArray, length: IntArray) -> _MovedRows:
+        starts, total = np.cumsum(length) - length, int(length.sum())
+        places = np.arange(total) if m.source.rows == 1 or m.sink.rows == 1 else starts
+        return cls(first, length, starts, total, places)
 
 
 @attrs.define(eq=False)
@@ -111,11 +110,6 @@ class _Segments:
     """None if the pool counts as one item."""
     row: IntArray
     """The first row of each within its item."""
-
-    @property
-    def items(self) -> IntArray:
-        """The items [segments], with 0 for a pool that counts as one."""
-        return np.broadcast_to(_ZERO, self.at.shape) if self.item is None else self.item
 
     def cut(self, cuts: IntArray) -> _Segments:
         """The same rows in segments that begin at `cuts`, among them all of these."""
@@ -173,10 +167,10 @@ def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
 def _whole_items(m: MapSpec, source: Window, sink: Window) -> RowMap:
     """The map of opaque parts, whose items move whole: both sides deal and page alike, windows begin with an item."""
     group = m.sink
-    if not kind_of(group).paged:
+    if not KINDS[group.kind].paged:
         ours, theirs = source.items[:1], sink.items[:1]
         lo, forgotten = rows_of(group, sink.first, 0)[0], rows_of(m.source, source.first, source.count)[1] - group.rows
-        if kind_of(group).wraps and lo < forgotten:
+        if KINDS[group.kind].wraps and lo < forgotten:
             raise _short(group, ours.size, f"rows from {lo}")
         first, length = np.zeros(ours.size, np.int64), np.full(ours.size, group.rows)
     else:
@@ -231,7 +225,7 @@ def _meet(a: IntArray, a_rows: IntArray, b: IntArray, b_rows: IntArray) -> tuple
 
 def _segments(group: Group, cp_rank: int, window: Window, moved: _MovedRows, flat: bool) -> _Segments:
     """The segments of one side; raises BAD_GRANT if its window lacks an item."""
-    first, length, starts, kind = moved.first, moved.length, moved.starts, kind_of(group)
+    first, length, starts, kind = moved.first, moved.length, moved.starts, KINDS[group.kind]
     if not first.size:
         return _Segments(starts, starts, starts)
     items = window.items.astype(np.int64, copy=False)
@@ -251,7 +245,7 @@ def _segments(group: Group, cp_rank: int, window: Window, moved: _MovedRows, fla
     if kind.paged and (low < 0 or high >= items.size):
         raise _short(group, items.size, f"items {low} to {high} of the window")
     if group.rows == 1 and first.size == 1:  # each row is an item
-        at, picked = moved.each, items[low : high + 1] if kind.paged else None
+        at, picked = moved.places, items[low : high + 1] if kind.paged else None
         row = np.broadcast_to(_ZERO, at.shape)
     else:
         many = (row + length - 1) // group.rows + 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from kvproto.errors import RemoteError
 from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Group, Owns
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -43,7 +43,7 @@ def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
     """Raise BAD_GRANT if windows of pages and of their scales begin apart (KVP-GRANT-SCALES)."""
     asked = {grant.group: (i, grant) for i, grant in enumerate(grants)} if pairs else {}
     for scales, values in pairs:
-        if not (scales.id in asked and values.id in asked and kind_of(scales).paged and kind_of(values).paged):
+        if not (scales.id in asked and values.id in asked and KINDS[scales.kind].paged and KINDS[values.kind].paged):
             continue
         (i, ours), (_, theirs) = asked[scales.id], asked[values.id]
         origin = max(scales.origin, values.origin)

@@ -10,7 +10,7 @@ import attrs
 from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.program import RankLayout
 from kvproto.planning.deals import deal, owned_before, runs
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.wire.messages import Begin, Grants, Group
 
@@ -19,7 +19,7 @@ __all__ = ["begins_of", "cut_to_begins", "held_from", "items_before"]
 
 def items_before(group: Group, cp_rank: int, first: int) -> int:
     """Number of a cp rank's items before the first one of a window that begins with token `first`."""
-    return owned_before(group, cp_rank, rows_of(group, first, 0)[0]) // group.rows if kind_of(group).paged else 0
+    return owned_before(group, cp_rank, rows_of(group, first, 0)[0]) // group.rows if KINDS[group.kind].paged else 0
 
 
 def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mapping[int, int]) -> dict[int, int]:

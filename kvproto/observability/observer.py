@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.events import Event
+from kvproto.events import Connected, Event
 from kvproto.observability.counts import Counts, MetricSample
 from kvproto.observability.feed import FeedServer
-from kvproto.observability.records import Record, level_of, of_peers, record_of, shown
+from kvproto.observability.records import RECORDS, Record, level_of, of_peers, record_of, shown
 
 __all__ = ["Observer"]
 
@@ -41,17 +41,15 @@ class Observer:
         """Count an event, log it, and pass it on to the feed."""
         if self.counts is not None:
             self.counts.hear(event)
-        level = level_of(event)
-        if not (_log.isEnabledFor(level) or self._followed) or (isinstance(event, of_peers) and self._too_many()):
+        level, followed = RECORDS[type(event)][0], self.feed is not None and self.feed.followed
+        if isinstance(event, Connected):
+            level = level_of(event)
+        if not (_log.isEnabledFor(level) or followed) or (isinstance(event, of_peers) and self._too_many()):
             return
         record: Record = {**self.base, **record_of(event)}
         if self._left_out:
             record["left_out"], self._left_out = self._left_out, 0
         self._write(level, record)
-
-    @property
-    def _followed(self) -> bool:
-        return self.feed is not None and self.feed.followed
 
     def failed(self, error: BaseException) -> None:
         """Log the error after which no further turn is possible."""

@@ -14,7 +14,7 @@ from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.planning import geometry as g
 from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
 __all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
@@ -148,10 +148,10 @@ class Cache:
         named = {"tp": tp, "cp": cp, "stages": stages, "virtual": virtual} | deals
         own = tuple((name, size) for name, size in named.items() if size is not None)
         deals_it = (cp or 1) > 1 or (dcp or 1) > 1 or any(x is not None for x in (interleave, origin, deal))
-        if wrong := [name for name, size in deals.items() if size is not None and not kind_of(self.group).paged]:
+        if wrong := [name for name, size in deals.items() if size is not None and not KINDS[self.group.kind].paged]:
             path = f"{self.group.name!r}.over.{wrong[0]}"
             raise bad(path, "pages, as tokens are dealt by rows", "items of another kind")
-        dealt = True if deals_it and self.dealt is None and kind_of(self.group).paged else self.dealt
+        dealt = True if deals_it and self.dealt is None and KINDS[self.group.kind].paged else self.dealt
         return attrs.evolve(self, own=own, copies=copies, dealt=dealt)
 
     def replicated(self) -> Cache:
@@ -163,7 +163,7 @@ class Cache:
 
         Raises LocalError(OUT_OF_RANGE) for items that are not pages.
         """
-        if not kind_of(self.group).paged:
+        if not KINDS[self.group.kind].paged:
             raise bad(f"{self.group.name!r}.sharded", "pages, as tokens are dealt by rows", "items of another kind")
         return attrs.evolve(self, dealt=True)
 
@@ -173,8 +173,8 @@ class Cache:
         Raises LocalError(OUT_OF_RANGE) for items that are not pages, for a name not of 1 to 64 bytes, and for "tokens".
         """
         check_type("axis", axis, str, 'the name of an axis, such as "image"')
-        if not kind_of(self.group).paged or axis == TOKENS or not 0 < len(axis.encode()) <= 64:
-            yours = repr(axis) if kind_of(self.group).paged else "items of another kind"
+        if not KINDS[self.group.kind].paged or axis == TOKENS or not 0 < len(axis.encode()) <= 64:
+            yours = repr(axis) if KINDS[self.group.kind].paged else "items of another kind"
             raise bad(f"{self.group.name!r}.along", f"pages, and a name of 1 to 64 bytes, not {TOKENS!r}", yours)
         return attrs.evolve(self, group=attrs.evolve(self.group, axis=axis))
 

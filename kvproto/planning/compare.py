@@ -17,7 +17,7 @@ from kvproto.planning.axes import axis_of
 from kvproto.planning.cache import BITS
 from kvproto.planning.deals import deal_text, same_deal
 from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
@@ -113,7 +113,7 @@ def check_pair(src: Group, dst: Group, name: str) -> None:
     path = f"groups[{dst.name}]"
     at, sizes = f"{path}.parts[{name}]", (lane_bytes(a), lane_bytes(b))
     opaque = any(part.encoding for part in dst.parts)
-    if src.kind != dst.kind and (opaque or dst.kind not in kind_of(src).maps_to):
+    if src.kind != dst.kind and (opaque or dst.kind not in KINDS[src.kind].maps_to):
         mine, yours = ItemKind(src.kind).name, ItemKind(dst.kind).name
         advice = "keep the cache in items of one kind on both sides" + ", as opaque items move whole" * opaque
         raise PlanError(ErrorCode.KIND_MISMATCH, f"{path}.kind", mine, yours, advice)
@@ -147,7 +147,7 @@ def _extent(part: Part) -> str:
 
 
 def _live(group: Group) -> str:
-    return str((group.live_rows or group.rows) if kind_of(group).is_state else None)
+    return str((group.live_rows or group.rows) if KINDS[group.kind].is_state else None)
 
 
 def missing(group: Group, part: str, layer: int, known: Collection[str]) -> PlanError:

@@ -15,7 +15,7 @@ import numpy as np
 from kvproto.errors import PlanError
 from kvproto.planning import limits
 from kvproto.planning.deals import deal, local_row, owned_before, owner
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES
 from kvproto.wire import check_fields, decode_struct, encode_struct
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
@@ -166,11 +166,11 @@ def _check_group(group: Group, path: str) -> None:
     _check_sections(group, path)
     plain = (group.model, group.rows, group.tokens_per_row, *(p.lanes for p in group.parts))
     sections = any(lane_bytes(p) != p.lane_bytes for p in group.parts)
-    if not kind_of(group).has_memory and (sections or plain != (0, 1, 1, *(1 for _ in group.parts))):
+    if not KINDS[group.kind].has_memory and (sections or plain != (0, 1, 1, *(1 for _ in group.parts))):
         lanes = f"lanes {[p.lanes for p in group.parts]}" + ", in sections" * sections
         shape = f"model {group.model}, {group.rows} rows, {lanes}"
         raise _bad(f"{path}.kind", "hand-off data of model 0, one row, parts of one lane", shape)
-    if group.partial and not (kind_of(group).paged or kind_of(group).wraps):
+    if group.partial and not (KINDS[group.kind].paged or KINDS[group.kind].wraps):
         raise _bad(f"{path}.partial", "rows of tokens, in pages or rings", ItemKind(group.kind).name)
     stated: dict[str, str] = {}
     for part in group.parts:
@@ -178,7 +178,7 @@ def _check_group(group: Group, path: str) -> None:
         if other != part.name:
             raise _bad(f"{path}.parts", "each part once, by its name in the registry", f"{other} and {part.name}")
     cut = group.interleave % group.tokens_per_row or group.origin % group.tokens_per_row
-    if group.cp_size > 1 and (not kind_of(group).paged or cut):
+    if group.cp_size > 1 and (not KINDS[group.kind].paged or cut):
         raise _bad(f"{path}.interleave", "pages, and whole rows in each run", f"{group.interleave} tokens")
     if group.cp_size > 1:
         _check_deal(group, path)
@@ -225,7 +225,7 @@ def _intervals(group: Group | None, share: Owns) -> int:
 
 
 def _check_owns(group: Group, share: Owns, path: str) -> None:
-    if not kind_of(group).has_memory and share.layers.tolist() != [0]:
+    if not KINDS[group.kind].has_memory and share.layers.tolist() != [0]:
         raise _bad(f"{path}.layers", "layer 0 of hand-off data", f"layers {share.layers.tolist()[:8]}")
     if share.cp_rank >= group.cp_size:
         raise _bad(f"{path}.cp_rank", f"below {group.cp_size}", str(share.cp_rank))

@@ -18,7 +18,7 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.cache import BITS, Block, Cache, bytes_of
 from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_RANKS
 from kvproto.wire.enums import ErrorCode
 
@@ -269,7 +269,7 @@ def _check_apart(specs: Sequence[Cache]) -> None:
                     mine = f"parts and layers that no other cache of model {group.model} has"
                     yours = f"{part!r} of layer {layer}, as {other!r} has"
                     advice = f"if {group.name!r} is a draft's, pass it model=1, or 2 for the second draft"
-                    if not kind_of(group).has_memory:
+                    if not KINDS[group.kind].has_memory:
                         advice = "give the parts of hand-off data names that differ"
                     raise bad(f"specs[{i}]", mine, yours, advice)
 
@@ -306,7 +306,7 @@ _OF_LATENT = 'of="latent"'
 
 def _deep(spec: Cache) -> bool:
     """Whether pipeline stages divide its layers; a draft and hand-off data are on the last stage."""
-    return spec.group.model == 0 and kind_of(spec.group).has_memory
+    return spec.group.model == 0 and KINDS[spec.group.kind].has_memory
 
 
 def _staged(spec: Cache) -> bool:
@@ -318,4 +318,4 @@ def _dealt(spec: Cache) -> bool:
     """Whether context-parallel ranks deal out a cache's tokens."""
     if spec.dealt is not None:
         return spec.dealt
-    return spec.group.model == 0 and kind_of(spec.group).paged and axis_of(spec.group) == TOKENS
+    return spec.group.model == 0 and KINDS[spec.group.kind].paged and axis_of(spec.group) == TOKENS

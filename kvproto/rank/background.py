@@ -27,7 +27,7 @@ class Background:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_bell = weakref.finalize(self, os.close, self._bell)
         self._thread: ThreadPoolExecutor | None = None
-        self._results: deque[Callable[[], None]] = deque()
+        self.results: deque[Callable[[], None]] = deque()
 
     def defer(self, work: Callable[[], T], then: Callable[[T | KvprotoError], None]) -> None:
         """Do `work` in the thread; a later `turn` calls `then` with its result, or the KvprotoError that it raised."""
@@ -39,7 +39,7 @@ class Background:
         if done.cancelled():
             return
         error = done.exception()
-        self._results.append(lambda: then(error if isinstance(error, KvprotoError) else done.result()))
+        self.results.append(lambda: then(error if isinstance(error, KvprotoError) else done.result()))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
@@ -49,11 +49,11 @@ class Background:
 
     def turn(self) -> None:
         """Pass on the results; raises the work's exception, unless that is a KvprotoError."""
-        if self._results:
+        if self.results:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
-        while self._results:
-            self._results.popleft()()
+        while self.results:
+            self.results.popleft()()
 
     def close(self) -> None:
         """Wait for the work that has begun, and drop the rest."""

@@ -34,7 +34,7 @@ class Sums:
         """`memories` are the sink's if `sink`, otherwise the source's."""
         self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
         self._transport, self._memories, self._sink = transport, memories, sink
-        self.found: dict[int, int] = {}
+        self.by_group: dict[int, int] = {}
         self._begun: Callable[[], dict[int, int]] | None = None
         """The first of the remaining parts, once it has been started."""
 
@@ -49,7 +49,7 @@ class Sums:
             if time.monotonic() >= until:
                 return False
             for group, value in self._begun().items():
-                self.found[group] = self.found.get(group, 0) + value & (1 << 64) - 1
+                self.by_group[group] = self.by_group.get(group, 0) + value & (1 << 64) - 1
             self._begun = None
             self._parts.popleft()
         return True
@@ -81,7 +81,7 @@ class Checksums:
             )
         return tuple(
             Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
-            for group, value in sorted(self._sums.found.items())
+            for group, value in sorted(self._sums.by_group.items())
         )
 
 

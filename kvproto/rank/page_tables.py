@@ -1,4 +1,4 @@
-"""From an engine's page tables, by group name, to the items of a request, checked and by group id."""
+"""Checked page tables: from an engine's tables by group name to the items of a request by group id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
@@ -52,12 +52,12 @@ class PagesInUse:
 
     def take(self, grants: Mapping[int, Grants], pages: PageTables) -> None:
         """Mark the pages of a fetch as in use; raises LocalError(ITEM_ALIAS), and marks none, if one is already."""
-        wanted = _with_items(grants)
+        items_of = _with_items(grants)
         with self._lock:
-            for id, items in wanted:
+            for id, items in items_of:
                 if not self._taken[id].isdisjoint(items):
                     self._refuse(id, next(page for page in items if page in self._taken[id]), pages)
-            for id, items in wanted:
+            for id, items in items_of:
                 self._taken[id].update(items)
 
     def free(self, grants: Mapping[int, Grants]) -> None:
@@ -68,10 +68,10 @@ class PagesInUse:
 
     def _refuse(self, id: int, page: int, pages: PageTables) -> None:
         name = self._layout.group(id).name
-        at = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
+        entry = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
         raise LocalError(
             ErrorCode.ITEM_ALIAS,
-            f'pages["{name}"][{at}]',
+            f'pages["{name}"][{entry}]',
             "pages that no other fetch writes",
             f"page {page} is being written by another fetch",
             "reuse its pages once it is done and, if it was lost, pages_free",
@@ -97,7 +97,7 @@ def tables_of(
 
 def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
     """The groups that have pages, by name; raises LocalError for page tables of other names."""
-    groups = {group.name: group for group in layout.geometry.groups if kind_of(group).has_memory}
+    groups = {group.name: group for group in layout.geometry.groups if KINDS[group.kind].has_memory}
     _check_names(pages, groups)
     return groups
 
@@ -110,15 +110,15 @@ def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))
 
 
-def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, what: str) -> IntArray:
-    """The page table of a group of this rank, checked to have `need` pages for `what`, of which `skip` may be anything.
+def table_of(layout: RankLayout, pages: PageTables, name: str, skip: int, need: int, purpose: str) -> IntArray:
+    """The page table of a group of this rank, checked to have `need` pages for `purpose`.
 
-    Raises LocalError as `RequestTables.check` does.
+    The first `skip` pages may be anything. Raises LocalError as `RequestTables.check` does.
     """
     group = next(group for group in layout.geometry.groups if group.name == name)
     if name not in pages:
         raise _missing(layout, name)
-    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, what)
+    return _check_table(pages[name], group, layout.columns[group.id].items, skip, need, purpose)
 
 
 def _checked_table(owned: _OwnedGroup, rules: PageRules, pages: PageTables, skip: int, need: int, end: int) -> IntArray:
@@ -133,19 +133,19 @@ def _missing(layout: RankLayout, name: str) -> LocalError:
     return _bad("pages", f"the groups {owned}", f"none of {name!r}")
 
 
-def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, what: str) -> IntArray:
+def _check_table(pages: Any, group: Group, most: int, skip: int, need: int, purpose: str) -> IntArray:
     path = f'pages["{group.name}"]'
     table = _table(pages, path)
     held = table[skip:] if skip else table
     if held.size and not 0 <= int(held.min()) <= int(held.max()) < most:
-        wrong = skip + np.flatnonzero((held < 0) | (held >= most))
+        outside = skip + np.flatnonzero((held < 0) | (held >= most))
         advice = "name pages of the pool; exclude pages that are gone with `since`, or `cached` at a sink"
         raise LocalError(
-            ErrorCode.OUT_OF_REGION, f"{path}[{wrong[0]}]", f"0 to {most - 1}", str(table[wrong[0]]), advice
+            ErrorCode.OUT_OF_REGION, f"{path}[{outside[0]}]", f"0 to {most - 1}", str(table[outside[0]]), advice
         )
     if table.size < need:
         advice = f"name the pages from position 0 of {axis_of(group)} on"
-        raise _bad(path, f"{need} pages for {what}", f"{table.size}", advice)
+        raise _bad(path, f"{need} pages for {purpose}", f"{table.size}", advice)
     return table
 
 
@@ -177,17 +177,20 @@ class PageRules:
 
     def __init__(self, layout: RankLayout) -> None:
         self.layout = layout
-        groups = [group for group in layout.geometry.groups if kind_of(group).has_memory]
+        groups = [group for group in layout.geometry.groups if KINDS[group.kind].has_memory]
         self.names = {group.name: group for group in groups}
         self.owned = [_owned(layout, group) for group in groups if group.id in layout.columns]
-        self.movable = {group.name: group for group in groups if kind_of(group).paged or kind_of(group).wraps}
+        self.movable = {group.name: group for group in groups if KINDS[group.kind].paged or KINDS[group.kind].wraps}
         """Groups whose first rows a request may give up."""
-        self.rings = [group for group in self.movable.values() if kind_of(group).wraps]
+        self.rings = [group for group in self.movable.values() if KINDS[group.kind].wraps]
         self.scaling = _scaling(layout, set(layout.columns))
+        self.handoffs = {group.name: group for group in layout.geometry.groups if not KINDS[group.kind].has_memory}
+        shares = {share.group for rank in layout.geometry.ranks if rank.rank == layout.rank for share in rank.owns}
+        self.owned_handoffs = {name: group for name, group in self.handoffs.items() if group.id in shares}
 
 
 def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
-    kind, cp_rank = kind_of(group), layout.owns(group.id).cp_rank
+    kind, cp_rank = KINDS[group.kind], layout.owns(group.id).cp_rank
     plain = kind.paged and group.cp_size == 1 and group.tokens_per_row == 1
     most = layout.columns[group.id].items
     return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, most, plain)
@@ -198,11 +201,11 @@ class StatedTables:
     """The page tables of one call of an engine, checked by themselves."""
 
     items: dict[int, IntArray]
-    """By group id, from the page of token 0 on."""
+    """Page tables by group id, from the page of token 0 on."""
     since: dict[int, int]
     """The first token whose rows are still held, by group id, unless it is token 0."""
     spans: dict[int, tuple[int, int]]
-    """By group id, the pages [first, end) of a table that are held and needed."""
+    """The pages [first, end) of a table that are held and needed, by group id."""
 
 
 class RequestTables:
@@ -273,7 +276,7 @@ class RequestTables:
             group = rules.movable[name]
             end = length_of(group, tokens, axes)
             first = check_whole(path, first, 0, end, f"0 to {end}, the {axis_of(group)} computed")
-            if first < begins.get(group.id, 0) and kind_of(group).paged:
+            if first < begins.get(group.id, 0) and KINDS[group.kind].paged:
                 mine = f"{begins[group.id]} or more, as before"
                 raise _bad(path, mine, str(first), "pages that are gone do not come back: `since` only rises")
             if group.partial:  # its row covers later tokens too
@@ -293,7 +296,7 @@ class RequestTables:
 
 def _ring_begins(group: Group, tokens: int) -> int:
     """The first token whose row a ring still holds after `tokens` tokens; 0 for pages."""
-    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if kind_of(group).wraps else 0
+    return (rows_of(group, 0, tokens)[1] - group.rows) * group.tokens_per_row if KINDS[group.kind].wraps else 0
 
 
 def grants_of(
@@ -309,7 +312,7 @@ def grants_of(
     Groups on other axes get all positions that `axes` states. Without `pages` the items are left out.
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
-    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or those named.
+    begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or by name.
     Raises LocalError as `tables_of` does, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
     beyond the prompt, for one that parts values from the scales of their pages, or a `late` that names no group.
     """
@@ -317,7 +320,7 @@ def grants_of(
     tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
     grants = {}
     for group in layout.geometry.groups:
-        if not kind_of(group).has_memory:
+        if not KINDS[group.kind].has_memory:
             grants[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in layout.columns:
             end = length_of(group, tokens, axes)
@@ -343,7 +346,7 @@ def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
 
 def _late(layout: RankLayout, late: bool | Collection[str]) -> set[int]:
     """The ids of groups whose windows may begin late."""
-    groups = {g.name: g.id for g in layout.geometry.groups if kind_of(g).paged or kind_of(g).wraps}
+    groups = {g.name: g.id for g in layout.geometry.groups if KINDS[g.kind].paged or KINDS[g.kind].wraps}
     if isinstance(late, bool):
         return set(groups.values()) if late else set()
     check_type("late", late, (list, tuple, set, frozenset), "True, False, or names of groups")
@@ -398,7 +401,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
         count=tokens - first,
         valid=tokens,
         items=items,
-        state_after=tokens if kind_of(group).is_state else None,
+        state_after=tokens if KINDS[group.kind].is_state else None,
     )
 
 

@@ -16,7 +16,7 @@ from kvproto.copying.aliasing import overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.rank.page_tables import PageRules, PagesInUse
 from kvproto.rank.tensor_layout import Column, columns_of
 from kvproto.session import limits
@@ -264,7 +264,7 @@ def columns_without_gaps(
     length = 0
     for share in owned:
         group = groups[share.group]
-        if not kind_of(group).has_memory:
+        if not KINDS[group.kind].has_memory:
             continue
         rows: list[tuple[int, int, int, int]] = []
         for _ in share.layers:
@@ -335,7 +335,7 @@ def _groups(geometry: Geometry, rank: int) -> dict[str, tuple[Group, Any]]:
     owned = {share.rank: share.owns for share in geometry.ranks}
     if rank not in owned:
         raise _bad("rank", f"one of {sorted(owned)}", str(rank))
-    shares = [share for share in owned[rank] if kind_of(groups[share.group]).has_memory]
+    shares = [share for share in owned[rank] if KINDS[groups[share.group].kind].has_memory]
     return {groups[share.group].name: (groups[share.group], share) for share in shares}
 
 

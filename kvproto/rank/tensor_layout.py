@@ -1,4 +1,4 @@
-"""From an engine's tensors to the columns of Register: the meaning of each axis, and the start of each layer and part.
+"""The columns of Register from an engine's tensors: the meaning of each axis, the start of each layer and part.
 
 The names of axes are `layer`, `part`, `page` (also `slot`), `token` (also `row`), `head` (also `lane`) and `dim`. NHD
 pages are "page token head dim", HND pages "page head token dim", joint K and V "part page token head dim" or "page part
@@ -61,13 +61,14 @@ def columns_of(group: Group, share: Owns, tensors: Any, axes: str, path: str) ->
             items.setdefault(number, name)
             columns.append(column)
     if len(items) > 1:
-        (first, one), (other, two) = list(items.items())[:2]
-        raise _bad(two, f"{first} pages, as {one} has", f"{other} pages", "give each tensor of a group as many pages")
+        (count, tensor), (other_count, other) = list(items.items())[:2]
+        advice = "give each tensor of a group as many pages"
+        raise _bad(other, f"{count} pages, as {tensor} has", f"{other_count} pages", advice)
     return next(iter(items), 0), columns
 
 
 _Placed = tuple[TensorView, int, str]
-"""A tensor, the byte in it where a layer begins, and its name in error messages."""
+"""A tensor, the byte in it at which a layer begins, and its name in error messages."""
 
 
 def _by_layer(share: Owns, tensors: Any, axes: str, path: str) -> list[_Placed]:

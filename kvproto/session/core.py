@@ -16,24 +16,23 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.events import Connected, Disconnected, ProtocolError, Recovered, Refused
+from kvproto.events import Connected, Disconnected, Event, ProtocolError, Recovered, Refused
 from kvproto.planning.compare import differences, unstated
 from kvproto.session import limits
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import refusal, refused
-from kvproto.session.events import Event
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.plan_cache import Planned
 from kvproto.session.records import Attempt, PendingMessage
-from kvproto.session.table import SessionState, TransferState, next_session, next_transfer
+from kvproto.session.table import TRANSFER, TRANSFER_FEATURES, SessionState, TransferState, next_session, next_transfer
 from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Extension", "Hears", "Session"]
+__all__ = ["Extension", "Handlers", "Session"]
 
-Hears = tuple[tuple[type, Any], ...]
+Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Extension")
 T = TypeVar("T")
@@ -42,7 +41,7 @@ T = TypeVar("T")
 class Extension:
     """The state and handlers that a feature adds to a session."""
 
-    hears: Hears = ()
+    handlers: Handlers = ()
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -73,11 +72,11 @@ class Session:
         self.minor = tables.MINOR
         """The minor version of the session, from Welcome on."""
         self.limits = LIMITS
-        """The limits of the peer; until they are known, those of this package."""
-        self.said_goodbye = False
+        """The limits of the peer; until they are known, the limits of this package."""
+        self.goodbye_received = False
         """Whether the peer has sent Goodbye, after which it neither writes nor reads."""
-        self.heard = 0.0
-        """When the last frame of the peer was received."""
+        self.received_at = 0.0
+        """The time at which the last frame of the peer was received."""
         self.suspect = False
         """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
         self.attempts: dict[int, Any] = {}
@@ -101,12 +100,14 @@ class Session:
     @property
     def peer(self) -> Party:
         """The other rank; raises LocalError before Welcome."""
-        return _known(self._peer, "the peer")
+        peer = self._peer
+        return peer if peer is not None else _known(peer, "the peer")
 
     @property
     def described(self) -> Described:
         """Both Descriptions and their plan; raises LocalError before they are known."""
-        return _known(self._described, "the plan")
+        described = self._described
+        return described if described is not None else _known(described, "the plan")
 
     @property
     def planned(self) -> bool:
@@ -133,8 +134,8 @@ class Session:
         self._parts[type(part)] = part
         self._add_handlers(part)
 
-    def _add_handlers(self, whom: Extension | Session) -> None:
-        self._handlers |= {cls: partial(handler, whom) for cls, handler in whom.hears}
+    def _add_handlers(self, part: Extension | Session) -> None:
+        self._handlers |= {cls: partial(handler, part) for cls, handler in part.handlers}
 
     def has(self, cls: type[Extension]) -> bool:
         """Whether a part is installed."""
@@ -149,7 +150,7 @@ class Session:
 
     def receive(self, message: Any, now: float) -> None:
         """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
-        self.heard = now
+        self.received_at = now
         if self.suspect:
             self.suspect = False
             self.tell(Recovered(self.name))
@@ -166,7 +167,8 @@ class Session:
 
     def move(self, attempt: Attempt, event: str) -> None:
         """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
-        attempt.state = next_transfer(attempt.state, event, self.features)
+        after = None if (attempt.state, event) in TRANSFER_FEATURES else TRANSFER.get((attempt.state, event))
+        attempt.state = after or next_transfer(attempt.state, event, self.features)
         if attempt.state == TransferState.ENDED:
             self.host.ended(self, attempt)
 
@@ -278,7 +280,7 @@ class Session:
 
     def _goodbye(self, message: m.Goodbye, now: float) -> None:
         next_session(self.state, "Goodbye", self.features)  # raises if it is not legal
-        self.said_goodbye = True
+        self.goodbye_received = True
         self.lose(message.reason)
 
     def _error(self, message: m.Error, now: float) -> None:
@@ -302,7 +304,7 @@ class Session:
             self.tell(Refused(self.name, error, by_us=False))
             self.goodbye(str(error))
 
-    hears: Hears = ((m.Goodbye, _goodbye), (m.Error, _error))
+    handlers: Handlers = ((m.Goodbye, _goodbye), (m.Error, _error))
 
     def compose(
         self,
@@ -373,8 +375,8 @@ class Session:
         return True
 
 
-def _known(value: T | None, what: str) -> T:
+def _known(value: T | None, fact: str) -> T:
     if value is None:
-        mine, yours = f"a session that knows {what}", "one that does not yet"
+        mine, yours = f"a session that knows {fact}", "one that does not yet"
         raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours, "wait for Planned")
     return value

@@ -89,10 +89,10 @@ class Describing(Extension):
 
     def _check_version(self, message: m.Describe, state: SessionState) -> None:
         """Raise if a Description that replaces another does not have a higher version (KVP-DSC-RISE)."""
-        known: Any = self._session.theirs.version if state == SessionState.READY else 0
-        if message.version <= known:
+        current: Any = self._session.theirs.version if state == SessionState.READY else 0
+        if message.version <= current:
             advice = "raise it with every change"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "version", f"above {known}", str(message.version), advice)
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "version", f"above {current}", str(message.version), advice)
 
     def _description(self, message: m.Description, now: float) -> None:
         session = self._session
@@ -113,4 +113,4 @@ class Describing(Extension):
         self._answered = message.request
         session.describe(message, not self._source, finish)
 
-    hears = ((m.Describe, _describe), (m.Description, _description))
+    handlers = ((m.Describe, _describe), (m.Description, _description))

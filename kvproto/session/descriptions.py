@@ -11,7 +11,7 @@ import attrs
 from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import PlanError, RemoteError, WireError
 from kvproto.planning.geometry import Geometry, decode_geometry, digest, encode_geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Proof
@@ -39,8 +39,8 @@ class Party:
     incarnation: int
 
     def __str__(self) -> str:
-        which = f" replica {self.replica}" if self.replica else ""
-        return f"{self.engine}{which} rank {self.rank}"
+        replica = f" replica {self.replica}" if self.replica else ""
+        return f"{self.engine}{replica} rank {self.rank}"
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -99,12 +99,12 @@ class Described:
         """The digests of both Descriptions, the source's first."""
         return self.of_source.digest, self.of_sink.digest
 
-    @property
+    @cached_property
     def source(self) -> Geometry:
         """The geometry of the source's replica."""
         return self.of_source.geometry
 
-    @property
+    @cached_property
     def sink(self) -> Geometry:
         """The geometry of the sink's replica."""
         return self.of_sink.geometry
@@ -136,7 +136,7 @@ class Described:
         return {
             route.group: sum(groups[route.group].parts[p].lane_bytes for p in {box.part for box in route.boxes})
             for route in self.routes
-            if not kind_of(groups[route.group]).has_memory
+            if not KINDS[groups[route.group].kind].has_memory
         }
 
     @cached_property
@@ -155,7 +155,7 @@ class Epoch:
     columns: dict[int, m.Columns]
     """Columns by the owner's group id."""
     overlaps: Overlaps
-    """Which of the columns share bytes."""
+    """The columns that share bytes."""
     answer: m.Registered
     mapping: Any = None
     """The rank's own record of how it is mapped."""
@@ -177,7 +177,7 @@ class Owned:
     request: int
     """The request id of the Register."""
     take: Callable[[Owned, m.Registered], Any] | None
-    """Makes the delivery for what the holder has mapped; raises RemoteError."""
+    """Makes the delivery to the memory that the holder has mapped; raises RemoteError."""
     memory: object
     """The caller's name for the memory that was registered."""
     delivery: Any = None

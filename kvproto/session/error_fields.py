@@ -34,10 +34,10 @@ def mismatch(content: bytes, tokens: int | None, transfer: m.Transfer, sink: Geo
 
     `tokens` is the length of the prompt, if it is known. Of the other prompt only the end of its fetch is known.
     """
-    along = {group.id for group in sink.groups if axis_of(group) == TOKENS}
-    end = max((grant.valid for grant in transfer.grants if grant.group in along), default=0)
-    here = "a prompt" if tokens is None else f"a prompt of {tokens} tokens"
-    mine = f"{here}, digest {content.hex()[:_SHORT]}"
+    token_groups = {group.id for group in sink.groups if axis_of(group) == TOKENS}
+    end = max((grant.valid for grant in transfer.grants if grant.group in token_groups), default=0)
+    prompt = "a prompt" if tokens is None else f"a prompt of {tokens} tokens"
+    mine = f"{prompt}, digest {content.hex()[:_SHORT]}"
     yours = f"one fetched up to token {end}, digest {bytes(transfer.content).hex()[:_SHORT]}"
     advice = "tokens, adapter, salts or lengths of axes differ: state the same Prompt on both sides"
     return RemoteError(ErrorCode.CONTENT_MISMATCH, "content", mine, yours, advice)

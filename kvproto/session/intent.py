@@ -114,7 +114,7 @@ class SourceIntent(Extension):
         )  # fmt: skip
         return granted
 
-    hears = ((m.Grant, _grant),)
+    handlers = ((m.Grant, _grant),)
 
 
 class SinkIntent(Extension):
@@ -183,7 +183,7 @@ class SinkIntent(Extension):
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
             return  # the attempt is over
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         self._session.move(attempt, "Progress")
         self._note(attempt, message.state, message.tokens or 0, now)
 
@@ -193,7 +193,7 @@ class SinkIntent(Extension):
         self._next(attempt, now)
         self._session.host.ended(self._session, attempt)
 
-    hears = ((m.Progress, _progress), (m.Accepted, _accepted))
+    handlers = ((m.Progress, _progress), (m.Accepted, _accepted))
 
 
 def useful(attempts: Iterable[SinkAttempt], reported: int | None) -> int | None:

@@ -22,7 +22,7 @@ class PingPart(Extension):
     def __init__(self, session: Session, now: float) -> None:
         super().__init__(session)
         self._asked = 0
-        session.heard = now
+        session.received_at = now
         self._timer: Timer = session.host.timers.at(now + limits.PING_SILENCE, self._silent)
 
     def closed(self) -> None:
@@ -31,8 +31,9 @@ class PingPart(Extension):
     def _silent(self, now: float) -> None:
         """Send Ping if nothing has come for `PING_SILENCE`, and set the timer for the next check."""
         session = self._session
-        quiet = now - session.heard >= limits.PING_SILENCE
-        self._timer = session.host.timers.at((now if quiet else session.heard) + limits.PING_SILENCE, self._silent)
+        quiet = now - session.received_at >= limits.PING_SILENCE
+        since = now if quiet else session.received_at
+        self._timer = session.host.timers.at(since + limits.PING_SILENCE, self._silent)
         if quiet and session.asks(self._asked) and not session.suspect:
             session.suspect = True
             session.tell(Suspected(session.name))
@@ -55,4 +56,4 @@ class PingPart(Extension):
         self._session.step("Pong")
         self._session.answered(message.request)
 
-    hears = ((m.Ping, _ping), (m.Pong, _pong))
+    handlers = ((m.Ping, _ping), (m.Pong, _pong))

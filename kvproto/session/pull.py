@@ -63,7 +63,7 @@ class SourcePull(Extension):
     def closed(self) -> None:
         """End the loans of a sink that has said Goodbye; one that is silent may read until its leases end."""
         for attempt in self._session.attempts.values():
-            if self._session.said_goodbye:
+            if self._session.goodbye_received:
                 attempt.loan = None
 
     def released(self, attempt: SourceAttempt) -> None:
@@ -95,7 +95,7 @@ class SourcePull(Extension):
             loan.end, loan.renewed = max(loan.end, now + lease / 1000), (message.request, lease)
         self._session.reply(m.Renewed, message, lease=loan.renewed[1])
 
-    hears = ((m.Pulled, _pulled), (m.Renew, _renew))
+    handlers = ((m.Pulled, _pulled), (m.Renew, _renew))
 
 
 class SinkPull(Delivery):
@@ -127,7 +127,7 @@ class SinkPull(Delivery):
             return  # it has overtaken the Registered of its epoch, and will be sent again
         if attempt.state != TransferState.ABORTING:
             self._check(attempt, message)
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         session.move(attempt, "Offer")
         if attempt.state == TransferState.OFFERED:
             attempt.lease = Lease.of(message, attempt.asked)
@@ -221,4 +221,4 @@ class SinkPull(Delivery):
         for attempt in self._of(epoch):
             self._session.part(SinkTransfers).lose(attempt, error)
 
-    hears = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))
+    handlers = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Extension, Hears, Session
+from kvproto.session.core import Extension, Handlers, Session
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
@@ -99,14 +99,14 @@ class Deliveries(Extension):
             check_whole(attempt)
             check_outcome(attempt.described, self._session.features, message)
             attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
-            transfers.heard(attempt)
+            transfers.mark_accepted(attempt)
             transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
         self._session.reply(m.DoneAck, message)
 
-    hears: Hears = ((m.Done, _done),)
+    handlers: Handlers = ((m.Done, _done),)
 
 
 class SinkPush(Delivery):

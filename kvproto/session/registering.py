@@ -173,7 +173,7 @@ class Owner(Extension):
         owned = next((epoch for epoch in self.epochs.values() if request_of(epoch) == request), None)
         return owned if owned is not None and self._session.answered(request) else None
 
-    hears = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
+    handlers = ((m.Registered, _registered), (m.Unregistered, _unregistered), (m.Refused, _refused))
 
 
 # The holder
@@ -219,8 +219,8 @@ class Holder(Extension):
     def mapping(self, number: int) -> bool:
         """Whether a Register of this epoch has come but is not answered yet."""
         early = self._early[0] if self._early is not None else None
-        asked = self._asked.register if self._asked is not None else early
-        return asked is not None and asked.epoch == number
+        register = self._asked.register if self._asked is not None else early
+        return register is not None and register.epoch == number
 
     def credited(self, credit: m.Credit) -> Epoch | None:
         """The epoch that a Credit is for; None if it was returned."""
@@ -310,10 +310,10 @@ class Holder(Extension):
             self._session.refuse(asked.register, error)
 
     def _unregister(self, message: m.Unregister, now: float) -> None:
-        session, epoch, gone = self._session, self.epochs.get(message.epoch), self._gone.get(message.epoch)
+        session, epoch, answer = self._session, self.epochs.get(message.epoch), self._gone.get(message.epoch)
         session.step("Unregister")
-        if gone is not None and gone.request == message.request:
-            session.notice(gone)
+        if answer is not None and answer.request == message.request:
+            session.notice(answer)
         elif epoch is None or epoch.back is not None:
             if epoch is None or epoch.back is None or epoch.back.request != message.request:
                 mine = f"one of {self.open}, which have not been taken back"
@@ -347,7 +347,7 @@ class Holder(Extension):
         self._session.step("Unregistered")
         self._session.notice(answer)
 
-    hears = ((m.Register, _register), (m.Unregister, _unregister))
+    handlers = ((m.Register, _register), (m.Unregister, _unregister))
 
 
 def _check(message: m.Register, access: Access, described: Described) -> Overlaps:

@@ -233,8 +233,8 @@ class SinkSession(Session):
     def _heard_refused(self, message: m.Refused, now: float) -> None:
         self.refused(message, now)
 
-    hears = (
-        *Session.hears,
+    handlers = (
+        *Session.handlers,
         (m.Error, _ended),
         (m.Welcome, _welcome),
         (m.Refused, _heard_refused),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 
 from kvproto.errors import RemoteError
-from kvproto.session.core import Extension, Hears, Session
+from kvproto.session.core import Extension, Handlers, Session
 from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
@@ -84,7 +84,7 @@ class Credits(Extension):
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "kind", mine, CreditKind(message.kind).name)
         epoch.stream.grant(message)
 
-    hears = ((m.Credit, _credit),)
+    handlers = ((m.Credit, _credit),)
 
 
 class SourceStream(Extension):
@@ -121,7 +121,7 @@ class Pieces(Extension):
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "", mine, yours)
         stream.take(message)
 
-    hears: Hears = ((m.Chunk, _piece), (m.Data, _piece))
+    handlers: Handlers = ((m.Chunk, _piece), (m.Data, _piece))
 
 
 class SinkStream(SinkPush):
@@ -162,7 +162,7 @@ class SinkStream(SinkPush):
             mine = "a transfer that is not over"
             raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, str(message.sequence))
         check_whole(attempt)
-        transfers.heard(attempt)
+        transfers.mark_accepted(attempt)
         self._session.move(attempt, type(message).__name__)
         return attempt
 

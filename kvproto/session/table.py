@@ -22,7 +22,7 @@ from kvproto.session.transitions import (
 )
 from kvproto.wire.enums import ErrorCode, Feature
 
-__all__ = ["SESSION", "TRANSFER", "SessionState", "TransferState", "next_session", "next_transfer"]
+__all__ = ["SESSION", "TRANSFER", "TRANSFER_FEATURES", "SessionState", "TransferState", "next_session", "next_transfer"]
 
 State = TypeVar("State", SessionState, TransferState)
 _Rows = Mapping[tuple[State, str], State]

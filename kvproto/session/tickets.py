@@ -18,7 +18,7 @@ from kvproto.copying.window_start import held_from
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Declined, Event, Unwanted
 from kvproto.planning.axes import NO_AXES, axis_of, length_of
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.session import limits
 from kvproto.session.error_fields import mismatch
 from kvproto.session.records import SourceAttempt
@@ -370,7 +370,7 @@ def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) ->
     for i, grant in enumerate(attempt.asked.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
         most, axis = length_of(group, tokens, axes), axis_of(group)
-        if end > most and kind_of(group).has_memory:
+        if end > most and KINDS[group.kind].has_memory:
             mine, yours = f"a prompt of {most} {axis}", f"{axis} up to {end}"
             advice = "the two prompts differ in length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)

@@ -254,7 +254,7 @@ class SourceTransfers(Extension):
             if attempt.state != TransferState.ENDED and not attempt.aborted:
                 attempt.lost = attempt.lost or RemoteError(ErrorCode.PEER_LOST, "", mine, yours, "make a new ticket")
 
-    hears = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
+    handlers = ((m.Transfer, _transfer), (m.DoneAck, _done_ack), (m.Abort, _abort))
 
 
 class SinkTransfers(Extension):
@@ -342,7 +342,7 @@ class SinkTransfers(Extension):
         yours = f"sequence {message.sequence}, attempt {message.attempt}"
         raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
 
-    def heard(self, attempt: SinkAttempt) -> None:
+    def mark_accepted(self, attempt: SinkAttempt) -> None:
         """Count the Transfer as answered by a message of its attempt, as Accepted may be lost or overtaken."""
         self._session.answered(attempt.request)
         if attempt.state == TransferState.ASKED:
@@ -353,7 +353,7 @@ class SinkTransfers(Extension):
         self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
         if attempt is not None:
-            self.heard(attempt)
+            self.mark_accepted(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:
         """Wait no longer for an answer to its Transfer or Grant."""
@@ -390,7 +390,7 @@ class SinkTransfers(Extension):
         attempt.proof = proof
         self._session.move(attempt, "Drained")
 
-    hears = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
+    handlers = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))
 
 
 def changed(version: int, message: m.Transfer) -> RemoteError:

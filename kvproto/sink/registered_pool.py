@@ -19,7 +19,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import Sums
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import LentPool
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.rank.registration import register
 from kvproto.session import Exposed, Registration, SinkEndpoint
@@ -34,7 +34,7 @@ __all__ = ["Filled", "RegisteredPool", "SinkPrograms", "begins_of", "prepared"]
 
 
 @attrs.define(eq=False)
-class Filled(Lent):
+class Filled(LentPool):
     """A pool of a sink, which sources fill."""
 
     quarantine: Quarantine = attrs.field(kw_only=True)
@@ -134,7 +134,7 @@ class RegisteredPool:
         """
         program, pool = sums.program, self.lent.pool
         sent = {c.group: c for c in done.checksums or ()}
-        for group, value in sums.found.items():
+        for group, value in sums.by_group.items():
             if group in sent and sent[group].value == value:
                 continue
             spec = pool.layout.group(group)
@@ -147,7 +147,7 @@ class RegisteredPool:
                 pages = page_sums(some, {group: spec}, sums.of)[group]
                 advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
             raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
-        return {(done.writer, group): value for group, value in sums.found.items()}
+        return {(done.writer, group): value for group, value in sums.by_group.items()}
 
 
 def prepared(

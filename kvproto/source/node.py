@@ -12,8 +12,7 @@ from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.lent import returned
+from kvproto.rank.handles import free_pools
 from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
@@ -21,9 +20,8 @@ from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, Counters, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.source.copies import Copies, Read
-from kvproto.source.offers import offered
-from kvproto.source.prefill import Computed, Finished
-from kvproto.source.progress import CopyStep, SendProgress
+from kvproto.source.prefill import Computed, Finished, offered
+from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
 from kvproto.source.schedule import LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
@@ -69,7 +67,7 @@ class SourceNode:
         self.memory = SinkMemory(self.endpoint, pool, self.transports, self._background.defer)
         self.requests: dict[Request, None] = {}
         """Requests that have not ended, in order."""
-        self._events: list[Event | PoolReturned] = []
+        self._events: list[Event] = []
         self._changed: dict[Request, None] = {}
         """Requests that the next turn may hand over more of, in order."""
         self._retry: list[Request] = []
@@ -140,7 +138,7 @@ class SourceNode:
     # pools
 
     def sleep(self, error: KvprotoError) -> Read:
-        """End all requests with this error and take the pool back; PoolReturned reports when nothing reads it."""
+        """End all requests with this error and take the pool back; PoolFree reports when nothing reads it."""
         sends = [send for request in self.requests for send in request.sends]
         for request in list(self.requests):
             self.refuse(request, error)
@@ -218,7 +216,7 @@ class SourceNode:
 
     # turns
 
-    def turn(self, ready: Collection[int] = ()) -> list[Event | PoolReturned]:
+    def turn(self, ready: Collection[int] = ()) -> list[Event]:
         """Receive, copy and answer; return the events for the engine."""
         for transport in self.transports if ready else ():
             if transport.fileno() in ready:
@@ -232,7 +230,8 @@ class SourceNode:
             self.endpoint.receive(conn, frame, now)
             if time.monotonic() - now > _TURN:  # the next turn receives the rest, after this one has sent its answers
                 break
-        self._background.turn()
+        if self._background.results:
+            self._background.turn()
         self.endpoint.on_time(now)
         if self._retry:
             self._changed |= dict.fromkeys(self._retry)
@@ -245,13 +244,12 @@ class SourceNode:
                 self._complete()
             if self._ending:
                 self._end_requests()
-            if self.memory.unused:
+            if self.memory.unmapping or self.endpoint.over:
                 self.memory.unmap(send.peer for request in self.requests for send in request.sends)
             self._flush()
             more = bool(self._changed)
         if self._leaving:
-            free = returned(self._leaving, self._holders, self.transports, self.pool)
-            self._events += [PoolReturned(lent.number) for lent in free]
+            self._events += free_pools(self._leaving, self._holders, self.transports, self.pool)
         events, self._events = self._events, []
         return events
 
@@ -294,7 +292,7 @@ class SourceNode:
             attempt.send.take_grants()
         elif attempt.epoch is not None and attempt.ticket is not None and attempt.epoch.mapping is not None:
             request, peer = attempt.ticket.request, attempt.epoch.mapping
-            send = Send(request, request.prefill, attempt, peer, SendProgress(peer.pair.nothing), attempt.granted)
+            send = Send(request, request.prefill, attempt, peer, attempt.granted)
             request.sends.append(send)
             attempt.send = send
 

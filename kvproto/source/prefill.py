@@ -1,4 +1,4 @@
-"""The rows of a request that prefill has computed, and the program that copies them to one sink."""
+"""The rows of a request that prefill has computed: the program that copies them to one sink, and the items to read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvproto.copying.grants import items_needed, rows_of
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, Window, windows
+from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.copying.window_start import begins_of, cut_to_begins, held_from, items_before
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.geometry import Group, owned_before
+from kvproto.planning.kinds import KINDS
+from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
 from kvproto.transport.base import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
@@ -21,7 +24,7 @@ from kvproto.wire.messages import Begin, Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends"]
+__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends", "offered"]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
@@ -53,7 +56,7 @@ class Finished:
         handoffs = []
         for route in pair.routes if self.handoff else ():
             group = pair.sink.group(route.group)
-            if not kind_of(group).has_memory:
+            if not KINDS[group.kind].has_memory:
                 parts = sorted({(box.part, box.source_group) for box in route.boxes})
                 data = b"".join(self.handoff[source, group.parts[p].name] for p, source in parts)
                 handoffs.append(HandOff(group=group.id, data=data))
@@ -128,7 +131,7 @@ class Prefill:
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if group.id in sources or not kind_of(group).has_memory:
+                if group.id in sources or not KINDS[group.kind].has_memory:
                     continue
                 if finished is not None:
                     end = length_of(group, finished.tokens, self.axes)
@@ -149,7 +152,7 @@ class Prefill:
         for route in pair.routes:
             for box in route.boxes:
                 group = pair.source.group(box.source_group)
-                if route.group in sinks and kind_of(group).has_memory and not kind_of(group).is_state:
+                if route.group in sinks and KINDS[group.kind].has_memory and not KINDS[group.kind].is_state:
                     window, end = sinks[route.group], length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                     count = max(min(window.count, end - window.first), 0)
                     sinks[route.group] = attrs.evolve(window, count=count)
@@ -182,7 +185,7 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     spans: dict[int, tuple[int, int]] = {}
     for grant in grants:
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
+        if not KINDS[group.kind].has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
             continue
         first, end = spans.get(group.model, (grant.first, grant.valid))
         spans[group.model] = min(first, grant.first), max(end, grant.valid)
@@ -191,14 +194,14 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
 
 def _lacks_state(pair: Pair, grant: Grants) -> bool:
     """Whether a grant is for a state and does not name its item yet (feature SPANS)."""
-    return kind_of(pair.sink.group(grant.group)).is_state and (grant.items is None or not grant.items.size)
+    return KINDS[pair.sink.group(grant.group).kind].is_state and (grant.items is None or not grant.items.size)
 
 
 def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
     """Raise BAD_GRANT or STATE_POSITION if a grant asks for what a request of `tokens` tokens does not have."""
     for i, grant in enumerate(grants):
         group = pair.sink.group(grant.group)
-        if not kind_of(group).has_memory:  # its window has no meaning (KVP-HND-WINDOW)
+        if not KINDS[group.kind].has_memory:  # its window has no meaning (KVP-HND-WINDOW)
             continue
         most = length_of(group, tokens, axes)
         if grant.valid > most:
@@ -206,3 +209,36 @@ def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[
         if grant.state_after not in (None, tokens):
             path = f"grants[{i}].state_after"
             raise RemoteError(ErrorCode.STATE_POSITION, path, str(tokens), str(grant.state_after))
+
+
+def offered(
+    routes: Sequence[Route], side: RankLayout, asked: Sequence[Grants], items: Mapping[int, IntArray]
+) -> tuple[Grants, ...]:
+    """The items that a sink is to read (feature PULL): the tokens of `asked`, for each source group of the routes.
+
+    `items` are the page tables by group id, beginning with the item that holds the first owned row from token 0 on.
+    """
+    by_group = {grant.group: grant for grant in asked}
+    windows_of: dict[int, list[Grants]] = {}
+    for route in routes:
+        for id in {box.source_group for box in route.boxes}:
+            windows_of.setdefault(id, []).append(by_group[route.group])
+    return tuple(
+        _window(side.group(id), side.owns(id).cp_rank, windows_of[id], items.get(id, _NO_ITEMS))
+        for id in sorted(windows_of)
+    )
+
+
+def _window(group: Group, cp_rank: int, asked: Sequence[Grants], items: IntArray) -> Grants:
+    """One window that covers all that a sink asks from a group."""
+    first = min(grant.first for grant in asked)
+    end = max(grant.first + grant.count for grant in asked)
+    if group.cp_size > 1:
+        first = min(max(first, group.origin), end)
+    if KINDS[group.kind].wraps:  # a ring holds no earlier rows
+        first = max(first, (rows_of(group, 0, end)[1] - group.rows) * group.tokens_per_row)
+    skip = 0
+    if KINDS[group.kind].paged:
+        skip = owned_before(group, cp_rank, rows_of(group, first, end - first)[0]) // group.rows
+    held = items[skip : skip + items_needed(group, cp_rank, first, end - first)]
+    return Grants(group=group.id, first=first, count=end - first, valid=end, items=held.astype(np.uint32))

@@ -4,7 +4,7 @@ Prefill computes each layer from the first token on. So the rows of a layer that
 handed to a transport, are one number of tokens each; a part is the rows between the two, for adjacent layers with the
 same two numbers.
 
-When a part is sent depends on the cost of its link. A link between GPUs that is in use draws power even when little
+The cost of its link decides when a part is sent. A link between GPUs that is in use draws power even when little
 crosses it, and compute that holds its GPU at the power limit slows down (benchmarks/overlap.py). If a link is many
 times faster than rows are computed, nearly all of them can be sent shortly before the last is computed without ending
 later: each part then halves the remainder.
@@ -75,47 +75,49 @@ class SendProgress:
         return layers_of(self._program.ops[np.isin(self._program.ops["map"], list(self._program.early))])
 
     def due(
-        self, there: Mapping[Layer, Available], asked: Mapping[int, tuple[int, int]], first_part_ratio: float
+        self, available: Mapping[Layer, Available], ranges: Mapping[int, tuple[int, int]], first_part_ratio: float
     ) -> bool:
         """Whether to send a part now: as many rows wait, in tokens times layers, as are still to be computed.
 
         The first part waits until there are `first_part_ratio` times as many; a ratio below 1 applies to later parts
-        too. Models without any available layer do not count, as the engine may report them only at the end. `asked` are
-        the positions [first, end) by model.
+        too. Models without any available layer do not count, as the engine may report them only at the end. `ranges`
+        are the positions [first, end) that the sink asks for, by model.
         """
         waiting = coming = 0
-        known = {model for model, _ in there}
+        models = {model for model, _ in available}
         for layer in self._early:
-            if layer[0] not in known:
+            if layer[0] not in models:
                 continue
             handed = self._tokens[layer]
-            first, end = asked.get(layer[0], (0, 0))
-            computed = max(min(there[layer].tokens, end), first) if layer in there else first
+            first, end = ranges.get(layer[0], (0, 0))
+            computed = max(min(available[layer].tokens, end), first) if layer in available else first
             waiting += max(computed - max(handed, first), 0)
             coming += end - computed
         return waiting >= coming * (min(first_part_ratio, 1) if self.begun else first_part_ratio)
 
-    def next(self, program: CopyProgram, there: Mapping[Layer, Available]) -> list[CopyStep]:
+    def next(self, program: CopyProgram, available: Mapping[Layer, Available]) -> list[CopyStep]:
         """The parts that are available and were not handed over; between calls, `program` may only gain rows."""
-        return self._parts(program, {layer: (available.tokens, available.after) for layer, available in there.items()})
+        return self._parts(program, {layer: (rows.tokens, rows.after) for layer, rows in available.items()})
 
     def last(self, program: CopyProgram, after: tuple[int, ...]) -> list[CopyStep]:
         """The parts that are left when prefill is over: at least one, which may be empty."""
         steps = self._parts(program, dict.fromkeys(self.layers, (None, after)))
         return steps or [CopyStep(program.since(_NO_MODEL, 0, None), None, after, 0)]
 
-    def advance(self, there: Mapping[Layer, Available]) -> None:
+    def advance(self, available: Mapping[Layer, Available]) -> None:
         """Record that the parts which `next` returned were handed over."""
         self.begun = True
         for layer in self.layers:
-            if layer in there:
-                self._tokens[layer] = max(self._tokens[layer], there[layer].tokens)
+            if layer in available:
+                self._tokens[layer] = max(self._tokens[layer], available[layer].tokens)
 
-    def _parts(self, program: CopyProgram, there: Mapping[Layer, tuple[int | None, tuple[int, ...]]]) -> list[CopyStep]:
+    def _parts(
+        self, program: CopyProgram, available: Mapping[Layer, tuple[int | None, tuple[int, ...]]]
+    ) -> list[CopyStep]:
         runs: list[tuple[tuple[int, int, int | None], list[int], set[int]]] = []
         adjacent = False
         for model, layer in self.layers:
-            handed, (tokens, after) = self._tokens[model, layer], there.get((model, layer), (0, ()))
+            handed, (tokens, after) = self._tokens[model, layer], available.get((model, layer), (0, ()))
             if tokens is not None and tokens <= handed:
                 adjacent = False
                 continue

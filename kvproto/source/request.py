@@ -12,11 +12,11 @@ from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whol
 from kvproto.events import Freed, Over
 from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank
 from kvproto.rank.handles import TicketHandle
-from kvproto.rank.page_tables import PageTables, RequestTables, Since
+from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
 from kvproto.source.prefill import Computed, Finished, Prefill
@@ -54,10 +54,10 @@ class Request(TicketHandle[Over]):
     def __init__(self, rank: EngineRank, calls: RequestCalls, ticket: Ticket, prompt: Prompt) -> None:
         super().__init__(rank, ticket)
         self._rank, self._calls, self.pool = rank, calls, rank.pool
-        self.prompt = prompt
+        self.prompt, self._length = prompt, len(prompt)
         """The prompt to compute."""
         self.computed_at: float | None = None
-        """When `finish` was called, in seconds of `time.monotonic`."""
+        """The time at which `finish` was called, in seconds of `time.monotonic`."""
         self._finished = False
         self._tables = RequestTables(self.pool.page_rules)
         """The page table so far, as the engine has stated it."""
@@ -141,10 +141,12 @@ class Request(TicketHandle[Over]):
         """
         if self.pool is not self._rank.pool:
             return
-        end = len(self.prompt) if tokens is None else self._checked(tokens)
+        end = self._length if tokens is None else self._checked(tokens)
         stated = self._tables.check(pages, end, self.prompt.axes, since)
-        data = _handoff(self.pool.geometry, self.pool.rank, {} if handoff is None else handoff)
-        check_type("finished", finished, bool, "True or False")
+        rules = self.pool.page_rules
+        data = _handoff(rules, handoff) if rules.handoffs or handoff is not None else {}
+        if finished is not True and finished is not False:
+            check_type("finished", finished, bool, "True or False")
         _check_after(after, self.pool)
         outcome = Outcome.FINISHED if finished else Outcome.CONTINUE
         self._check_open("finish")
@@ -187,7 +189,7 @@ class Request(TicketHandle[Over]):
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, call, mine, "another call", advice)
 
     def _checked(self, tokens: int) -> int:
-        return check_whole("tokens", tokens, 0, len(self.prompt), f"0 to {len(self.prompt)}, the prompt's")
+        return check_whole("tokens", tokens, 0, self._length, f"0 to {self._length}, the prompt's")
 
 
 def _is_span(value: Any) -> bool:
@@ -205,12 +207,11 @@ def _check_after(after: Any, pool: Pool) -> None:
             raise bad("after", "None, as the pool is in host memory", after, "call once the rows are written")
 
 
-def _handoff(geometry: Geometry, rank: int, handoff: Mapping[str, Mapping[str, bytes]]) -> dict[tuple[int, str], bytes]:
+def _handoff(rules: PageRules, handoff: Mapping[str, Mapping[str, bytes]] | None) -> dict[tuple[int, str], bytes]:
     """Hand-off data by group id and part name; raises LocalError(OUT_OF_RANGE) if the geometry states other data."""
+    handoff = {} if handoff is None else handoff
     check_type("handoff", handoff, Mapping, "a mapping of group name to a mapping of part name to bytes")
-    owned = {share.group for owner in geometry.ranks if owner.rank == rank for share in owner.owns}
-    all_groups = {group.name: group for group in geometry.groups if not kind_of(group).has_memory}
-    groups = {name: group for name, group in all_groups.items() if group.id in owned}
+    groups = rules.owned_handoffs
     data_of = {}
     for name, group in groups.items():
         parts = handoff.get(name, {})
@@ -230,14 +231,14 @@ def _handoff(geometry: Geometry, rank: int, handoff: Mapping[str, Mapping[str, b
                 advice = "pass what the geometry states"
                 raise LocalError(ErrorCode.OUT_OF_RANGE, path, f"{part.lane_bytes} bytes", came, advice)
             data_of[group.id, part.name] = data
-    if unknown := [name for name in handoff if name not in all_groups]:
+    if unknown := [name for name in handoff if name not in rules.handoffs]:
         raise LocalError(ErrorCode.OUT_OF_RANGE, "handoff", f"hand-off groups of {sorted(groups)}", repr(unknown[0]))
     return data_of
 
 
 def _layers(pool: Pool, model: int) -> tuple[int, int]:
     """The layers [lo, hi) of a model from the first to the last that a rank owns."""
-    models = {group.id: group.model for group in pool.geometry.groups if kind_of(group).has_memory}
+    models = {group.id: group.model for group in pool.geometry.groups if KINDS[group.kind].has_memory}
     layout = pool.layout
     owned = [int(layer) for id in layout.columns if models[id] == model for layer in layout.owns(id).layers]
     if not owned and model not in models.values():

@@ -53,7 +53,6 @@ class Send:
     attempt: SourceAttempt
     """The attempt as its session knows it, which refers back to this record."""
     peer: PeerMapping
-    progress: SendProgress
     granted: tuple[Grants, ...] = ()
     """What was granted when the program was made."""
     program: CopyProgram | None = None
@@ -81,8 +80,21 @@ class Send:
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether it is proven that no write of its copies can still arrive."""
+    _progress: SendProgress | None = None
     offered_at: float = 0.0
     """When its items were offered for the sink to read."""
+
+    @property
+    def progress(self) -> SendProgress:
+        """What was handed to the transport before prefill was over."""
+        if self._progress is None:
+            self._progress = SendProgress(self.peer.pair.nothing)
+        return self._progress
+
+    @property
+    def begun(self) -> bool:
+        """Whether any part was handed over."""
+        return self._progress is not None and self._progress.begun
 
     def unwanted(self) -> KvprotoError | None:
         """The reason why its bytes are not wanted any more; None if they are."""
@@ -214,7 +226,7 @@ class Scheduler:
             return []
         if send.peer.reads:
             return [CopyStep(_NO_ROWS, None, finished.events, 0)]
-        if send.progress.begun:
+        if send.begun:
             return send.progress.last(program, finished.events)
         return [CopyStep(program, None, finished.events, program.bytes)]
 

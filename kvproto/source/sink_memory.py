@@ -10,10 +10,9 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
-from kvproto.session.events import RegisterAsked
 from kvproto.session.source import SourceSession
 from kvproto.session.timers import Timer
 from kvproto.transport import default
@@ -40,7 +39,7 @@ class SinkMemory:
         """`defer` runs work outside turns: lowering a pair takes long if its rows lie in many ways."""
         self._endpoint, self._pool, self._transports, self._defer = endpoint, pool, tuple(transports), defer
         self._mapped: dict[tuple[int, int], PeerMapping] = {}
-        self._unmapping: set[tuple[int, int]] = set()
+        self.unmapping: set[tuple[int, int]] = set()
         """Mappings that sinks have asked to take back."""
         self._epoch = 1
         """The epoch of this rank's own memory, which sinks read."""
@@ -84,7 +83,7 @@ class SinkMemory:
                 self._expose(session, register, described, pair)
                 return
             own, features = None if self.asleep else self._pool.memories, session.features
-            asked = RegisterAsked(session.session, register, described)
+            asked = PeerMemory(session.session, register, described)
             peer = map_peer(asked, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
             session.refuse_register(error.kept())
@@ -119,7 +118,7 @@ class SinkMemory:
     def _expose(self, session: SourceSession, register: Register, described: Described, pair: Pair) -> None:
         """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
-        asked = RegisterAsked(session.session, register, described)
+        asked = PeerMemory(session.session, register, described)
         mapping = PeerMapping(asked, transport, pair, reads=True)
         regions = self._regions(mapping)  # raises before anything is answered
         session.accept_register(transport.capabilities.code, mapping=mapping)
@@ -182,24 +181,19 @@ class SinkMemory:
 
     def ask_unmap(self, session: SourceSession, epoch: int) -> None:
         """Unmap an epoch of a sink once no copy uses it."""
-        self._unmapping.add((session.session, epoch))
-
-    @property
-    def unused(self) -> bool:
-        """Whether there may be memory to unmap."""
-        return bool(self._unmapping or self._endpoint.over)
+        self.unmapping.add((session.session, epoch))
 
     def unmap(self, used: Iterable[PeerMapping]) -> None:
         """Unmap epochs that sinks have taken back and the memory of ended sessions, unless `used` by copies."""
-        over = self._endpoint.over
-        gone = {key for key in self._mapped if key[0] in over} if over else set()
-        for key in (gone | self._unmapping).difference(peer.key for peer in used):
+        ended = self._endpoint.over
+        orphaned = {key for key in self._mapped if key[0] in ended} if ended else set()
+        for key in (orphaned | self.unmapping).difference(peer.key for peer in used):
             if (peer := self._mapped.pop(key, None)) is not None:
                 peer.close()
-            self._unmapping.discard(key)
+            self.unmapping.discard(key)
             if (session := self._endpoint.sessions.get(key[0])) is not None:
                 session.unmapped(key[1])
-        over.intersection_update(number for number, _ in self._mapped)
+        ended.intersection_update(number for number, _ in self._mapped)
 
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
@@ -92,7 +92,7 @@ class FileStore(BatchStore, IntoStore):
                         syncs.append(self._syncing().submit(os.fsync, file))
             finally:
                 wait_for(syncs)  # a file must stay open while a thread syncs it
-            _raise_failed(syncs)
+            _join(syncs)
 
     def _fill(self, file: int, data: Data) -> None:
         write_whole(file, data)
@@ -109,8 +109,7 @@ class FileStore(BatchStore, IntoStore):
         if self.durable:
             above = dict.fromkeys(os.path.dirname(folder) for folder in new)
             syncs = [self._syncing().submit(sync_folder, folder) for folder in (*above, *folders)]
-            wait_for(syncs)
-            _raise_failed(syncs)
+            _join(syncs)
         self._folders.update(new)
 
     def _syncing(self) -> Workers:
@@ -252,8 +251,9 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _raise_failed(syncs: Iterable[Future[None]]) -> None:
-    """Raise the first error of these syncs."""
+def _join(syncs: Collection[Future[None]]) -> None:
+    """Wait for these syncs, and raise the first error of any."""
+    wait_for(syncs)
     for sync in syncs:
         sync.result()
 

@@ -17,7 +17,7 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout, Window
 from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Box, Route
 from kvproto.tiers.page_layout import PageLayout
 from kvproto.transport.base import Pager, Paging, Regions
@@ -34,7 +34,7 @@ class HostCopies:
         """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
         self.layout, self.pager, self._regions = layout, pager, regions
         lengths = layout.lengths
-        states = {group for group in lengths if kind_of(pool.group(group)).is_state}
+        states = {group for group in lengths if KINDS[pool.group(group).kind].is_state}
         pool = _states_as_pages(pool, states)
         self.programs = self.bytes = 0
         """Copy programs that were started, and the bytes that they move."""
@@ -107,7 +107,7 @@ def _states_as_pages(side: RankLayout, states: Collection[int]) -> RankLayout:
 
 def _rows(group: Group, share: Owns, length: int) -> int:
     """The rows of a page that the rank has; raises LocalError for a ring, and for pages that cut an item."""
-    if not kind_of(group).paged:
+    if not KINDS[group.kind].paged:
         raise LocalError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "rows of tokens, or states", "a ring")
     rows = length // _width(group, share)
     if rows % group.rows:

@@ -2,7 +2,7 @@
 
 Component c of slot s lies at place s of the memory of c, so no component has an allocator of its own. Pages that are
 being written belong to a `Reservation` and are in no tree; pages that are being read are pinned by a `Hit`. Each
-returns its slots exactly once, when it is closed. Nothing here may be called by two threads at once.
+returns its slots exactly once, when it is closed. One thread at a time may call this module.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Index:
         self._required = sum(self._bit[group] for group in layout.required)
         self._partial = [(c, self._bit[c.group]) for c in layout.components if c.rule is not LengthRule.PREFIX]
         self._reaches = [(bit, 1 if c.reach is None else -(-c.reach // layout.page)) for c, bit in self._partial]
-        """By component that a page may lack: its bit, and how many pages up to a length it needs."""
+        """The bit of each component that a page may lack, and how many pages up to a length it needs."""
         self._by_id: dict[bytes, int] = {}
         self._ids: list[bytes | None] = [None] * count
         self._held = array("Q", bytes(8 * count))

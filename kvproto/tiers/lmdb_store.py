@@ -95,7 +95,7 @@ class LmdbStore(BatchStore, IntoStore):
             transaction.delete(key.encode())
 
     def keys(self, kind: str) -> Iterator[str]:
-        """See `Store`; no transaction stays open between pieces, so that LMDB can reuse what is deleted meanwhile."""
+        """See `Store`; each piece has its own transaction, so that LMDB can reuse deleted space meanwhile."""
         prefix = after = f"{kind}/".encode()
         while True:
             with _os_errors(), self._environment.env.begin() as transaction, transaction.cursor() as cursor:

@@ -328,7 +328,7 @@ class PackStore(BatchStore, IntoStore):
         return None
 
     def _packs_with(self, key: str) -> set[str]:
-        """The known packs that may have a key, the latest of which counts; the caller holds the lock."""
+        """The known packs that may have a key; the latest counts. The caller holds the lock."""
         return {self._latest.get(hash(key), ""), *self._older.get(hash(key), ())} - {""}
 
     def _pack(self, name: str) -> PackFile | None:
@@ -360,7 +360,7 @@ class PackStore(BatchStore, IntoStore):
         return call(*args, **named)
 
     def _list(self, always: bool = False) -> bool:
-        """Add packs that others have made and drop those that are gone, if the folder may have changed.
+        """Add the packs that others have made and drop deleted ones, if the folder may have changed.
 
         Returns whether any was added. The caller holds the lock.
         """
@@ -425,7 +425,7 @@ class PackStore(BatchStore, IntoStore):
         self._last = max(self._last, int(name.partition(".")[0], 16))
 
     def _forget_pack(self, name: str) -> None:
-        """Drop what is known of a pack; the caller holds the lock."""
+        """Forget a pack and its keys; the caller holds the lock."""
         for key in self._known.pop(name, ()):
             if self._latest.get(key) == name:
                 del self._latest[key]

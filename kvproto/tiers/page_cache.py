@@ -3,7 +3,7 @@
 A request opens a `PageLease`: the pages of its prompt that were found, and room for the rest. Copies for all requests
 wait for `PageCache.step`, which starts one program from the host and one to it, for any number of pages and components.
 While a copy runs, its slots are FILLING or pinned. Threads read and write storage; they touch only host slots that are
-pinned for them. Nothing here may be called by two threads at once.
+pinned for them. One thread at a time may call this module.
 
 Each rank finds other pages, and has other slots to spare. An `Agreement` states in a vector which prompts the rank was
 given, how many slots it has, and at which lengths of each prompt it could continue; the MIN of these vectors is what
@@ -357,7 +357,7 @@ class PageCache:
         return paging
 
     def _check(self, copy: Paging, finish: Callable[[bool], None]) -> None:
-        """Finish a copy that is over or has failed, or keep it among those that run."""
+        """Finish a copy that is over or has failed; else keep it in the list of running copies."""
         try:
             done = copy.done
         except KvprotoError:

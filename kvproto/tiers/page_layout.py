@@ -10,7 +10,7 @@ import attrs
 from kvproto.errors import LocalError, PlanError
 from kvproto.planning.deals import deal, owned_before
 from kvproto.planning.geometry import Geometry, encode_geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
@@ -39,7 +39,7 @@ class PageLayout:
     geometry: bytes
     """Digest of the record of what the rank owns."""
     components: tuple[PageComponent, ...]
-    """By ascending group."""
+    """The components, by ascending group."""
 
     @property
     def form(self) -> KeyForm:
@@ -77,7 +77,7 @@ def page_layout(
     components = tuple(
         _component(group, shares[group.id], page, group.id in ahead, (windows or {}).get(group.id))
         for group in geometry.groups
-        if kind_of(group).has_memory and group.id in shares
+        if KINDS[group.kind].has_memory and group.id in shares
     )
     record = encode_geometry(single_rank(geometry, rank, [c.group for c in components]))
     return PageLayout(page, hashlib.sha256(record).digest(), components)
@@ -87,7 +87,7 @@ def _component(group: Group, share: Owns, page: int, ahead: bool, reach: int | N
     if group.axis is not None:
         raise PlanError(ErrorCode.AXIS_MISMATCH, f"groups[{group.name}]", "rows of the prompt's tokens", group.axis)
     form = KeyForm.AHEAD if ahead else KeyForm.OWN
-    rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if kind_of(group).paged else LengthRule.STATE
+    rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if KINDS[group.kind].paged else LengthRule.STATE
     length = _rows(group, share, page) * len(share.layers) * _row_bytes(group, share)
     return PageComponent(group.id, form, rule, length, reach)
 
@@ -100,7 +100,7 @@ def _row_bytes(group: Group, share: Owns) -> int:
 
 def _rows(group: Group, share: Owns, page: int) -> int:
     """The rows of a page that a rank owns."""
-    if not kind_of(group).paged:
+    if not KINDS[group.kind].paged:
         return group.live_rows or group.rows
     step, origin = group.tokens_per_row, 0
     if group.cp_size > 1:

@@ -1,7 +1,7 @@
 """Pages in a store: objects are written first and the manifest last, every byte is checked, the oldest are evicted.
 
-No failure of the back end leaves this module: a page that cannot be written is not kept, and one that cannot be read is
-a miss. `PageStore.counts` counts failures. Any number of threads may call at once, so that one reads while another
+Failures of the back end stay in this module: a page that cannot be written is not kept, and one that cannot be read is
+a miss. `PageStore.counts` counts them. Any number of threads may call at once, so that one reads while another
 computes digests; other processes may use the same back end.
 """
 

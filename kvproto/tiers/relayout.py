@@ -1,6 +1,6 @@
 """Pages that ranks of other sizes, deals, page lengths or pool layouts wrote, cut as a plan says.
 
-A writer keeps the Description of what it owns as `g/<geometry>.<page>` beside its pages. A reader joins such
+A writer keeps the Description of its share as `g/<geometry>.<page>` beside its pages. A reader joins such
 Descriptions into engines, plans from each of them to itself as for a transfer, and runs the copy program from objects
 to pages of its own.
 """

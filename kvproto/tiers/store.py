@@ -87,7 +87,7 @@ def open_store(place: Path | str | Store, durable: bool = False) -> Store:
     """The store at a place: a folder, `packs:FOLDER`, `lmdb:FOLDER`, `nixl:FOLDER`, or the URL of an object store.
 
     With `durable`, writes to files, packs and LMDB survive a loss of power once they have returned; object stores
-    always promise that. Raises LocalError for a store that needs what is not installed, and OSError.
+    always promise that. Raises LocalError if a library is not installed, and OSError.
     """
     if not isinstance(place, Path | str):
         return place

@@ -320,7 +320,7 @@ FAULTS: dict[str, Fault] = {
     "a lease outlives its ticket": ("source", says(m.Offer, lease=60_000), "LIVE-1064", "no longer than"),
     **{
         f"any lease is renewed ({id})": (
-            "source", has(SourcePull, "hears", ((m.Pulled, SourcePull._pulled), (m.Renew, any_renewal))), id, begins,
+            "source", has(SourcePull, "handlers", ((m.Pulled, SourcePull._pulled), (m.Renew, any_renewal))), id, begins,
         )
         for id, begins in (("LIVE-1063", "refused"), ("LIVE-1064", "refused"), ("LIVE-1065", "refused"))
     },
@@ -340,7 +340,7 @@ FAULTS: dict[str, Fault] = {
         for id in ("LIVE-1172", "LIVE-1177")
     },
     "Released is heard of what was not read": (
-        "sink", has(SinkPull, "hears", (*SinkPull.hears[:2], (m.Released, lambda self, message, now: None))), "LIVE-1164",
+        "sink", has(SinkPull, "handlers", (*SinkPull.handlers[:2], (m.Released, lambda self, message, now: None))), "LIVE-1164",
         "Error has not come",
     ),
     "an Offer of memory that is being mapped is refused": (
@@ -356,7 +356,7 @@ FAULTS: dict[str, Fault] = {
         for id in ("LIVE-1211", "LIVE-1212")
     },
     "a Credit of bytes is taken for none": (
-        "source", has(Credits, "hears", ((m.Credit, lambda self, message, now: None),)), "LIVE-1213", "Error has not come",
+        "source", has(Credits, "handlers", ((m.Credit, lambda self, message, now: None),)), "LIVE-1213", "Error has not come",
     ),
     **{
         f"staging memory is not looked for ({id})": (

@@ -10,7 +10,7 @@ from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import Window, windows
 from kvproto.planning.plan import plan
-from kvproto.source.offers import offered
+from kvproto.source.prefill import offered
 from kvproto.wire.messages import Grants
 from tests.node.any_two import FEW, ROOM, small_world, window, world
 from tests.pools import allocate, contents

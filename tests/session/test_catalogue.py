@@ -39,6 +39,8 @@ class Watching(Reconnected):
 
     def run(self) -> None:
         Reconnected.run(self) if len(self.sinks) == 1 and len(self.sources) == 1 else World.run(self)
+        for i, watcher in enumerate(self.watchers):
+            self.told[f"d{i}"] += watcher.take_events()
 
     def dial(self) -> None:
         for watcher in self.watchers:

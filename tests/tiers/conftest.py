@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-ON_DISK = {"test_stores", "test_packs_others"}
+ON_DISK = {"test_stores", "test_packs_shared"}
 """Modules whose tests use the file system of the machine: its syncs and its holes."""
 
 

@@ -281,10 +281,8 @@ def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_threads_share_a_page_store(tmp_path: Path, kind: Kind) -> None:
     """They write, read and give up the same pages; what comes is whole, and every byte is counted once."""
-    page_store, prompts = (
-        PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES),
-        [prompt(n, n, n) for n in range(5)],
-    )
+    page_store = PageStore(kind(tmp_path), LAYOUT, PAGE_BYTES, 3 * PAGE_BYTES)
+    prompts = [prompt(n, n, n) for n in range(5)]
 
     def turn(n: int) -> bool:
         chain = prompts[n % 5]
@@ -295,7 +293,8 @@ def test_threads_share_a_page_store(tmp_path: Path, kind: Kind) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(turn, range(200)))
     assert page_store.counts["written"] == 200
-    assert page_store.bytes == PAGE_BYTES * sum(stored(page_store, chain) for chain in prompts) <= 3 * PAGE_BYTES
+    left = sum(stored(page_store, chain) for chain in prompts)  # a page that was written while it was evicted is a miss
+    assert page_store.bytes == PAGE_BYTES * left <= 3 * PAGE_BYTES
 
 
 def test_manifests_that_cannot_be_listed_make_no_object_nobodys(tmp_path: Path) -> None:

@@ -116,77 +116,22 @@ def _listed(name: str, tp: int, layout: str) -> Case:
     """Layers as the numbers of config.json give them, and as vLLM names its classes and calculators."""
     target, *drafts = name.split("+")
     layers, page = [], 16
-    for prefix, one in (("model", target), *(("draft", d) for d in drafts)):
-        c = text(config(one))
-        for i, kind in enumerate(layer_kinds(c, number(c, "num_hidden_layers"))):
-            at = f"{prefix}.layers.{i}"
-            if kind == "attention" and c.get("kv_lora_rank"):
-                page = 64 if c.get("index_head_dim") else page
-                head = c["kv_lora_rank"] + c["qk_rope_head_dim"]
-                layers.append([f"{at}.attn", "MLAAttentionSpec", {"num_kv_heads": 1, "head_size": head}])
-                if c.get("index_head_dim"):
-                    numbers = {"num_kv_heads": 1, "head_size": 132, "dtypes": ["uint8"]}
-                    layers.append([f"{at}.indexer", "MLAAttentionSpec", numbers])
-            elif kind == "attention":
-                dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-                layers.append(
-                    [
-                        f"{at}.attn",
-                        "FullAttentionSpec",
-                        {"num_kv_heads": max(1, c["num_key_value_heads"] // tp), "head_size": dim},
-                    ]
-                )
-            elif kind == "kda":
-                sizes = c["linear_attn_config"]
-                layers.append(
-                    [
-                        f"{at}.kda",
-                        "kda_state_shape",
-                        {
-                            "tp_world_size": tp,
-                            "num_heads": sizes["num_heads"],
-                            "head_dim": sizes["head_dim"],
-                            "conv_kernel_size": 4,
-                            "dtypes": ["bfloat16", "float32"],
-                        },
-                    ]
-                )
-            elif kind == "lightning":
-                layers.append(
-                    [
-                        f"{at}.linear",
-                        "linear_attention_state_shape",
-                        {"tp_size": tp, "num_heads": c["num_attention_heads"], "head_dim": c["head_dim"]},
-                    ]
-                )
-            else:
-                layers.append(
-                    [
-                        f"{at}.mamba",
-                        "mamba2_state_shape",
-                        {
-                            "tp_world_size": tp,
-                            "intermediate_size": c["mamba_expand"] * c["hidden_size"],
-                            "n_groups": c["mamba_n_groups"],
-                            "num_heads": c["mamba_n_heads"],
-                            "head_dim": c["mamba_d_head"],
-                            "state_size": c["mamba_d_state"],
-                            "conv_kernel": c["mamba_d_conv"],
-                            "dtypes": ["bfloat16", "bfloat16"],
-                        },
-                    ]
-                )
+    for prefix, model in (("model", target), *(("draft", draft) for draft in drafts)):
+        sizes = text(config(model))
+        for i, kind in enumerate(layer_kinds(sizes, number(sizes, "num_hidden_layers"))):
+            layers += _layer(f"{prefix}.layers.{i}", kind, sizes, tp)
+            if kind == "attention" and sizes.get("kv_lora_rank") and sizes.get("index_head_dim"):
+                page = 64
     states, padded = any("shape" in kind for _, kind, _ in layers), None
     if states:  # the platform makes a block as long as a state; ours is, and the rest is compared
         side = pools("vllm", config(target), (), Setup(Parallel(tp=tp), layout=layout))
-        page = next(g.rows for g in side.geometry.groups if g.name == "target")
+        page = next(group.rows for group in side.geometry.groups if group.name == "target")
         padded = int(side.memory(0, 1).columns[0].item_stride[0])
-    c = text(config("llama-3.1-8b"))
     return {
         "id": f"{name}, tp {tp}, {layout}",
         "model": target,
         "drafts": drafts,
-        "config": c,
+        "config": text(config("llama-3.1-8b")),
         "architecture": "LlamaForCausalLM",
         "layers": layers,
         "tp": tp,
@@ -195,6 +140,45 @@ def _listed(name: str, tp: int, layout: str) -> Case:
         "layout": layout,
         "blocks": BLOCKS,
     }
+
+
+def _layer(name: str, kind: str, sizes: Sizes, tp: int) -> list[list[Any]]:
+    """A layer's caches: the name of each, its class or calculator in vLLM, and the arguments of that."""
+    if kind == "attention" and sizes.get("kv_lora_rank"):
+        head = sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"]
+        latent = [f"{name}.attn", "MLAAttentionSpec", {"num_kv_heads": 1, "head_size": head}]
+        if not sizes.get("index_head_dim"):
+            return [latent]
+        arguments = {"num_kv_heads": 1, "head_size": 132, "dtypes": ["uint8"]}
+        return [latent, [f"{name}.indexer", "MLAAttentionSpec", arguments]]
+    if kind == "attention":
+        dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+        arguments = {"num_kv_heads": max(1, sizes["num_key_value_heads"] // tp), "head_size": dim}
+        return [[f"{name}.attn", "FullAttentionSpec", arguments]]
+    if kind == "kda":
+        linear = sizes["linear_attn_config"]
+        arguments = {
+            "tp_world_size": tp,
+            "num_heads": linear["num_heads"],
+            "head_dim": linear["head_dim"],
+            "conv_kernel_size": 4,
+            "dtypes": ["bfloat16", "float32"],
+        }
+        return [[f"{name}.kda", "kda_state_shape", arguments]]
+    if kind == "lightning":
+        arguments = {"tp_size": tp, "num_heads": sizes["num_attention_heads"], "head_dim": sizes["head_dim"]}
+        return [[f"{name}.linear", "linear_attention_state_shape", arguments]]
+    arguments = {
+        "tp_world_size": tp,
+        "intermediate_size": sizes["mamba_expand"] * sizes["hidden_size"],
+        "n_groups": sizes["mamba_n_groups"],
+        "num_heads": sizes["mamba_n_heads"],
+        "head_dim": sizes["mamba_d_head"],
+        "state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "dtypes": ["bfloat16", "bfloat16"],
+    }
+    return [[f"{name}.mamba", "mamba2_state_shape", arguments]]
 
 
 def sglang_cases() -> list[Case]:

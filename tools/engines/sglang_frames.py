@@ -260,6 +260,11 @@ def _staged(conn: Any, nested: bool) -> Iterator[dict[str, Any]]:
         sockets.sent.pop(),
         {**peer_name, "round": 3, "tail": 65_536},
     )
+    yield from _staged_chunk(manager, sockets, peer)
+
+
+def _staged_chunk(manager: Any, sockets: Any, peer: SimpleNamespace) -> Iterator[dict[str, Any]]:
+    """Sends the message that a chunk is in the staging buffer."""
     manager._connect = lambda *args, **more: sockets
     manager._send_multipart_locked = lambda where, frames, **more: sockets.send_multipart(frames)
     if hasattr(manager, "_send_chunk_ready"):
@@ -277,7 +282,7 @@ def _staged(conn: Any, nested: bool) -> Iterator[dict[str, Any]]:
             targets=[("10.0.7.2", 41_873)],
         )
     name = "_send_chunk_ready" if hasattr(manager, "_send_chunk_ready") else "send_chunk_ready"
-    given = {
+    expected = {
         "room": ROOM,
         "chunk_idx": 1,
         "page_start": 4,
@@ -285,7 +290,7 @@ def _staged(conn: Any, nested: bool) -> Iterator[dict[str, Any]]:
         "writer_id": "10.0.7.2:15733",
         "prefill_rank": 6,
     }
-    yield _record(manager, name, "plain", "staging.chunk", sockets.sent.pop(), given)
+    yield _record(manager, name, "plain", "staging.chunk", sockets.sent.pop(), expected)
 
 
 def _bootstrap(release: str) -> Iterator[dict[str, Any]]:

@@ -40,7 +40,7 @@ def _spoil(blocks: Any, compiled: Any) -> None:
 def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
     import torch
     import vllm
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     from tools.engines.vllm_corrupting import FETCHED
@@ -52,66 +52,99 @@ def _serve(pipe: Connection, settings: dict[str, Any]) -> None:
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     began = time.monotonic()
     engine = LLM(**SETTINGS | settings).llm_engine
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()  # after vLLM has configured its own
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("vllm.kvproto").addHandler(handler)
-    core = engine.engine_core.engine_core
-    pipe.send(("ready", time.monotonic() - began))
-    preempted: dict[str, int] = {}
-    rounds: Counter[str] = Counter()
-    steps: list[tuple[float, float]] = []
-    while True:
-        busy = core.scheduler.has_requests()
-        while pipe.poll(0 if busy else 0.05):
-            name, *given = pipe.recv()
-            if name == "add":
-                request, tokens, most, params, *values = given
-                sampling = SamplingParams(
-                    temperature=0, max_tokens=most, ignore_eos=True, detokenize=False,
-                    extra_args={"kv_transfer_params": params} if params else None, logprobs=values[0] if values else None,
-                )  # fmt: skip
-                engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
-            elif name == "abort":
-                engine.abort_request(given)
-            elif name == "free":
+    _Steps(pipe, engine, messages, FETCHED).run(began)
+
+
+class _Steps:
+    """Steps of one engine, and the orders that it answers between them."""
+
+    def __init__(self, pipe: Connection, engine: Any, messages: list[str], fetched: dict[str, float]) -> None:
+        self.pipe, self.engine, self.core = pipe, engine, engine.engine_core.engine_core
+        self.messages, self.fetched = messages, fetched
+        self.preempted: dict[str, int] = {}
+        """The number of preemptions of each request."""
+        self.rounds: Counter[str] = Counter()
+        """The number of steps in which each request had an output."""
+        self.times: list[tuple[float, float]] = []
+        """Seconds and CPU seconds of each step."""
+
+    def run(self, began: float) -> None:
+        """Report that the engine is ready, then step it until it is told to stop."""
+        self.pipe.send(("ready", time.monotonic() - began))
+        while True:
+            busy = self.core.scheduler.has_requests()
+            while self.pipe.poll(0 if busy else 0.05):
+                name, *arguments = self.pipe.recv()
+                if name == "stop":
+                    self.core.shutdown()
+                    return
+                self._obey(name, arguments)
+                busy = True
+            self._step()
+
+    def _obey(self, name: str, arguments: list[Any]) -> None:
+        pipe, core = self.pipe, self.core
+        match name:
+            case "add":
+                self._add(*arguments)
+            case "abort":
+                self.engine.abort_request(arguments)
+            case "free":
                 pool = core.scheduler.kv_cache_manager.block_pool
                 pipe.send(("free", pool.get_num_free_blocks(), len(core.scheduler.requests)))
-            elif name == "forget":
-                pipe.send(("forgot", engine.reset_prefix_cache()))
-            elif name == "preempted":
-                pipe.send(("preempted", sum(preempted.values())))
-            elif name == "rounds":
-                pipe.send(("rounds", rounds[given[0]]))
-            elif name == "said":
-                pipe.send(("said", said))
-            elif name == "steps":
-                pipe.send(("steps", steps))
-                steps = []
-            elif name == "spoil":
+            case "forget":
+                pipe.send(("forgot", self.engine.reset_prefix_cache()))
+            case "preempted":
+                pipe.send(("preempted", sum(self.preempted.values())))
+            case "rounds":
+                pipe.send(("rounds", self.rounds[arguments[0]]))
+            case "said":
+                pipe.send(("said", self.messages))
+            case "steps":
+                pipe.send(("steps", self.times))
+                self.times = []
+            case "spoil":
                 _spoil(core.scheduler.kv_cache_manager.block_pool, core.vllm_config.compilation_config)
                 pipe.send(("spoilt",))
-            elif name == "stop":
-                core.shutdown()
-                return
-            busy = True
-        for request in core.scheduler.requests.values():
+
+    def _add(self, request: str, tokens: list[int], most: int, params: Any, *logprobs: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=most,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params} if params else None,
+            logprobs=logprobs[0] if logprobs else None,
+        )
+        self.engine.add_request(request, {"prompt_token_ids": tokens}, sampling)
+
+    def _step(self) -> None:
+        for request in self.core.scheduler.requests.values():
             if request.num_preemptions:
-                preempted[request.request_id] = request.num_preemptions
-        if engine.has_unfinished_requests():
+                self.preempted[request.request_id] = request.num_preemptions
+        if self.engine.has_unfinished_requests():
             began, cpu = time.perf_counter(), time.thread_time()
-            outs = engine.step()
-            steps.append((time.perf_counter() - began, time.thread_time() - cpu))
-            if not outs:  # as vLLM's own loop does where no model was run
+            outputs = self.engine.step()
+            self.times.append((time.perf_counter() - began, time.thread_time() - cpu))
+            if not outputs:  # as vLLM's own loop does if no model was run
                 time.sleep(0.001)
-            for out in outs:
-                rounds[out.request_id] += 1
-                if out.finished:
-                    found = out.outputs[0]
-                    answer = list(found.token_ids), found.finish_reason, out.kv_transfer_params, out.num_cached_tokens
-                    seconds = {name.rpartition("-")[0]: s for name, s in FETCHED.items()}.get(out.request_id)
-                    values = [{n: p.logprob for n, p in place.items()} for place in found.logprobs or ()]
-                    pipe.send(("done", out.request_id, *answer, seconds, values))
-        elif core.scheduler.has_requests():
-            core.step_fn()
+            for output in outputs:
+                self.rounds[output.request_id] += 1
+                if output.finished:
+                    self._report(output)
+        elif self.core.scheduler.has_requests():
+            self.core.step_fn()
             time.sleep(0.001)
+
+    def _report(self, output: Any) -> None:
+        text = output.outputs[0]
+        answer = list(text.token_ids), text.finish_reason, output.kv_transfer_params, output.num_cached_tokens
+        seconds = {name.rpartition("-")[0]: time_ for name, time_ in self.fetched.items()}.get(output.request_id)
+        logprobs = [{token: entry.logprob for token, entry in place.items()} for place in text.logprobs or ()]
+        self.pipe.send(("done", output.request_id, *answer, seconds, logprobs))

@@ -198,6 +198,16 @@ def _wrong(
         yield "none", _RANGE, "", "OUT_OF_RANGE", "", "an empty name"
 
 
+def _stream(id_: str, clause: str, chunks: list[bytes], frames: list[Any], note: str) -> Case:
+    return {
+        "id": id_,
+        "clause": clause,
+        "chunks": [chunk.hex() for chunk in chunks],
+        "frames": frames,
+        "note": note,
+    }
+
+
 def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     """Cases of streams: frames and where they are cut."""
     good = [rows[name]["least"] for name in ("DoneAck", "Ping", "Drained")]
@@ -205,41 +215,40 @@ def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     says = [_answer(row) for row in good]
     whole = one + two + three
 
-    def case(id_: str, clause: str, chunks: list[bytes], frames: list[Any], note: str) -> Case:
-        return {
-            "id": id_,
-            "clause": clause,
-            "chunks": [chunk.hex() for chunk in chunks],
-            "frames": frames,
-            "note": note,
-        }
-
     split = "KVP-STREAM-SPLIT"
-    yield case("frame-by-frame", split, [one, two, three], says, "a frame a read")
-    yield case("at-once", split, [whole], says, "three frames in one read")
-    yield case("byte-by-byte", split, [bytes([b]) for b in whole], says, "every cut there is")
-    yield case("empty-reads", split, [b"", one, b"", b"", two + three, b""], says, "reads without a byte")
-    yield case("nothing", split, [b""], [], "no frame yet")
+    yield _stream("frame-by-frame", split, [one, two, three], says, "a frame a read")
+    yield _stream("at-once", split, [whole], says, "three frames in one read")
+    yield _stream("byte-by-byte", split, [bytes([b]) for b in whole], says, "every cut there is")
+    yield _stream("empty-reads", split, [b"", one, b"", b"", two + three, b""], says, "reads without a byte")
+    yield _stream("nothing", split, [b""], [], "no frame yet")
     for at in range(1, len(one + two)):
         where = "the magic" if at % len(one) < 4 else "an envelope" if at % len(one) < 16 else "a body"
-        yield case(f"cut-at-{at}", split, [whole[:at], whole[at:]], says, f"cut in or at {where}")
+        yield _stream(f"cut-at-{at}", split, [whole[:at], whole[at:]], says, f"cut in or at {where}")
     for at in (3, 15, len(one) - 1):
-        yield case(f"unfinished-{at}", split, [whole + one[:at]], says, "what is not whole is no frame yet")
+        yield _stream(f"unfinished-{at}", split, [whole + one[:at]], says, "what is not whole is no frame yet")
     for name in ("trailing", "unknown-must", "twice", "wide-map", "other-major"):
         row = rows["DoneAck"][name]
         bad = bytes.fromhex(row["bytes"])
         frames = [says[0], _answer(row), says[1]]
-        yield case(f"on-after-{name}", "KVP-STREAM-GO-ON", [one + bad + two], frames, "one bad frame costs one frame")
+        yield _stream(
+            f"on-after-{name}", "KVP-STREAM-GO-ON", [one + bad + two], frames, "one bad frame costs one frame"
+        )
         cut = [one + bad[:9], bad[9:-1], bad[-1:] + two]
-        yield case(f"on-after-{name}-cut", "KVP-STREAM-GO-ON", cut, frames, "the same, cut")
+        yield _stream(f"on-after-{name}-cut", "KVP-STREAM-GO-ON", cut, frames, "the same, cut")
+    yield from _bad_envelopes(facts, one, two, says)
+
+
+def _bad_envelopes(facts: Facts, one: bytes, two: bytes, says: list[Any]) -> Iterator[Case]:
+    """Cases of streams in which an envelope is refused, or is none; `says` are the answers to the good frames."""
+    split = "KVP-STREAM-SPLIT"
     for name, at, value, answer in (
         ("type", 6, 0xFF, ("UNKNOWN_MESSAGE", "@type")), ("flag", 8, 0x01, ("UNKNOWN_FLAG", "@flags")), ("major", 4, 9, ("UNSUPPORTED_VERSION", "@major")),
     ):  # fmt: skip
         bad = one[:at] + bytes([value]) + one[at + 1 :]
         note = "what is not whole is no frame yet, whatever its envelope says"
-        yield case(f"unfinished-{name}", split, [one + bad[:-1]], says[:1], note)
+        yield _stream(f"unfinished-{name}", split, [one + bad[:-1]], says[:1], note)
         frames = [{"error": answer[0], "path": answer[1]}, says[1]]
-        yield case(
+        yield _stream(
             f"on-after-{name}",
             "KVP-STREAM-GO-ON",
             [bad + two],
@@ -249,9 +258,9 @@ def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     long = one[:12] + (facts["limit"]["max_body"]["value"] + 1).to_bytes(4, "little")
     frames = [says[0], {"error": "TOO_LARGE", "path": "@length"}]
     for id_, chunks in (("long", [one + long + two]), ("long-cut", [one + long[:7], long[7:]])):
-        yield case(id_, split, chunks, frames, "who waits for the end of it holds what is sent until then")
+        yield _stream(id_, split, chunks, frames, "who waits for the end of it holds what is sent until then")
     bare = one[:12] + bytes(4)
-    yield case(
+    yield _stream(
         "no-body",
         "KVP-STREAM-GO-ON",
         [bare + two],
@@ -261,8 +270,8 @@ def _streams(facts: Facts, rows: dict[str, dict[str, Case]]) -> Iterator[Case]:
     for at, form in ((0, b"\0"), (0, b"KVPX"), (3, b"KVP\0"), (0, b"\xff" * 40)):
         lost = {"error": "BAD_MAGIC", "path": "@magic"}
         id_ = f"lost-{form[:4].hex()}-{at}"
-        yield case(id_, "KVP-STREAM-MAGIC", [one + form, two], [says[0], lost], "what follows might be anything")
-        yield case(
+        yield _stream(id_, "KVP-STREAM-MAGIC", [one + form, two], [says[0], lost], "what follows might be anything")
+        yield _stream(
             f"{id_}-cut",
             "KVP-STREAM-MAGIC",
             [*(bytes([b]) for b in one + form[:4]), two],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -440,36 +441,7 @@ class Body:
     def _of_int(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node = self.full.node
         if f["type"].startswith("enum:"):
-            enum = self._enum(f["type"][5:])
-            yield from self._each_value(owner, f, at, path, id_, enum)
-            if enum["open"]:
-                rules = [r for r in self._body(owner).get("rule", ()) if f["name"] in r["args"]]
-                if not rules:
-                    for what, number in (("unknown", _OPEN), ("next", max(enum["values"].values()) + 1)):
-                        shown = _json_replaced(self.full.json, path, {"unknown": str(number)})
-                        value = _Value(_replaced(node, at, uint(number)), shown)
-                        yield self.good(f"{id_}-{what}", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
-            else:
-                beyond = max(enum["values"].values()) + 1
-                yield self.bad(
-                    f"{id_}-unknown",
-                    "KVP-BODY-ENUM",
-                    _replaced(node, at, uint(beyond)),
-                    "UNKNOWN_ENUM_VALUE",
-                    path,
-                    "an unknown value is no default",
-                )
-                yield self.bad(
-                    f"{id_}-zero",
-                    "KVP-BODY-ENUM",
-                    _replaced(node, at, uint(0)),
-                    "UNKNOWN_ENUM_VALUE",
-                    path,
-                    "0 is never a value",
-                )
-            yield self.bad(
-                f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits"
-            )
+            yield from self._of_enum(owner, f, at, path, id_)
             return
         low, high = f.get("min", 0), f.get("max", (1 << _BITS[f["type"]]) - 1)
         if low:
@@ -508,6 +480,39 @@ class Body:
             "NOT_CANONICAL",
             path,
             "an integer in 8 bytes that needs 1",
+        )
+
+    def _of_enum(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
+        node = self.full.node
+        enum = self._enum(f["type"][5:])
+        yield from self._each_value(owner, f, at, path, id_, enum)
+        if enum["open"]:
+            rules = [r for r in self._body(owner).get("rule", ()) if f["name"] in r["args"]]
+            if not rules:
+                for what, number in (("unknown", _OPEN), ("next", max(enum["values"].values()) + 1)):
+                    shown = _json_replaced(self.full.json, path, {"unknown": str(number)})
+                    value = _Value(_replaced(node, at, uint(number)), shown)
+                    yield self.good(f"{id_}-{what}", "KVP-BODY-OPEN", value, "a value of a newer minor is kept")
+        else:
+            beyond = max(enum["values"].values()) + 1
+            yield self.bad(
+                f"{id_}-unknown",
+                "KVP-BODY-ENUM",
+                _replaced(node, at, uint(beyond)),
+                "UNKNOWN_ENUM_VALUE",
+                path,
+                "an unknown value is no default",
+            )
+            yield self.bad(
+                f"{id_}-zero",
+                "KVP-BODY-ENUM",
+                _replaced(node, at, uint(0)),
+                "UNKNOWN_ENUM_VALUE",
+                path,
+                "0 is never a value",
+            )
+        yield self.bad(
+            f"{id_}-beyond", "KVP-BODY-RANGE", _replaced(node, at, uint(0x10000)), "OUT_OF_RANGE", path, "16 bits"
         )
 
     def _each_value(
@@ -779,94 +784,126 @@ class Body:
     # rules
 
     def _rule(self, owner: str, number: int, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
-        fields = {f["name"]: f for f in self._fields(owner)}
-        name, args = rule["rule"], rule["args"]
-        absent = self._absent(owner, full=True)
-        id_ = f"{path.replace('[0]', '')}{rule['id']}"
-        whole, clause, error = self.full, rule["clause"], rule["error"]
-        first = fields[args[0]]
-        here = (*at, first["id"])
-        if name in ("ascend", "rise", "unique") and args[0] in absent:
-            whole, absent = self._with(owner, first, here, f"{path}{args[0]}"), set()
-
-        def bad(what: str, node: Node, where: str, note: str) -> Case:
-            return self.bad(f"{id_}{what}", clause, node, error, f"{path}{where}", note)
-
-        if name in ("ascend", "rise", "unique") and args[0] not in absent:
-            values = _at(whole.node, here)
-            if not isinstance(values, list):
-                yield bad("", _replaced(whole.node, here, numbers([5, 4])), f"{args[0]}[1]", "descending")
-                yield bad("-twice", _replaced(whole.node, here, numbers([4, 9, 9])), f"{args[0]}[2]", "twice")
-                return
-            tail = f".{args[1]}" if len(args) == 2 else ""
-            if name == "rise":
-                first_json = _json_at(whole.json, f"{path}{args[0]}")[0]
-                shown = _json_replaced(whole.json, f"{path}{args[0]}", [first_json, first_json])
-                twice = _Value(_replaced(whole.node, here, [values[0], values[0]]), shown)
-                yield self.good(f"{id_}-twice", clause, twice, "equal neighbours")
-            else:
-                yield bad("-twice", _replaced(whole.node, here, [values[0], values[0]]), f"{args[0]}[1]{tail}", "twice")
-            if name != "unique":
-                yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
-            else:
-                shown = _json_replaced(whole.json, f"{path}{args[0]}", _json_at(whole.json, f"{path}{args[0]}")[::-1])
-                yield self.good(
-                    f"{id_}-any-order",
-                    clause,
-                    _Value(_replaced(whole.node, here, values[::-1]), shown),
-                    "any order will do",
-                )
+        name = rule["rule"]
+        if name in ("ascend", "rise", "unique"):
+            yield from self._order(owner, rule, at, path)
         elif name == "subset":
-            extra = [*_at(whole.node, here), uint(_OPEN)]
-            yield bad(
-                "", _replaced(whole.node, here, extra), f"{args[0]}[{len(extra) - 1}]", "needs what it does not offer"
-            )
+            yield from self._subset(owner, rule, at, path)
         elif name in ("le", "lt"):
-            second = fields[args[1]]
-            for what, low, high in (("", 7, 6), ("-equal", 7, 7)):
-                node = _replaced(_replaced(whole.node, here, uint(low)), (*at, second["id"]), uint(high))
-                if what and name == "le":
-                    shown = _json_replaced(
-                        _json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high)
-                    )
-                    if args[0] not in absent:
-                        yield self.good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
-                elif args[0] not in absent:
-                    yield bad(what, node, args[1], "the end before the beginning")
+            yield from self._limit(owner, rule, at, path)
         elif name == "sum_le":
-            top = args[2] if isinstance(args[2], int) else 1 << 40
-            last = args[1] if isinstance(args[2], int) else args[2]
-            for what, a, b in (
-                ("-reach", top - 9, 9), ("-reach-at-once", 0, top), ("-one", 0, 1),
-                ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1),
-            ):  # fmt: skip
-                node = _replaced(_replaced(whole.node, here, uint(a)), (*at, fields[args[1]]["id"]), uint(b))
-                shown = _json_replaced(
-                    _json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b)
-                )
-                if what.startswith(("-reach", "-one")):
-                    note = "exactly at the end" if what != "-one" else "the least"
-                    yield self.good(f"{id_}{what}", clause, _Value(node, shown), note)
-                else:
-                    yield bad(
-                        what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits"
-                    )
+            yield from self._sum(owner, rule, at, path)
         elif name == "same_length":
-            for other in args[1:]:
-                node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
-                yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
-            node, shown = whole.node, whole.json
-            for array in args:
-                node = _replaced(node, (*at, fields[array]["id"]), numbers([1]))
-                shown = _json_replaced(shown, f"{path}{array}", ["1"])
-            yield self.good(f"{id_}-one", clause, _Value(node, shown), "one of each")
-            for array in args if first.get("min") else ():
-                node = _replaced(node, (*at, fields[array]["id"]), numbers([]))
-            if first.get("min"):
-                where = f"{path}{args[0]}"
-                yield self.bad(f"{id_}-none", "KVP-BODY-RANGE", node, "OUT_OF_RANGE", where, "nothing at all")
+            yield from self._lengths(owner, rule, at, path)
         elif name in ("present_iff", "only_if"):
-            yield from self._presence(owner, rule, at, path, id_)
+            yield from self._presence(owner, rule, at, path, self._rule_id(rule, path))
+
+    @staticmethod
+    def _rule_id(rule: Facts, path: str) -> str:
+        return f"{path.replace('[0]', '')}{rule['id']}"
+
+    def _broken(self, rule: Facts, path: str, what: str, node: Node, where: str, note: str) -> Case:
+        """A value that breaks the rule."""
+        id_ = f"{self._rule_id(rule, path)}{what}"
+        return self.bad(id_, rule["clause"], node, rule["error"], f"{path}{where}", note)
+
+    def _order(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        """Values in another order, or twice."""
+        fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
+        name, args, clause, id_ = rule["rule"], rule["args"], rule["clause"], self._rule_id(rule, path)
+        whole, first = self.full, fields[args[0]]
+        here = (*at, first["id"])
+        if args[0] in self._absent(owner, full=True):
+            whole = self._with(owner, first, here, f"{path}{args[0]}")
+        values = _at(whole.node, here)
+        if not isinstance(values, list):
+            yield bad("", _replaced(whole.node, here, numbers([5, 4])), f"{args[0]}[1]", "descending")
+            yield bad("-twice", _replaced(whole.node, here, numbers([4, 9, 9])), f"{args[0]}[2]", "twice")
+            return
+        tail = f".{args[1]}" if len(args) == 2 else ""
+        if name == "rise":
+            first_json = _json_at(whole.json, f"{path}{args[0]}")[0]
+            shown = _json_replaced(whole.json, f"{path}{args[0]}", [first_json, first_json])
+            twice = _Value(_replaced(whole.node, here, [values[0], values[0]]), shown)
+            yield self.good(f"{id_}-twice", clause, twice, "equal neighbours")
+        else:
+            yield bad("-twice", _replaced(whole.node, here, [values[0], values[0]]), f"{args[0]}[1]{tail}", "twice")
+        if name != "unique":
+            yield bad("", _replaced(whole.node, here, values[::-1]), f"{args[0]}[1]{tail}", "descending")
+        else:
+            shown = _json_replaced(whole.json, f"{path}{args[0]}", _json_at(whole.json, f"{path}{args[0]}")[::-1])
+            yield self.good(
+                f"{id_}-any-order",
+                clause,
+                _Value(_replaced(whole.node, here, values[::-1]), shown),
+                "any order will do",
+            )
+
+    def _subset(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        """A value of which the other field has none."""
+        fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
+        args, whole = rule["args"], self.full
+        here = (*at, fields[args[0]]["id"])
+        extra = [*_at(whole.node, here), uint(_OPEN)]
+        yield bad(
+            "", _replaced(whole.node, here, extra), f"{args[0]}[{len(extra) - 1}]", "needs what it does not offer"
+        )
+
+    def _limit(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        """A value above another, or equal to it."""
+        fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
+        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        whole, absent = self.full, self._absent(owner, full=True)
+        here = (*at, fields[args[0]]["id"])
+        second = fields[args[1]]
+        for what, low, high in (("", 7, 6), ("-equal", 7, 7)):
+            node = _replaced(_replaced(whole.node, here, uint(low)), (*at, second["id"]), uint(high))
+            if what and rule["rule"] == "le":
+                shown = _json_replaced(
+                    _json_replaced(whole.json, f"{path}{args[0]}", str(low)), f"{path}{args[1]}", str(high)
+                )
+                if args[0] not in absent:
+                    yield self.good(f"{id_}{what}", clause, _Value(node, shown), "equal will do")
+            elif args[0] not in absent:
+                yield bad(what, node, args[1], "the end before the beginning")
+
+    def _sum(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        """Two values whose sum is within a third, or beyond it."""
+        fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
+        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        whole, here = self.full, (*at, fields[args[0]]["id"])
+        top = args[2] if isinstance(args[2], int) else 1 << 40
+        last = args[1] if isinstance(args[2], int) else args[2]
+        for what, a, b in (
+            ("-reach", top - 9, 9), ("-reach-at-once", 0, top), ("-one", 0, 1),
+            ("", top - 9, 10), ("-overflow", (1 << 64) - 1, 1),
+        ):  # fmt: skip
+            node = _replaced(_replaced(whole.node, here, uint(a)), (*at, fields[args[1]]["id"]), uint(b))
+            shown = _json_replaced(_json_replaced(whole.json, f"{path}{args[0]}", str(a)), f"{path}{args[1]}", str(b))
+            if what.startswith(("-reach", "-one")):
+                note = "exactly at the end" if what != "-one" else "the least"
+                yield self.good(f"{id_}{what}", clause, _Value(node, shown), note)
+            else:
+                yield bad(what, node, str(last), "beyond the end" if not what else "a sum that wraps around in 64 bits")
+
+    def _lengths(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
+        """Arrays of equal and of unequal length."""
+        fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
+        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        whole, first = self.full, fields[args[0]]
+        for other in args[1:]:
+            node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
+            yield bad(f"-{other}", node, other, "arrays of unequal length, paired by position")
+        node, shown = whole.node, whole.json
+        for array in args:
+            node = _replaced(node, (*at, fields[array]["id"]), numbers([1]))
+            shown = _json_replaced(shown, f"{path}{array}", ["1"])
+        yield self.good(f"{id_}-one", clause, _Value(node, shown), "one of each")
+        for array in args if first.get("min") else ():
+            node = _replaced(node, (*at, fields[array]["id"]), numbers([]))
+        if first.get("min"):
+            where = f"{path}{args[0]}"
+            yield self.bad(f"{id_}-none", "KVP-BODY-RANGE", node, "OUT_OF_RANGE", where, "nothing at all")
 
     def _presence(self, owner: str, rule: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         fields = {f["name"]: f for f in self._fields(owner)}
