@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 
 import attrs
 import numpy as np
@@ -38,10 +38,11 @@ class PageSums:
 
 def page_sums(
     program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
-) -> dict[int, PageSums]:
-    """The sums of each sink group that moves a row in a program; `groups` are the sink's, by id (KVP-VERIFY-PAGES).
+) -> Generator[None, None, dict[int, PageSums]]:
+    """Compute the sums of each sink group that moves a row in a program, one of them in each step.
 
-    `checksums` returns those of a program by group, as transports do, and is called once for each layer and page.
+    `groups` are the sink's, by id. `checksums` returns those of a program by group, as transports do, and is called
+    once for each layer and page. Clause KVP-VERIFY-PAGES.
     """
     sums = {}
     for id in np.unique(program.ops["group"]).tolist():
@@ -60,5 +61,6 @@ def page_sums(
             for page in pages:
                 part = of_layer.select(tokens=(page * step, (page + 1) * step)) if apart else of_layer
                 values.append(checksums(part).get(id, 0))
+                yield
         sums[id] = PageSums(layers, pages, np.array(values, np.uint64))
     return sums

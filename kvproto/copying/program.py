@@ -307,6 +307,27 @@ class CopyProgram:
         step = max(len(layers) * most // self.bytes, 1)
         return [self.select(layers=layers[i : i + step].tolist()) for i in range(0, len(layers), step)]
 
+    def slices(self, most: int) -> Iterator[CopyProgram]:
+        """Yield this program in parts of about `most` bytes; a layer is divided by rows, if its items are not opaque.
+
+        Each row of each operation is in one part, so that the parts of a checksum add up to it.
+        """
+        for part in self.parts(most):
+            if part.bytes <= 2 * most:
+                yield part
+                continue
+            for number in np.unique(part.ops["map"]).tolist():
+                ops, rows = part.ops[part.ops["map"] == number], part.maps[number]
+                width = int((ops["lanes"] * ops["lane_bytes"]).sum())
+                if rows.whole or rows.size * width <= most:
+                    yield attrs.evolve(part, ops=ops)
+                    continue
+                first, end = int(rows.piece_first.min()), int((rows.piece_first + rows.piece_rows).max())
+                step = max(most * (end - first) // (rows.size * width), 1)
+                for row in range(first, end, step):
+                    maps = (*part.maps[:number], rows.between(row, row + step), *part.maps[number + 1 :])
+                    yield attrs.evolve(part, maps=maps, ops=ops)
+
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
         """Return the rows of a model that `end` tokens complete and `first` tokens do not; all the rest if it is None.
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Iterable
 
 from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.rank.registration import PeerMapping
 from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
-from kvproto.wire.messages import Checksum
+from kvproto.wire.messages import Checksum, Group
 
-__all__ = ["BEGUN", "SUM_TIME", "Checksums", "Sums", "bytes_by_name", "session_id"]
+__all__ = ["BEGUN", "SUM_TIME", "Checksums", "PageSumming", "Sums", "bytes_by_name", "session_id"]
 
 BEGUN = 8
 """The number of requests whose checksums are started before the first is awaited."""
@@ -32,31 +31,52 @@ class Sums:
 
     def __init__(self, program: CopyProgram, transport: Transport, memories: Regions, sink: bool) -> None:
         """`memories` are the sink's if `sink`, otherwise the source's."""
-        self.program, self._parts = program, deque(program.parts(transport.capabilities.summed_at_once))
+        self.program, self._parts = program, program.slices(transport.capabilities.summed_at_once)
+        self._part = next(self._parts, None)
         self._transport, self._memories, self._sink = transport, memories, sink
         self.by_group: dict[int, int] = {}
         self._begun: Callable[[], dict[int, int]] | None = None
-        """The first of the remaining parts, once it has been started."""
+        """The checksums of the current part, once it has been started."""
 
     def advance(self, until: float) -> bool:
         """Compute parts until `until`, a time of `time.monotonic`; returns whether all checksums are computed.
 
         A device computes on alone the part that was begun last.
         """
-        while self._parts:
+        while self._part is not None:
             if self._begun is None:
-                self._begun = self._transport.begin_checksums(self._parts[0], self._memories, self._sink)
+                self._begun = self._transport.begin_checksums(self._part, self._memories, self._sink)
             if time.monotonic() >= until:
                 return False
             for group, value in self._begun().items():
                 self.by_group[group] = self.by_group.get(group, 0) + value & (1 << 64) - 1
-            self._begun = None
-            self._parts.popleft()
+            self._begun, self._part = None, next(self._parts, None)
         return True
 
-    def of(self, part: CopyProgram) -> dict[int, int]:
-        """The checksums of a part of the program, computed at once."""
+    def of_pages(self, groups: Iterable[Group], program: CopyProgram | None = None) -> PageSumming:
+        """The checksums of single layers and pages of these groups, of all of the program or of a part of it."""
+        return PageSumming(page_sums(program or self.program, {group.id: group for group in groups}, self._of))
+
+    def _of(self, part: CopyProgram) -> dict[int, int]:
         return self._transport.checksums(part, self._memories, self._sink)
+
+
+class PageSumming:
+    """Checksums of single layers and pages, computed one by one."""
+
+    def __init__(self, steps: Generator[None, None, dict[int, PageSums]]) -> None:
+        self._steps = steps
+        self.by_group: dict[int, PageSums] | None = None
+        """The sums by group id, once all are computed."""
+
+    def advance(self, until: float) -> bool:
+        """Compute sums until `until`, a time of `time.monotonic`; returns whether all are computed."""
+        while self.by_group is None and time.monotonic() < until:
+            try:
+                next(self._steps)
+            except StopIteration as done:
+                self.by_group = done.value
+        return self.by_group is not None
 
 
 class Checksums:
@@ -65,20 +85,21 @@ class Checksums:
     def __init__(self, peer: PeerMapping, program: CopyProgram, memories: Regions, features: Collection[int]) -> None:
         self._peer, self._features = peer, features
         self._sums = Sums(program, peer.transport, memories, sink=False) if Feature.VERIFY in features else None
+        self._pages: PageSumming | None = None
+        if self._sums is not None and Feature.VERIFY_PAGES in features:
+            self._pages = self._sums.of_pages(peer.pair.sink.geometry.groups)
 
     def advance(self, until: float) -> bool:
         """Compute parts until `until`, as `Sums.advance` does."""
-        return self._sums is None or self._sums.advance(until)
+        if self._sums is not None and not self._sums.advance(until):
+            return False
+        return self._pages is None or self._pages.advance(until)
 
     def for_message(self) -> tuple[Checksum, ...] | None:
         """The message's field, once all checksums are computed; None without VERIFY."""
         if self._sums is None:
             return None
-        pages: dict[int, PageSums] = {}
-        if Feature.VERIFY_PAGES in self._features:
-            pages = page_sums(
-                self._sums.program, {g.id: g for g in self._peer.pair.sink.geometry.groups}, self._sums.of
-            )
+        pages = (self._pages.by_group if self._pages is not None else None) or {}
         return tuple(
             Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
             for group, value in sorted(self._sums.by_group.items())

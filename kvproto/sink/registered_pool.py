@@ -10,7 +10,7 @@ import numpy as np
 
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.page_sums import page_sums
+from kvproto.copying.page_sums import PageSums
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
 from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError, RemoteError
@@ -18,7 +18,7 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
-from kvproto.rank.checksums import Sums
+from kvproto.rank.checksums import PageSumming, Sums
 from kvproto.rank.handles import LentPool
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.rank.registration import register
@@ -127,27 +127,28 @@ class RegisteredPool:
         program = self.programs.program(done.writer, self.begun(grants, begins_of(done)))
         return Sums(program, self._transports[0], self.lent.pool.memories, sink=True)
 
-    def verify(self, done: Done, sums: Sums) -> dict[tuple[int, int], int]:
-        """Compare a source rank's checksums with this side's, and return them by source rank and group id.
+    def difference(self, done: Done, sums: Sums) -> int | None:
+        """The first group whose checksum by a source rank is not this side's; None if all are equal."""
+        sent = {checksum.group: checksum.value for checksum in done.checksums or ()}
+        return next((group for group, value in sums.by_group.items() if sent.get(group) != value), None)
 
-        Raises RemoteError(VERIFY_FAILED) for the first that differ (KVP-VERIFY-SINK).
-        """
-        program, pool = sums.program, self.lent.pool
-        sent = {c.group: c for c in done.checksums or ()}
-        for group, value in sums.by_group.items():
-            if group in sent and sent[group].value == value:
-                continue
-            spec = pool.layout.group(group)
-            path = f"checksums[{spec.name}]"
-            theirs = f"{sent[group].value:016x}" if group in sent else "none"
-            advice = f"from source rank {done.writer}: the bytes changed on their way; do not decode from them"
-            if group in sent and Feature.VERIFY_PAGES in self._endpoint.features():
-                ops = program.ops[program.ops["group"] == group]
-                some = CopyProgram(program.maps, ops, program.tokens_per_row, program.state_after, program.others)
-                pages = page_sums(some, {group: spec}, sums.of)[group]
-                advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
-            raise RemoteError(ErrorCode.VERIFY_FAILED, path, f"{value:016x}", theirs, advice)
-        return {(done.writer, group): value for group, value in sums.by_group.items()}
+    def pages(self, done: Done, sums: Sums, group: int) -> PageSumming | None:
+        """The checksums of single pages of a group, to find what differs, if the source rank has sent its own."""
+        stated = any(checksum.group == group for checksum in done.checksums or ())
+        if not stated or Feature.VERIFY_PAGES not in self._endpoint.features():
+            return None
+        ops = sums.program.ops[sums.program.ops["group"] == group]
+        return sums.of_pages([self.lent.pool.layout.group(group)], attrs.evolve(sums.program, ops=ops))
+
+    def failure(self, done: Done, sums: Sums, group: int, pages: PageSums | None) -> RemoteError:
+        """The error for a checksum that differs, and where, if sums of `pages` are known (KVP-VERIFY-SINK)."""
+        sent = {checksum.group: checksum for checksum in done.checksums or ()}
+        path = f"checksums[{self.lent.pool.layout.group(group).name}]"
+        mine, theirs = f"{sums.by_group[group]:016x}", f"{sent[group].value:016x}" if group in sent else "none"
+        advice = f"from source rank {done.writer}: the bytes changed on their way; do not decode from them"
+        if pages is not None:
+            advice = f"{pages.first_difference(sent[group].pages)}; {advice}"
+        return RemoteError(ErrorCode.VERIFY_FAILED, path, mine, theirs, advice)
 
 
 def prepared(

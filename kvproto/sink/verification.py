@@ -12,7 +12,7 @@ import attrs
 
 from kvproto.errors import KvprotoError
 from kvproto.events import Arrived, Lost
-from kvproto.rank.checksums import BEGUN, SUM_TIME, Sums
+from kvproto.rank.checksums import BEGUN, SUM_TIME, PageSumming, Sums
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.registered_pool import RegisteredPool, begins_of
 from kvproto.wire.enums import Feature, Outcome
@@ -40,11 +40,29 @@ class Arrival:
     sums: list[Sums] = attrs.Factory(list)
     """The checksums of what each source rank has sent; empty without VERIFY."""
     error: KvprotoError | None = None
-    """The error that kept them from being computed."""
+    """The error that kept them from being computed, or the first difference."""
+    _compared: int = 0
+    """The number of source ranks whose checksums were compared."""
+    _pages: PageSumming | None = None
+    """The checksums of single pages of the group that differs."""
 
     def advance(self, until: float) -> bool:
-        """Go on with the checksums until `until`; whether all are computed."""
-        return self.error is not None or all(sums.advance(until) for sums in self.sums)
+        """Go on with the checksums until `until`; whether all are computed and compared."""
+        if self.error is None and not all(sums.advance(until) for sums in self.sums):
+            return False
+        while self.error is None and self._compared < len(self.sums):
+            done, sums = self.done[self._compared], self.sums[self._compared]
+            group = self.registered.difference(done, sums)
+            if group is None:
+                self._compared += 1
+                continue
+            if self._pages is None:
+                self._pages = self.registered.pages(done, sums, group)
+            if self._pages is not None and not self._pages.advance(until):
+                return False
+            pages = self._pages.by_group if self._pages is not None else None
+            self.error = self.registered.failure(done, sums, group, pages[group] if pages else None)
+        return True
 
     def outcome(self) -> Arrived | Lost:
         """End the fetch: with Arrived, or with the error of the first checksum that differs."""
@@ -60,9 +78,8 @@ class Arrival:
                     since[names[group]] = max(first, since.get(names[group], 0))
                 for (group, part), data in self.registered.programs.handoff(done).items() if done.handoff else ():
                     handoff.setdefault(names[group], {})[part] = data
-                if self.sums:
-                    verified = self.registered.verify(done, self.sums[n])
-                    checksums |= {(writer, names[group]): value for (writer, group), value in verified.items()}
+                for group, value in self.sums[n].by_group.items() if self.sums else ():
+                    checksums[done.writer, names[group]] = value
         except KvprotoError as error:  # every writer has said Done, so nothing can arrive any more
             return self.fetch.lose(error.kept(), True)
         finished = all(done.outcome == Outcome.FINISHED for done in self.done)

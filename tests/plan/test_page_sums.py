@@ -1,11 +1,13 @@
 """Checksums of single layers and pages: they add up, and name the byte that was changed. KVP-VERIFY-PAGES."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.lowering import Pair
-from kvproto.copying.page_sums import page_sums
+from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
@@ -31,13 +33,23 @@ def both() -> tuple[Pair, dict[int, Window], dict[int, Window], bytearray, bytea
     return pair, sources, sinks, pools[0], pools[1]
 
 
+def finished(*arguments: Any) -> dict[int, PageSums]:
+    """The sums, once every step is done."""
+    steps = page_sums(*arguments)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return dict(done.value)
+
+
 def test_they_add_up_to_the_checksum_and_are_equal_on_both_sides() -> None:
     pair, sources, sinks, source, sink = both()
     program = pair.lower(sources, sinks)
     execute(program, {0: memoryview(source)}, {0: memoryview(sink)})
     groups = {g.id: g for g in pair.sink.geometry.groups}
-    sent = page_sums(program, groups, lambda p: checksums(p, {0: memoryview(source)}, sink=False))
-    came = page_sums(program, groups, lambda p: checksums(p, {0: memoryview(sink)}, sink=True))
+    sent = finished(program, groups, lambda p: checksums(p, {0: memoryview(source)}, sink=False))
+    came = finished(program, groups, lambda p: checksums(p, {0: memoryview(sink)}, sink=True))
     whole = checksums(program, {0: memoryview(source)}, sink=False)
     assert sent.keys() == came.keys() == whole.keys() == {0, 1}
     assert (sent[0].layers, sent[0].pages, sent[1].pages) == ((3, 5, 8), (1, 2, 3), (0,))
@@ -56,7 +68,7 @@ def test_the_first_difference_names_layer_and_page(layer: int, page: int) -> Non
     item = int(sinks[0].items[page - 1])
     sink[int(columns.offset[2 * layer + 1]) + item * int(columns.item_stride[2 * layer + 1]) + 5] ^= 4
     groups = {g.id: g for g in pair.sink.geometry.groups}
-    sent = page_sums(program, groups, lambda p: checksums(p, {0: memoryview(source)}, sink=False))
-    came = page_sums(program, groups, lambda p: checksums(p, {0: memoryview(sink)}, sink=True))
+    sent = finished(program, groups, lambda p: checksums(p, {0: memoryview(source)}, sink=False))
+    came = finished(program, groups, lambda p: checksums(p, {0: memoryview(sink)}, sink=True))
     assert came[0].first_difference(sent[0].values) == f"layer {(3, 5, 8)[layer]}, page {page}; 1 of 9 differ"
     assert came[0].first_difference(None) == "9 sums of pages wanted, 0 came"

@@ -85,6 +85,8 @@ def test_every_byte_against_brute_force(monkeypatch: pytest.MonkeyPatch, seed: i
             assert sent == checksums(program, here, sink=True)
             parts = [checksums(part, there, sink=False) for part in program.parts(max(program.bytes // 2, 1))]
             assert sent == {group: sum(part.get(group, 0) for part in parts) & (1 << 64) - 1 for group in sent}
+            slices = [checksums(part, there, sink=False) for part in program.slices(rng.randint(1, 200))]
+            assert sent == {group: sum(part.get(group, 0) for part in slices) & (1 << 64) - 1 for group in sent}
             with monkeypatch.context() as m:
                 m.setattr("kvproto.copying.execute._MOST_BYTES", -1)
                 assert sent == checksums(program, there, sink=False)
