@@ -6,8 +6,6 @@ depends on its runs alone.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +60,7 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
     first, length = _owned(m.source, m.source_class, lo, hi)
     if m.sink.cp_size > 1:
         first, length = _meet(first, length, *_owned(m.sink, m.sink_class, lo, hi))
-    moved = _MovedRows.of(first, length)
+    moved = _MovedRows.of(m, first, length)
     ours = _segments(m.source, m.source_class, source, moved, m.source_flat)
     theirs = _segments(m.sink, m.sink_class, sink, moved, m.sink_flat)
     if ours.at is not theirs.at and not np.array_equal(ours.at, theirs.at):
@@ -77,7 +75,9 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
             if kept.size < rows.size:
                 ours, theirs = ours.keep(kept), theirs.keep(kept)
                 rows = _lengths(ours.at, moved.total)
-    return RowMap(ours.items, ours.row, theirs.items, theirs.row, rows, first, length)
+    zero = np.broadcast_to(_ZERO, rows.shape)
+    source_item, sink_item = (zero if side.item is None else side.item for side in (ours, theirs))
+    return RowMap(source_item, ours.row, sink_item, theirs.row, rows, first, length)
 
 
 @attrs.define(eq=False)
@@ -90,15 +90,14 @@ class _MovedRows:
     """Where each interval begins on the axis [n]."""
     total: int
     """The length of the axis."""
+    places: IntArray
+    """Every place of the axis [total], if an item of either side is a row."""
 
     @classmethod
-    def of(cls, first: IntArray, length: IntArray) -> _MovedRows:
-        return cls(first, length, np.cumsum(length) - length, int(length.sum()))
-
-    @cached_property
-    def each(self) -> IntArray:
-        """Every place of the axis [total]."""
-        return np.arange(self.total)
+    def of(cls, m: MapSpec, first: IntArray, length: IntArray) -> _MovedRows:
+        starts, total = np.cumsum(length) - length, int(length.sum())
+        places = np.arange(total) if m.source.rows == 1 or m.sink.rows == 1 else starts
+        return cls(first, length, starts, total, places)
 
 
 @attrs.define(eq=False)
@@ -111,11 +110,6 @@ class _Segments:
     """None if the pool counts as one item."""
     row: IntArray
     """The first row of each within its item."""
-
-    @property
-    def items(self) -> IntArray:
-        """The items [segments], with 0 for a pool that counts as one."""
-        return np.broadcast_to(_ZERO, self.at.shape) if self.item is None else self.item
 
     def cut(self, cuts: IntArray) -> _Segments:
         """The same rows in segments that begin at `cuts`, among them all of these."""
@@ -251,7 +245,7 @@ def _segments(group: Group, cp_rank: int, window: Window, moved: _MovedRows, fla
     if kind.paged and (low < 0 or high >= items.size):
         raise _short(group, items.size, f"items {low} to {high} of the window")
     if group.rows == 1 and first.size == 1:  # each row is an item
-        at, picked = moved.each, items[low : high + 1] if kind.paged else None
+        at, picked = moved.places, items[low : high + 1] if kind.paged else None
         row = np.broadcast_to(_ZERO, at.shape)
     else:
         many = (row + length - 1) // group.rows + 1

@@ -61,15 +61,13 @@ def owned_intervals(geometry: Geometry) -> OwnedIntervals:
             layers = _layer_intervals(share.layers)
             for span in share.lanes:
                 part = group.parts[span.part]
-                size = lane_bytes(part)
+                of_part, size = owned[group.model, part.name], lane_bytes(part)
                 if size == part.lane_bytes:
                     bounds = [(span.lo * size, span.hi * size)]
                 else:  # a section has bytes in each lane, which lie apart
                     begins = range(span.lo * size + (part.at or 0), span.hi * size + (part.at or 0), size)
                     bounds = [(begin, begin + part.lane_bytes) for begin in begins]
-                owned[group.model, part.name] += [
-                    OwnedInterval(rank.rank, group, lo, hi, share.cp_rank, layers) for lo, hi in bounds
-                ]
+                of_part += [OwnedInterval(rank.rank, group, lo, hi, share.cp_rank, layers) for lo, hi in bounds]
     return owned
 
 

@@ -100,9 +100,9 @@ def elect(
     fixed = ShareTable(piece[share], source[share], sink[share], lo, hi)
     if not dealt.any():
         return fixed
-    awaited = set(zip(fixed.sink.tolist(), fixed.source.tolist(), strict=True))
-    few = awaited if Feature.FEW_SOURCES in features else None
-    units = _dealt(pieces, np.flatnonzero(dealt), bounds, ranks, sets, ordinal, few)
+    few = Feature.FEW_SOURCES in features
+    awaited = set(zip(fixed.sink.tolist(), fixed.source.tolist(), strict=True)) if few else None
+    units = _dealt(pieces, np.flatnonzero(dealt), bounds, ranks, sets, ordinal, awaited)
     return ShareTable(*(np.concatenate(both) for both in zip(fixed.columns, units.columns, strict=True)))
 
 

@@ -132,12 +132,16 @@ def plan(source: Geometry, sink: Geometry, features: Collection[int] = ()) -> Pl
     models = np.array([g.model for g in sink.groups])[np.searchsorted([g.id for g in sink.groups], boxes.group)]
     ranks_and_group = [boxes.source, boxes.sink, boxes.group, models]
     bounds = [boxes.layer_lo, boxes.layer_hi, boxes.part, boxes.lo, boxes.hi, boxes.source_class, boxes.sink_class]
-    columns = [*ranks_and_group, *bounds, np.full(boxes.group.size, sink.replica)]
-    data = np.stack([column.astype("<u8") for column in columns], axis=1).tobytes()
+    rows = np.empty((boxes.group.size, _COLUMNS), "<u8")
+    for place, column in enumerate([*ranks_and_group, *bounds, sink.replica]):
+        rows[:, place] = column
+    data = rows.reshape(-1).view(np.uint8).data
     return Plan(tuple(_routes(sink, have, boxes, models, data)), hashlib.sha256(data).digest(), cold)
 
 
-def _routes(sink: Geometry, have: OwnedIntervals, boxes: BoxTable, models: IntArray, data: bytes) -> Iterator[Route]:
+def _routes(
+    sink: Geometry, have: OwnedIntervals, boxes: BoxTable, models: IntArray, data: memoryview
+) -> Iterator[Route]:
     """The routes of all boxes, cut where the source's group changes; `data` holds the boxes as rows of the digest."""
     if not data:
         return
@@ -166,8 +170,10 @@ def _routes(sink: Geometry, have: OwnedIntervals, boxes: BoxTable, models: IntAr
         start, first = end, last
 
 
-_ROW = 12 * 8
-"""Bytes of a box in the digest."""
+_COLUMNS = 12
+"""Numbers of a box in the digest."""
+_ROW = _COLUMNS * 8
+"""Their bytes."""
 
 
 def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Collection[int]) -> Cutter:

@@ -25,9 +25,7 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.handles import Handle, Withdrawal
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import Handle, LentPool, Withdrawal
 from kvproto.rank.pool import Pool
 from kvproto.session import Party, new_incarnation
 from kvproto.session.records import Counters
@@ -290,10 +288,14 @@ class EngineRank:
                 handle._end(None, event)
             self._ring()
             return
-        translated = self._translate(event)
-        self._events.append(translated)
+        if isinstance(event, PoolFree):
+            del self._withdrawals[event.withdrawal.epoch]
+            self._drop(event.withdrawal.pool)
+        else:
+            self._forget(event)
+        self._events.append(event)
         self._ring()
-        self._observer.hear(translated)
+        self._observer.hear(event)
 
     def _observed(self) -> Observer:
         """Make the observer that counts events and feeds them to other processes, as the options say."""
@@ -315,8 +317,8 @@ class EngineRank:
         yield "kvproto_suspects", (), census.suspects
         yield "kvproto_resends_total", (), census.resends
 
-    def _translate(self, event: Any) -> Event:
-        """Turn an event of the node into the engine's, and end the handle that it concerns."""
+    def _forget(self, event: Event) -> None:
+        """Stop tracking the request that an event ends."""
         raise NotImplementedError
 
     def _handles(self) -> Iterable[Handle[Any]]:
@@ -367,7 +369,7 @@ class EngineRank:
             self._asleep, epoch = False, self._epoch
         self._driver.post(lambda: self._wake(pool, epoch))
 
-    def _sleep(self, error: KvprotoError) -> Lent | None:
+    def _sleep(self, error: KvprotoError) -> LentPool | None:
         """On the node: end what is under way and ask for the pool back."""
         raise NotImplementedError
 
@@ -375,9 +377,11 @@ class EngineRank:
         """On the node: go on with this pool."""
         raise NotImplementedError
 
-    def _post_withdrawal(self, made: Withdrawal, work: Callable[[], Lent | None]) -> None:
+    def _post_withdrawal(self, made: Withdrawal, work: Callable[[], LentPool | None]) -> None:
         def run() -> None:
-            made._lent = work()
+            made.lent = work()
+            if made.lent is not None:
+                made.lent.withdrawal = made
 
         self._driver.post(run, made._failed)
 
@@ -406,11 +410,3 @@ class EngineRank:
         if mine_ != yours_:
             advice = "open another Source or Sink for memory of another device"
             raise LocalError(ErrorCode.NO_TRANSPORT, "pool", f"memory of device {mine_}", str(yours_), advice)
-
-    def _returned(self, event: PoolReturned) -> PoolFree:
-        """On the node: nothing can read or write a pool any more, so its withdrawal ends."""
-        made = self._withdrawals.pop(event.epoch)
-        self._drop(made.pool)
-        free = PoolFree(made)
-        made._end(free)
-        return free

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import attrs
 
 from kvproto.errors import KvprotoError, LocalError, check_type, listed
 from kvproto.events import PoolFree
@@ -16,10 +18,10 @@ from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
     from kvproto.rank.base import EngineRank
-    from kvproto.rank.lent import Lent
-    from kvproto.rank.pool import Pool
+    from kvproto.rank.pool import Pool, RankPool
+    from kvproto.transport.base import Transport
 
-__all__ = ["Handle", "TicketHandle", "Withdrawal"]
+__all__ = ["Handle", "LentPool", "TicketHandle", "Withdrawal", "free_pools"]
 
 Result = TypeVar("Result")
 
@@ -121,7 +123,8 @@ class Withdrawal(Handle[PoolFree]):
     def __init__(self, rank: EngineRank, pool: Pool, epoch: int) -> None:
         super().__init__(rank)
         self.pool, self.epoch = pool, epoch
-        self._lent: Lent | None = None
+        self.lent: LentPool | None = None
+        """The pool as the rank has lent it to peers; None until the rank has asked for it back."""
 
     def __repr__(self) -> str:
         held = f", held by {listed(self.holders)}" if self.holders else ""
@@ -130,7 +133,41 @@ class Withdrawal(Handle[PoolFree]):
     @property
     def holders(self) -> tuple[str, ...]:
         """Who may still read or write the memory, for display; may be called from any thread."""
-        return self._lent.holders if self._lent is not None and not self.done else ()
+        return self.lent.holders if self.lent is not None and not self.done else ()
 
     def _give_up(self, error: KvprotoError) -> None:
         """There is nothing to cancel: whoever holds the memory still holds it."""
+
+
+@attrs.define(eq=False)
+class LentPool:
+    """A pool that is lent to peers, from its registration until it is proven that nothing uses it any more."""
+
+    number: int
+    """The epoch of its first registrations."""
+    pool: RankPool
+    withdrawal: Withdrawal | None = None
+    """The handle by which the engine waits for it; None unless it was taken back."""
+    holders: tuple[str, ...] = ()
+    """Who may still use it after it was taken back, for display; never modified in place, so any thread may read it."""
+
+
+L = TypeVar("L", bound=LentPool)
+
+
+def free_pools(
+    leaving: list[L], holders: Callable[[L], Iterable[str]], transports: Iterable[Transport], pool: RankPool
+) -> list[PoolFree]:
+    """Remove the pools that nothing can use any more, and end their withdrawals; transports forget all but `pool`."""
+    events = []
+    for lent in leaving:
+        lent.holders = tuple(holders(lent))
+        if lent.holders:
+            continue
+        for transport in transports if lent.pool is not pool else ():
+            transport.forget(lent.pool.memories)
+        if lent.withdrawal is not None:
+            events.append(PoolFree(lent.withdrawal))
+            lent.withdrawal._end(events[-1])
+    leaving[:] = [lent for lent in leaving if lent.holders]
+    return events

@@ -12,13 +12,13 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.options import Spread
 from kvproto.session import Registration
-from kvproto.session.events import RegisterAsked
+from kvproto.session.descriptions import Described
 from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
-from kvproto.wire.messages import Handle, Region
+from kvproto.wire.messages import Handle, Region, Register
 
-__all__ = ["PeerMapping", "features_of", "map_peer", "register"]
+__all__ = ["PeerMapping", "PeerMemory", "features_of", "map_peer", "register"]
 
 
 def features_of(
@@ -65,11 +65,21 @@ def register(
     return Registration((*regions, *staging), {code: delivery.receiver for code, delivery in packed.items()}), packed
 
 
+@attrs.frozen
+class PeerMemory:
+    """Memory that a peer has registered: a sink's to write, or a source's to read."""
+
+    session: int
+    register: Register = attrs.field(repr=False)
+    described: Described = attrs.field(repr=False)
+    """The Descriptions and the plan of its transfers."""
+
+
 @attrs.define(eq=False)
 class PeerMapping:
     """The memory of one session's peer, mapped here."""
 
-    asked: RegisterAsked
+    asked: PeerMemory
     transport: Transport
     pair: Pair
     connection: Connection = attrs.Factory(Connection)
@@ -97,7 +107,7 @@ class PeerMapping:
 
 
 def map_peer(
-    asked: RegisterAsked,
+    asked: PeerMemory,
     transports: Sequence[Transport],
     pair: Pair,
     own: Mapping[int, Memory] | None,

@@ -6,7 +6,7 @@ change, so that a reader notices what it has missed, and starts again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 import attrs
@@ -109,8 +109,10 @@ class Listed:
 class SinkCatalogue(Extension):
     """What a watching sink knows of the pages of a source rank."""
 
-    def __init__(self, session: Session, now: float) -> None:
+    def __init__(self, session: Session, now: float, listed: Callable[[Listed], None]) -> None:
+        """`listed` is called whenever the list has become complete."""
         super().__init__(session)
+        self._listed = listed
         self.pages: dict[bytes, int] = {}
         """The nearest Tier of each page a moment ago, by id; it may be a value of a later version."""
         self.head: m.Watched | None = None
@@ -160,7 +162,7 @@ class SinkCatalogue(Extension):
             self._ask(now)
         else:
             self._after = None
-            self._session.tell(Listed(self._session.session, self._session.name))
+            self._listed(Listed(self._session.session, self._session.name))
 
     def _kept(self, message: m.Kept, now: float) -> None:
         self._session.step("Kept")

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.events import Connected, Disconnected, ProtocolError, Recovered, Refused
+from kvproto.events import Connected, Disconnected, Event, ProtocolError, Recovered, Refused
 from kvproto.planning.compare import differences, unstated
 from kvproto.session import limits
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
 from kvproto.session.error_fields import refusal, refused
-from kvproto.session.events import Event
 from kvproto.session.negotiation import LIMITS
 from kvproto.session.plan_cache import Planned
 from kvproto.session.records import Attempt, PendingMessage

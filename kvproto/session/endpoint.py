@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvproto import events as engine_events
 from kvproto.errors import RemoteError
-from kvproto.events import ProtocolError
+from kvproto.events import Event, ProtocolError
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.error_fields import refusal
-from kvproto.session.events import Event, RegisterAsked, UnmapAsked
 from kvproto.session.plan_cache import Plans
 from kvproto.session.records import Counters
 from kvproto.session.timers import Timers
@@ -39,7 +37,6 @@ class Endpoint:
             self.geometry, self.stated = geometry, Stated.of(geometry)
         self.timers = Timers()
         self.sessions: dict[Any, Any] = {}
-        self._events: list[Event] = []
         self._out: list[tuple[Hashable, bytes]] = []
         self.plans = Plans()
         self.runs: dict[tuple[str, int, int], int] = {}
@@ -56,20 +53,20 @@ class Endpoint:
         self._out.append((conn, frame))
 
     def tell(self, session: Any, event: Event) -> None:
-        """Queue an event of a session for the engine."""
-        self._events.append(event)
+        """Report an event of a session to the engine."""
+        self.report(event)
 
-    def report(self, event: engine_events.Event) -> None:
+    def report(self, event: Event) -> None:
         """Report an event to the engine."""
-        self._events.append(event)
+        raise NotImplementedError
 
     def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
         """Have the peer's memory mapped, and then Registered or Refused sent."""
-        self.tell(session, RegisterAsked(session.session, register, described))
+        raise NotImplementedError
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
         """Have an epoch unmapped that the peer has taken back and nothing uses, and then Unregistered sent."""
-        self.tell(session, UnmapAsked(session.session, epoch))
+        raise NotImplementedError
 
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""
@@ -91,11 +88,6 @@ class Endpoint:
         self._after(now)
         out, self._out = self._out, []
         return out
-
-    def take_events(self) -> list[Event]:
-        """The events since the last call."""
-        events, self._events = self._events, []
-        return events
 
     def next_deadline(self) -> float | None:
         """The time at which `on_time` is next due; None if only a frame or a call can change anything."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.events import Connected, Disconnected, Refused
+from kvproto.events import Connected, Disconnected, Event, Refused
 from kvproto.planning.compare import first_difference
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
@@ -23,7 +23,6 @@ from kvproto.session import limits
 from kvproto.session.describing import Describing
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.events import Event
 from kvproto.session.intent import SinkIntent, useful
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull

@@ -9,11 +9,10 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
-from kvproto import events as told
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.session import events as e
+from kvproto.events import Event, Refused
 from kvproto.session import limits
-from kvproto.session.catalogue import SinkCatalogue
+from kvproto.session.catalogue import Listed, SinkCatalogue
 from kvproto.session.core import Session
 from kvproto.session.descriptions import Party
 from kvproto.session.endpoint import Endpoint
@@ -34,7 +33,7 @@ class WatchSession(SinkSession):
         self._terms, self._watcher = Terms((Feature.CATALOGUE,), (Feature.CATALOGUE,)), host
 
     def begin(self, now: float) -> None:
-        self.install(SinkCatalogue(self, now))
+        self.install(SinkCatalogue(self, now, self._watcher.report))
         self._watcher.welcomed(self, now)
 
 
@@ -51,6 +50,7 @@ class WatchEndpoint(Endpoint):
         self._ranks: set[str] = {seed}
         """The addresses of the ranks, by the last Welcome."""
         self._lost: list[str] = []
+        self._events: list[Event | Listed] = []
 
     def dial(self, now: float) -> None:
         """Greet the seed; the other ranks follow from its Welcome."""
@@ -98,10 +98,19 @@ class WatchEndpoint(Endpoint):
         if session is not None and session.open and session.has(PingPart):
             session.part(PingPart).ask(now)
 
-    def tell(self, session: Any, event: e.Event) -> None:
-        """Queue an event, and keep a refusal as the reason why nothing is known."""
+    def report(self, event: Event | Listed) -> None:
+        """Queue an event for the watcher."""
+        self._events.append(event)
+
+    def take_events(self) -> list[Event | Listed]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def tell(self, session: Any, event: Event) -> None:
+        """Report an event, and keep a refusal as the reason why nothing is known."""
         super().tell(session, event)
-        if isinstance(event, told.Refused):
+        if isinstance(event, Refused):
             self.refused = event.error
             self._lost.append(str(session.conn))
 

@@ -17,8 +17,7 @@ from kvproto.events import Event
 from kvproto.net import Dialer
 from kvproto.options import QUARANTINE, Spread
 from kvproto.rank.background import Background
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.lent import returned
+from kvproto.rank.handles import free_pools
 from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party
@@ -114,7 +113,7 @@ class SinkNode:
         """Writers that have ended, with frames that are still to be received."""
         self._filenos: tuple[Collection[int], tuple[int, ...]] = (), ()
         """The dialer's descriptors, and all descriptors that include them."""
-        self._events: list[Event | PoolReturned] = []
+        self._events: list[Event] = []
         self._resends = 0
         """Messages sent again by links that are gone."""
 
@@ -167,7 +166,7 @@ class SinkNode:
     # pools
 
     def sleep(self, error: KvprotoError) -> Filled:
-        """End all fetches with this error and take the pool back; PoolReturned reports when nothing can use it."""
+        """End all fetches with this error and take the pool back; PoolFree reports when nothing can use it."""
         assert self._lent is not None
         leaving, self._lent = self._lent, None
         self._leaving.append(leaving)
@@ -180,7 +179,7 @@ class SinkNode:
         return leaving
 
     def move(self, pool: RankPool, epoch: int) -> Filled | None:
-        """Use another pool from now on; fetches under way end in the old one, until PoolReturned reports it."""
+        """Use another pool from now on; fetches under way end in the old one, until PoolFree reports it."""
         leaving, self.pool, self.epoch = self._lent, pool, epoch
         self._lent = Filled(epoch, pool, quarantine=Quarantine(pool.layout, self._share))
         if leaving is not None:
@@ -236,7 +235,7 @@ class SinkNode:
 
     # turns
 
-    def turn(self, ready: Collection[int] | None = None) -> list[Event | PoolReturned]:
+    def turn(self, ready: Collection[int] | None = None) -> list[Event]:
         """Receive, read and answer; return the events for the engine.
 
         `ready` holds the descriptors that were readable (None: look at all).
@@ -269,9 +268,9 @@ class SinkNode:
                 self._turn_of(link, now)
 
     def _return_pools(self) -> None:
-        over = returned(self._leaving, self._holders, self.transports, self.pool)
-        self._events += [PoolReturned(lent.number) for lent in over]
-        if over:
+        free = free_pools(self._leaving, self._holders, self.transports, self.pool)
+        self._events += free
+        if free:
             self._awake |= self._former
 
     def _receive(self, ready: Collection[int] | None, now: float) -> None:

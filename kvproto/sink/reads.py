@@ -12,10 +12,9 @@ from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Route
 from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, map_peer
+from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer
 from kvproto.session import SinkEndpoint
 from kvproto.session.descriptions import Described
-from kvproto.session.events import RegisterAsked
 from kvproto.session.records import SinkAttempt
 from kvproto.session.sink import SinkSession
 from kvproto.transport.base import Copying, Move, Transport
@@ -72,7 +71,7 @@ class Puller:
         """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""
         if not session.open:  # it has said Goodbye in the meantime
             return
-        asked = RegisterAsked(session.session, register, described)
+        asked = PeerMemory(session.session, register, described)
         try:
             there = RankLayout(described.source, session.peer.rank, {c.group: c for c in register.columns})
             pair = Pair(described.routes, there, pool.layout)

@@ -19,7 +19,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import Sums
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import LentPool
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.rank.registration import register
 from kvproto.session import Exposed, Registration, SinkEndpoint
@@ -34,7 +34,7 @@ __all__ = ["Filled", "RegisteredPool", "SinkPrograms", "begins_of", "prepared"]
 
 
 @attrs.define(eq=False)
-class Filled(Lent):
+class Filled(LentPool):
     """A pool of a sink, which sources fill."""
 
     quarantine: Quarantine = attrs.field(kw_only=True)

@@ -12,9 +12,7 @@ from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, re
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, ends_of, options_of, party_of, transports_of
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.handles import Handle, Withdrawal
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import Handle, LentPool, Withdrawal
 from kvproto.rank.page_tables import PageTables, grants_of
 from kvproto.rank.pool import Pool
 from kvproto.sink.fetch import Fetch
@@ -180,7 +178,7 @@ class Sink(EngineRank):
         self._post_withdrawal(made, lambda: self._node.move(pool, epoch))
         return made
 
-    def _sleep(self, error: KvprotoError) -> Lent:
+    def _sleep(self, error: KvprotoError) -> LentPool:
         return self._node.sleep(error)
 
     def _wake(self, pool: Pool, epoch: int) -> None:
@@ -199,14 +197,9 @@ class Sink(EngineRank):
             name = self.pool.layout.group(group).name
             yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
-    def _translate(self, event: Any) -> Event:
-        match event:
-            case PoolReturned():
-                return self._returned(event)
-            case Arrived() | PagesFree() | Lost(pages_free=True):
-                self._fetches.pop(event.fetch, None)
-        translated: Event = event
-        return translated
+    def _forget(self, event: Event) -> None:
+        if isinstance(event, Arrived | PagesFree) or (isinstance(event, Lost) and event.pages_free):
+            self._fetches.pop(event.fetch, None)
 
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye to all sources and end what is under way; open handles end with LocalError(ABORTED).

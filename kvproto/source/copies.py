@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from kvproto.errors import KvprotoError
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import LentPool
 from kvproto.source.progress import CopyStep
 from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move, Piece
@@ -135,7 +135,7 @@ class Copies:
 
 
 @attrs.define(eq=False)
-class Read(Lent):
+class Read(LentPool):
     """A pool of a source, which its own copies read, or sinks do."""
 
     sends: tuple[Send, ...] = ()

@@ -12,8 +12,7 @@ from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import BEGUN, SUM_TIME, Checksums, bytes_by_name, session_id
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.lent import returned
+from kvproto.rank.handles import free_pools
 from kvproto.rank.pool import RankPool
 from kvproto.rank.registration import features_of
 from kvproto.session import Party, SourceEndpoint
@@ -68,7 +67,7 @@ class SourceNode:
         self.memory = SinkMemory(self.endpoint, pool, self.transports, self._background.defer)
         self.requests: dict[Request, None] = {}
         """Requests that have not ended, in order."""
-        self._events: list[Event | PoolReturned] = []
+        self._events: list[Event] = []
         self._changed: dict[Request, None] = {}
         """Requests that the next turn may hand over more of, in order."""
         self._retry: list[Request] = []
@@ -139,7 +138,7 @@ class SourceNode:
     # pools
 
     def sleep(self, error: KvprotoError) -> Read:
-        """End all requests with this error and take the pool back; PoolReturned reports when nothing reads it."""
+        """End all requests with this error and take the pool back; PoolFree reports when nothing reads it."""
         sends = [send for request in self.requests for send in request.sends]
         for request in list(self.requests):
             self.refuse(request, error)
@@ -217,7 +216,7 @@ class SourceNode:
 
     # turns
 
-    def turn(self, ready: Collection[int] = ()) -> list[Event | PoolReturned]:
+    def turn(self, ready: Collection[int] = ()) -> list[Event]:
         """Receive, copy and answer; return the events for the engine."""
         for transport in self.transports if ready else ():
             if transport.fileno() in ready:
@@ -250,8 +249,7 @@ class SourceNode:
             self._flush()
             more = bool(self._changed)
         if self._leaving:
-            free = returned(self._leaving, self._holders, self.transports, self.pool)
-            self._events += [PoolReturned(lent.number) for lent in free]
+            self._events += free_pools(self._leaving, self._holders, self.transports, self.pool)
         events, self._events = self._events, []
         return events
 

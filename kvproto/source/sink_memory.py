@@ -10,10 +10,9 @@ from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.rank.pool import RankPool
-from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
 from kvproto.session import SourceEndpoint
 from kvproto.session.descriptions import Described
-from kvproto.session.events import RegisterAsked
 from kvproto.session.source import SourceSession
 from kvproto.session.timers import Timer
 from kvproto.transport import default
@@ -84,7 +83,7 @@ class SinkMemory:
                 self._expose(session, register, described, pair)
                 return
             own, features = None if self.asleep else self._pool.memories, session.features
-            asked = RegisterAsked(session.session, register, described)
+            asked = PeerMemory(session.session, register, described)
             peer = map_peer(asked, self._transports, pair, own, writes=True, features=features)
         except KvprotoError as error:
             session.refuse_register(error.kept())
@@ -119,7 +118,7 @@ class SinkMemory:
     def _expose(self, session: SourceSession, register: Register, described: Described, pair: Pair) -> None:
         """Let the sink read: none of its memory is mapped, and an empty copy waits for the rows."""
         transport = next((t for t in self._transports if t.capabilities.reads), None) or default(self._pool.memories)
-        asked = RegisterAsked(session.session, register, described)
+        asked = PeerMemory(session.session, register, described)
         mapping = PeerMapping(asked, transport, pair, reads=True)
         regions = self._regions(mapping)  # raises before anything is answered
         session.accept_register(transport.capabilities.code, mapping=mapping)

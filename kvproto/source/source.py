@@ -14,9 +14,7 @@ from kvproto.net import AllowList, Listener, encrypted, is_wildcard, read_keys
 from kvproto.options import Options
 from kvproto.prompt import Prompt, Ticket
 from kvproto.rank.base import EngineRank, check_request, options_of, party_of, transports_of
-from kvproto.rank.events import PoolReturned
-from kvproto.rank.handles import Handle
-from kvproto.rank.lent import Lent
+from kvproto.rank.handles import Handle, LentPool
 from kvproto.rank.pool import Pool
 from kvproto.session.catalogue import Catalogue, Changes
 from kvproto.source.node import SourceNode
@@ -114,7 +112,7 @@ class Source(EngineRank):
     def _drain(self) -> None:
         self._node.drain()
 
-    def _sleep(self, error: KvprotoError) -> Lent:
+    def _sleep(self, error: KvprotoError) -> LentPool:
         return self._node.sleep(error)
 
     def _check_pool(self, pool: Pool) -> None:
@@ -124,13 +122,9 @@ class Source(EngineRank):
     def _wake(self, pool: Pool, epoch: int) -> None:
         self._node.wake(pool, epoch, _endpoints(self._listen, pool) | {pool.rank: self._address})
 
-    def _translate(self, event: Any) -> Event:
-        if isinstance(event, PoolReturned):
-            return self._returned(event)
+    def _forget(self, event: Event) -> None:
         if isinstance(event, Over):
             del self._requests[bytes(event.request.ticket.key)]
-        reported: Event = event
-        return reported
 
     def _handles(self) -> Iterable[Handle[Any]]:
         return self._requests.values()

@@ -10,9 +10,8 @@ import numpy as np
 from kvproto import Pool
 from kvproto.copying.lowering import Pair
 from kvproto.planning.plan import plan
-from kvproto.rank.registration import PeerMapping, map_peer, register
+from kvproto.rank.registration import PeerMapping, PeerMemory, map_peer, register
 from kvproto.session.descriptions import Described, Stated
-from kvproto.session.events import RegisterAsked
 from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.source.prefill import Computed, Prefill
@@ -38,7 +37,7 @@ class Stage:
         routes = plan(geometry(1), geometry(1)).between(0, 0)
         self.pair = Pair(routes, self.source.layout, self.sink.layout)
 
-    def asked(self, transports: Sequence[Transport]) -> RegisterAsked:
+    def asked(self, transports: Sequence[Transport]) -> PeerMemory:
         """What the sink registers."""
         return registered(self.sink, transports, self.pair)
 
@@ -63,14 +62,14 @@ class Stage:
         return Send(request, prefill or Prefill(), attempt, peer, attempt.granted)
 
 
-def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> RegisterAsked:
+def registered(pool: Pool, transports: Sequence[Transport], pair: Pair) -> PeerMemory:
     made, _ = register(transports, pool.memories, pair.nothing, pair.nothing.runs)
     message = Register(
         session=1, request=1, source=bytes(32), sink=bytes(32), epoch=1, access=Access.WRITE, regions=made.regions,
         columns=tuple(pool.layout.columns.values()), plan=bytes(32), routes=(),
     )  # fmt: skip
     stated = Stated.of(geometry(1))
-    return RegisterAsked(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0)))
+    return PeerMemory(1, message, Described(stated, stated, plan(geometry(1), geometry(1)), (0, 0)))
 
 
 def tables(pages: Sequence[int] = HERE) -> dict[int, Any]:

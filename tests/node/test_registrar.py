@@ -7,8 +7,7 @@ import attrs
 import pytest
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.rank.registration import features_of, map_peer, register
-from kvproto.session.events import RegisterAsked
+from kvproto.rank.registration import PeerMemory, features_of, map_peer, register
 from kvproto.transport.base import Capabilities, Connection, Exposure, Move, Transport
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
@@ -64,7 +63,7 @@ class Named(ShmTransport):
             raise RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0]", "no kernel", self.capabilities.code.name)
 
 
-def reach(stage: Stage, asked: RegisterAsked, *transports: Transport) -> Transport:
+def reach(stage: Stage, asked: PeerMemory, *transports: Transport) -> Transport:
     made = map_peer(asked, transports, stage.pair, stage.source.memories, writes=True)
     assert sorted(made.connection.mapped) == [0]
     made.close()

@@ -16,7 +16,6 @@ from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
 from kvproto.session import Exposed, Party, Registration, SinkEndpoint, SourceEndpoint
 from kvproto.session.descriptions import Described
-from kvproto.session.events import Event, RegisterAsked, UnmapAsked
 from kvproto.session.records import Answer, SinkAttempt, SinkTransfer, SourceAttempt
 from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
@@ -26,6 +25,8 @@ from kvproto.wire.messages import Done, Grants, HandOff, Offer, Register, Ticket
 from tests.pools import allocate, memory
 
 PAGES = 8
+Event = Any
+"""An event of `kvproto.events`, or a call that an endpoint has made on its rank."""
 Filter = Callable[[str, bytes], int]
 """How often a frame arrives at its address."""
 
@@ -148,6 +149,23 @@ class SinkRecorder:
 
     def proven(self, transfer: SinkTransfer) -> None:
         self.told(Proven(transfer))
+
+
+@attrs.frozen
+class RegisterAsked:
+    """The peer has registered memory."""
+
+    session: int
+    register: Register = attrs.field(repr=False)
+    described: Described = attrs.field(repr=False)
+
+
+@attrs.frozen
+class UnmapAsked:
+    """The peer wants an epoch back, and nothing uses it."""
+
+    session: int
+    epoch: int
 
 
 @attrs.frozen
@@ -362,8 +380,6 @@ class World:
                     moved = True
                     for _ in range(self.keep(str(conn), frame)):
                         self.sinks[str(conn)].receive(address, frame, self.now)
-            for name, sink in self.sinks.items():
-                self.told[name] += sink.take_events()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -11,7 +11,6 @@ import attrs
 
 from kvproto.errors import RemoteError
 from kvproto.session import Exposed, limits
-from kvproto.session.events import RegisterAsked, UnmapAsked
 from kvproto.session.limits import PING_SILENCE
 from kvproto.session.records import SinkTransfer
 from kvproto.session.sink import SinkSession
@@ -20,7 +19,17 @@ from kvproto.transport.inline.transport import DataPiece
 from kvproto.transport.staging.staged import ChunkPiece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Tier, Transport
-from tests.session.driver import EpochWorld, Lost, World, geometry, grants, ticket, without_draft
+from tests.session.driver import (
+    EpochWorld,
+    Lost,
+    RegisterAsked,
+    UnmapAsked,
+    World,
+    geometry,
+    grants,
+    ticket,
+    without_draft,
+)
 from tests.session.test_catalogue import Watching
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld

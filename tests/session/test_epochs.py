@@ -8,7 +8,6 @@ import pytest
 
 from kvproto.errors import RemoteError
 from kvproto.session import Exposed
-from kvproto.session.events import UnmapAsked
 from kvproto.session.limits import MAX_EPOCHS, PATIENCE, RESEND
 from kvproto.session.registering import Holder, Owner
 from kvproto.wire import decode, encode
@@ -26,7 +25,7 @@ from kvproto.wire.messages import (
     Unregistered,
 )
 from tests.pools import allocate, memory
-from tests.session.driver import EpochWorld, World, geometry, ticket, without_draft
+from tests.session.driver import EpochWorld, UnmapAsked, World, geometry, ticket, without_draft
 from tests.session.test_inline import Inline
 from tests.session.test_pull import PullWorld, asked
 from tests.session.test_staged import LENGTH, SLOTS, Staged

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from kvproto import Pool
 from kvproto.errors import RemoteError
-from kvproto.session.events import RegisterAsked
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from kvproto.wire.messages import Abort, Begin, Done, Error, Geometry, HandOff, Offer, Pulled, Register, Released, Renew
 from tests.pools import allocate, memory
-from tests.session.driver import PAGES, Offered, TransferRequested, World, geometry, grants, ticket
+from tests.session.driver import PAGES, Offered, RegisterAsked, TransferRequested, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 LEASE = 10.0
