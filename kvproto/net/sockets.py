@@ -197,6 +197,8 @@ class Dialer:
         """Lines by the descriptors of their inboxes and of their events."""
         self._used: dict[_Line, None] = {}
         """Lines on which frames may wait that no descriptor announces."""
+        self._watched: set[_Line] = set()
+        """Lines that have events."""
         self._eventful: dict[_Line, None] = {}
         """Lines whose events were not read to the end."""
         self._opened: list[Socket] = []
@@ -265,7 +267,7 @@ class Dialer:
     def refusals(self, ready: Collection[int] | None = None) -> list[tuple[tuple[Any, ...], KvprotoError]]:
         """Connections whose handshake cannot succeed, and why; NOT_ALLOWED was reported by the source."""
         refusals = []
-        for line in self._with_events(ready):
+        for line in self._with_events(ready) if self._watched else ():
             while line.greeting and line.events is not None and (frames := line.events.take()) is not None:
                 event, value = event_of(frames)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -281,7 +283,7 @@ class Dialer:
     def returned(self, ready: Collection[int] | None = None) -> list[tuple[Any, ...]]:
         """Connections that broke and came back; call this after `refusals`, with the same descriptors."""
         returned = dict[tuple[Any, ...], None]()
-        for line in self._with_events(ready):
+        for line in self._with_events(ready) if self._watched else ():
             while not line.greeting and line.events is not None and (frames := line.events.take()) is not None:
                 if event_of(frames)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     returned[line.key] = None
@@ -308,6 +310,7 @@ class Dialer:
             if line.events is not None:
                 self._by_fd[line.events.fd] = line
                 line.events.look = True
+                self._watched.add(line)
                 self._eventful[line] = None
             self._fds = None
         self._used[line] = None
@@ -343,6 +346,7 @@ class Dialer:
 
     def _unwatch(self, line: _Line) -> None:
         if line.events is not None:
+            self._watched.discard(line)
             self._eventful.pop(line, None)
             line.inbox.socket.disable_monitor()
             self._shut(line.events)

@@ -247,6 +247,10 @@ class SinkTransfer:
     error: KvprotoError | None = None
     useful: int | None = 0
     """The token up to which items were last reported as of use; None for all of them."""
+    unheard: bool = False
+    """Whether it is lost only because a run of the source that goes on has forgotten a session, and had accepted none
+    of it: it may be requested again.
+    """
     unproven: list[SinkAttempt] = attrs.Factory(list)
     """Once it is lost, the attempts whose writes may still arrive."""
 

@@ -51,6 +51,8 @@ class SinkSession(Session):
         self.owner = Owner(self, Access.WRITE)
         self.revoked: RemoteError | None = None
         """Why the source no longer allows this session, if so."""
+        self.forgotten = False
+        """Whether the source goes on, in the same run, but has forgotten this session, as this side was long silent."""
         self._replica = replica
         self._terms, self._proving = Terms(offered), proving
         self._hello = 0
@@ -115,6 +117,7 @@ class SinkSession(Session):
         if self._peer is not None:
             if message.session != self.session:
                 self.notice(m.Goodbye(session=message.session, reason="another session was to be resumed"))
+                self.forgotten = message.incarnation == self._peer.incarnation
                 self.lose("the source has forgotten it")
             else:
                 self.reconnected()

@@ -129,6 +129,8 @@ class SinkEndpoint(Endpoint):
         self.refused: KvprotoError | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can become ready."""
+        self.forgotten = False
+        """Whether it is over only because a run of the source that goes on has forgotten a session."""
         self.gone = ""
         """The source rank whose session ended first, for display."""
         self.sessions: dict[Any, SinkSession] = {}
@@ -190,6 +192,7 @@ class SinkEndpoint(Endpoint):
     def closed(self, session: SinkSession) -> None:
         """Note that a session has ended, which loses what it has not delivered."""
         self.ready, self.over, self.gone = False, True, self.gone or located(session)
+        self.forgotten = self.forgotten or session.forgotten
         self._changed |= self.transfers
 
     def returned(self, conn: Hashable, now: float) -> None:
@@ -251,12 +254,13 @@ class SinkEndpoint(Endpoint):
     @property
     def suspect(self) -> bool:
         """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
-        return any(session.suspect and session.open for session in [*self.sessions.values()])  # from any thread
+        sessions = [*self.sessions.values()]  # from any thread
+        return bool([session for session in sessions if session.suspect and session.open])
 
     def features(self) -> tuple[int, ...]:
         """The features that all sessions have."""
-        every = [session.features for session in self.sessions.values()] or [tuple(Feature)]
-        return tuple(f for f in every[0] if all(f in some for some in every))
+        first, *others = {session.features for session in self.sessions.values()} or {tuple(Feature)}
+        return tuple(f for f in first if all(f in features for features in others)) if others else first
 
     def streamed(self, transfer: SinkTransfer | None = None) -> dict[int, int]:
         """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""
@@ -528,7 +532,8 @@ class SinkEndpoint(Endpoint):
     # what follows from a frame, a timer or a call
 
     def _after(self, now: float) -> None:
-        self._act_on_events(now)
+        if self._unhandled or not self.ready:
+            self._act_on_events(now)
         if not self.ready and self.plan is not None and self._all_ready():
             self.ready = True
             self._calls.ready()
@@ -543,7 +548,8 @@ class SinkEndpoint(Endpoint):
                     self._progress(transfer, now)
         for session in self.sessions.values() if self._pulls else ():
             session.unmap_unused()
-        self._act_on_events(now)
+        if self._unhandled or not self.ready:
+            self._act_on_events(now)
 
     def _act_on_events(self, now: float) -> None:
         while self._unhandled or self._register(now):
@@ -593,6 +599,8 @@ class SinkEndpoint(Endpoint):
             if transfer.error is None and attempt.error is not None:
                 self._fail(transfer, attempt.error, now)
             if transfer.error is None and not attempt.session.open and attempt.done is None:
+                unheard = all(each.state == TransferState.ASKED for each in attempts)
+                transfer.unheard = attempt.session.forgotten and unheard
                 self._fail(transfer, attempt.session.revoked or gone(located(attempt.session)), now)
             if transfer.error is None and attempt.lease is not None and not attempt.lease.reported:
                 attempt.lease.reported = True

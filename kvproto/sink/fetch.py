@@ -74,9 +74,9 @@ class Fetch(TicketHandle[Arrived]):
         super().__init__(rank, ticket)
         self.pool = pool
         self.pages_free = False
-        """Whether the pages of a lost request may be reused; PagesFree reports it as well.
+        """Whether nobody can write its pages any more: they hold the request, or may be reused if it was lost.
 
-        False while the fetch is under way, and after Arrived: the pages then hold the request.
+        False while the fetch is under way; PagesFree reports when it becomes true later than the fetch is lost.
         """
         self.number = 0
         """The fetch's number at this sink, from 1."""
@@ -179,6 +179,7 @@ class Fetch(TicketHandle[Arrived]):
 
     def arrive(self, event: Arrived) -> Arrived:
         """End with Arrived."""
+        self.pages_free = True
         self.release()
         self._end(event)
         return event
@@ -195,7 +196,7 @@ class Fetch(TicketHandle[Arrived]):
         return Lost(self, error, proven)
 
     def free(self) -> PagesFree:
-        """Free the pages of a lost request, as nothing can write them any more."""
+        """Free the pages of a lost request, as nothing can write them any more; the event for that."""
         self.pages_free = True
         self.release()
         return PagesFree(self)

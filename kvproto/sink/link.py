@@ -42,6 +42,9 @@ class LinkHost(Protocol):
     def report(self, link: SourceLink, event: Event) -> None:
         """Pass an event to the engine."""
 
+    def fetch(self, fetch: Fetch) -> None:
+        """Request a fetch, or request it again, over the current link to its source."""
+
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
         """Send a frame; raises KvprotoError for an address that cannot be used."""
 
@@ -90,6 +93,8 @@ class SourceLink:
         self._noted: list[Callable[[], None]] = []
         """What the endpoint has asked for, to do in the next turn."""
         self._turning = self._closed = False
+        self.awaited = False
+        """Whether it is over, and its source is to be greeted again."""
         self.former = False
         """Whether it is kept only until nothing of its fetches waits for proof."""
         self._agreed: Connected | None = None
@@ -148,11 +153,15 @@ class SourceLink:
 
     def abort(self, fetch: Fetch, error: KvprotoError) -> None:
         """Stop a fetch; it is lost with this error."""
-        if fetch.transfer is not None:
+        if fetch.done or fetch not in self._fetches:
+            return
+        if fetch.transfer is None:
+            self._lose(fetch, error)
+        elif fetch.transfer in self.endpoint.transfers:
             self.endpoint.abort(fetch.transfer, error, time.monotonic())
             self.wake()
-        elif fetch in self._fetches:
-            self._lose(fetch, error)
+        else:
+            self._lose(fetch, error, proven=False)
 
     def _lose(self, fetch: Fetch, error: KvprotoError, proven: bool = True) -> None:
         """Report a lost fetch, and keep it only until it is proven that nothing can write its pages any more."""
@@ -160,6 +169,8 @@ class SourceLink:
         fetch.expect_nothing()
         if proven:
             self._forget(fetch)
+        elif fetch.registered is not None:
+            fetch.registered.lent.quarantine.hold(fetch, fetch.grants)
         self._report(fetch.lose(error, proven))
 
     def _forget(self, fetch: Fetch) -> None:
@@ -232,7 +243,7 @@ class SourceLink:
     @property
     def copying(self) -> bool:
         """Whether copies are under way that end without notice, or with that of a transport."""
-        return self._puller.busy or self._pools.unpacking
+        return self._pools.unpacking or self._puller.busy
 
     @property
     def poll_interval(self) -> float | None:
@@ -255,9 +266,18 @@ class SourceLink:
             self._flush(now)
             more = more or bool(self._noted)
         if self.over and self._waiting:
-            self.fail(self.endpoint.refused or gone(self.endpoint.gone))
+            self._leave_waiting()
         self._pools.release()
         self._turning = False
+
+    def _leave_waiting(self) -> None:
+        """Give up the fetches that wait, as the link is over; another link requests them if the source goes on."""
+        if not self.endpoint.forgotten:
+            self.fail(self.endpoint.refused or gone(self.endpoint.gone))
+        for fetch in list(self._waiting):
+            del self._fetches[fetch], self._waiting[fetch]
+            fetch.link, fetch.versions = None, ()
+            self._context.host.fetch(fetch)
 
     def _flush(self, now: float) -> None:
         for address, frame in self.endpoint.to_send(now):
@@ -394,16 +414,29 @@ class SourceLink:
             fetch.transfer = None
             self._waiting[fetch] = None
             return
-        if not proven:
-            fetch.registered.lent.quarantine.hold(fetch, fetch.grants)
-        self._lose(fetch, error, proven)
+        if not transfer.unheard:
+            self._lose(fetch, error, proven)
+        elif proven:
+            self._request_again(fetch)
 
     def proven(self, transfer: SinkTransfer) -> None:
         fetch: Fetch = transfer.fetch
         assert fetch.registered is not None
+        if not fetch.done:
+            self._request_again(fetch)
+            return
         fetch.registered.lent.quarantine.free(fetch)
         self._forget(fetch)
         self._report(fetch.free())
+
+    def _request_again(self, fetch: Fetch) -> None:
+        """Request a fetch over another link, as the source goes on but has forgotten this one."""
+        del self._fetches[fetch]
+        self._waiting.pop(fetch, None)
+        fetch.link, fetch.transfer, fetch.versions = None, None, ()
+        fetch.offers.clear()
+        self._noted.append(partial(self._context.host.fetch, fetch))
+        self.wake()
 
     def _asks_again(self, fetch: Fetch, error: KvprotoError) -> bool:
         """Whether to request a fetch again, because only a changed Description of the source was in its way."""
@@ -490,7 +523,9 @@ class RegisteredPools:
     @property
     def unpacking(self) -> bool:
         """Whether anything is being unpacked into one of the pools."""
-        return any(registered.unpacking for registered in self._all())
+        if self.current is not None and self.current.unpacking:
+            return True
+        return bool(self._former) and any(former.unpacking for former in self._former)
 
     def _all(self) -> list[RegisteredPool]:
         return [*self._former, *([] if self.current is None else [self.current])]

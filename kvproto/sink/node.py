@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Literal
 
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.events import Event
+from kvproto.events import Disconnected, Event, Refused
 from kvproto.net import Dialer
 from kvproto.options import QUARANTINE, Spread
 from kvproto.rank.background import Background
@@ -39,6 +40,10 @@ UNCONNECTED = "name it in `sources`, or call Sink.connect"
 """What to do about a ticket of a source that the sink does not know."""
 _MOST_UNREACHED = 3
 """Transfers in a row that are lost because the source cannot write this side's memory, before it is exposed again."""
+_AGAIN, _LONGEST = 1.0, 15.0
+"""Seconds until a source that was lost is greeted again: at first, doubled with each try, and at most."""
+_MOST_REPORTED = 64
+"""The most refusals and losses of one source that are remembered, so as to be reported once."""
 _TURN = 0.001
 """Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
@@ -94,6 +99,10 @@ class SinkNode:
         self.sources: dict[Replica, tuple[str, bytes | None]] = {}
         """The address and public key of each source replica."""
         self._links: dict[Replica, SourceLink] = {}
+        self._again: dict[Replica, float] = {}
+        """Seconds until a source that is lost again is greeted again."""
+        self._reported: dict[Replica, set[tuple[type, str, str]]] = {}
+        """The refusals and losses that were reported of a source since it was last ready."""
         self._former: dict[SourceLink, None] = {}
         """Links that have ended, while a fetch or a pool of theirs waits for proof."""
         self.ready: frozenset[Replica] = frozenset()
@@ -136,9 +145,25 @@ class SinkNode:
                 link = self._links[replica] = SourceLink(self._context, self._lent, address, replica, server)
                 link.endpoint.advice = self._dialer.names.advice
 
+    def _greet_later(self, link: SourceLink, now: float) -> None:
+        """Greet a source again after a while, as its link is over."""
+        wait = self._again.get(link.replica, _AGAIN)
+        self._again[link.replica] = min(2 * wait, _LONGEST)
+        self._context.timers.at(now + wait, partial(self._greet_again, link))
+
+    def _greet_again(self, link: SourceLink, now: float) -> None:
+        if self._links.get(link.replica) is not link or link.replica not in self.sources:
+            return
+        try:
+            self._greet(link.replica, *self.sources[link.replica])
+        except Exception:  # memory is short, for example
+            self._greet_later(self._links.get(link.replica, link), now)
+
     def disconnect(self, replica: Replica, reason: str) -> None:
         """Say Goodbye to a source replica."""
         self.sources.pop(replica, None)
+        self._again.pop(replica, None)
+        self._reported.pop(replica, None)
         self._retire(replica, reason)
 
     def fetch(self, fetch: Fetch) -> None:
@@ -149,19 +174,24 @@ class SinkNode:
         """
         replica = fetch.ticket.engine, fetch.ticket.replica
         if self._lent is None or fetch.epoch != self._lent.number:
-            self._events.append(fetch.lose(_MOVED, True))
+            self._lose(fetch, _MOVED)
             return
         if replica not in self.sources:
             error = LocalError(ErrorCode.WRONG_PEER, "ticket", "a connected source", str(replica), UNCONNECTED)
-            self._events.append(fetch.lose(error, True))
+            self._lose(fetch, error)
             return
         try:
             self._greet(replica, *self.sources[replica])
         except Exception as error:  # memory is short, for example: nothing was requested
             own = LocalError(ErrorCode.ABORTED, "", "a connection", repr(error), "fetch again")
-            self._events.append(fetch.lose(error if isinstance(error, KvprotoError) else own, True, error))
+            self._lose(fetch, error if isinstance(error, KvprotoError) else own, error)
             raise
         self._links[replica].fetch(fetch)
+
+    def _lose(self, fetch: Fetch, error: KvprotoError, raised: Exception | None = None) -> None:
+        """Lose a fetch that no source has heard of."""
+        fetch.expect_nothing()
+        self._events.append(fetch.lose(error, True, raised))
 
     # pools
 
@@ -226,7 +256,14 @@ class SinkNode:
         self._awake[link] = None
 
     def report(self, link: SourceLink, event: Event) -> None:
-        """Pass an event to the engine."""
+        """Pass an event to the engine; what keeps a source from being ready is reported once, not once for each try."""
+        if isinstance(event, Refused | Disconnected):
+            reported = self._reported.setdefault(link.replica, set())
+            reason = str(event.error) if isinstance(event, Refused) else event.reason
+            if (said := (type(event), event.peer, reason)) in reported:
+                return
+            if len(reported) < _MOST_REPORTED:
+                reported.add(said)
         self._events.append(event)
 
     def send(self, link: SourceLink, address: str, frame: bytes) -> None:
@@ -337,6 +374,11 @@ class SinkNode:
             return
         if link.usable != (link.replica in self.ready):
             self.ready = self.ready ^ {link.replica}
+            self._again.pop(link.replica, None)
+            self._reported.pop(link.replica, None)
+        if link.over and self._eager and not link.awaited:
+            link.awaited = True
+            self._greet_later(link, now)
         unreached = self._context.unreached
         if unreached and unreached[link.replica] >= _MOST_UNREACHED:
             del unreached[link.replica]

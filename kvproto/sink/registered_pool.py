@@ -82,7 +82,7 @@ class RegisteredPool:
     @property
     def unpacking(self) -> bool:
         """Whether anything is being unpacked into the pool."""
-        return any(each.receiver.busy for each in self._deliveries.values())
+        return bool(self._deliveries) and any(delivery.receiver.busy for delivery in self._deliveries.values())
 
     def _register(self, source: int) -> Registration:
         """Register what one source rank may write: the pages, staging slots instead of them, or nothing."""
@@ -178,7 +178,7 @@ def prepared(
 
 def begins_of(said: Done | Offer) -> dict[int, int]:
     """Where late windows begin, as a Done or an Offer states it, by group id."""
-    return {begin.group: begin.first for begin in said.begins or ()}
+    return {begin.group: begin.first for begin in said.begins} if said.begins else {}
 
 
 class SinkPrograms:

@@ -89,7 +89,7 @@ class Sink(EngineRank):
         a slot. A table may be longer than needed. `cached` is the first token to fetch, for all groups of tokens or by
         group name: the pages hold the tokens before it, or a window has no pages for them. `tokens` is the end of the
         fetch (None: the whole prompt), in tokens or by axis name. Name a page only when all device work that used it
-        has completed, and leave it alone until the handle is done and, if the request was lost, `pages_free`.
+        has completed, and leave it alone until `Fetch.pages_free`.
 
         Without `pages`, the request waits for prefill and ties up no page here: PagesWanted reports when pages are of
         use, and `Fetch.grant` names them. `claim` is called with that event, where `Options.callbacks` says, and
@@ -100,7 +100,8 @@ class Sink(EngineRank):
         Where the source no longer holds the first tokens, a group in `late` (True: any) begins with a later one, which
         `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is lost with PEER_LOST if the source ends
         or restarts, which voids its tickets, or is silent for 35 s; and with OUT_OF_RANGE if the prompt states an axis
-        that no cache of either side has. `on_done` is called with the handle when it has ended.
+        that no cache of either side has. If this side was stopped for so long that the source has given it up, a fetch
+        that the source had not accepted is requested again. `on_done` is called with the handle when it has ended.
 
         The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
         within d of this call. A source answers at once, even before `Source.request`. It then ends the fetch with
@@ -160,8 +161,13 @@ class Sink(EngineRank):
 
     @property
     def ready(self) -> frozenset[tuple[str, int]]:
-        """Source replicas that are ready, by engine name and replica: a fetch from one begins at once."""
-        return self._node.ready
+        """Source replicas that are ready, by engine name and replica: a fetch from one begins at once.
+
+        A source that is lost or refused, or that has never answered, is greeted again for as long as it is connected:
+        after 1 s at first, and later every 15 s (`Options.eager`). Empty after `close`, and after an error that has
+        ended the I/O thread or `step`.
+        """
+        return frozenset() if self._driver.closed or self._driver.failure is not None else self._node.ready
 
     def move(self, pool: Pool) -> Withdrawal:
         """Use this pool from now on; fetches that are under way end in the old one.

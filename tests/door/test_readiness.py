@@ -1,0 +1,157 @@
+"""What a sink says of its sources: ready or not, greeted again for as long as they are connected, told of once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvproto.sink.node
+import kvproto.source.node
+from kvproto import KvprotoError, Options, Pool, Sink, Source, new_ticket
+from kvproto.errors import DeviceFault, LocalError
+from kvproto.events import Arrived, Connected, Disconnected, Event, Refused
+from kvproto.session import limits
+from kvproto.sink.node import SinkNode
+from kvproto.wire.enums import ErrorCode
+from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, two
+from tests.node.nodes import ahead
+
+PREFILL = ("prefill", 0)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are greeted again at once."""
+    monkeypatch.setattr(kvproto.sink.node, "_AGAIN", 0.001)
+    monkeypatch.setattr(kvproto.sink.node, "_LONGEST", 0.01)
+
+
+def decode(address: str, options: Options = STEPPED) -> Sink:
+    return Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, options)
+
+
+def until(sink: Sink, condition: Callable[[], object], *sources: Source) -> list[Event]:
+    """Turns until it is true; the sink's events."""
+    events: list[Event] = []
+    for _ in range(4000):
+        for source in sources:
+            source.step(0.0)
+        events += sink.step(0.002)
+        if condition():
+            return events
+    raise AssertionError(events)
+
+
+def test_pages_that_hold_a_request_are_free(tmp_path: Path) -> None:
+    with two(tmp_path, STEPPED) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        fetch = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        assert not fetch.pages_free
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: fetch.done)
+        assert isinstance(fetch.result, Arrived)
+        assert fetch.pages_free
+
+
+def test_a_source_that_starts_late_is_ready_without_a_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long after the sink has given up its first Hello; what that came to is reported once."""
+    monkeypatch.setattr(limits, "PATIENCE", 0.01)
+    with decode(address_in(tmp_path)) as sink:
+        greeted = sink._node._links[PREFILL]
+        events = until(sink, lambda: sink._node._links[PREFILL] is not greeted and sink._node._links[PREFILL].over)
+        events += [event for _ in range(50) for event in sink.step(0.002)]
+        assert [type(event) for event in events] == [Disconnected]
+        monkeypatch.undo()
+        with Source("prefill", filled(), address_in(tmp_path), STEPPED) as source:
+            until(sink, lambda: sink.ready == {PREFILL}, source)
+
+
+def test_a_source_that_restarts_is_ready_again_without_a_fetch(tmp_path: Path) -> None:
+    with decode(address_in(tmp_path)) as sink:
+        for _ in range(3):
+            with Source("prefill", filled(), address_in(tmp_path), STEPPED) as source:
+                events = until(sink, lambda: sink.ready, source)
+                assert any(isinstance(event, Connected) for event in events)
+            events = until(sink, lambda: not sink.ready)
+            assert sum(isinstance(event, Disconnected) for event in events) == 1
+
+
+def test_a_source_that_is_not_eagerly_greeted_waits_for_a_fetch(tmp_path: Path) -> None:
+    with decode(address_in(tmp_path), Options(thread=False, eager=False)) as sink:
+        for _ in range(2):
+            with Source("prefill", filled(), address_in(tmp_path), STEPPED) as source:
+                both = Two(source, sink)
+                for _ in range(20):
+                    both.turn()
+                assert not sink.ready
+                fetch = sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+                source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
+                both.until(lambda fetch=fetch: fetch.done)
+                assert sink.ready
+            until(sink, lambda: not sink.ready)
+
+
+def test_a_source_that_refuses_is_told_of_once(tmp_path: Path) -> None:
+    """However often it is greeted; once it agrees, it is ready."""
+    source = Source("other", filled(), address_in(tmp_path), STEPPED)
+    with decode(address_in(tmp_path)) as sink:
+        links = set[object]()
+        events = until(sink, lambda: links.add(sink._node._links[PREFILL]) or len(links) > 5, source)
+        refused = [event for event in events if isinstance(event, Refused)]
+        assert [event.error.code for event in refused] == [ErrorCode.WRONG_PEER]
+        source.close()
+        with Source("prefill", filled(), address_in(tmp_path), STEPPED) as right:
+            until(sink, lambda: sink.ready, right)
+
+
+def test_a_source_that_is_disconnected_is_not_greeted_again(tmp_path: Path) -> None:
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        both.sink.disconnect("prefill")
+        for _ in range(50):
+            both.turn()
+        assert not both.sink.ready
+        assert not both.source._node.endpoint.sessions
+
+
+def test_a_sink_that_has_ended_is_ready_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(node: SinkNode, ready: object) -> list[object]:
+        raise DeviceFault(LocalError(ErrorCode.TRANSPORT_FAILED, "", "copy", "CUDA_ERROR_ILLEGAL_ADDRESS", ""))
+
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(SinkNode, "turn", fault)
+            with pytest.raises(DeviceFault):
+                both.sink.step(0.0)
+        assert not both.sink.ready
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        both.sink.close()
+        assert not both.sink.ready
+
+
+def test_a_fetch_that_no_source_has_accepted_survives_a_stop_of_this_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVP-SES-LOST: the source has given the session up, which the sink learns only from what it asks next."""
+    with two(tmp_path, STEPPED) as both:
+        both.until(lambda: both.sink.ready)
+        with monkeypatch.context() as patch:
+            for seconds in (6, 40, 80):
+                ahead(patch, seconds, kvproto.source.node)
+                for _ in range(3):
+                    both.source.step(0.0)
+        assert not both.source._node.endpoint.sessions
+        tickets = [new_ticket("prefill") for _ in range(3)]
+        tables = [[9, 0, 5], [1, 2, 3], [4, 6, 7]]
+        fetches = [both.sink.fetch(t, PROMPT, {"kv": p}) for t, p in zip(tickets, tables, strict=True)]
+        fetches[2].abort()
+        for ticket in tickets:
+            both.source.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
+        both.until(lambda: all(fetch.done for fetch in fetches))
+        assert all(isinstance(fetch.result, Arrived) for fetch in fetches[:2])
+        with pytest.raises(KvprotoError, match="ABORTED"):
+            fetches[2].wait(0)
+        both.until(lambda: fetches[2].pages_free)
+        assert both.sink.quarantined == {}
