@@ -105,15 +105,17 @@ class Listener:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""
         return [inbox.fd for inbox in self._inboxes]
 
-    def receive(self, ready: Collection[int] = ()) -> Iterator[tuple[Hashable, bytes]]:
+    def receive(self, ready: Collection[int] | None = None) -> Iterator[tuple[Hashable, bytes]]:
         """Receive up to 256 frames, each with its connection, one per step of the iterator.
 
         Messages of several parts are ignored (KVP-NET-ONE), and so are keys that are no longer allowed
-        (KVP-NET-REVOKE). `ready` holds the descriptors that were readable; if it is empty, all are checked.
+        (KVP-NET-REVOKE). `ready` holds the descriptors that were readable (None: look at all).
         """
         for gate in (self._connections, self._handshakes):
-            if gate is not None and (not ready or gate.inbox.fd in ready):
+            if gate is not None and (ready is None or gate.inbox.look or gate.inbox.fd in ready):
                 gate.turn()
+        if ready is not None and not self._inbox.look and self._inbox.fd not in ready:
+            return
         for _ in range(limits.TURN_FRAMES):
             began = time.monotonic()
             frames = self._inbox.take(who=True)

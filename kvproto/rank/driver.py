@@ -33,10 +33,10 @@ _log = logging.getLogger("kvproto")
 class Node(Protocol):
     """What a driver gives turns to."""
 
-    def turn(self, ready: Collection[int]) -> list[Any]:
+    def turn(self, ready: Collection[int] | None) -> list[Any]:
         """Receive, copy and answer what can be done now; return the events for the engine.
 
-        `ready` holds the descriptors of `filenos` that were readable; sockets are read in any case.
+        `ready` holds the descriptors of `filenos` that were readable; None if that is not known.
         """
 
     def filenos(self) -> Collection[int]:
@@ -69,7 +69,8 @@ class Driver:
         self._epoll, self._watched = select.epoll(), set[int]()
         self._filenos: Collection[int] = ()
         """What the node returned last; the same object means that nothing has changed."""
-        self._ready: list[int] = []
+        self._ready: list[int] | None = None
+        """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._pid, self._asleep_until = os.getpid(), 0.0
@@ -307,7 +308,7 @@ class Driver:
     def _rest(self, seconds: float, planned: float | None) -> None:
         """Sleep unless the node has something to do: next to a computing thread, even the shortest sleep costs 5 ms."""
         if planned == 0.0 and self._restless < _RESTLESS:
-            self._restless += 1
+            self._restless, self._ready = self._restless + 1, None
             return
         self._restless = 0
         self._sleep(seconds)

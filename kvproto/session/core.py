@@ -91,7 +91,7 @@ class Session:
         """The peer's latest Description; set when the first is known."""
         self.described_by = 0
         """The request id of the peer's last Describe that was answered."""
-        self._parts: dict[type[Extension], Extension] = {}
+        self._extensions: dict[type[Extension], Extension] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {}
         self._add_handlers(self)
         self._pending: dict[int, PendingMessage] = {}
@@ -129,24 +129,24 @@ class Session:
         """Whether this side has asked to resume over another connection, on which counts begin at 0 again."""
         return False
 
-    def install(self, part: Extension) -> None:
-        """Add a part; its handlers replace others for the same messages."""
-        self._parts[type(part)] = part
-        self._add_handlers(part)
+    def install(self, extension: Extension) -> None:
+        """Add an extension; its handlers replace others for the same messages."""
+        self._extensions[type(extension)] = extension
+        self._add_handlers(extension)
 
-    def _add_handlers(self, part: Extension | Session) -> None:
-        self._handlers |= {cls: partial(handler, part) for cls, handler in part.handlers}
+    def _add_handlers(self, owner: Extension | Session) -> None:
+        self._handlers |= {cls: partial(handler, owner) for cls, handler in owner.handlers}
 
     def has(self, cls: type[Extension]) -> bool:
-        """Whether a part is installed."""
-        return cls in self._parts
+        """Whether an extension is installed."""
+        return cls in self._extensions
 
     def part(self, cls: type[P]) -> P:
-        """An installed part; raises LocalError if the session did not choose its feature."""
-        part = self._parts.get(cls)
-        if not isinstance(part, cls):
+        """An installed extension; raises LocalError if the session did not choose its feature."""
+        extension = self._extensions.get(cls)
+        if not isinstance(extension, cls):
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", f"a session with {cls.__name__}", "one without it")
-        return part
+        return extension
 
     def receive(self, message: Any, now: float) -> None:
         """Handle one message; the only error that it raises is RemoteError, and then the message had no effect."""
@@ -207,8 +207,8 @@ class Session:
                 missing = unstated(source.geometry, sink.geometry)
                 self.tell(Connected(self.name, planned.plan, warnings, missing))
             then(planned if isinstance(planned, KvprotoError) else None)
-            for part in self._parts.values():
-                part.planned()
+            for extension in self._extensions.values():
+                extension.planned()
 
         self.host.plans.make(message, own, from_source, self.features, finish)
 
@@ -246,8 +246,8 @@ class Session:
 
     def reconnected(self) -> None:
         """Resume over another connection."""
-        for part in self._parts.values():
-            part.reconnected()
+        for extension in self._extensions.values():
+            extension.reconnected()
 
     def resume(self, now: float) -> bool:
         """Try to resume a session that the peer does not know on this connection; returns whether it is being tried."""
@@ -274,8 +274,8 @@ class Session:
         self.closed_in, self.state, self.open = self.state, SessionState.CLOSED, False
         for number in list(self._pending):
             self.answered(number)
-        for part in self._parts.values():
-            part.closed()
+        for extension in self._extensions.values():
+            extension.closed()
         self.host.closed(self)
 
     def _goodbye(self, message: m.Goodbye, now: float) -> None:

@@ -216,10 +216,10 @@ class SourceNode:
 
     # turns
 
-    def turn(self, ready: Collection[int] = ()) -> list[Event]:
+    def turn(self, ready: Collection[int] | None = None) -> list[Event]:
         """Receive, copy and answer; return the events for the engine."""
         for transport in self.transports if ready else ():
-            if transport.fileno() in ready:
+            if ready and transport.fileno() in ready:
                 transport.acknowledge()
         if self._copies.under_way:  # a sink may be waiting for its end
             self._complete()

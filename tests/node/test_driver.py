@@ -29,11 +29,11 @@ class Bell:
         self.turns: list[int] = []
         """Threads of the turns."""
 
-    def turn(self, ready: Collection[int]) -> list[Any]:
+    def turn(self, ready: Collection[int] | None) -> list[Any]:
         self.turns.append(threading.get_ident())
         if self.failure is not None:
             raise self.failure
-        if self.fd in ready:
+        if ready and self.fd in ready:
             os.eventfd_read(self.fd)
             self.rung.set()
         if self.planned is not None:
@@ -105,7 +105,7 @@ def test_a_timer_that_work_has_set_wakes_a_thread_that_sleeps_longer(driven: Cal
         def __call__(self) -> None:
             made.node.turn = self.turn  # type: ignore[method-assign]
 
-        def turn(self, ready: Collection[int]) -> list[Any]:
+        def turn(self, ready: Collection[int] | None) -> list[Any]:
             made.node.planned, made.node.turn = 0.01, type(made.node).turn.__get__(made.node)  # type: ignore[method-assign]
             return []
 

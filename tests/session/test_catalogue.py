@@ -30,6 +30,7 @@ class Watching(Reconnected):
     """A source replica with catalogues, and watchers."""
 
     def __init__(self, tp: int = 1, watchers: int = 1, catalogues: bool = True) -> None:
+        self.watchers: list[WatchEndpoint] = []
         super().__init__(tp, sinks=0)
         self.watchers = [WatchEndpoint(Party("router", 0, i, 1), "s0") for i in range(watchers)]
         for source in self.sources.values() if catalogues else ():
