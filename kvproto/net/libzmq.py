@@ -107,9 +107,10 @@ class Inbox:
                 return False
             return True
         pointer, flags = socket.underlying, [_NOWAIT | _MORE] * (len(frames) - 1) + [_NOWAIT]
-        return all(
-            _zmq.zmq_send(pointer, frame, len(frame), flag) >= 0 for frame, flag in zip(frames, flags, strict=True)
-        )
+        for frame, flag in zip(frames, flags, strict=True):
+            if _zmq.zmq_send(pointer, frame, len(frame), flag) < 0:
+                return False
+        return True
 
 
 def _read(socket: zmq.Socket[bytes], frames: list[bytes], who: bool) -> bool | None:

@@ -91,9 +91,15 @@ class SourceCatalogue(Extension):
         self._watched, known = True, self._catalogue
         pages, more = known.after(None if message.after is None else bytes(message.after))
         self._session.reply(
-            m.Watched, message, number=known.number, namespace=known.namespace, page=known.page, form=known.form,
-            pages=pages, more=more,
-        )  # fmt: skip
+            m.Watched,
+            message,
+            number=known.number,
+            namespace=known.namespace,
+            page=known.page,
+            form=known.form,
+            pages=pages,
+            more=more,
+        )
 
     handlers = ((m.Watch, _watch),)
 

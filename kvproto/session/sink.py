@@ -41,9 +41,13 @@ class SinkSession(Session):
     role = "sink"
 
     def __init__(
-        self, host: Endpoint, conn: Hashable, offered: tuple[Feature, ...], proving: Collection[int],
+        self,
+        host: Endpoint,
+        conn: Hashable,
+        offered: tuple[Feature, ...],
+        proving: Collection[int],
         replica: tuple[str, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`proving` are the transports with which the writer's death is proof; `replica` is who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
@@ -98,11 +102,19 @@ class SinkSession(Session):
         self.step("Hello")
         said = greased(self._terms, self.me.incarnation)
         self._hello = self.request(
-            m.Hello, now, resume=self.session or None,
-            versions=said.versions, engine=self.me.engine, incarnation=self.me.incarnation,
-            rank=self.me.rank, replica=self.me.replica, role=Role.SINK, offered=said.offered, needed=said.needed,
+            m.Hello,
+            now,
+            resume=self.session or None,
+            versions=said.versions,
+            engine=self.me.engine,
+            incarnation=self.me.incarnation,
+            rank=self.me.rank,
+            replica=self.me.replica,
+            role=Role.SINK,
+            offered=said.offered,
+            needed=said.needed,
             limits=LIMITS,
-        )  # fmt: skip
+        )
 
     def resume(self, now: float) -> bool:
         """Ask the source to go on with this session, once at a time (KVP-SES-RESUME)."""
@@ -184,7 +196,7 @@ class SinkSession(Session):
 
     def register(
         self, number: int, memory: object, columns: tuple[m.Columns, ...], exposed: Registration, now: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Grant the source access to this rank's memory; with PULL, the handles that it gets are empty."""
         if Feature.PULL in self.features:
             regions = exposed.regions

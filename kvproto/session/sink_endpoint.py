@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
-from kvproto.events import Connected, Disconnected, Event, Refused
+from kvproto.events import Connected, Disconnected, Event, Recovered, Refused, Suspected
 from kvproto.planning.compare import first_difference
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
@@ -126,6 +126,8 @@ class SinkEndpoint(Endpoint):
         self.digests = b"", b""
         """Digests of the Descriptions that the plan is made from, the source's first."""
         self.ready = False
+        self.suspect = False
+        """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
         self.refused: KvprotoError | None = None
         self.over = False
         """Whether a session has ended, so that only a new endpoint can become ready."""
@@ -163,6 +165,9 @@ class SinkEndpoint(Endpoint):
             self.sessions[address], session.expected = session, expected
             session.hello(now)
 
+    def _note_suspects(self) -> None:
+        self.suspect = any(session.suspect and session.open for session in self.sessions.values())
+
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
         if not self._out:
@@ -172,6 +177,8 @@ class SinkEndpoint(Endpoint):
     def tell(self, session: SinkSession, event: Event) -> None:
         """Queue an event of a session, for the endpoint itself and for the engine."""
         self._unhandled.append((session, event))
+        if isinstance(event, Suspected | Recovered):
+            self._note_suspects()
 
     def report(self, event: Any) -> None:
         """Report an event to the engine."""
@@ -193,6 +200,7 @@ class SinkEndpoint(Endpoint):
         """Note that a session has ended, which loses what it has not delivered."""
         self.ready, self.over, self.gone = False, True, self.gone or located(session)
         self.forgotten = self.forgotten or session.forgotten
+        self._note_suspects()
         self._changed |= self.transfers
 
     def returned(self, conn: Hashable, now: float) -> None:
@@ -250,12 +258,6 @@ class SinkEndpoint(Endpoint):
         if not self._unproven and self._asking is not None:
             self._asking.cancel()
             self._asking = None
-
-    @property
-    def suspect(self) -> bool:
-        """Whether a source rank is suspect, so that no transfer starts (KVP-SES-SUSPECT)."""
-        sessions = [*self.sessions.values()]  # from any thread
-        return bool([session for session in sessions if session.suspect and session.open])
 
     def features(self) -> tuple[int, ...]:
         """The features that all sessions have."""
@@ -428,9 +430,10 @@ class SinkEndpoint(Endpoint):
         """
         return any(
             owned.memory is exposed and owned.described.of_source.version != session.described.of_source.version
-            for session in self._routed() if session is not None
+            for session in self._routed()
+            if session is not None
             for owned in session.owner.epochs.values()
-        )  # fmt: skip
+        )
 
     def _holds(self, session: SinkSession, exposed: Exposed) -> bool:
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
@@ -595,7 +598,7 @@ class SinkEndpoint(Endpoint):
     def _progress(self, transfer: SinkTransfer, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""
         attempts = transfer.parts.values()
-        for attempt in attempts:
+        for attempt in attempts if transfer.error is None else ():
             if transfer.error is None and attempt.error is not None:
                 self._fail(transfer, attempt.error, now)
             if transfer.error is None and not attempt.session.open and attempt.done is None:
@@ -608,13 +611,10 @@ class SinkEndpoint(Endpoint):
         if transfer.error is None and (tokens := useful(attempts, transfer.useful)) != transfer.useful:
             transfer.useful = tokens
             self._calls.useful(transfer)
-        if any((a.session.open and a.state != TransferState.ENDED) or a.reading for a in attempts):
-            return
-        try:
-            over = transfer.error is not None or all(a.delivery.finish(a) for a in attempts)
-        except KvprotoError as error:
-            transfer.error, over = error.kept(), True
-        if not over or not all(a.delivery.stop(a) for a in attempts):
+        for attempt in attempts:
+            if (attempt.state != TransferState.ENDED and attempt.session.open) or attempt.reading:
+                return
+        if not self._stop(transfer):
             self._unpacking[transfer] = None
             return
         self._unpacking.pop(transfer, None)
@@ -624,12 +624,25 @@ class SinkEndpoint(Endpoint):
             attempt.settled, attempt.ask = True, None
             attempt.session.forget()
 
+    @staticmethod
+    def _stop(transfer: SinkTransfer) -> bool:
+        """Whether all bytes of a transfer are here, or it is lost, and this side writes none of them any more."""
+        deliveries = [(attempt, attempt.delivery) for attempt in transfer.parts.values()]
+        try:
+            for attempt, delivery in deliveries if transfer.error is None else ():
+                if not delivery.finish(attempt):
+                    return False
+        except KvprotoError as error:
+            transfer.error = error.kept()
+        stopped = [delivery.stop(attempt) for attempt, delivery in deliveries]
+        return False not in stopped
+
     def _end(self, transfer: SinkTransfer, now: float) -> None:
         """Report the end of a transfer."""
         attempts = transfer.parts.values()
         if transfer.error is None:
-            done = sorted((a.done for a in attempts if a.done is not None), key=lambda each: each.writer)
-            self._calls.arrived(transfer, tuple(done), now - transfer.started)
+            done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}
+            self._calls.arrived(transfer, tuple(done[writer] for writer in sorted(done)), now - transfer.started)
             return
         transfer.unproven = [attempt for attempt in attempts if not attempt.delivery.free(attempt)]
         if transfer.unproven:
@@ -656,7 +669,7 @@ def gone(rank: str) -> RemoteError:
 
 def disagreement(
     session: SinkSession, sessions: Collection[SinkSession], unchanged: bool = False
-) -> RemoteError | None:  # fmt: skip
+) -> RemoteError | None:
     """The error for a source rank whose Description is not that of another rank, if there is one.
 
     With `unchanged`, ranks are compared only while both state version 1: a change reaches the ranks of a replica one

@@ -47,7 +47,12 @@ class FetchServer(Protocol):
 class Fetch(TicketHandle[Arrived]):
     """The handle of a request that is being fetched; it ends with Arrived, or with the error that lost the request.
 
-    `Sink.fetch` says how long that may take. A timeout of `wait` does not end the fetch.
+    The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
+    within d of `Sink.fetch`. A source answers at once, even before `Source.request`. It then ends the fetch with
+    UNKNOWN_TICKET if there is no request within `ticket_wait`, 10 s, and with DEADLINE once d has passed since the
+    request. A source that does neither is given up: d + 40 s (d, `ticket_wait` and `patience`) after that call the
+    fetch is aborted with DEADLINE, and the answer to that is awaited for at most 30 s. To bound it yourself, call
+    `wait` with a timeout and then `abort`: the timeout alone does not end the fetch.
     """
 
     def __init__(

@@ -265,9 +265,10 @@ class SourceLink:
                 self._request()
             self._flush(now)
             more = more or bool(self._noted)
-        if self.over and self._waiting:
+        if self._waiting and self.over:
             self._leave_waiting()
-        self._pools.release()
+        if self._pools.leaving:
+            self._pools.release()
         self._turning = False
 
     def _leave_waiting(self) -> None:

@@ -109,8 +109,8 @@ class SinkNode:
         """Replicas whose ranks are all registered, and none suspect; replaced as a whole, so any thread may read it."""
         self._awake: dict[SourceLink, None] = {}
         """Links that have something to do."""
-        self._polled: dict[SourceLink, None] = {}
-        """Links that copy, which ends without notice."""
+        self._polled: dict[SourceLink, bool] = {}
+        """Links that copy, which ends without notice, or that did so in their last turn (False)."""
         self._writers: dict[tuple[SourceLink, SinkSession], _Writer] = {}
         self._watched: dict[int, _Writer] = {}
         """Writers by the descriptor of their watch."""
@@ -284,7 +284,8 @@ class SinkNode:
                 transport.acknowledge()
         self._receive(ready, now)
         context.timers.run(now)
-        self._awake |= self._polled
+        if self._polled:
+            self._awake |= dict.fromkeys(self._polled)
         self._recheck = self._recheck or bool(self._awake) or context.verification.busy
         self._turn_links(now)
         if context.verification.busy:
@@ -361,10 +362,11 @@ class SinkNode:
         """Give a link its turn, and note what it has become."""
         if not link.former and self._links.get(link.replica) is not link:
             return  # it has been dropped
-        copying = link.copying
         link.turn(now)
-        if copying or link.copying:
-            self._polled[link] = None
+        if link.copying:
+            self._polled[link] = True
+        elif self._polled.get(link):
+            self._polled[link] = False  # one more turn, as what has become free is granted again
         else:
             self._polled.pop(link, None)
         self._watch(link)
@@ -376,7 +378,7 @@ class SinkNode:
             self.ready = self.ready ^ {link.replica}
             self._again.pop(link.replica, None)
             self._reported.pop(link.replica, None)
-        if link.over and self._eager and not link.awaited:
+        if self._eager and not link.awaited and link.over:
             link.awaited = True
             self._greet_later(link, now)
         unreached = self._context.unreached
@@ -397,6 +399,8 @@ class SinkNode:
     def timeout(self) -> float | None:
         """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._events or self._awake or self._dying or self._context.verification.busy or self._dialer.pending:
+            return 0.0
+        if False in self._polled.values():
             return 0.0
         intervals = [seconds for link in self._polled if (seconds := link.poll_interval) is not None]
         if (deadline := self._context.timers.next()) is not None:

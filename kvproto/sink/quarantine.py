@@ -38,10 +38,12 @@ class Quarantine:
             whole = self._layout.columns[group].items
             if count > self._share * whole:
                 raise LocalError(
-                    ErrorCode.BUSY, f"quarantine[{self._layout.group(group).name}]",
-                    f"at most {self._share:.0%} of {whole} pages", str(count),
+                    ErrorCode.BUSY,
+                    f"quarantine[{self._layout.group(group).name}]",
+                    f"at most {self._share:.0%} of {whole} pages",
+                    str(count),
                     "end the engines that may still write them, or restart this one",
-                )  # fmt: skip
+                )
 
     def _count(self) -> None:
         counts: dict[int, int] = {}

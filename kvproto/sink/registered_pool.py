@@ -108,7 +108,7 @@ class RegisteredPool:
 
     def unpackers(
         self, streamed: Mapping[int, int], grants: Mapping[int, Grants], lacking: bool = False
-    ) -> dict[int, Unpacker]:  # fmt: skip
+    ) -> dict[int, Unpacker]:
         """Unpackers of source ranks whose bytes are packed, by rank; with `lacking`, only where all items are named."""
         found = {}
         for writer, transport in streamed.items():
@@ -217,9 +217,10 @@ class SinkPrograms:
                 drawn.setdefault(id, []).append(grants[route.group])
         sources = {}
         for share in rank.owns:
-            some = drawn.get(share.group, [])
-            first = min((g.first for g in some), default=0)
-            count = max((g.first + g.count for g in some), default=0) - first
+            first, count = 0, 0
+            if spans := [(grant.first, grant.first + grant.count) for grant in drawn.get(share.group, ())]:
+                first = min(spans)[0]
+                count = max([end for _, end in spans]) - first
             items = max(items_needed(groups[share.group], share.cp_rank, first, count), 1)
             sources[share.group] = Window(first, count, np.arange(items))
         return self.pair(writer).lower(sources, windows(grants.values()))

@@ -26,10 +26,12 @@ class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""
 
     def __init__(
-        self, name: str, pool: Pool,
+        self,
+        name: str,
+        pool: Pool,
         sources: Mapping[str, str | Seed] | Mapping[tuple[str, int], str | Seed] | None = None,
         options: Options | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Connect to sources.
 
         `sources` maps each engine name (replica 0), or (name, replica), to the address of any of its ranks, or to a
@@ -50,11 +52,18 @@ class Sink(EngineRank):
         for _, key, seed in named:
             check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
         self._node = SinkNode(
-            party, pool, dialer_of(chosen), verify=chosen.verify,
-            transports=transports_of(chosen, pool), pull=chosen.pull, quarantine=chosen.quarantine,
-            spread=chosen.spread, cold_draft=chosen.cold_draft, eager=chosen.eager,
+            party,
+            pool,
+            dialer_of(chosen),
+            verify=chosen.verify,
+            transports=transports_of(chosen, pool),
+            pull=chosen.pull,
+            quarantine=chosen.quarantine,
+            spread=chosen.spread,
+            cold_draft=chosen.cold_draft,
+            eager=chosen.eager,
             ticket_wait=chosen.ticket_wait,
-        )  # fmt: skip
+        )
         super().__init__(name, pool, self._node, chosen)
         self._start()
         for (engine, replica), _, seed in named:
@@ -78,11 +87,18 @@ class Sink(EngineRank):
         self._driver.post(lambda: self._node.disconnect(source, "disconnected"))
 
     def fetch(
-        self, ticket: Ticket, prompt: Prompt, pages: PageTables | None = None, *,
-        cached: int | Mapping[str, int] = 0, tokens: int | Mapping[str, int] | None = None,
-        late: bool | Collection[str] = False, claim: Callable[[PagesWanted], PageTables | None] | None = None,
-        spans: bool = False, on_done: Callable[[Fetch], object] | None = None,
-    ) -> Fetch:  # fmt: skip
+        self,
+        ticket: Ticket,
+        prompt: Prompt,
+        pages: PageTables | None = None,
+        *,
+        cached: int | Mapping[str, int] = 0,
+        tokens: int | Mapping[str, int] | None = None,
+        late: bool | Collection[str] = False,
+        claim: Callable[[PagesWanted], PageTables | None] | None = None,
+        spans: bool = False,
+        on_done: Callable[[Fetch], object] | None = None,
+    ) -> Fetch:
         """Have tokens [cached, tokens) of a request written into `pages`.
 
         `pages` is the request's page table by group name: page ids, [pages], from the page of token 0 on, or the id of
@@ -101,14 +117,8 @@ class Sink(EngineRank):
         `Arrived.since` states; otherwise the fetch is lost with NOT_HELD. It is lost with PEER_LOST if the source ends
         or restarts, which voids its tickets, or is silent for 35 s; and with OUT_OF_RANGE if the prompt states an axis
         that no cache of either side has. If this side was stopped for so long that the source has given it up, a fetch
-        that the source had not accepted is requested again. `on_done` is called with the handle when it has ended.
-
-        The ticket's deadline, d, bounds a fetch as follows. It is lost with DEADLINE if the source has not answered
-        within d of this call. A source answers at once, even before `Source.request`. It then ends the fetch with
-        UNKNOWN_TICKET if there is no request within `ticket_wait`, 10 s, and with DEADLINE once d has passed since the
-        request. A source that does neither is given up: d + 40 s (d, `ticket_wait` and `patience`) after this call the
-        fetch is aborted with DEADLINE, and the answer to that is awaited for at most 30 s. To bound it yourself, call
-        `wait` with a timeout and then `Fetch.abort`.
+        that the source had not accepted is requested again. `on_done` is called with the handle when it has ended,
+        which the ticket's deadline bounds (see Fetch).
 
         Raises LocalError: OUT_OF_RANGE for an argument of the wrong type or range; WRONG_PEER for a source that is not
         connected; BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS for pages that cannot be used; BUSY while too many pages are
@@ -123,11 +133,7 @@ class Sink(EngineRank):
         end, axes = ends_of(prompt, tokens, 1)
         grants = grants_of(pool.layout, pages, cached, end, axes, late)
         _check_claim(pages, claim, spans)
-        source = (ticket.engine, ticket.replica)
-        if source not in self._sources:
-            known = listed(f"{engine} replica {replica}" for engine, replica in sorted(self._sources)) or "none"
-            yours = f"{ticket.engine} replica {ticket.replica}"
-            raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, UNCONNECTED)
+        self._check_source(ticket)
         self._node.check_quarantine()
         if pages is not None:
             pool._pages.take(grants, pages)
@@ -145,19 +151,30 @@ class Sink(EngineRank):
             spans=spans,
             on_wanted=claim,
         )
+        if on_done is not None:
+            fetch.add_done_callback(on_done)
+        self._request(fetch)
+        return fetch
+
+    def _check_source(self, ticket: Ticket) -> None:
+        """Raise LocalError(WRONG_PEER) for the ticket of a source that is not connected."""
+        if (ticket.engine, ticket.replica) not in self._sources:
+            known = listed(f"{engine} replica {replica}" for engine, replica in sorted(self._sources)) or "none"
+            yours = f"{ticket.engine} replica {ticket.replica}"
+            raise LocalError(ErrorCode.WRONG_PEER, "ticket", f"a source of {known}", yours, UNCONNECTED)
+
+    def _request(self, fetch: Fetch) -> None:
+        """Number a fetch, and have the node request it."""
         with self._handles_lock:
             self._last += 1
             fetch.number = self._last
             self._fetches[fetch] = None
-        if on_done is not None:
-            fetch.add_done_callback(on_done)
         try:
             fetch._post(lambda: self._node.fetch(fetch))
         except KvprotoError:
             self._fetches.pop(fetch, None)
             fetch.release()
             raise
-        return fetch
 
     @property
     def ready(self) -> frozenset[tuple[str, int]]:

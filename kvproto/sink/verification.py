@@ -21,7 +21,7 @@ from kvproto.wire.messages import Done
 __all__ = ["Arrival", "Verification"]
 
 
-class _Link(Protocol):
+class _ArrivalOwner(Protocol):
     def verified(self, arrival: Arrival) -> None:
         """End a fetch whose checksums are all computed."""
 
@@ -30,7 +30,7 @@ class _Link(Protocol):
 class Arrival:
     """A fetch whose bytes are all here."""
 
-    link: _Link
+    link: _ArrivalOwner
     fetch: Fetch
     registered: RegisteredPool
     done: tuple[Done, ...]
@@ -70,10 +70,13 @@ class Arrival:
         handoff: dict[str, dict[str, bytes]] = {}
         checksums: dict[tuple[int, str], int] = {}
         since: dict[str, int] = {}
+        written: dict[int, int] = {}
+        finished = True
         try:
             if self.error is not None:
                 raise self.error.again()
             for n, done in enumerate(self.done):
+                written[done.writer], finished = done.bytes, finished and done.outcome == Outcome.FINISHED
                 for group, first in begins_of(done).items():
                     since[names[group]] = max(first, since.get(names[group], 0))
                 for (group, part), data in self.registered.programs.handoff(done).items() if done.handoff else ():
@@ -82,8 +85,6 @@ class Arrival:
                     checksums[done.writer, names[group]] = value
         except KvprotoError as error:  # every writer has said Done, so nothing can arrive any more
             return self.fetch.lose(error.kept(), True)
-        finished = all(done.outcome == Outcome.FINISHED for done in self.done)
-        written = {done.writer: done.bytes for done in self.done}
         return self.fetch.arrive(Arrived(self.fetch, finished, handoff, checksums, written, self.seconds, since))
 
 
@@ -105,7 +106,7 @@ class Verification:
     def advance(self) -> None:
         """Go on for `SUM_TIME`; end the fetches whose checksums are all computed now."""
         until = time.monotonic() + SUM_TIME
-        for arrival in islice(self._waiting, BEGUN):
+        for arrival in islice(self._waiting, BEGUN if len(self._waiting) > 1 else 0):
             for sums in arrival.sums:
                 sums.advance(0.0)
         while self._waiting and self._waiting[0].advance(until):

@@ -163,6 +163,27 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_that_it_waits_for(fleet: Fl
     assert least_steps(lambda: (fleet.sink.turn(), fleet.sink.timeout()), 5) < 1.5 * alone
 
 
+def test_a_turn_of_a_sink_costs_the_same_beside_many_sources(fleet: Fleet) -> None:
+    """It looks only at what has something to do."""
+    fleet.source(P0, 1)
+    fleet.connect(P0)
+    fleet.ready()
+
+    def turn() -> None:
+        fleet.sink.turn([])
+        fleet.sink.timeout()
+        fleet.sink.filenos()
+
+    fleet.until(lambda: not fleet.sink.timeout() == 0.0)
+    alone = least_steps(turn, 5)
+    for number in range(1, 40):
+        fleet.source(("p", number), 1)
+        fleet.connect(("p", number))
+    fleet.until(lambda: fleet.connected == 40)
+    assert len(fleet.sink.ready) == 40
+    assert least_steps(turn, 5) <= 1.1 * alone
+
+
 def test_a_sink_that_is_not_eager_greets_a_source_with_its_first_fetch(fleet: Fleet) -> None:
     sources = {replica: fleet.source(replica, byte) for byte, replica in enumerate((P0, Q0), 10)}
     later = SinkNode(party_of("later", fleet.pool), fleet.pool, Dialer(), eager=False)
