@@ -194,7 +194,7 @@ class Nodes:
     def turn(self, *nodes: SourceNode | SinkNode, ready: Collection[int] | None = None) -> None:
         """One turn of these nodes, or of all; without `ready`, any descriptor may be readable."""
         for node in nodes or (*self.sources, *self.sinks):
-            told = node.turn(ready if isinstance(node, SinkNode) else ready or ())
+            told = node.turn(ready)
             self.told += map(numbered, told)
             self.connected += isinstance(node, SinkNode) and sum(isinstance(e, Connected) for e in told)
 
