@@ -246,8 +246,9 @@ class SourceNode:
                 self._end_requests()
             if self.memory.unmapping or self.endpoint.over:
                 self.memory.unmap(send.peer for request in self.requests for send in request.sends)
+            ending = len(self._ending)
             self._flush()
-            more = bool(self._changed)
+            more = bool(self._changed) or len(self._ending) > ending
         if self._leaving:
             self._events += free_pools(self._leaving, self._holders, self.transports, self.pool)
         events, self._events = self._events, []
