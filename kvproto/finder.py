@@ -167,9 +167,9 @@ class WatchNode:
     def watch(self, address: str, server: bytes | None = None) -> None:
         """Watch the replica with a rank that listens at `address`; `server` is its public key."""
         if address not in self.endpoints:
-            made = self.endpoints[address] = WatchEndpoint(self._party, address)
-            made.advice, self._servers[address] = self._dialer.names.advice, server
-            made.dial(time.monotonic())
+            endpoint = self.endpoints[address] = WatchEndpoint(self._party, address)
+            endpoint.advice, self._servers[address] = self._dialer.names.advice, server
+            endpoint.dial(time.monotonic())
 
     def turn(self, ready: Collection[int] | None = None) -> list[Any]:
         """Receive and send; return the events. `ready` holds the descriptors that were readable (None: look at all)."""

@@ -224,14 +224,14 @@ class SinkSession(Session):
             raise RemoteError(ErrorCode.NO_TRANSPORT, "transport", mine, yours, "take a transport of the handles")
         if Feature.PULL in self.features:
             return self.part(SinkPull)
-        made: SinkPush = SinkPush(self)
+        delivery: SinkPush = SinkPush(self)
         if (reader := exposed.readers.get(message.transport)) is not None:
-            made = stream = _STREAMS[reader.kind](self, owned.number, reader)
+            delivery = stream = _STREAMS[reader.kind](self, owned.number, reader)
             if stream.feature not in self.features:
                 mine, yours = stream.feature.name, "packed bytes without it"
                 raise RemoteError(ErrorCode.FEATURE_MISSING, "transport", mine, yours, f"negotiate {mine}")
-        made.registered(message, self._proving)
-        return made
+        delivery.registered(message, self._proving)
+        return delivery
 
     def _ended(self, message: m.Error, now: float) -> None:
         """Handle Error; NOT_ALLOWED that answers no request ends the session (KVP-SES-REVOKED)."""

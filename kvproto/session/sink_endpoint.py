@@ -236,7 +236,7 @@ class SinkEndpoint(Endpoint):
             case m.Done(session=session.session) | m.Drained(session=session.session, proof=Proof.PROVEN):
                 self._prove(session, lambda attempt: attempt.sequence == message.sequence)
             case m.Unregistered(session=session.session, proof=Proof.PROVEN):
-                pools = [each.memory for each in session.owner.epochs.values() if each.asking == message.request]
+                pools = [owned.memory for owned in session.owner.epochs.values() if owned.asking == message.request]
                 self._prove(session, lambda attempt: attempt.transfer.into in pools)
 
     def _ask_late(self, now: float) -> None:
@@ -387,7 +387,7 @@ class SinkEndpoint(Endpoint):
         routed: list[SinkSession | None] = self._routed()
         if geometry != self.geometry:
             routed += self.sessions.values()
-        return bool(routed) and all(each is not None and _adaptable(each) for each in routed)
+        return bool(routed) and all(session is not None and _adaptable(session) for session in routed)
 
     def expose(self, exposed: Exposed, now: float, geometry: Geometry | None = None) -> None:
         """Register another pool, which new transfers go into once every routed rank has mapped it.
@@ -397,7 +397,7 @@ class SinkEndpoint(Endpoint):
         self.exposed, self.ready = exposed, False
         if geometry is not None and geometry != self.geometry:
             self.geometry, self.stated = geometry, Stated.of(geometry, self.stated.version + 1)
-            for session in [each for each in self.sessions.values() if _adaptable(each)]:
+            for session in filter(_adaptable, list(self.sessions.values())):
                 session.part(Describing).describe(now)
         self._after(now)
 
@@ -405,7 +405,7 @@ class SinkEndpoint(Endpoint):
         """Take a pool back from sources that can return it; with `at_once`, transfers into it end with POOL_MOVED."""
         if exposed is self.exposed:
             self.exposed, self.ready = None, False
-        for session in [each for each in self.sessions.values() if _adaptable(each)]:
+        for session in filter(_adaptable, list(self.sessions.values())):
             for owned in list(session.owner.epochs.values()):
                 if owned.memory is exposed:
                     session.owner.unregister(owned, at_once, now)
@@ -413,11 +413,11 @@ class SinkEndpoint(Endpoint):
 
     def holders(self, exposed: Exposed) -> list[str]:
         """Who may still read or write a pool, for display; it is free when the list is empty (KVP-EPO-FREE)."""
-        found = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
+        names = [session.name for session in self.sessions.values() if self._holds(session, exposed)]
         unproven = [attempt for transfer in self._unproven if transfer.into is exposed for attempt in transfer.unproven]
         under_way = any(transfer.into is exposed for transfer in self.transfers)
         ours = any(not attempt.delivery.provable for attempt in unproven)
-        return found + ["transfers that are not over"] * (under_way or ours)
+        return names + ["transfers that are not over"] * (under_way or ours)
 
     def given_back(self, exposed: Exposed) -> bool:
         """Whether every source rank that mapped a pool has reported that it is unmapped."""
@@ -437,7 +437,7 @@ class SinkEndpoint(Endpoint):
 
     def _holds(self, session: SinkSession, exposed: Exposed) -> bool:
         held = [owned for owned in session.owner.epochs.values() if owned.memory is exposed]
-        if not held or any(isinstance(each, SinkPush) and each.dead for each in session.deliveries):
+        if not held or any(isinstance(delivery, SinkPush) and delivery.dead for delivery in session.deliveries):
             return False
         attempts = [a for transfer in self._unproven for a in transfer.unproven if a.delivery.provable]
         unproven = any(attempt.session is session for attempt in attempts)
@@ -446,7 +446,7 @@ class SinkEndpoint(Endpoint):
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions of the source ranks' Descriptions that new transfers are planned by."""
-        return tuple(each.described.of_source.version for each in self._routed() if each is not None)
+        return tuple(session.described.of_source.version for session in self._routed() if session is not None)
 
     def _routed(self) -> list[SinkSession | None]:
         """The sessions of routed ranks, None for a rank without one."""
@@ -457,7 +457,7 @@ class SinkEndpoint(Endpoint):
         exposed = self.exposed
         if exposed is None or self.ready or self.refused is not None:
             return False
-        due = [each for each in self._routed() if each is not None and self._due(each, exposed)]
+        due = [session for session in self._routed() if session is not None and self._due(session, exposed)]
         for session in due:
             try:
                 session.register(exposed.epoch, exposed, exposed.columns, exposed.registration(session.peer.rank), now)
@@ -602,7 +602,7 @@ class SinkEndpoint(Endpoint):
             if transfer.error is None and attempt.error is not None:
                 self._fail(transfer, attempt.error, now)
             if transfer.error is None and not attempt.session.open and attempt.done is None:
-                unheard = all(each.state == TransferState.ASKED for each in attempts)
+                unheard = all(other.state == TransferState.ASKED for other in attempts)
                 transfer.unheard = attempt.session.forgotten and unheard
                 self._fail(transfer, attempt.session.revoked or gone(located(attempt.session)), now)
             if transfer.error is None and attempt.lease is not None and not attempt.lease.reported:
@@ -694,12 +694,12 @@ def disagreement(
 
 def _hindrances(sessions: Collection[SinkSession]) -> list[str]:
     """Why transfers with a source replica cannot begin yet, by source rank, for display."""
-    found, error = [], None
+    waits, error = [], None
     for session in sessions:
         if (awaited := _AWAITED.get(session.state)) is not None:
-            found.append(f"no answer to {awaited} from {located(session)}")
+            waits.append(f"no answer to {awaited} from {located(session)}")
         elif session.suspect and session.open:
-            found.append(f"nothing heard from {located(session)}, which is suspect")
+            waits.append(f"nothing heard from {located(session)}, which is suspect")
         elif error is None and (error := disagreement(session, sessions)) is not None:
-            found.append(f"{error.path} is {error.mine} and {error.yours}")
-    return found
+            waits.append(f"{error.path} is {error.mine} and {error.yours}")
+    return waits

@@ -71,10 +71,14 @@ class WatchEndpoint(Endpoint):
 
     def known(self) -> dict[int, SinkCatalogue] | None:
         """The pages of each rank, by rank; None while any of them are not known."""
-        found = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
+        catalogues = {s.peer.rank: s.part(SinkCatalogue) for s in self.sessions.values() if s.known and s.open}
         listed = {rank for s in self.sessions.values() if s.known for rank in s.endpoints}
-        whole = bool(found) and listed <= found.keys() and all(each.whole for each in found.values())
-        return found if whole else None
+        whole = (
+            bool(catalogues)
+            and listed <= catalogues.keys()
+            and all(catalogue.whole for catalogue in catalogues.values())
+        )
+        return catalogues if whole else None
 
     def party(self) -> Party | None:
         """The rank that answered first; None if none has yet."""

@@ -205,10 +205,10 @@ class SourceLink:
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still read or write a pool, for display."""
-        found, current = self._pools.holders(lent), self._pools.current
+        holders, current = self._pools.holders(lent), self._pools.current
         if current is not None and current.lent is lent and not self.over:  # it may still be registered
-            found.append(f"the link to {self.seed}")
-        return found
+            holders.append(f"the link to {self.seed}")
+        return holders
 
     def refuse(self, address: str, error: KvprotoError, by_us: bool = True) -> None:
         """Record why the link cannot be used."""
@@ -501,11 +501,11 @@ class RegisteredPools:
 
     def holders(self, lent: Filled) -> list[str]:
         """Who may still read or write a pool, for display."""
-        found: list[str] = []
-        for registered in [each for each in self._all() if each.lent is lent]:
-            found += self._endpoint.holders(registered.exposed)
-            found += ["checksums under way"] * self._context.verification.reads(registered)
-        return found
+        holders: list[str] = []
+        for registered in [pool for pool in self._all() if pool.lent is lent]:
+            holders += self._endpoint.holders(registered.exposed)
+            holders += ["checksums under way"] * self._context.verification.reads(registered)
+        return holders
 
     def release(self) -> None:
         """Release former pools that nothing holds any more."""

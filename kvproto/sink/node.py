@@ -234,9 +234,9 @@ class SinkNode:
         """Count its sources now, and the messages that were sent again so far."""
         counters = [link.endpoint.census() for link in self._all()]
         return Counters(
-            sum(each.peers for each in counters),
-            sum(each.suspects for each in counters),
-            self._resends + sum(each.resends for each in counters),
+            sum(count.peers for count in counters),
+            sum(count.suspects for count in counters),
+            self._resends + sum(count.resends for count in counters),
         )
 
     @property

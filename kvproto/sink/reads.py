@@ -64,8 +64,8 @@ class Puller:
         """Seconds until `advance` should be called; None if there are no offers, or a descriptor announces progress."""
         if any(p.copying is None for p in self._pulls):
             return _RETRY
-        found = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
-        return min((seconds for seconds in found if seconds is not None), default=None)
+        intervals = [p.peer.transport.capabilities.poll_interval for p in self._pulls if p.peer is not None]
+        return min((seconds for seconds in intervals if seconds is not None), default=None)
 
     def map(self, session: SinkSession, register: Register, described: Described, pool: RankPool, asleep: bool) -> None:
         """Map a source's memory with its first transport that works here, to read it into `pool` or a later one."""

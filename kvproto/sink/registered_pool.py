@@ -70,14 +70,14 @@ class RegisteredPool:
             self.digests = self._endpoint.digests
         return self._programs
 
-    def prepare(self, made: Planned) -> None:
+    def prepare(self, planned: Planned) -> None:
         """Lower each pair ahead of use, which takes long if rows lie in many ways; may be called from any thread."""
         layout = self.lent.pool.layout
-        programs = SinkPrograms(made.plan, made.theirs.geometry, layout)
+        programs = SinkPrograms(planned.plan, planned.theirs.geometry, layout)
         with contextlib.suppress(KvprotoError):  # raised again in the turn that needs it
-            for writer in made.plan.required(layout.rank):
+            for writer in planned.plan.required(layout.rank):
                 programs.pair(writer)
-        self._prepared = made.plan, programs
+        self._prepared = planned.plan, programs
 
     @property
     def unpacking(self) -> bool:
@@ -88,14 +88,14 @@ class RegisteredPool:
         """Register what one source rank may write: the pages, staging slots instead of them, or nothing."""
         programs, memories = self.programs, self.lent.pool.memories
         nothing = programs.pair(source).nothing
-        made, packed = register(self._transports, memories, nothing, lambda: programs.runs(source))
-        self._deliveries |= {(source, transport): each for transport, each in packed.items()}
-        return made
+        registration, packed = register(self._transports, memories, nothing, lambda: programs.runs(source))
+        self._deliveries |= {(source, transport): delivery for transport, delivery in packed.items()}
+        return registration
 
     def close(self) -> None:
         """Release what was registered in addition to the pool; no source may still write it."""
-        for each in self._deliveries.values():
-            each.close()
+        for delivery in self._deliveries.values():
+            delivery.close()
         self._deliveries.clear()
 
     def unpacker(self, writer: int, transport: int, grants: Mapping[int, Grants]) -> Unpacker:
@@ -110,11 +110,11 @@ class RegisteredPool:
         self, streamed: Mapping[int, int], grants: Mapping[int, Grants], lacking: bool = False
     ) -> dict[int, Unpacker]:
         """Unpackers of source ranks whose bytes are packed, by rank; with `lacking`, only where all items are named."""
-        found = {}
+        unpackers = {}
         for writer, transport in streamed.items():
             with contextlib.suppress(KvprotoError) if lacking else contextlib.nullcontext():
-                found[writer] = self.unpacker(writer, transport, grants)
-        return found
+                unpackers[writer] = self.unpacker(writer, transport, grants)
+        return unpackers
 
     def begun(self, grants: Mapping[int, Grants], begins: Mapping[int, int]) -> Mapping[int, Grants]:
         """The grants, reduced to the rows that a source rank holds."""
@@ -160,16 +160,16 @@ def prepared(
     """
 
     def defer(work: Callable[[], Planned], then: Callable[[Planned | KvprotoError], None]) -> None:
-        registered = current()  # that of the Description to plan with; the pool may move before the plan is made
+        registered = current()  # that of the Description to plan with; the pool may move before the plan is there
 
         def both() -> Planned:
-            made = work()
+            planned = work()
             if registered is not None:
-                registered.prepare(made)
-            return made
+                registered.prepare(planned)
+            return planned
 
-        def pass_on(made: Planned | KvprotoError) -> None:
-            then(made)
+        def pass_on(planned: Planned | KvprotoError) -> None:
+            then(planned)
             wake()
 
         background.defer(both, pass_on)
@@ -242,13 +242,13 @@ class SinkPrograms:
 
     def handoff(self, done: Done) -> dict[tuple[int, str], bytes]:
         """The hand-off bytes of a Done that `check_outcome` accepted, by this side's group id and part name."""
-        found = {}
+        parts_of = {}
         routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
-        for each in done.handoff:
-            group = self._own.group(each.group)
-            parts = [group.parts[p] for p in sorted({box.part for box in routes[each.group].boxes})]
+        for handoff in done.handoff:
+            group = self._own.group(handoff.group)
+            parts = [group.parts[p] for p in sorted({box.part for box in routes[handoff.group].boxes})]
             at = 0
             for p in parts:
-                found[group.id, p.name] = bytes(each.data[at : at + p.lane_bytes])
+                parts_of[group.id, p.name] = bytes(handoff.data[at : at + p.lane_bytes])
                 at += p.lane_bytes
-        return found
+        return parts_of

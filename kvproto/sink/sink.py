@@ -47,8 +47,8 @@ class Sink(EngineRank):
         chosen, party = options_of(options), party_of(name, pool)
         advice = 'such as {"prefill": "ipc:///run/kv/prefill-0"}'
         check_type("sources", sources, (Mapping, NoneType), "a mapping of engine name to address", advice)
-        given = {key: seed if isinstance(seed, Seed) else Seed(seed) for key, seed in (sources or {}).items()}
-        named = [(_replica(key), key, seed) for key, seed in given.items()]
+        seeds = {key: seed if isinstance(seed, Seed) else Seed(seed) for key, seed in (sources or {}).items()}
+        named = [(_replica(key), key, seed) for key, seed in seeds.items()]
         for _, key, seed in named:
             check_seed(f'sources["{key}"]' if isinstance(key, str) else f"sources[{key!r}]", seed, chosen)
         self._node = SinkNode(
@@ -195,11 +195,11 @@ class Sink(EngineRank):
         self._check_pool(pool)
         with self._handles_lock:
             self._check_awake("move", ErrorCode.UNEXPECTED_MESSAGE)
-            made = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
+            withdrawal = self._withdrawals[self._epoch] = Withdrawal(self, self.pool, self._epoch)
             self._replace(pool)
             epoch = self._epoch
-        self._post_withdrawal(made, lambda: self._node.move(pool, epoch))
-        return made
+        self._post_withdrawal(withdrawal, lambda: self._node.move(pool, epoch))
+        return withdrawal
 
     def _sleep(self, error: KvprotoError) -> LentPool:
         return self._node.sleep(error)
@@ -244,13 +244,15 @@ def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
     if claim is not None and not callable(claim):
         raise LocalError(ErrorCode.OUT_OF_RANGE, "claim", "something to call with PagesWanted", type_name(claim))
     if pages is not None and (claim is not None or spans):
-        given = "claim" if claim is not None else "spans"
-        raise LocalError(ErrorCode.OUT_OF_RANGE, given, "pages, or a fetch that names them later", "both", "leave one")
+        argument = "claim" if claim is not None else "spans"
+        raise LocalError(
+            ErrorCode.OUT_OF_RANGE, argument, "pages, or a fetch that names them later", "both", "leave one"
+        )
 
 
-def _replica(given: Any) -> tuple[str, int]:
+def _replica(source: Any) -> tuple[str, int]:
     """A source replica, as engine name and number; a name alone means replica 0."""
-    engine, replica = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+    engine, replica = source if isinstance(source, tuple) and len(source) == 2 else (source, 0)
     check_type("engine", engine, str, "the source engine's name, a str")
     return engine, check_whole("replica", replica, 0)
 

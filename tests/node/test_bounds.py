@@ -174,7 +174,7 @@ def test_a_turn_of_a_sink_costs_the_same_beside_many_sources(fleet: Fleet) -> No
         fleet.sink.timeout()
         fleet.sink.filenos()
 
-    fleet.until(lambda: not fleet.sink.timeout() == 0.0)
+    fleet.until(lambda: fleet.sink.timeout() != 0.0)
     alone = least_steps(turn, 5)
     for number in range(1, 40):
         fleet.source(("p", number), 1)
