@@ -302,7 +302,7 @@ class Bare:
         stack.callback(self._pipe.close)
         stack.callback(self._dialer.close)
         pool = Pool.allocate(GEOMETRY, PAGES)
-        self._layout, self._arrived = pool.layout, 0
+        self._rules, self._arrived = pool.page_rules, 0
         regions = tuple(attrs.evolve(memory.region, id=id) for id, memory in pool.memories.items())
         exposed = Exposed(1, tuple(pool.layout.columns.values()), lambda _: Registration(regions))
         self._endpoint = SinkEndpoint(Party("decode-0", 0, 0, 1), GEOMETRY, (), address, self)
@@ -391,7 +391,7 @@ class Bare:
         return numbers
 
     def _grants(self, number: int) -> dict[int, Grants]:
-        return grants_of(self._layout, {"kv": [number % PAGES]}, 0, len(PROMPT), PROMPT.axes, False)
+        return grants_of(self._rules, {"kv": [number % PAGES]}, 0, len(PROMPT), PROMPT.axes, False)
 
     def _ask(self, number: int, grants: dict[int, Grants]) -> None:
         self._endpoint.transfer(bytes(ticket(number).key), PROMPT.digest, grants, time.monotonic())

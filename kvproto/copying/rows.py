@@ -156,7 +156,7 @@ def _few_pages(m: MapSpec, source: Window, sink: Window, lo: int, hi: int) -> Ro
 
 def _pages(group: Group, window: Window, lo: int, hi: int) -> list[int]:
     """The items that hold rows [lo, hi)."""
-    base = rows_of(group, window.first, window.count)[0] // group.rows
+    base = -(-window.first // group.tokens_per_row) // group.rows
     low, high = lo // group.rows - base, (hi - 1) // group.rows - base
     if lo < hi and (low < 0 or high >= window.items.size):
         raise _short(group, window.items.size, f"items {low} to {high} of the window")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvproto.copying.grants import distinct, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.copying.scaling import Scaling, scaling
+from kvproto.copying.scaling import scaling
 from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError, check_type, check_whole, type_name
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
@@ -29,10 +29,9 @@ __all__ = [
     "RequestTables",
     "Since",
     "check_distinct",
-    "check_pages",
+    "check_names",
     "grants_of",
     "table_of",
-    "tables_of",
 ]
 
 _ANY = 1 << 62
@@ -82,27 +81,7 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
     return [(id, grant.items.tolist()) for id, grant in grants.items() if grant.items is not None and len(grant.items)]
 
 
-def tables_of(
-    layout: RankLayout, pages: PageTables, tokens: int, axes: Mapping[str, int], since: Mapping[int, int]
-) -> dict[int, IntArray]:
-    """The page tables of this rank's groups by group id, checked as by `RequestTables.check`."""
-    rules, tables = PageRules(layout), {}
-    _check_names(pages, rules.names)
-    for owned in rules.owned:
-        end = length_of(owned.group, tokens, axes)
-        skip, need = owned.before(since.get(owned.group.id, 0)), owned.needed(end)
-        tables[owned.group.id] = _checked_table(owned, rules, pages, skip, need, end)
-    return tables
-
-
-def check_pages(layout: RankLayout, pages: PageTables) -> dict[str, Group]:
-    """The groups that have pages, by name; raises LocalError for page tables of other names."""
-    groups = {group.name: group for group in layout.geometry.groups if KINDS[group.kind].has_memory}
-    _check_names(pages, groups)
-    return groups
-
-
-def _check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
+def check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
     """Raise LocalError for page tables of other names than these groups have."""
     check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     if not pages.keys() <= groups.keys():
@@ -183,7 +162,8 @@ class PageRules:
         self.movable = {group.name: group for group in groups if KINDS[group.kind].paged or KINDS[group.kind].wraps}
         """Groups whose first rows a request may give up."""
         self.rings = [group for group in self.movable.values() if KINDS[group.kind].wraps]
-        self.scaling = _scaling(layout, set(layout.columns))
+        self.scaling = scaling([group for group in layout.geometry.groups if group.id in layout.columns], layout.owns)
+        """Groups whose rows are scales of several tokens, each with the group that they scale."""
         self.handoffs = {group.name: group for group in layout.geometry.groups if not KINDS[group.kind].has_memory}
         shares = {share.group for rank in layout.geometry.ranks if rank.rank == layout.rank for share in rank.owns}
         self.owned_handoffs = {name: group for name, group in self.handoffs.items() if group.id in shares}
@@ -226,7 +206,7 @@ class RequestTables:
         """
         rules = self._rules
         begins = self._held(since, tokens, axes)
-        _check_names(pages, rules.names)
+        check_names(pages, rules.names)
         items, spans = {}, {}
         for owned in rules.owned:
             id = owned.group.id
@@ -300,7 +280,7 @@ def _ring_begins(group: Group, tokens: int) -> int:
 
 
 def grants_of(
-    layout: RankLayout,
+    rules: PageRules,
     pages: PageTables | None,
     cached: int | Mapping[str, int],
     tokens: int,
@@ -313,11 +293,18 @@ def grants_of(
 
     Tables begin with the page of token 0 and may be longer than needed. `cached`: the token with which the fetch
     begins, for all groups of tokens or by name; `late`: whether it may begin later, for all groups or by name.
-    Raises LocalError as `tables_of` does, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a `cached`
-    beyond the prompt, for one that parts values from the scales of their pages, or a `late` that names no group.
+    Raises LocalError as `RequestTables.check` does, ITEM_ALIAS for a page that is named twice, and BAD_GRANT for a
+    `cached` beyond the prompt, for one that parts values from the scales of their pages, or a `late` that names no
+    group.
     """
-    held, may_begin_late = _held(layout, cached, tokens, axes), _late(layout, late)
-    tables = tables_of(layout, pages, tokens, axes, held) if pages is not None else {}
+    layout, tables = rules.layout, dict[int, IntArray]()
+    held, may_begin_late = _held(layout, cached, tokens, axes), _late(rules, late)
+    if pages is not None:
+        check_names(pages, rules.names)
+        for owned in rules.owned:
+            end = length_of(owned.group, tokens, axes)
+            skip, need = owned.before(held.get(owned.group.id, 0)), owned.needed(end)
+            tables[owned.group.id] = _checked_table(owned, rules, pages, skip, need, end)
     grants = {}
     for group in layout.geometry.groups:
         if not KINDS[group.kind].has_memory:
@@ -326,7 +313,7 @@ def grants_of(
             end = length_of(group, tokens, axes)
             grant = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
             grants[group.id] = attrs.evolve(grant, late=True) if group.id in may_begin_late else grant
-    for scales, values in _scaling(layout, set(layout.columns)):
+    for scales, values in rules.scaling:
         names = scales.name, values.name
         if held[scales.id] != held[values.id]:
             wanted = f"the same token as for {names[1]!r}, whose rows it scales"
@@ -339,20 +326,15 @@ def grants_of(
     return grants
 
 
-def _scaling(layout: RankLayout, among: Collection[int]) -> Scaling:
-    """Groups whose rows are scales of several tokens, each with the group that they scale."""
-    return scaling((g for g in layout.geometry.groups if g.id in among), layout.owns)
-
-
-def _late(layout: RankLayout, late: bool | Collection[str]) -> set[int]:
+def _late(rules: PageRules, late: bool | Collection[str]) -> set[int]:
     """The ids of groups whose windows may begin late."""
-    groups = {g.name: g.id for g in layout.geometry.groups if KINDS[g.kind].paged or KINDS[g.kind].wraps}
+    groups = rules.movable
     if isinstance(late, bool):
-        return set(groups.values()) if late else set()
+        return {group.id for group in groups.values()} if late else set()
     check_type("late", late, (list, tuple, set, frozenset), "True, False, or names of groups")
     if unknown := [name for name in late if name not in groups]:
         raise _bad("late", f"groups in pages or rings, {sorted(groups)}, by name and not by axis", repr(unknown[0]))
-    return {groups[name] for name in late}
+    return {groups[name].id for name in late}
 
 
 def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:

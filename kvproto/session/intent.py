@@ -122,9 +122,8 @@ class SinkIntent(Extension):
 
     def take(self, attempt: SinkAttempt) -> None:
         """Note whether the Transfer of an attempt leaves out its items."""
-        side = self._side(attempt)
-        if lacks_items(side, attempt.asks):
-            attempt.granted, attempt.whole = no_items(side, attempt.asks), False
+        if True in [grant.items is None for grant in attempt.asks] and lacks_items(self._side(attempt), attempt.asks):
+            attempt.granted, attempt.whole = no_items(self._side(attempt), attempt.asks), False
 
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool

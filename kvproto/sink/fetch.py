@@ -18,7 +18,7 @@ from kvproto.planning.kinds import kind_of
 from kvproto.prompt import Ticket
 from kvproto.rank.base import EngineRank
 from kvproto.rank.handles import TicketHandle
-from kvproto.rank.page_tables import PageTables, check_distinct, check_pages, table_of
+from kvproto.rank.page_tables import PageTables, check_distinct, check_names, table_of
 from kvproto.rank.pool import Pool
 from kvproto.session.records import SinkAttempt, SinkTransfer
 from kvproto.session.timers import Timer
@@ -247,7 +247,8 @@ class Fetch(TicketHandle[Arrived]):
         those granted before, OUT_OF_REGION for a page that the pool does not have, ITEM_ALIAS for a page named twice.
         """
         layout, grants = self.pool.layout, dict[int, Grants]()
-        groups = check_pages(layout, pages)
+        groups = self.pool.page_rules.names
+        check_names(pages, groups)
         for grant in granted_below(layout, tuple(self.asked.values()), tokens, self.end):
             group, before = layout.group(grant.group), self._granted.get(grant.group)
             if before is not None and before.count >= grant.count:

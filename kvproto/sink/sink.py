@@ -131,7 +131,7 @@ class Sink(EngineRank):
             self._check_awake("fetch")
             pool, epoch = self.pool, self._epoch
         end, axes = ends_of(prompt, tokens, 1)
-        grants = grants_of(pool.layout, pages, cached, end, axes, late)
+        grants = grants_of(pool.page_rules, pages, cached, end, axes, late)
         _check_claim(pages, claim, spans)
         self._check_source(ticket)
         self._node.check_quarantine()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvproto import Cache, DType, KvprotoError, Pool, allocate, lay_out
 from kvproto.copying.grants import items_needed
 from kvproto.planning.geometry import Geometry, Rank, gqa, owns
-from kvproto.rank.page_tables import grants_of
+from kvproto.rank.page_tables import PageRules, grants_of
 
 WORDS = ("layer", "part", "page", "token", "head", "dim")
 
@@ -78,12 +78,12 @@ def test_pages_of_a_fetch(cp_size: int, interleave: int, page: int, tokens: int,
         wanted = sorted({i // page for i, t in enumerate(mine) if t >= cached})
         have = -(-len(mine) // page)
         table = np.random.default_rng(seed).permutation(200)[: have + 3]
-        layout = Pool.allocate(geometry, 200, rank=rank).layout
-        grant = grants_of(layout, {"kv": table}, cached, tokens)[0]
+        rules = PageRules(Pool.allocate(geometry, 200, rank=rank).layout)
+        grant = grants_of(rules, {"kv": table}, cached, tokens)[0]
         assert grant.items is not None
         assert grant.items.tolist() == table[wanted].tolist()
         assert (grant.first, grant.count, grant.valid) == (cached, tokens - cached, tokens)
         assert items_needed(group, rank, cached, tokens - cached) == len(wanted)
         if have:
             with pytest.raises(KvprotoError, match=f"{have} pages"):
-                grants_of(layout, {"kv": table[: have - 1]}, cached, tokens)
+                grants_of(rules, {"kv": table[: have - 1]}, cached, tokens)

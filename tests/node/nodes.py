@@ -262,7 +262,7 @@ def changed_our_mind() -> RemoteError:
 def grants(pool: Any, items: dict[int, list[int]], first: int, tokens: int) -> Any:
     """What a sink rank asks for, from page tables by group id."""
     groups = {g.id: g.name for g in pool.layout.geometry.groups if g.kind != ItemKind.HANDOFF}
-    return grants_of(pool.layout, {groups[g]: table for g, table in items.items() if g in groups}, first, tokens)
+    return grants_of(pool.page_rules, {groups[g]: table for g, table in items.items() if g in groups}, first, tokens)
 
 
 def finished(

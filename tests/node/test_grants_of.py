@@ -16,6 +16,6 @@ def test_the_window_of_a_hand_off_grant_is_zero() -> None:
         replica=0, facts=(), groups=groups, ranks=(Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
     )
     side = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 8})[0])
-    made = page_tables.grants_of(side, {"target": np.array([5, 2, 7])}, 4, 11)
+    made = page_tables.grants_of(page_tables.PageRules(side), {"target": np.array([5, 2, 7])}, 4, 11)
     assert (made[0].first, made[0].count, made[0].valid, made[0].items.tolist()) == (4, 7, 11, [2, 7])
     assert (made[1].first, made[1].count, made[1].valid, made[1].items.tolist()) == (0, 0, 0, [])

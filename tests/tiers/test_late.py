@@ -43,7 +43,10 @@ class LatePager(Failing):
         self.under_way: list[Late] = []
 
     def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
-        made = Late(program, (buffers(sources, "", SharedMemory), buffers(sinks, "", SharedMemory)))
+        made = Late(
+            program,
+            (buffers(sources, wanted="", kinds=(SharedMemory,)), buffers(sinks, wanted="", kinds=(SharedMemory,))),
+        )
         self.under_way.append(made)
         return made
 

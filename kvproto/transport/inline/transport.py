@@ -262,4 +262,4 @@ class InlineTransport(base.Transport):
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return buffers(side, "memory of the host", SharedMemory)
+    return buffers(side, wanted="memory of the host", kinds=(SharedMemory,))

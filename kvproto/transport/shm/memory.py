@@ -233,7 +233,7 @@ def _failed(path: str, mine: str, yours: str, advice: str) -> RemoteError:
 _Kind = type[SharedMemory] | type[SharedMapping]
 
 
-def buffers(regions: Mapping[int, Any], wanted: str, *kinds: _Kind) -> dict[int, memoryview]:
+def buffers(regions: Mapping[int, Any], *, wanted: str, kinds: tuple[_Kind, ...]) -> dict[int, memoryview]:
     """The bytes of regions by id; raises LocalError(NO_TRANSPORT) for memory that is of none of these kinds."""
     views = {}
     for id, memory in regions.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import attrs
 
@@ -20,6 +21,7 @@ from kvproto.wire.messages import Region
 
 __all__ = ["HostPager", "ShmCopy", "ShmTransport"]
 
+_buffers = partial(buffers, wanted="memory that SHM can share", kinds=(SharedMemory, SharedMapping))
 _PART = 16 << 20
 """Bytes copied between two looks at the clock."""
 _POLL = 0.01
@@ -99,10 +101,6 @@ class ShmTransport(base.Transport):
         return checksums(program, _buffers(memory), sink)
 
 
-def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return buffers(side, "memory that SHM can share", SharedMemory, SharedMapping)
-
-
 @attrs.frozen
 class _HostPaging(base.Paging):
     """A copy that was done before it was returned."""
@@ -131,7 +129,7 @@ class HostPager(base.Pager):
 
     def copy(self, program: CopyProgram, sources: base.Regions, sinks: base.Regions) -> base.Paging:
         """Run a program; raises LocalError(NO_TRANSPORT) for memory that is not `SharedMemory`."""
-        here, there = (buffers(side, "memory of the host", SharedMemory) for side in (sources, sinks))
+        here, there = (buffers(side, wanted="memory of the host", kinds=(SharedMemory,)) for side in (sources, sinks))
         return _HostPaging(execute(program, here, there))
 
     def close(self) -> None:
