@@ -79,12 +79,13 @@ class Pair:
 
         Nothing is copied of a sink's group without a window. Raises BAD_GRANT for windows that lack items.
         """
-        maps = tuple(
-            row_map(m, sources[m.source.id], sinks[m.sink.id]) if m.sink.id in sinks else nothing
-            for m, nothing in zip(self._maps, self.nothing.maps, strict=True)
-        )
-        ends = tuple(_state_after(m.sink, sinks.get(m.sink.id)) for m in self._maps)
-        return CopyProgram(maps, self._ops, self._steps, ends, self._others)
+        maps, ends = list(self.nothing.maps), list(self.nothing.state_after)
+        for i, m in enumerate(self._maps):
+            if (window := sinks.get(m.sink.id)) is not None:
+                maps[i] = row_map(m, sources[m.source.id], window)
+                if ends[i] is not None:
+                    ends[i] = window.first + window.count
+        return CopyProgram(tuple(maps), self._ops, self._steps, tuple(ends), self._others)
 
 
 def lower(
@@ -96,10 +97,6 @@ def lower(
 ) -> CopyProgram:
     """Make the copy program of one rank pair for one request; `Pair` is for callers that make several."""
     return Pair(routes, source, sink).lower(sources, sinks)
-
-
-def _state_after(group: Group, window: Window | None) -> int | None:
-    return (window.first + window.count if window is not None else 0) if KINDS[group.kind].is_state else None
 
 
 def _flat(columns: Columns, group: Group) -> bool:

@@ -152,7 +152,7 @@ class RowMap:
     @cached_property
     def numbers(self) -> tuple[list[int], ...] | None:
         """Places and rows as lists of int if runs are few, since each numpy call delays a small hand-over; or None."""
-        return tuple(c.tolist() for c in (*self.places, self.rows)) if len(self.rows) <= _SMALL else None
+        return tuple([c.tolist() for c in (*self.places, self.rows)]) if len(self.rows) <= _SMALL else None
 
     @cached_property
     def ends(self) -> IntArray:

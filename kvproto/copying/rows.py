@@ -6,6 +6,8 @@ depends on its runs alone.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +41,11 @@ class MapSpec:
     whole: bool
     """Whether a part of the group is opaque, so that items move whole."""
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether rows move from page to page in their order."""
-        return not self.whole and all(KINDS[g.kind].paged and g.cp_size == 1 for g in (self.source, self.sink))
+        paged = KINDS[self.source.kind].paged and KINDS[self.sink.kind].paged
+        return paged and not self.whole and self.source.cp_size == self.sink.cp_size == 1
 
 
 def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
@@ -137,8 +140,9 @@ def _few_pages(m: MapSpec, source: Window, sink: Window, lo: int, hi: int) -> Ro
     while row < hi:
         (i, at), (j, to) = divmod(row, m.source.rows), divmod(row, m.sink.rows)
         rows = min(m.source.rows - at, m.sink.rows - to, hi - row)
-        here = _place(m.source, ours[i - lo // m.source.rows], at, m.source_flat)
-        there = _place(m.sink, theirs[j - lo // m.sink.rows], to, m.sink_flat)
+        item, other = ours[i - lo // m.source.rows], theirs[j - lo // m.sink.rows]
+        here = (0, item * m.source.rows + at) if m.source_flat else (item, at)
+        there = (0, other * m.sink.rows + to) if m.sink_flat else (other, to)
         if (here, there) == goes_on:
             runs[-1][4] += rows
         else:
@@ -158,10 +162,6 @@ def _pages(group: Group, window: Window, lo: int, hi: int) -> list[int]:
         raise _short(group, window.items.size, f"items {low} to {high} of the window")
     items: list[int] = window.items[low : high + 1].tolist()
     return items
-
-
-def _place(group: Group, item: int, row: int, flat: bool) -> tuple[int, int]:
-    return (0, item * group.rows + row) if flat else (item, row)
 
 
 def _whole_items(m: MapSpec, source: Window, sink: Window) -> RowMap:

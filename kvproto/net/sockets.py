@@ -99,7 +99,7 @@ class Listener:
     @property
     def pending(self) -> bool:
         """See `Inbox.pending`, for any of its sockets."""
-        return any(inbox.pending for inbox in self._inboxes)
+        return True in [inbox.look and inbox.pending for inbox in self._inboxes]
 
     def filenos(self) -> list[int]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are."""

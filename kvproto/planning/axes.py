@@ -22,4 +22,4 @@ def axis_of(group: Group) -> str:
 
 def length_of(group: Group, tokens: int, axes: Mapping[str, int]) -> int:
     """Positions on a group's axis in a request of `tokens` tokens and other `axes`; 0 on an axis that is not named."""
-    return tokens if axis_of(group) == TOKENS else axes.get(axis_of(group), 0)
+    return tokens if group.axis in (None, TOKENS) else axes.get(group.axis, 0)

@@ -100,10 +100,8 @@ class Checksums:
         if self._sums is None:
             return None
         pages = (self._pages.by_group if self._pages is not None else None) or {}
-        return tuple(
-            Checksum(group=group, value=value, pages=pages[group].values if group in pages else None)
-            for group, value in sorted(self._sums.by_group.items())
-        )
+        sums = sorted(self._sums.by_group.items())
+        return tuple([Checksum(group=g, value=sum, pages=pages[g].values if g in pages else None) for g, sum in sums])
 
 
 def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:

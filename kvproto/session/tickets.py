@@ -102,7 +102,10 @@ class TicketState:
 
     def served(self, now: float) -> bool:
         """Whether any transfer of the request is still under way."""
-        return any(a.state != TransferState.ENDED and (a.session.open or a.lent(now)) for a in self.users.values())
+        for attempt in self.users.values():
+            if attempt.state != TransferState.ENDED and (attempt.session.open or attempt.lent(now)):
+                return True
+        return False
 
 
 class Tickets:

@@ -235,11 +235,13 @@ _Kind = type[SharedMemory] | type[SharedMapping]
 
 def buffers(regions: Mapping[int, Any], wanted: str, *kinds: _Kind) -> dict[int, memoryview]:
     """The bytes of regions by id; raises LocalError(NO_TRANSPORT) for memory that is of none of these kinds."""
+    views = {}
     for id, memory in regions.items():
         if not isinstance(memory, kinds):
             advice = "allocate it with kvproto.transport.memory.allocate and let the engine's tensors use it"
             raise LocalError(ErrorCode.NO_TRANSPORT, f"regions[{id}]", wanted, type(memory).__name__, advice)
-    return {id: memory.buffer for id, memory in regions.items()}
+        views[id] = memory.buffer
+    return views
 
 
 # the memory that is left

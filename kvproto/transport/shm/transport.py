@@ -34,7 +34,7 @@ class ShmCopy(base.Copying):
 
     def __init__(self, parts: Iterable[_Part]) -> None:
         self._parts = deque(parts)
-        self._bytes = sum(program.bytes for program, _, _ in self._parts)
+        self._bytes = sum([program.bytes for program, _, _ in self._parts])
         _ = self.done
 
     @property
