@@ -266,11 +266,14 @@ class SinkEndpoint(Endpoint):
 
     def streamed(self, transfer: SinkTransfer | None = None) -> dict[int, int]:
         """The transport of each source rank whose bytes come as a stream; for a transfer, as when it was requested."""
-        if transfer is None:
-            transports = {rank: session.streamed_by for rank, session in self._ranks.items()}
-        else:
-            transports = {rank: attempt.delivery.streamed_by for rank, attempt in transfer.parts.items()}
-        return {rank: transport for rank, transport in transports.items() if transport is not None}
+        streamed: dict[int, int] = {}
+        for rank, session in self._ranks.items() if self._streams else ():
+            by = session.streamed_by
+            if transfer is not None:
+                by = transfer.parts[rank].delivery.streamed_by if rank in transfer.parts else None
+            if by is not None:
+                streamed[rank] = by
+        return streamed
 
     def transfer(
         self,
@@ -365,8 +368,13 @@ class SinkEndpoint(Endpoint):
 
     def writers(self) -> dict[SinkSession, m.Process]:
         """The live processes that write this rank's memory and whose end is proof, by session."""
-        pushes = [(s, d) for s in self.sessions.values() for d in s.deliveries if isinstance(d, SinkPush)]
-        return {session: push.process for session, push in pushes if push.process and not push.dead}
+        writers: dict[SinkSession, m.Process] = {}
+        for session in self.sessions.values():
+            for owned in session.owner.epochs.values():
+                push = owned.delivery
+                if isinstance(push, SinkPush) and push.process is not None and not push.dead:
+                    writers[session] = push.process
+        return writers
 
     def died(self, session: SinkSession, now: float) -> None:
         """Report that the writer's process of a session has ended, so that none of its writes can arrive any more."""
@@ -446,7 +454,7 @@ class SinkEndpoint(Endpoint):
     @property
     def versions(self) -> tuple[int, ...]:
         """The versions of the source ranks' Descriptions that new transfers are planned by."""
-        return tuple(session.described.of_source.version for session in self._routed() if session is not None)
+        return tuple([session.described.of_source.version for session in self._routed() if session is not None])
 
     def _routed(self) -> list[SinkSession | None]:
         """The sessions of routed ranks, None for a rank without one."""
@@ -642,7 +650,7 @@ class SinkEndpoint(Endpoint):
         attempts = transfer.parts.values()
         if transfer.error is None:
             done = {attempt.done.writer: attempt.done for attempt in attempts if attempt.done is not None}
-            self._calls.arrived(transfer, tuple(done[writer] for writer in sorted(done)), now - transfer.started)
+            self._calls.arrived(transfer, tuple([done[writer] for writer in sorted(done)]), now - transfer.started)
             return
         transfer.unproven = [attempt for attempt in attempts if not attempt.delivery.free(attempt)]
         if transfer.unproven:

@@ -328,7 +328,8 @@ class SourceLink:
                 bare = False
             del self._waiting[fetch]
             try:
-                self._check_axes(registered, fetch)
+                if fetch.axes:
+                    self._check_axes(registered, fetch)
                 asked = fetch.asked if bare else fetch.grants
                 unpackers = registered.unpackers(self.endpoint.streamed(), asked, bare)
                 told = bytes(fetch.ticket.key), fetch.content, dict(asked)
@@ -347,8 +348,6 @@ class SourceLink:
 
     def _check_axes(self, registered: RegisteredPool, fetch: Fetch) -> None:
         """Raise LocalError for an axis of the prompt that no group of either side has."""
-        if not fetch.axes:
-            return
         sides = registered.lent.pool.layout.geometry, self.endpoint.source
         known = {axis_of(group) for side in sides if side is not None for group in side.groups} - {TOKENS}
         if unknown := sorted(set(fetch.axes) - known):

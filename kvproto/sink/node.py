@@ -313,7 +313,7 @@ class SinkNode:
 
     def _receive(self, ready: Collection[int] | None, now: float) -> None:
         """Receive for a while; the last frames of a writer that has ended are received before its end is noted."""
-        if self._watched:
+        if ready is None or not self._watched.keys().isdisjoint(ready):
             self._watch_ends(list(self._watched) if ready is None else ready)
         for (link, address), frame in self._dialer.receive(ready):
             link.endpoint.receive(address, frame, now)
@@ -400,9 +400,12 @@ class SinkNode:
         """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
         if self._events or self._awake or self._dying or self._context.verification.busy or self._dialer.pending:
             return 0.0
-        if False in self._polled.values():
-            return 0.0
-        intervals = [seconds for link in self._polled if (seconds := link.poll_interval) is not None]
+        intervals: list[float] = []
+        for link, copying in self._polled.items():
+            if not copying:
+                return 0.0
+            if (seconds := link.poll_interval) is not None:
+                intervals.append(seconds)
         if (deadline := self._context.timers.next()) is not None:
             intervals.append(max(deadline - time.monotonic(), 0.0))
         return min(intervals, default=None)

@@ -130,7 +130,10 @@ class RegisteredPool:
     def difference(self, done: Done, sums: Sums) -> int | None:
         """The first group whose checksum by a source rank is not this side's; None if all are equal."""
         sent = {checksum.group: checksum.value for checksum in done.checksums or ()}
-        return next((group for group, value in sums.by_group.items() if sent.get(group) != value), None)
+        for group, value in sums.by_group.items():
+            if sent.get(group) != value:
+                return group
+        return None
 
     def pages(self, done: Done, sums: Sums, group: int) -> PageSumming | None:
         """The checksums of single pages of a group, to find what differs, if the source rank has sent its own."""

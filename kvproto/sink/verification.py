@@ -48,8 +48,9 @@ class Arrival:
 
     def advance(self, until: float) -> bool:
         """Go on with the checksums until `until`; whether all are computed and compared."""
-        if self.error is None and not all(sums.advance(until) for sums in self.sums):
-            return False
+        for sums in self.sums if self.error is None else ():
+            if not sums.advance(until):
+                return False
         while self.error is None and self._compared < len(self.sums):
             done, sums = self.done[self._compared], self.sums[self._compared]
             group = self.registered.difference(done, sums)
