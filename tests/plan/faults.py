@@ -222,7 +222,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "the last n pages": (
         "pages_by_count", "copying/rows.py", "window.items[low : high + 1].tolist()", "window.items[-1 - high + low :].tolist()"),
     "the first n pages": (
-        "pages_by_count", "copying/rows.py", "base = rows_of(group, window.first, window.count)[0] // group.rows",
+        "pages_by_count", "copying/rows.py", "base = -(-window.first // group.tokens_per_row) // group.rows",
         "base = lo // group.rows"),
     "the last n pages of many": (
         "pages_of_a_long_prompt_by_count", "copying/rows.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
