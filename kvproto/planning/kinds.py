@@ -5,9 +5,8 @@ from __future__ import annotations
 import attrs
 
 from kvproto.wire.enums import ItemKind
-from kvproto.wire.messages import Group
 
-__all__ = ["KINDS", "Kind", "kind_of"]
+__all__ = ["KINDS", "Kind"]
 
 
 @attrs.frozen(kw_only=True)
@@ -34,8 +33,3 @@ KINDS: dict[int, Kind] = {
     ItemKind.RING: Kind(wraps=True, maps_to=_TOKENS),
     ItemKind.HANDOFF: Kind(has_memory=False, maps_to=frozenset({ItemKind.HANDOFF})),
 }
-
-
-def kind_of(group: Group) -> Kind:
-    """The properties of a group's items."""
-    return KINDS[group.kind]

@@ -80,9 +80,12 @@ class SourceInline(SourceStream):
         for at in range(0, max(len(said.data), 1), most):
             data = said.data[at : at + most]
             yield attrs.evolve(
-                said, offset=said.offset + at, data=data, last=said.last and at + most >= len(said.data),
+                said,
+                offset=said.offset + at,
+                data=data,
+                last=said.last and at + most >= len(said.data),
                 begins=None if at else said.begins,
-            )  # fmt: skip
+            )
 
 
 @attrs.define

@@ -109,9 +109,15 @@ class SourceIntent(Extension):
         granted = with_grant(side, attempt.granted, transfer.grants, message.grants, spans)
         described, overlaps = attempt.described, attempt.epoch.overlaps if attempt.epoch is not None else None
         check_grants(
-            described.sink, described.ranks[1], side.columns, described.groups, granted, overlaps,
-            asked=transfer.grants, before=attempt.granted,
-        )  # fmt: skip
+            described.sink,
+            described.ranks[1],
+            side.columns,
+            described.groups,
+            granted,
+            overlaps,
+            asked=transfer.grants,
+            before=attempt.granted,
+        )
         return granted
 
     handlers = ((m.Grant, _grant),)
@@ -127,7 +133,7 @@ class SinkIntent(Extension):
 
     def grant(
         self, attempt: SinkAttempt, grants: Mapping[int, m.Grants], now: float, begin: Callable[[], None], packed: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Name the items of an attempt, including earlier ones, as soon as a Grant may be sent.
 
         `begin` is called once all are named. With `packed` bytes, nothing is sent before that.

@@ -54,10 +54,17 @@ class SourcePull(Extension):
             return
         session.move(attempt, "Offer")
         request = session.request(
-            m.Offer, now, patience=max(limits.PATIENCE, latest - now), **attempt.ids, writer=session.me.rank,
-            epoch=owned.number, grants=grants, lease=int((end - now) * 1000), **answer.fields,
+            m.Offer,
+            now,
+            patience=max(limits.PATIENCE, latest - now),
+            **attempt.ids,
+            writer=session.me.rank,
+            epoch=owned.number,
+            grants=grants,
+            lease=int((end - now) * 1000),
+            **answer.fields,
             on_error=lambda error, now: session.transfers.refused(attempt, error),
-        )  # fmt: skip
+        )
         attempt.loan = Loan(request, end, latest)
 
     def closed(self) -> None:
@@ -156,10 +163,17 @@ class SinkPull(Delivery):
             self._read.popitem(last=False)
         session.reply(m.Pulled, offer, bytes=count)
         attempt.done = m.Done(
-            session=session.session, request=offer.request, **attempt.ids, writer=offer.writer,
-            groups=np.array(attempt.described.groups, np.uint32), bytes=count, outcome=offer.outcome,
-            handoff=offer.handoff, checksums=offer.checksums, begins=offer.begins,
-        )  # fmt: skip
+            session=session.session,
+            request=offer.request,
+            **attempt.ids,
+            writer=offer.writer,
+            groups=np.array(attempt.described.groups, np.uint32),
+            bytes=count,
+            outcome=offer.outcome,
+            handoff=offer.handoff,
+            checksums=offer.checksums,
+            begins=offer.begins,
+        )
         session.move(attempt, "Pulled")
 
     def _renew_in_time(self, attempt: SinkAttempt, lease: Lease, now: float) -> None:
@@ -177,9 +191,12 @@ class SinkPull(Delivery):
         session.move(attempt, "Renew")
         lease.sent = now
         lease.renewal = session.request(
-            m.Renew, now, **attempt.ids, lease=lease.offer.lease,
+            m.Renew,
+            now,
+            **attempt.ids,
+            lease=lease.offer.lease,
             on_error=lambda error, now: session.part(SinkTransfers).lose(attempt, error),
-        )  # fmt: skip
+        )
 
     def _renewed(self, message: m.Renewed, now: float) -> None:
         attempt = self._session.part(SinkTransfers).find(message)

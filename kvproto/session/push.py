@@ -44,10 +44,15 @@ class SourcePush(Extension):
         session = self._session
         session.move(attempt, "Done")
         session.request(
-            m.Done, now, **attempt.ids, writer=session.me.rank, groups=np.array(attempt.described.groups, np.uint32),
-            bytes=written, **answer.fields,
+            m.Done,
+            now,
+            **attempt.ids,
+            writer=session.me.rank,
+            groups=np.array(attempt.described.groups, np.uint32),
+            bytes=written,
+            **answer.fields,
             on_error=lambda error, now: session.transfers.refused(attempt, error),
-        )  # fmt: skip
+        )
 
 
 class Delivery(Extension):

@@ -136,9 +136,14 @@ class SourceTransfers(Extension):
         left_out = named and any(grant.items is None for grant in message.grants)
         left_out = left_out and Feature.INTENT in session.features and lacks_items(side, message.grants)
         check_grants(
-            described.sink, described.ranks[1], epoch.columns, described.groups, message.grants, epoch.overlaps,
+            described.sink,
+            described.ranks[1],
+            epoch.columns,
+            described.groups,
+            message.grants,
+            epoch.overlaps,
             left_out=left_out,
-        )  # fmt: skip
+        )
         attempt.epoch, attempt.granted = epoch, message.grants
         if left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
@@ -160,9 +165,12 @@ class SourceTransfers(Extension):
             self._session.reply(m.Failed, asked, **refusal(error))
         else:
             self._session.request(
-                m.Failed, now, **attempt.ids, **refusal(error),
+                m.Failed,
+                now,
+                **attempt.ids,
+                **refusal(error),
                 on_error=lambda error, now: self._session.move(attempt, "DoneAck"),
-            )  # fmt: skip
+            )
 
     def refused(self, attempt: SourceAttempt, error: RemoteError) -> None:
         """Handle an Error that answers Done or Offer: neither is sent again, and the sink reads nothing."""
@@ -312,10 +320,18 @@ class SinkTransfers(Extension):
             mine = f"{most} transfers at once with {session.name}"
             raise LocalError(ErrorCode.BUSY, "transfer", mine, "one more", "wait until earlier transfers are over")
         request = session.compose(
-            m.Transfer, now, **attempt.ids, ticket=key, content=content, source_version=described.of_source.version,
-            sink_version=described.of_sink.version, epoch=owned.number, grants=asked,
-            writers=np.array(described.writers, np.uint32), on_error=lambda error, now: self.lose(attempt, error),
-        )  # fmt: skip
+            m.Transfer,
+            now,
+            **attempt.ids,
+            ticket=key,
+            content=content,
+            source_version=described.of_source.version,
+            sink_version=described.of_sink.version,
+            epoch=owned.number,
+            grants=asked,
+            writers=np.array(described.writers, np.uint32),
+            on_error=lambda error, now: self.lose(attempt, error),
+        )
         return attempt, request
 
     def ask(self, attempt: SinkAttempt, request: PendingMessage, now: float) -> None:
@@ -376,9 +392,12 @@ class SinkTransfers(Extension):
             self.settled(attempt)
             attempt.delivery.stop(attempt)
             attempt.abort = self._session.request(
-                m.Abort, now, **attempt.ids, reason=reason[:1000],
+                m.Abort,
+                now,
+                **attempt.ids,
+                reason=reason[:1000],
                 on_error=lambda error, now: self._ended(attempt, Proof.UNPROVABLE),
-            )  # fmt: skip
+            )
 
     def _drained(self, message: m.Drained, now: float) -> None:
         attempt = self.find(message) if self._session.asks(message.request) else None

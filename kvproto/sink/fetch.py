@@ -14,7 +14,7 @@ from kvproto.copying.grants import items_by_now
 from kvproto.copying.window_start import items_before
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
 from kvproto.events import Arrived, Lost, PagesFree, PagesWanted
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.prompt import Ticket
 from kvproto.rank.base import EngineRank
 from kvproto.rank.handles import TicketHandle
@@ -228,7 +228,7 @@ class Fetch(TicketHandle[Arrived]):
         lengths = {}
         for grant in granted_below(self.pool.layout, tuple(self.asked.values()), tokens, self.end):
             group = self.pool.layout.group(grant.group)
-            if kind_of(group).has_memory:
+            if KINDS[group.kind].has_memory:
                 skip, need = self._span(grant)
                 lengths[group.name] = skip + need if need else 0
         return lengths

@@ -15,7 +15,7 @@ from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windo
 from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
-from kvproto.planning.kinds import kind_of
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan
 from kvproto.rank.background import Background
 from kvproto.rank.checksums import PageSumming, Sums
@@ -233,7 +233,7 @@ class SinkPrograms:
         grants = {}
         shares = {s.group: s for r in self._own.geometry.ranks if r.rank == self._own.rank for s in r.owns}
         for group in self._own.geometry.groups:
-            rows = 2 * group.rows * group.cp_size if kind_of(group).paged else 1
+            rows = 2 * group.rows * group.cp_size if KINDS[group.kind].paged else 1
             first, count = group.origin if group.cp_size > 1 else 0, rows * group.tokens_per_row
             need = items_needed(group, shares[group.id].cp_rank, first, count) if group.id in shares else 0
             items = np.arange(need, dtype=np.uint32)[::-1] * 2

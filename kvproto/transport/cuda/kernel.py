@@ -303,9 +303,13 @@ def _cuts(work: Work) -> int:
 
 
 def launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], image_at: int, rows_at: int, long: int = LONG,
+    works: Sequence[Work],
+    image: npt.NDArray[np.uint8],
+    image_at: int,
+    rows_at: int,
+    long: int = LONG,
     separate: bool = False,
-) -> UploadedLaunch:  # fmt: skip
+) -> UploadedLaunch:
     """Write the image of one launch for all works, to be read at address `image_at`; rows are expanded at `rows_at`.
 
     `image` has room for `sizes`, and the works have passed `check`. Runs of `long` bytes or more go by the copy engine.
