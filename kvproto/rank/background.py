@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from kvproto.errors import KvprotoError
 __all__ = ["Background"]
 
 T = TypeVar("T")
+_TURN = 0.01
+"""Seconds after which a turn leaves results to the next one."""
 
 
 class Background:
@@ -48,12 +51,17 @@ class Background:
         return self._bell
 
     def turn(self) -> None:
-        """Pass on the results; raises the work's exception, unless that is a KvprotoError."""
-        if self.results:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+        """Pass on results, for a limited time; raises the work's exception, unless that is a KvprotoError."""
+        if not self.results:
+            return
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        until = time.monotonic() + _TURN
         while self.results:
             self.results.popleft()()
+            if self.results and time.monotonic() > until:
+                os.eventfd_write(self._bell, 1)  # the next turn passes on the rest
+                return
 
     def close(self) -> None:
         """Wait for the work that has begun, and drop the rest."""

@@ -94,7 +94,7 @@ class ShmTransport(base.Transport):
         for move in moves:
             program = move.program if move.layers is None else move.program.select(layers=range(*move.layers))
             sides = _buffers(move.sources), _buffers(move.sinks)
-            parts += [(part, *sides) for part in program.parts(_PART)]
+            parts += [(part, *sides) for part in program.slices(_PART)]
         return ShmCopy(parts)
 
     def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
