@@ -25,7 +25,7 @@ from kvproto import Cache, Pool, lay_out
 from kvproto.tiers.host_copies import HostCopies
 from kvproto.tiers.page_layout import page_layout
 from kvproto.transport.cuda import pager as pagers
-from kvproto.transport.cuda.copier import Copier
+from kvproto.transport.cuda.copier import _Kernels
 from kvproto.transport.cuda.driver import call
 from kvproto.transport.cuda.kernel import LONG
 from kvproto.transport.cuda.pager import CudaPager
@@ -138,17 +138,17 @@ class Counted:
     """Kernels that copiers launch meanwhile."""
 
     def __enter__(self) -> list[int]:
-        self._run, count = Copier._run, [0]
+        self._launch, count = _Kernels._launch, [0]
 
-        def run(copier: Copier, *args: Any, **named: Any) -> None:
+        def launch(kernels: _Kernels, *args: Any) -> None:
             count[0] += 1
-            self._run(copier, *args, **named)
+            self._launch(kernels, *args)
 
-        Copier._run = run  # type: ignore[method-assign]
+        _Kernels._launch = launch  # type: ignore[method-assign]
         return count
 
     def __exit__(self, *_: object) -> None:
-        Copier._run = self._run  # type: ignore[method-assign]
+        _Kernels._launch = self._launch  # type: ignore[method-assign]
 
 
 def launches(pages: int) -> dict[str, int]:

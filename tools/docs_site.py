@@ -47,7 +47,9 @@ API = (
     "kvproto.copying",
     "kvproto.session",
     "kvproto.transport",
-    "kvproto.node",
+    "kvproto.rank",
+    "kvproto.source",
+    "kvproto.sink",
 )
 WATCHED = (
     "README.md",
@@ -64,9 +66,9 @@ WATCHED = (
 STANDS_FOR = {
     r"examples": "docs/examples.md",
     r"examples/(\w+)\.py": r"docs/examples.md#\1",
-    r"kvproto/source\.py": "docs/api.md#kvproto.Source",
-    r"kvproto/sink\.py": "docs/api.md#kvproto.Sink",
-    r"kvproto/pool\.py": "docs/api.md#kvproto.Pool",
+    r"kvproto/source/source\.py": "docs/api.md#kvproto.Source",
+    r"kvproto/sink/sink\.py": "docs/api.md#kvproto.Sink",
+    r"kvproto/rank/pool\.py": "docs/api.md#kvproto.Pool",
     r"kvproto/events\.py": "docs/api.md#kvproto.events",
     r"spec/v1/registry/\w+\.toml": "docs/registry.md",
 }

@@ -26,8 +26,8 @@ SEEDS = 150
 def test_random_programs(devices: tuple[int, int], parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several rank pairs in one launch, or in parts; every byte of every region, written or not."""
     if parts:
-        for name in ("table.FEW_RUNS", "launch._FIRST_RUNS"):
-            monkeypatch.setattr(f"kvproto.transport.cuda.{name}", 2)
+        for name in ("FEW_RUNS", "_FIRST_RUNS"):
+            monkeypatch.setattr(f"kvproto.transport.cuda.kernel.{name}", 2)
     copiers = Copier(0), Copier(0, long=64), Copier(0, blocks=2)
     enable_peer(0, 1) if max(devices) else None
     for seed in range(SEEDS):
@@ -107,11 +107,11 @@ def test_more_launches_than_slots_are_busy_not_lost() -> None:
     copier.submit([CopyJob(prepared, program.maps)]).wait()
 
 
-@pytest.mark.parametrize("what", ["allocate", "_launch"])
+@pytest.mark.parametrize("what", ["allocate", "_copy"])
 def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of four parts gets no memory, or cannot be launched."""
-    for name in ("table.FEW_RUNS", "launch._FIRST_RUNS"):
-        monkeypatch.setattr(f"kvproto.transport.cuda.{name}", 2)
+    for name in ("FEW_RUNS", "_FIRST_RUNS"):
+        monkeypatch.setattr(f"kvproto.transport.cuda.kernel.{name}", 2)
     copier, size = Copier(0), 1 << 25
     source, sink = DeviceMemory(size), DeviceMemory(size)
     data, want = np.random.default_rng(1).integers(0, 256, size, np.uint8), np.full(size, 0xEE, np.uint8)
