@@ -17,7 +17,7 @@ __all__ = ["BEGUN", "SUM_TIME", "Checksums", "PageSumming", "Sums", "bytes_by_na
 
 BEGUN = 8
 """The number of requests whose checksums are started before the first is awaited."""
-SUM_TIME = 0.02
+SUM_TIME = 0.01
 """Seconds that one turn spends on checksums."""
 
 
