@@ -20,11 +20,11 @@ from kvproto.session.core import Extension
 from kvproto.session.error_fields import refusal
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, RequestState
 
 if TYPE_CHECKING:
+    from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
 __all__ = ["SinkIntent", "SourceIntent", "useful"]
@@ -126,6 +126,8 @@ class SourceIntent(Extension):
 class SinkIntent(Extension):
     """The sink's half."""
 
+    _session: SinkSession
+
     def take(self, attempt: SinkAttempt) -> None:
         """Note whether the Transfer of an attempt leaves out its items."""
         if True in [grant.items is None for grant in attempt.asks] and lacks_items(self._side(attempt), attempt.asks):
@@ -160,7 +162,7 @@ class SinkIntent(Extension):
         grows = any(g.count > old.count for g, old in zip(attempt.named, attempt.granted, strict=True))
         if not (whole or (spans and grows)) or not (spans or attempt.ready):
             return
-        on_error = partial(session.part(SinkTransfers).lose, attempt)
+        on_error = partial(session.transfers.lose, attempt)
         try:
             request = session.compose(
                 m.Grant, now, **attempt.ids, grants=said, on_error=lambda error, now: on_error(error)
@@ -173,7 +175,7 @@ class SinkIntent(Extension):
         attempt.grant = session.ask(request, now)
 
     def _accepted(self, message: m.Accepted, now: float) -> None:
-        transfers = self._session.part(SinkTransfers)
+        transfers = self._session.transfers
         transfers.accepted(message, now)
         attempt = transfers.find(message)
         if attempt is None:
@@ -184,7 +186,7 @@ class SinkIntent(Extension):
         self._note(attempt, message.state, 0, now)
 
     def _progress(self, message: m.Progress, now: float) -> None:
-        transfers = self._session.part(SinkTransfers)
+        transfers = self._session.transfers
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
             return  # the attempt is over

@@ -17,7 +17,6 @@ from kvproto.session.push import Delivery, check_begins, check_outcome
 from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState, TransferState
-from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode
 
@@ -123,7 +122,7 @@ class SinkPull(Delivery):
         return bool(self._holder.open)
 
     def _offer(self, message: m.Offer, now: float) -> None:
-        session, transfers = self._session, self._session.part(SinkTransfers)
+        session, transfers = self._session, self._session.transfers
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
             session.reply(m.Pulled, message, bytes=self._read.get((message.sequence, message.attempt), 0))
@@ -195,11 +194,11 @@ class SinkPull(Delivery):
             now,
             **attempt.ids,
             lease=lease.offer.lease,
-            on_error=lambda error, now: session.part(SinkTransfers).lose(attempt, error),
+            on_error=lambda error, now: session.transfers.lose(attempt, error),
         )
 
     def _renewed(self, message: m.Renewed, now: float) -> None:
-        attempt = self._session.part(SinkTransfers).find(message)
+        attempt = self._session.transfers.find(message)
         lease = attempt.lease if attempt is not None else None
         if attempt is None or lease is None or lease.renewal != message.request:
             return
@@ -209,7 +208,7 @@ class SinkPull(Delivery):
             self._session.host.timers.at(lease.renew_at, lambda at: self._renew(attempt, at))
 
     def _released(self, message: m.Released, now: float) -> None:
-        attempt = self._session.part(SinkTransfers).find(message)
+        attempt = self._session.transfers.find(message)
         if attempt is not None:
             self._session.move(attempt, "Released")
 
@@ -236,6 +235,6 @@ class SinkPull(Delivery):
         """Stop reading an epoch that is taken back at once (KVP-EPO-MOVED)."""
         error = RemoteError(ErrorCode.POOL_MOVED, "epoch", "to be read", "taken back", "make a new ticket")
         for attempt in self._of(epoch):
-            self._session.part(SinkTransfers).lose(attempt, error)
+            self._session.transfers.lose(attempt, error)
 
     handlers = ((m.Offer, _offer), (m.Renewed, _renewed), (m.Released, _released))

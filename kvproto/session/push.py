@@ -12,11 +12,11 @@ from kvproto.session.core import Extension, Handlers, Session
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, SinkAttempt, SourceAttempt
 from kvproto.session.table import TransferState
-from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 
 if TYPE_CHECKING:
+    from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
 __all__ = [
@@ -58,6 +58,7 @@ class SourcePush(Extension):
 class Delivery(Extension):
     """The base class of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint needs from each of them."""
 
+    _session: SinkSession
     polled = False
     """Whether `advance` has to be called, as copies of this side end without notice."""
     ready = True
@@ -97,8 +98,10 @@ class Delivery(Extension):
 class Deliveries(Extension):
     """The sink's half of Done, for transfers into any epoch."""
 
+    _session: SinkSession
+
     def _done(self, message: m.Done, now: float) -> None:
-        transfers = self._session.part(SinkTransfers)
+        transfers = self._session.transfers
         attempt = transfers.find(message)
         if attempt is not None and attempt.state in (TransferState.ASKED, TransferState.ACCEPTED):
             check_whole(attempt)

@@ -53,6 +53,8 @@ class SinkSession(Session):
         self.endpoints: dict[int, str] = {}
         """The addresses of the ranks of the source's replica, by rank."""
         self.owner = Owner(self, Access.WRITE)
+        self.transfers = SinkTransfers(self)
+        self.intent: SinkIntent | None = None
         self.revoked: RemoteError | None = None
         """Why the source no longer allows this session, if so."""
         self.forgotten = False
@@ -150,7 +152,7 @@ class SinkSession(Session):
 
     def begin(self, now: float) -> None:
         """Go on after Welcome: describe this side, in order to register its memory and request transfers."""
-        self.install(SinkTransfers(self))
+        self.install(self.transfers)
         self.install(self.owner)
         if Feature.PULL in self.features:
             self.install(SinkPull(self))
@@ -158,7 +160,8 @@ class SinkSession(Session):
             self.install(Deliveries(self))
             self.install(Pieces(self))
             if Feature.INTENT in self.features:
-                self.install(SinkIntent(self))
+                self.intent = SinkIntent(self)
+                self.install(self.intent)
         self.install(Describing(self, source=False))
         self.part(Describing).describe(now)
 

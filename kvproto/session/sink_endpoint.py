@@ -23,7 +23,7 @@ from kvproto.session import limits
 from kvproto.session.describing import Describing
 from kvproto.session.descriptions import Described, Party, Stated
 from kvproto.session.endpoint import Endpoint
-from kvproto.session.intent import SinkIntent, useful
+from kvproto.session.intent import useful
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
 from kvproto.session.push import SinkPush, Unpacker
@@ -33,7 +33,6 @@ from kvproto.session.sink import SinkSession
 from kvproto.session.stream import Registration
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import SharedTimers, Timer, Timers
-from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
@@ -296,10 +295,10 @@ class SinkEndpoint(Endpoint):
             raise LocalError(ErrorCode.BUSY, "", "no new transfer with a suspect source", "one", advice)
         transfer, requests = SinkTransfer(fetch, self.exposed, now), []
         for rank in self.plan.required(self.me.rank):
-            transfers = self._ranks[rank].part(SinkTransfers)
+            transfers = self._ranks[rank].transfers
             attempt, request = transfers.compose(now, transfer, key, content, grants)
-            if attempt.session.has(SinkIntent):
-                attempt.session.part(SinkIntent).take(attempt)
+            if attempt.session.intent is not None:
+                attempt.session.intent.take(attempt)
             transfer.parts[rank] = attempt
             requests.append((transfers, attempt, request))
         for (transfers, attempt, request), rank in zip(requests, transfer.parts, strict=True):
@@ -322,10 +321,10 @@ class SinkEndpoint(Endpoint):
         needs `unpackers`. Harmless once the transfer has ended.
         """
         for rank, attempt in transfer.parts.items() if transfer in self.transfers and transfer.error is None else ():
-            if attempt.session.has(SinkIntent) and attempt.session.open:
+            if attempt.session.intent is not None and attempt.session.open:
                 begin = partial(attempt.delivery.begin, attempt, (unpackers or {}).get(rank))
                 packed = attempt.delivery.streamed_by is not None
-                attempt.session.part(SinkIntent).grant(attempt, grants, now, begin, packed)
+                attempt.session.intent.grant(attempt, grants, now, begin, packed)
         self._after(now)
 
     def hindrances(self, transfer: SinkTransfer | None = None) -> list[str]:
@@ -349,7 +348,7 @@ class SinkEndpoint(Endpoint):
         for attempt in transfer.parts.values():
             pending = attempt.done is None and attempt.proof is None and not attempt.reading
             if pending and attempt.session.open:
-                attempt.session.part(SinkTransfers).abort(attempt, now, str(transfer.error))
+                attempt.session.transfers.abort(attempt, now, str(transfer.error))
 
     def accept_register(self, session: SinkSession, transport: Transport, now: float) -> None:
         """Report that the memory of `map_memory` is mapped."""

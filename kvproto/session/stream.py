@@ -16,7 +16,6 @@ from kvproto.session.push import SinkPush, Unpacker, check_begins, check_whole
 from kvproto.session.records import SinkAttempt, SourceAttempt
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState
-from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
@@ -156,7 +155,7 @@ class SinkStream(SinkPush):
 
     def _piece_of(self, message: m.Chunk | m.Data) -> SinkAttempt:
         """The attempt that a piece belongs to, moved by it; raises UNEXPECTED_MESSAGE."""
-        transfers = self._session.part(SinkTransfers)
+        transfers = self._session.transfers
         attempt = transfers.find(message)
         if attempt is None:
             mine = "a transfer that is not over"
