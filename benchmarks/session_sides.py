@@ -312,7 +312,7 @@ class Bare:
         while not self._endpoint.ready:
             self._turn()
 
-    def wake(self) -> None:
+    def needs_turn(self) -> None:
         """It sends in every turn."""
 
     def report(self, event: Any) -> None:

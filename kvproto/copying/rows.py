@@ -149,7 +149,7 @@ def _few_pages(m: MapSpec, source: Window, sink: Window, lo: int, hi: int) -> Ro
             runs.append([*here, *there, rows])
         goes_on = (here[0], here[1] + rows), (there[0], there[1] + rows)
         row += rows
-    first, length = _owned(m.source, m.source_class, lo, hi)
+    first, length = np.array([lo] * (hi > lo), np.int64), np.array([hi - lo] * (hi > lo), np.int64)
     si, sr, di, dr, rows_of_run = np.array(runs, np.int64).reshape(-1, 5).T.copy()
     return RowMap(si, sr, di, dr, rows_of_run, first, length)
 

@@ -24,7 +24,7 @@ _TURN = 0.01
 
 
 class Background:
-    """The thread of one rank for such work."""
+    """A thread of one rank for work that is too long for a turn; its results are passed on in a turn."""
 
     def __init__(self) -> None:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

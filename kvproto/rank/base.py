@@ -102,7 +102,7 @@ def transports_of(options: Options, pool: Pool) -> list[Transport]:
 
 
 class RankNode(Node, Protocol):
-    """The node of a rank."""
+    """The turns of one rank, which a `Driver` runs: `SourceNode` or `SinkNode`."""
 
     def census(self) -> Counters:
         """Count the peers, and the messages that were sent again so far."""

@@ -1,7 +1,8 @@
 """The lifecycle of a rank pair as a table, without sockets, threads or clocks.
 
-`core` handles Hello to Goodbye; `push`, `pull`, `staged`, `inline` and `ping` each add one feature; an endpoint holds
-all sessions of one rank.
+`core` handles Hello to Goodbye. `describing`, `registering`, `transfers` and `ping` are in every session that moves
+bytes; `push` or `pull`, `staged`, `inline`, `intent` and `catalogue` are installed as the chosen features say. An
+endpoint holds the sessions of one rank that share a Description.
 """
 
 from kvproto.session.descriptions import Party, new_incarnation

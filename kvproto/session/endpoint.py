@@ -24,7 +24,7 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """All sessions of one rank: the frames that they send, the events that they report, and their next deadline."""
+    """The sessions of one rank that share a Description: all of a source's, or a sink's with one source replica."""
 
     geometry: Geometry
     stated: Stated

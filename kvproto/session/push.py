@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvproto.session.source import SourceSession
 
 __all__ = [
-    "Deliveries",
     "Delivery",
+    "DoneHandler",
     "SinkPush",
     "SourcePush",
     "Unpacker",
@@ -56,7 +56,7 @@ class SourcePush(Extension):
 
 
 class Delivery(Extension):
-    """The base class of SinkPush, SinkStaged, SinkInline and SinkPull: what the endpoint needs from each of them."""
+    """The way of bytes into one epoch of the sink's memory; the base class of SinkPush, SinkStream and SinkPull."""
 
     _session: SinkSession
     polled = False
@@ -95,7 +95,7 @@ class Delivery(Extension):
         """Send what has become due since the last frame."""
 
 
-class Deliveries(Extension):
+class DoneHandler(Extension):
     """The sink's half of Done, for transfers into any epoch."""
 
     _session: SinkSession

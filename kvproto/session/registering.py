@@ -334,7 +334,7 @@ class Holder(Extension):
                 self._session.host.unmap_memory(self._session, epoch.number)
 
     def unmapped(self, number: int) -> None:
-        """Answer Unregistered, as the memory of an UnmapAsked is unmapped."""
+        """Answer Unregistered, as the memory that `unmap_memory` named is unmapped."""
         epoch = self.epochs.pop(number, None)
         if epoch is None or epoch.back is None or not self._session.open:
             return

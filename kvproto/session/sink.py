@@ -20,7 +20,7 @@ from kvproto.session.intent import SinkIntent
 from kvproto.session.negotiation import LIMITS, Terms, check_welcome, greased
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
-from kvproto.session.push import Deliveries, Delivery, SinkPush
+from kvproto.session.push import Delivery, DoneHandler, SinkPush
 from kvproto.session.registering import Holder, Owner
 from kvproto.session.staged import SinkStaged
 from kvproto.session.stream import Pieces, Registration
@@ -157,7 +157,7 @@ class SinkSession(Session):
         if Feature.PULL in self.features:
             self.install(SinkPull(self))
         else:
-            self.install(Deliveries(self))
+            self.install(DoneHandler(self))
             self.install(Pieces(self))
             if Feature.INTENT in self.features:
                 self.intent = SinkIntent(self)

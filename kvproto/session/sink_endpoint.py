@@ -39,7 +39,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
 __all__ = ["Exposed", "SinkCalls", "SinkEndpoint", "gone"]
 
-_STREAMS = frozenset({Feature.STAGED, Feature.INLINE})
+_STREAM_FEATURES = frozenset({Feature.STAGED, Feature.INLINE})
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
 """The request that a session waits to have answered, by its state."""
 
@@ -58,7 +58,7 @@ class Exposed:
 class SinkCalls(Protocol):
     """What an endpoint calls on the rank that drives it, within a call of its own: it may call back only later."""
 
-    def wake(self) -> None:
+    def needs_turn(self) -> None:
         """Call `settle` and then `to_send` soon: there are frames to send, or a timer has run."""
 
     def report(self, event: Any) -> None:
@@ -115,9 +115,9 @@ class SinkEndpoint(Endpoint):
         super().__init__(me, geometry)
         self._calls = calls
         if timers is not None:
-            self.timers = SharedTimers(timers, calls.wake)
+            self.timers = SharedTimers(timers, calls.needs_turn)
         self._seed, self._features, self._proving, self._replica = seed, features, proving, replica
-        self._pulls, self._streams = Feature.PULL in features, not _STREAMS.isdisjoint(features)
+        self._pulls, self._streams = Feature.PULL in features, not _STREAM_FEATURES.isdisjoint(features)
         self.exposed: Exposed | None = None
         """The pool that new transfers go into, if any."""
         self.source: Geometry | None = None
@@ -170,7 +170,7 @@ class SinkEndpoint(Endpoint):
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
         if not self._out:
-            self._calls.wake()
+            self._calls.needs_turn()
         self._out.append((conn, frame))
 
     def tell(self, session: SinkSession, event: Event) -> None:
@@ -621,7 +621,7 @@ class SinkEndpoint(Endpoint):
         for attempt in attempts:
             if (attempt.state != TransferState.ENDED and attempt.session.open) or attempt.reading:
                 return
-        if not self._stop(transfer):
+        if not self._stopped(transfer):
             self._unpacking[transfer] = None
             return
         self._unpacking.pop(transfer, None)
@@ -632,7 +632,7 @@ class SinkEndpoint(Endpoint):
             attempt.session.forget()
 
     @staticmethod
-    def _stop(transfer: SinkTransfer) -> bool:
+    def _stopped(transfer: SinkTransfer) -> bool:
         """Whether all bytes of a transfer are here, or it is lost, and this side writes none of them any more."""
         deliveries = [(attempt, attempt.delivery) for attempt in transfer.parts.values()]
         try:

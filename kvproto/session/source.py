@@ -112,7 +112,7 @@ class SourceSession(Session):
         self.holder.refuse(error)
 
     def unmapped(self, epoch: int) -> None:
-        """Report that the memory of an UnmapAsked is unmapped."""
+        """Report that the memory that `unmap_memory` named is unmapped."""
         self.holder.unmapped(epoch)
 
     @property

@@ -308,7 +308,7 @@ class SourceEndpoint(Endpoint):
             attempt.epoch.stream.send(attempt, piece, begins)
 
     def done(self, attempt: SourceAttempt, written: int, answer: Answer, now: float) -> None:
-        """Report a complete copy of `written` bytes."""
+        """Send Done, as a copy of `written` bytes is complete."""
         if self._copied(attempt) and attempt.session.push is not None:
             attempt.session.push.done(attempt, written, answer, now)
 
@@ -325,7 +325,7 @@ class SourceEndpoint(Endpoint):
             attempt.session.pull.offer(attempt, end, deadline, grants, answer, now)
 
     def failed(self, attempt: SourceAttempt, error: KvprotoError, now: float, proof: Proof = Proof.PROVEN) -> None:
-        """Report a failed copy; with PROVEN, none of its writes can arrive any more."""
+        """Send Failed, as a copy has failed; with PROVEN, none of its writes can arrive any more."""
         if self._copied(attempt, proof):
             attempt.fail(error, now)
 

@@ -372,8 +372,9 @@ def _check_ends(tokens: int, axes: Mapping[str, int], attempt: SourceAttempt) ->
     groups = {group.id: group for group in attempt.described.sink.groups}
     for i, grant in enumerate(attempt.asked.grants):
         group, end = groups[grant.group], max(grant.valid, grant.first + grant.count)
-        most, axis = length_of(group, tokens, axes), axis_of(group)
+        most = length_of(group, tokens, axes)
         if end > most and KINDS[group.kind].has_memory:
+            axis = axis_of(group)
             mine, yours = f"a prompt of {most} {axis}", f"{axis} up to {end}"
             advice = "the two prompts differ in length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].valid", mine, yours, advice)

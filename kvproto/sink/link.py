@@ -24,7 +24,7 @@ from kvproto.session.sink_endpoint import gone
 from kvproto.session.timers import Timers
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.reads import Puller
-from kvproto.sink.registered_pool import Filled, RegisteredPool, begins_of, prepared
+from kvproto.sink.registered_pool import LentSinkPool, RegisteredPool, begins_stated, prepared
 from kvproto.sink.verification import Arrival, Verification
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
@@ -36,7 +36,7 @@ __all__ = ["LinkContext", "LinkHost", "SourceLink"]
 class LinkHost(Protocol):
     """The rank that gives links their turns."""
 
-    def wake(self, link: SourceLink) -> None:
+    def needs_turn(self, link: SourceLink) -> None:
         """Give a link a turn soon."""
 
     def report(self, link: SourceLink, event: Event) -> None:
@@ -76,7 +76,7 @@ class SourceLink:
     def __init__(
         self,
         context: LinkContext,
-        lent: Filled,
+        lent: LentSinkPool,
         seed: str,
         replica: tuple[str, int],
         server: bytes | None = None,
@@ -108,7 +108,7 @@ class SourceLink:
             replica=replica,
             timers=context.timers,
         )
-        self.endpoint.plans.defer = prepared(context.background, lambda: self._pools.current, self.wake)
+        self.endpoint.plans.defer = prepared(context.background, lambda: self._pools.current, self.needs_turn)
         self.endpoint.runs = context.runs
         self._puller = Puller(self.endpoint, context.readers)
         self._pools = RegisteredPools(self.endpoint, context, lent)
@@ -127,7 +127,7 @@ class SourceLink:
         if fetch.seconds is not None and fetch.deadline is None:
             fetch.deadline = self._context.timers.at(time.monotonic() + fetch.seconds, partial(_check_accepted, fetch))
         self._request()
-        self.wake()
+        self.needs_turn()
 
     def grant(self, fetch: Fetch, grants: Mapping[int, Grants], whole: bool) -> None:
         """Name items of a fetch: `grants` is everything granted so far, and `whole` if that is all it asks for."""
@@ -159,7 +159,7 @@ class SourceLink:
             self._lose(fetch, error)
         elif fetch.transfer in self.endpoint.transfers:
             self.endpoint.abort(fetch.transfer, error, time.monotonic())
-            self.wake()
+            self.needs_turn()
         else:
             self._lose(fetch, error, proven=False)
 
@@ -180,7 +180,7 @@ class SourceLink:
         del self._fetches[fetch]
         self._waiting.pop(fetch, None)
         if self.former or self.over or self._pools.leaving:
-            self.wake()
+            self.needs_turn()
 
     # pools
 
@@ -188,7 +188,7 @@ class SourceLink:
         """Whether its sessions can go on with this pool."""
         return not self.over and self.endpoint.adaptable(pool.layout.geometry)
 
-    def expose(self, lent: Filled) -> None:
+    def expose(self, lent: LentSinkPool) -> None:
         """Register another pool for fetches from now on; fetches that wait with pages of the old one are lost."""
         self.drop_waiting()
         self._pools.expose(lent)
@@ -203,7 +203,7 @@ class SourceLink:
         """Lose the fetches that wait, as the pool of their pages has been replaced."""
         self.fail(RemoteError(ErrorCode.POOL_MOVED, "", "pages of another pool", "a fetch that waits", "fetch again"))
 
-    def holders(self, lent: Filled) -> list[str]:
+    def holders(self, lent: LentSinkPool) -> list[str]:
         """Who may still read or write a pool, for display."""
         holders, current = self._pools.holders(lent), self._pools.current
         if current is not None and current.lent is lent and not self.over:  # it may still be registered
@@ -216,7 +216,7 @@ class SourceLink:
             self.endpoint.refused = error
             self.fail(error)
             self._report(Refused(address, error, by_us))
-            self.wake()
+            self.needs_turn()
 
     def fail(self, error: KvprotoError) -> None:
         """Lose the fetches that wait, as the link will never be ready for them."""
@@ -359,9 +359,9 @@ class SourceLink:
 
     # calls of the endpoint
 
-    def wake(self) -> None:
+    def needs_turn(self) -> None:
         if not self._turning:
-            self._context.host.wake(self)
+            self._context.host.needs_turn(self)
 
     def report(self, event: Event) -> None:
         self._report(event)
@@ -393,6 +393,7 @@ class SourceLink:
             self._want(fetch, None)
 
     def arrived(self, transfer: SinkTransfer, done: tuple[Done, ...], seconds: float) -> None:
+        """Queue a transfer whose bytes are all here for its checksums."""
         fetch: Fetch = transfer.fetch
         assert fetch.registered is not None
         self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), self.endpoint.features())
@@ -436,7 +437,7 @@ class SourceLink:
         fetch.link, fetch.transfer, fetch.versions = None, None, ()
         fetch.offers.clear()
         self._noted.append(partial(self._context.host.fetch, fetch))
-        self.wake()
+        self.needs_turn()
 
     def _asks_again(self, fetch: Fetch, error: KvprotoError) -> bool:
         """Whether to request a fetch again, because only a changed Description of the source was in its way."""
@@ -454,16 +455,16 @@ class SourceLink:
         assert fetch.registered is not None
         assert attempt.lease is not None
         offer = attempt.lease.offer
-        grants = fetch.registered.begun(fetch.grants, begins_of(offer))
+        grants = fetch.registered.begun(fetch.grants, begins_stated(offer))
         routes = fetch.registered.programs.pair(offer.writer).routes
         self._puller.offered(attempt, windows(grants.values()), fetch.registered.lent.pool, routes)
-        self.wake()
+        self.needs_turn()
 
 
 class RegisteredPools:
     """The pools of a sink rank that one source replica may write: registered, taken back, and released by proof."""
 
-    def __init__(self, endpoint: SinkEndpoint, context: LinkContext, lent: Filled) -> None:
+    def __init__(self, endpoint: SinkEndpoint, context: LinkContext, lent: LentSinkPool) -> None:
         """`lent` is registered at once."""
         self._endpoint, self._context = endpoint, context
         self.current: RegisteredPool | None = None
@@ -477,7 +478,7 @@ class RegisteredPools:
         """Whether there is no pool."""
         return self.current is None
 
-    def expose(self, lent: Filled) -> None:
+    def expose(self, lent: LentSinkPool) -> None:
         """Register a pool under the current plan; fetches under way end under the earlier one."""
         self.withdraw(at_once=False)
         self.pool, self.current = lent.pool, RegisteredPool(self._endpoint, lent, self._context.transports)
@@ -498,7 +499,7 @@ class RegisteredPools:
             self._former.append(current)
             self._endpoint.give_back(current.exposed, at_once, time.monotonic())
 
-    def holders(self, lent: Filled) -> list[str]:
+    def holders(self, lent: LentSinkPool) -> list[str]:
         """Who may still read or write a pool, for display."""
         holders: list[str] = []
         for registered in [pool for pool in self._all() if pool.lent is lent]:

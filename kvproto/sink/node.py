@@ -27,7 +27,7 @@ from kvproto.session.sink import SinkSession
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.link import LinkContext, SourceLink
 from kvproto.sink.quarantine import Quarantine
-from kvproto.sink.registered_pool import Filled
+from kvproto.sink.registered_pool import LentSinkPool
 from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.transport.process import Watch, boot_id
@@ -83,9 +83,9 @@ class SinkNode:
         self._dialer, self._share, self._eager = dialer, quarantine, eager
         self.pool = pool
         """The current pool, or the last one while asleep."""
-        self._lent: Filled | None = Filled(1, pool, quarantine=Quarantine(pool.layout, quarantine))
+        self._lent: LentSinkPool | None = LentSinkPool(1, pool, quarantine=Quarantine(pool.layout, quarantine))
         """The pool that fetches go into; None while asleep."""
-        self._leaving: list[Filled] = []
+        self._leaving: list[LentSinkPool] = []
         """Pools that were taken back, until nothing can use them any more."""
         self._recheck = False
         """Whether somebody may have ended using one of them."""
@@ -195,7 +195,7 @@ class SinkNode:
 
     # pools
 
-    def sleep(self, error: KvprotoError) -> Filled:
+    def sleep(self, error: KvprotoError) -> LentSinkPool:
         """End all fetches with this error and take the pool back; PoolFree reports when nothing can use it."""
         assert self._lent is not None
         leaving, self._lent = self._lent, None
@@ -203,15 +203,15 @@ class SinkNode:
         self._recheck = True
         for link in self._all():
             link.sleep(error)
-            self.wake(link)
+            self.needs_turn(link)
         for replica in [r for r, link in self._links.items() if not link.adaptable(self.pool)]:
             self._set_aside(replica)
         return leaving
 
-    def move(self, pool: RankPool, epoch: int) -> Filled | None:
+    def move(self, pool: RankPool, epoch: int) -> LentSinkPool | None:
         """Use another pool from now on; fetches under way end in the old one, until PoolFree reports it."""
         leaving, self.pool, self.epoch = self._lent, pool, epoch
-        self._lent = Filled(epoch, pool, quarantine=Quarantine(pool.layout, self._share))
+        self._lent = LentSinkPool(epoch, pool, quarantine=Quarantine(pool.layout, self._share))
         if leaving is not None:
             self._leaving.append(leaving)
             self._recheck = True
@@ -219,7 +219,7 @@ class SinkNode:
             link = self._links.get(replica)
             if link is not None and link.adaptable(pool):
                 link.expose(self._lent)
-                self.wake(link)
+                self.needs_turn(link)
                 continue
             if link is not None:  # it finishes what is under way, and then says Goodbye
                 link.drop_waiting()
@@ -227,7 +227,7 @@ class SinkNode:
             self.connect(replica, address, server)
         return leaving
 
-    def _holders(self, lent: Filled) -> list[str]:
+    def _holders(self, lent: LentSinkPool) -> list[str]:
         return [name for link in self._all() for name in link.holders(lent)]
 
     def census(self) -> Counters:
@@ -251,7 +251,7 @@ class SinkNode:
 
     # calls of links
 
-    def wake(self, link: SourceLink) -> None:
+    def needs_turn(self, link: SourceLink) -> None:
         """Give a link a turn soon."""
         self._awake[link] = None
 
@@ -428,7 +428,7 @@ class SinkNode:
         link = self._links.pop(replica)
         self._former[link], link.former = None, True
         self.ready -= {replica}
-        self.wake(link)
+        self.needs_turn(link)
 
     def _forget(self, link: SourceLink) -> None:
         """Drop a former link, as nothing of its fetches waits for proof, unless it holds a pool."""

@@ -30,11 +30,11 @@ from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["Filled", "RegisteredPool", "SinkPrograms", "begins_of", "prepared"]
+__all__ = ["LentSinkPool", "RegisteredPool", "SinkPrograms", "begins_stated", "prepared"]
 
 
 @attrs.define(eq=False)
-class Filled(LentPool):
+class LentSinkPool(LentPool):
     """A pool of a sink, which sources fill."""
 
     quarantine: Quarantine = attrs.field(kw_only=True)
@@ -43,7 +43,7 @@ class Filled(LentPool):
 class RegisteredPool:
     """One pool, registered with all ranks of one replica under one plan."""
 
-    def __init__(self, endpoint: SinkEndpoint, lent: Filled, transports: Sequence[Transport]) -> None:
+    def __init__(self, endpoint: SinkEndpoint, lent: LentSinkPool, transports: Sequence[Transport]) -> None:
         self.lent, self._endpoint, self._transports = lent, endpoint, tuple(transports)
         columns = tuple(lent.pool.layout.columns.values())
         self.exposed = Exposed(lent.number, columns, self._register)
@@ -124,7 +124,7 @@ class RegisteredPool:
 
     def sums(self, done: Done, grants: Mapping[int, Grants]) -> Sums:
         """The checksums of what a source rank has sent, computed over this side's memory; raises BAD_GRANT."""
-        program = self.programs.program(done.writer, self.begun(grants, begins_of(done)))
+        program = self.programs.program(done.writer, self.begun(grants, begins_stated(done)))
         return Sums(program, self._transports[0], self.lent.pool.memories, sink=True)
 
     def difference(self, done: Done, sums: Sums) -> int | None:
@@ -180,7 +180,7 @@ def prepared(
     return defer
 
 
-def begins_of(said: Done | Offer) -> dict[int, int]:
+def begins_stated(said: Done | Offer) -> dict[int, int]:
     """Where late windows begin, as a Done or an Offer states it, by group id."""
     return {begin.group: begin.first for begin in said.begins} if said.begins else {}
 

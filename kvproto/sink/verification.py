@@ -14,7 +14,7 @@ from kvproto.errors import KvprotoError
 from kvproto.events import Arrived, Lost
 from kvproto.rank.checksums import BEGUN, SUM_TIME, PageSumming, Sums
 from kvproto.sink.fetch import Fetch
-from kvproto.sink.registered_pool import RegisteredPool, begins_of
+from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Done
 
@@ -78,7 +78,7 @@ class Arrival:
                 raise self.error.again()
             for n, done in enumerate(self.done):
                 written[done.writer], finished = done.bytes, finished and done.outcome == Outcome.FINISHED
-                for group, first in begins_of(done).items():
+                for group, first in begins_stated(done).items():
                     since[names[group]] = max(first, since.get(names[group], 0))
                 for (group, part), data in self.registered.programs.handoff(done).items() if done.handoff else ():
                     handoff.setdefault(names[group], {})[part] = data

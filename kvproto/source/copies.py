@@ -14,7 +14,7 @@ from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move, Piece
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copies", "Read"]
+__all__ = ["Copies", "LentSourcePool"]
 
 _RETRY = 1e-3
 """Seconds before a copy that could not be started is tried again."""
@@ -135,7 +135,7 @@ class Copies:
 
 
 @attrs.define(eq=False)
-class Read(LentPool):
+class LentSourcePool(LentPool):
     """A pool of a source, which its own copies read, or sinks do."""
 
     sends: tuple[Send, ...] = ()

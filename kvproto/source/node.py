@@ -19,7 +19,7 @@ from kvproto.session import Party, SourceEndpoint
 from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, Counters, SourceAttempt
 from kvproto.session.source import SourceSession
-from kvproto.source.copies import Copies, Read
+from kvproto.source.copies import Copies, LentSourcePool
 from kvproto.source.prefill import Computed, Finished, offered
 from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
@@ -76,7 +76,7 @@ class SourceNode:
         """Sends that may have ended."""
         self._ending: dict[Request, None] = {}
         """Requests that end as soon as no copy reads their items."""
-        self._leaving: list[Read] = []
+        self._leaving: list[LentSourcePool] = []
         """Pools that were taken back, until nothing reads them any more."""
         self._filenos: list[int] | None = None
         self.epoch = 1
@@ -137,7 +137,7 @@ class SourceNode:
 
     # pools
 
-    def sleep(self, error: KvprotoError) -> Read:
+    def sleep(self, error: KvprotoError) -> LentSourcePool:
         """End all requests with this error and take the pool back; PoolFree reports when nothing reads it."""
         sends = [send for request in self.requests for send in request.sends]
         for request in list(self.requests):
@@ -145,7 +145,7 @@ class SourceNode:
         for send in sends:
             send.failure = send.failure or error
             self._copies.stop(send, error)
-        leaving = Read(self.epoch, self.pool, sends=tuple(send for send in sends if send.copies))
+        leaving = LentSourcePool(self.epoch, self.pool, sends=tuple(send for send in sends if send.copies))
         self._leaving.append(leaving)
         self.memory.sleep()
         return leaving
@@ -157,7 +157,7 @@ class SourceNode:
         self.pool, self.epoch, self._copies.memories = pool, epoch, pool.memories
         self.memory.wake(pool, self.epoch)
 
-    def _holders(self, lent: Read) -> list[str]:
+    def _holders(self, lent: LentSourcePool) -> list[str]:
         return self.memory.holders(lent.number) + ["copies under way"] * lent.copied
 
     @property

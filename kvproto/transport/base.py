@@ -111,7 +111,7 @@ class Stream(Protocol):
 
 
 class Copying(Protocol):
-    """A copy that has been started."""
+    """A copy between peers that has been started (`Transport.start`)."""
 
     @property
     def bytes(self) -> int:
@@ -133,7 +133,7 @@ class Copying(Protocol):
 
 
 class Paging(Protocol):
-    """A copy that has been started."""
+    """A copy between a pool and memory of the host that has been started (`Pager`)."""
 
     @property
     def bytes(self) -> int:

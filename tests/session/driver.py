@@ -116,7 +116,7 @@ class SinkRecorder:
 
     told: Callable[[Any], None]
 
-    def wake(self) -> None: ...
+    def needs_turn(self) -> None: ...
 
     def report(self, event: Event) -> None:
         self.told(event)
