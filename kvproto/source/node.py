@@ -127,7 +127,11 @@ class SourceNode:
         for attempt in state.users.values():
             if attempt.loan is not None and attempt.lent(now):
                 attempt.loan.latest = attempt.loan.end
-                self.endpoint.timers.at(attempt.loan.end, lambda at: self._ending.update({request: None}))
+                self.endpoint.timers.at(attempt.loan.end, lambda at: self._lease_over(request))
+
+    def _lease_over(self, request: Request) -> None:
+        if request in self.requests:
+            self._ending[request] = None
 
     def drain(self) -> None:
         """Finish what sinks have asked for and refuse all other requests (KVP-SES-DRAINING)."""
@@ -204,10 +208,11 @@ class SourceNode:
 
     def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
         """Report that a sink rank has read what it was offered."""
-        send = attempt.send
-        if send is not None and send.program is not None and count == send.program.bytes:
-            self._report_sent(send, time.monotonic() - send.offered_at, send.program.bytes)
-        attempt.send = None
+        send, attempt.send = attempt.send, None
+        if send is None or send.program is None or send.request not in self.requests:  # its engine has forgotten it
+            return
+        if count == send.program.bytes:
+            self._report_sent(send, time.monotonic() - send.offered_at, count)
 
     def _end(self, request: Request, over: Over) -> None:
         if request.over is None:

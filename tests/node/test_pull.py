@@ -318,6 +318,41 @@ def test_a_ticket_that_ends_takes_the_lease_with_it(pair: Callable[..., Pair], m
     serves_another(made)
 
 
+def test_a_refused_request_is_over_once_though_its_lease_ends_later(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = SlowMover()
+    made = pair(1, 1, take=lambda: [mover])
+    ask(made, np.random.default_rng())
+    made.until(lambda: mover.started == 1)
+    (source,) = made.sources
+    (key,) = source.by_key
+    source.refuse(key, LocalError(ErrorCode.INTERNAL, "", "out of pages", ""))
+    mover.finished = True
+    made.ends(Over, 1)
+    ahead(monkeypatch, 11)
+    for _ in range(5):
+        made.turn()
+    assert made.count(Over) == 1
+
+
+def test_what_is_read_after_a_request_is_over_is_not_reported(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = SlowMover()
+    made = pair(1, 1, take=lambda: [mover])
+    wire = Wire(made)
+    ask(made, np.random.default_rng())
+    made.until(lambda: mover.started == 1)
+    ahead(monkeypatch, 61, *SOURCE)
+    made.until(lambda: made.count(Over) == 1)
+    mover.finished = True
+    made.until(lambda: bool(wire.of(Pulled)))
+    for _ in range(5):
+        made.turn()
+    assert (made.count(Over), made.count(Sent)) == (1, 0)
+
+
 def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) -> None:
     mover = SlowMover()
     made = pair(1, 1, take=lambda: [mover])
