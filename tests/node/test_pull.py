@@ -344,7 +344,10 @@ def test_what_is_read_after_a_request_is_over_is_not_reported(
     wire = Wire(made)
     ask(made, np.random.default_rng())
     made.until(lambda: mover.started == 1)
-    ahead(monkeypatch, 61, *SOURCE)
+    (source,) = made.sources
+    (key,) = source.by_key
+    source.refuse(key, LocalError(ErrorCode.INTERNAL, "", "out of pages", ""))
+    ahead(monkeypatch, 11, *SOURCE)
     made.until(lambda: made.count(Over) == 1)
     mover.finished = True
     made.until(lambda: bool(wire.of(Pulled)))
