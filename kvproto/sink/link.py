@@ -138,7 +138,8 @@ class SourceLink:
             self._request()
             return
         for attempt in fetch.offers if whole else ():
-            self._read(attempt)
+            if attempt.lease is not None:  # otherwise it has failed since, and the fetch is about to be lost
+                self._read(attempt)
         self._send_grants(fetch, fetch.transfer)
 
     def _send_grants(self, fetch: Fetch, transfer: SinkTransfer) -> None:

@@ -433,3 +433,18 @@ def test_pages_are_named_while_a_pool_moves(tmp_path: Path) -> None:
         both.until(lambda: fetch.done and moved.done)
         fetch.wait(0)
         assert (rows(old, [6, 7, 8]) == rows(both.source.pool, [3, 4, 5])).all()
+
+
+def test_pages_that_are_granted_while_an_offer_is_given_back_are_not_read(tmp_path: Path) -> None:
+    with two(tmp_path, Options(thread=False, pull=True)) as both:
+        request = both.source.request(both.ticket, PROMPT)
+        wanted: list[object] = []
+        found = both.sink.fetch(both.ticket, PROMPT, claim=lambda pages: wanted.append(pages))
+        request.finish({"kv": [3, 1, 2]})
+        both.until(lambda: wanted)
+        found.abort()
+        found.grant({"kv": [1, 2, 3]})
+        both.until(lambda: found.done)
+        with pytest.raises(KvprotoError) as lost:
+            found.wait(0)
+        assert lost.value.code == ErrorCode.ABORTED
