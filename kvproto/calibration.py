@@ -49,7 +49,7 @@ class Slow:
     rate: float | None
     floor: float | None
     advice: str
-    """What to look at; if there is no path, also what went wrong."""
+    """Advice on the path; if there is none, also the reason."""
 
 
 @attrs.frozen
@@ -245,7 +245,7 @@ def _samples(path: BenchPath, lengths: Sequence[int], budget: float) -> Iterator
 
 
 def _affordable(path: BenchPath, run: int, most: int, seconds: float) -> int:
-    """How many runs take at most `seconds`, judged by a smaller program."""
+    """The number of runs that take at most `seconds`, judged by a smaller program."""
     few = max(most // 16, 1)
     copy = path.runner(run, few)
     copy()  # the first run touches memory, connects and compiles
@@ -359,7 +359,7 @@ def estimates(runs: Runs, costs: Iterable[Cost] | None = None) -> tuple[Estimate
 
 @attrs.frozen
 class Advice:
-    """How to send, and why."""
+    """The advised way to send, and its reason."""
 
     kind: Literal["direct", "pack", "copy"]
     """By descriptors; through staging slots; or copied by the side that maps the other's memory."""

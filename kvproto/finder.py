@@ -12,7 +12,7 @@ import attrs
 import numpy.typing as npt
 
 from kvproto.errors import KvprotoError, LocalError
-from kvproto.net import Dialer, Seed
+from kvproto.net import RECEIVE_TIME, Dialer, Seed
 from kvproto.options import Options
 from kvproto.prompt import check_name
 from kvproto.rank.base import options_of
@@ -28,13 +28,11 @@ __all__ = ["Finder", "Held"]
 
 _PATIENCE = 5.0
 """Seconds for which `find` waits for a turn to end."""
-_TURN = 0.001
-"""Seconds after which a turn stops receiving."""
 
 
 @attrs.frozen
 class Held:
-    """How much of a prompt an engine holds."""
+    """The part of a prompt that an engine holds."""
 
     address: str
     """The address that the Finder watches."""
@@ -177,7 +175,7 @@ class WatchNode:
         now = time.monotonic()
         for conn, frame in self._dialer.receive(ready):
             self.endpoints[conn[0]].receive(conn[1], frame, now)
-            if time.monotonic() - now > _TURN:
+            if time.monotonic() - now > RECEIVE_TIME:
                 break
         for conn, error in self._dialer.refusals(ready):
             self.endpoints[conn[0]].refused = error

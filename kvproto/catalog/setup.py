@@ -70,7 +70,7 @@ class KvDtype:
     of the rotary key, and the encoding of scales that lie in an order of their own.
     """
     blocks: tuple[int, DType] | None = None
-    """How many elements of K and V, or of a latent, share a scale, and its type."""
+    """The number of elements of K and V, or of a latent, that share a scale, and its type."""
     apart: Mapping[str, int] = {}
     """Scales that are a separate group, and the number of tokens whose scales each of their rows interleaves."""
     of: tuple[str, ...] = ("attention", "mla", "indexer", "conv", "ssm")

@@ -70,7 +70,7 @@ _Series = dict[tuple[str, ...], Any]
 
 @attrs.define(eq=False)
 class _RankState:
-    """What `top` knows of one rank."""
+    """The figures of one rank."""
 
     who: tuple[str, ...] = ("?", "?", "?", "?")
     before: tuple[float, _Series] = (0.0, {})

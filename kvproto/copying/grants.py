@@ -129,7 +129,7 @@ def _check_items(
 
 
 def size_of(grant: Grants) -> int:
-    """How many items a grant names."""
+    """The number of items that a grant names."""
     return 0 if grant.items is None else grant.items.size
 
 

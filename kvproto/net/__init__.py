@@ -3,9 +3,10 @@
 from kvproto.net.addresses import Seed, check_address, encrypted, is_wildcard, private_address, read_sources
 from kvproto.net.allow_list import AllowList
 from kvproto.net.keys import KeyPair, check_public, make_keys, read_keys
-from kvproto.net.sockets import Dialer, Listener
+from kvproto.net.sockets import RECEIVE_TIME, Dialer, Listener
 
 __all__ = [
+    "RECEIVE_TIME",
     "AllowList",
     "Dialer",
     "KeyPair",

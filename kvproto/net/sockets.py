@@ -28,7 +28,10 @@ from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Dialer", "Listener"]
+__all__ = ["RECEIVE_TIME", "Dialer", "Listener"]
+
+RECEIVE_TIME = 0.001
+"""Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""
 
 _MAX_FRAME = tables.HEADER_BYTES + tables.MAX_BODY
 _LINGER = 500

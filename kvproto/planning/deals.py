@@ -34,7 +34,7 @@ class _Turn:
     nth: IntArray
     """For each run, how many earlier runs of the turn its rank takes [runs]."""
     taken: IntArray
-    """How many runs each cp rank takes [cp_size]."""
+    """The number of runs that each cp rank takes [cp_size]."""
     runs: IntArray
     """The runs of cp rank 0, ascending, then those of cp rank 1, and so on [runs]."""
     ends: IntArray

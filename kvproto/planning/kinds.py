@@ -1,4 +1,4 @@
-"""How the kinds of items differ, as a table: all other code asks for a property, never for a kind."""
+"""Properties of the kinds of items, as a table: all other code asks for a property, never for a kind."""
 
 from __future__ import annotations
 

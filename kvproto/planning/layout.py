@@ -33,7 +33,7 @@ DEALS: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 @attrs.frozen
 class Parallel:
-    """How an engine divides its ranks; rank = (pp * cp + cp_rank) * tp + tp_rank.
+    """Division of an engine into ranks; rank = (pp * cp + cp_rank) * tp + tp_rank.
 
     With cp and dcp of 1 each rank stores every token, and interleave, origin and deal have no effect, so that one
     configuration serves any number of ranks.

@@ -37,7 +37,7 @@ class Range:
     cp_rank: int = 0
     """Which share of the tokens it is."""
     cp_size: int = 1
-    """How many shares there are."""
+    """The number of shares."""
     interleave: int = 1
     """Tokens of each run of the deal."""
     origin: int = 0

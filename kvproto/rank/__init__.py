@@ -1,1 +1,1 @@
-"""What a prefill rank and a decode rank have in common: handles, turns, pools and their registration, page tables."""
+"""The common part of prefill and decode ranks: handles, turns, pools and their registration, page tables."""

@@ -1,4 +1,4 @@
-"""What Source and Sink have in common: their turns, events and pools, and how they are closed."""
+"""The base of Source and Sink: turns, events, pools, and their end."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class EngineRank:
 
     @property
     def geometry(self) -> Geometry:
-        """What all ranks of this engine's replica own."""
+        """The Geometry, which states the shares of all ranks of this engine's replica."""
         return self.pool.geometry
 
     def events(self) -> list[Event]:

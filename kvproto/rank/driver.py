@@ -31,7 +31,7 @@ _log = logging.getLogger("kvproto")
 
 
 class Node(Protocol):
-    """What a driver gives turns to."""
+    """A receiver of turns from a `Driver`."""
 
     def turn(self, ready: Collection[int] | None) -> list[Any]:
         """Receive, copy and answer what can be done now; return the events for the engine.
@@ -68,7 +68,7 @@ class Driver:
         self._later: deque[Callable[[], object]] = deque()
         self._epoll, self._watched = select.epoll(), set[int]()
         self._filenos: Collection[int] = ()
-        """What the node returned last; the same object means that nothing has changed."""
+        """The list that the node returned last; the same object means that nothing has changed."""
         self._ready: list[int] | None = None
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

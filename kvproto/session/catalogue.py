@@ -113,7 +113,7 @@ class Listed:
 
 
 class SinkCatalogue(Extension):
-    """What a watching sink knows of the pages of a source rank."""
+    """The pages of a source rank, as a watching sink knows them."""
 
     def __init__(self, session: Session, now: float, listed: Callable[[Listed], None]) -> None:
         """`listed` is called whenever the list has become complete."""

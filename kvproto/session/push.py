@@ -1,4 +1,4 @@
-"""How bytes reach the sink: the interface of every delivery, and push, where the source writes the pages itself."""
+"""Delivery of bytes to the sink: its interface, and push, where the source writes the pages itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session remembers of each transfer and of each request under way."""
+"""Records of a session: its transfers, and the requests that are not answered yet."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SourceAttempt(Attempt):
     epoch: Epoch | None = None
     """The epoch of the sink's memory; None if its Transfer was refused or has not come."""
     granted: tuple[m.Grants, ...] = ()
-    """What the sink allows to be written, of what the Transfer asks for."""
+    """The part of the Transfer's grants that the sink allows to be written."""
     whole: bool = True
     """Whether that is everything."""
     progress: Callable[[], RequestState] | None = None
@@ -171,9 +171,9 @@ class SinkAttempt(Attempt):
     asks: tuple[m.Grants, ...] = ()
     """The windows of its Transfer, with items unless they are granted later."""
     granted: tuple[m.Grants, ...] = ()
-    """What the source was told that it may write."""
+    """The grants that the source was told."""
     named: tuple[m.Grants, ...] = ()
-    """What the engine has named, whether or not the source was told."""
+    """The grants that the engine has named, whether or not the source was told."""
     whole: bool = True
     """Whether `granted` is everything."""
     begun: bool = False
@@ -217,7 +217,7 @@ class SinkAttempt(Attempt):
 
 @attrs.frozen
 class Answer:
-    """What Done and Offer state alike of a transfer, apart from its bytes."""
+    """Fields that Done and Offer have in common, apart from bytes."""
 
     outcome: Outcome
     handoff: tuple[m.HandOff, ...] = ()

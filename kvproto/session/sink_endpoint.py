@@ -56,7 +56,7 @@ class Exposed:
 
 
 class SinkCalls(Protocol):
-    """What an endpoint calls on the rank that drives it, within a call of its own: it may call back only later."""
+    """Calls of an endpoint to its rank, made within a call of the rank, which may call back only later."""
 
     def needs_turn(self) -> None:
         """Call `settle` and then `to_send` soon: there are frames to send, or a timer has run."""
@@ -328,7 +328,7 @@ class SinkEndpoint(Endpoint):
         self._after(now)
 
     def hindrances(self, transfer: SinkTransfer | None = None) -> list[str]:
-        """What a transfer still waits for, by source rank, for display; None for one that was not requested yet."""
+        """Reasons why a transfer waits, by source rank, for display; None for one that was not requested yet."""
         if transfer is None or transfer not in self.transfers:
             return _hindrances(self.sessions.values())
         asked = [attempt.session for attempt in transfer.parts.values() if attempt.state == TransferState.ASKED]

@@ -35,7 +35,7 @@ class StreamWriter(Protocol):
     """At the source: what the streams of one session share."""
 
     kind: ClassVar[CreditKind]
-    """What its credit counts."""
+    """The unit of its credit."""
 
 
 class StreamPiece(Protocol):
@@ -49,7 +49,7 @@ class StreamReader(Protocol):
     """At the sink: streams from one source, named by sequence and attempt."""
 
     kind: ClassVar[CreditKind]
-    """What its credit counts."""
+    """The unit of its credit."""
 
     def open(self, sequence: int, attempt: int, packer: Any) -> None:
         """Expect a stream."""
@@ -63,7 +63,7 @@ class StreamReader(Protocol):
 
 @attrs.frozen
 class Registration:
-    """What a sink registers with one source rank."""
+    """The memory that a sink registers with one source rank."""
 
     regions: tuple[m.Region, ...] = attrs.field(repr=False)
     readers: Mapping[int, StreamReader] = {}

@@ -89,13 +89,13 @@ class Fetch(TicketHandle[Arrived]):
         """The epoch of its pool."""
         self._on_wanted, self._granting = on_wanted, threading.Lock()
         self._granted: Mapping[int, Grants] = {} if deferred else asked
-        """What the engine has named so far, by group id, which is marked as in use."""
+        """The items that the engine has named so far, by group id; they are marked as in use."""
         self._tracked, self._useful = True, end
         # the rest is the node's alone
         self.content, self.asked, self.end, self.axes, self.seconds = content, asked, end, axes, seconds
         self.deferred, self.spans = deferred, spans
         self.grants = self._granted
-        """What the node knows as granted, by group id."""
+        """The items that the node knows as granted, by group id."""
         self.whole = not deferred
         """Whether that is everything, or no more is wanted."""
         self.link: FetchServer | None = None
@@ -224,7 +224,7 @@ class Fetch(TicketHandle[Arrived]):
     # page tables
 
     def lengths(self, tokens: int) -> dict[str, int]:
-        """How many entries page tables need for tokens below `tokens`, by group name."""
+        """The number of entries that page tables need for tokens below `tokens`, by group name."""
         lengths = {}
         for grant in granted_below(self.pool.layout, tuple(self.asked.values()), tokens, self.end):
             group = self.pool.layout.group(grant.group)

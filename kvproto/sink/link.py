@@ -51,7 +51,7 @@ class LinkHost(Protocol):
 
 @attrs.frozen
 class LinkContext:
-    """What all links of a sink rank share."""
+    """The objects that all links of a sink rank share."""
 
     host: LinkHost
     party: Party
@@ -91,7 +91,7 @@ class SourceLink:
         self._waiting: dict[Fetch, None] = {}
         """Of these, the ones that wait for the link to be ready."""
         self._noted: list[Callable[[], None]] = []
-        """What the endpoint has asked for, to do in the next turn."""
+        """Calls of the endpoint, to be done in the next turn."""
         self._turning = self._closed = False
         self.awaited = False
         """Whether it is over, and its source is to be greeted again."""

@@ -15,7 +15,7 @@ import attrs
 
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Disconnected, Event, Refused
-from kvproto.net import Dialer
+from kvproto.net import RECEIVE_TIME, Dialer
 from kvproto.options import QUARANTINE, Spread
 from kvproto.rank.background import Background
 from kvproto.rank.handles import free_pools
@@ -37,15 +37,13 @@ __all__ = ["UNCONNECTED", "Replica", "SinkNode"]
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
 UNCONNECTED = "name it in `sources`, or call Sink.connect"
-"""What to do about a ticket of a source that the sink does not know."""
+"""Advice about a ticket of a source that the sink does not know."""
 _MOST_UNREACHED = 3
 """Transfers in a row that are lost because the source cannot write this side's memory, before it is exposed again."""
 _AGAIN, _LONGEST = 1.0, 15.0
 """Seconds until a source that was lost is greeted again: at first, doubled with each try, and at most."""
 _MOST_REPORTED = 64
 """The most refusals and losses of one source that are remembered, so as to be reported once."""
-_TURN = 0.001
-"""Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""
 Replica = tuple[str, int]
 """A source replica: the engine's name and the number of the replica."""
 
@@ -318,7 +316,7 @@ class SinkNode:
         for (link, address), frame in self._dialer.receive(ready):
             link.endpoint.receive(address, frame, now)
             self._awake[link] = None
-            if time.monotonic() - now > _TURN:
+            if time.monotonic() - now > RECEIVE_TIME:
                 break
         for (link, address), error in self._dialer.refusals(ready):
             link.refuse(address, error, by_us=error.code != ErrorCode.NOT_ALLOWED)

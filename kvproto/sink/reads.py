@@ -1,4 +1,4 @@
-"""How a sink reads what sources offer, with its own transports (feature PULL)."""
+"""Reads of items that sources offer, by the sink's own transports (feature PULL)."""
 
 from __future__ import annotations
 

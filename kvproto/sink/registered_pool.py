@@ -52,7 +52,7 @@ class RegisteredPool:
         """Digests of the Descriptions that the plan is made from, once they are known."""
         self._programs: SinkPrograms | None = None
         self._prepared: tuple[Plan, SinkPrograms] | None = None
-        """What was computed outside turns, and the plan that it is for."""
+        """The programs that were computed outside turns, and their plan."""
         self._deliveries: dict[tuple[int, int], StreamDelivery] = {}
         """Deliveries of packed streams, by source rank and transport."""
 
@@ -211,7 +211,7 @@ class SinkPrograms:
         return self._plan.required(self._own.rank)
 
     def program(self, writer: int, grants: Mapping[int, Grants]) -> CopyProgram:
-        """What a source rank writes in a transfer; places on the source's side have no meaning. Raises BAD_GRANT."""
+        """The program of a source rank's writes; places on the source's side have no meaning. Raises BAD_GRANT."""
         rank = next(r for r in self._source.ranks if r.rank == writer)
         groups = {g.id: g for g in self._source.groups}
         drawn: dict[int, list[Grants]] = {}

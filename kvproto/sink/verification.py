@@ -34,7 +34,7 @@ class Arrival:
     fetch: Fetch
     registered: RegisteredPool
     done: tuple[Done, ...]
-    """What each source rank has said, by ascending rank."""
+    """The Done of each source rank, by ascending rank."""
     seconds: float
     """Seconds from the Transfer to the last Done."""
     sums: list[Sums] = attrs.Factory(list)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Event, Expired, Freed, Over, Sent, Undelivered
-from kvproto.net import Listener
+from kvproto.net import RECEIVE_TIME, Listener
 from kvproto.options import Options
 from kvproto.planning.axes import NO_AXES
 from kvproto.rank.background import Background
@@ -33,8 +33,6 @@ from kvproto.wire.messages import Register
 
 __all__ = ["SourceNode"]
 
-_TURN = 0.001
-"""Seconds after which a turn stops receiving, so that slow frames do not hold up copies."""
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 
@@ -233,7 +231,7 @@ class SourceNode:
             self.endpoint.readmit()
         for conn, frame in self._listener.receive(ready):
             self.endpoint.receive(conn, frame, now)
-            if time.monotonic() - now > _TURN:  # the next turn receives the rest, after this one has sent its answers
+            if time.monotonic() - now > RECEIVE_TIME:  # the next turn receives the rest, once this has answered
                 break
         if self._background.results:
             self._background.turn()

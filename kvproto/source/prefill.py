@@ -81,7 +81,7 @@ class Computed:
 
 @attrs.define(eq=False)
 class Prefill:
-    """How much of a request is computed."""
+    """The computed part of a request."""
 
     axes: Mapping[str, int] = NO_AXES
     """Lengths of the axes other than the tokens; their rows are computed when prefill is over."""

@@ -34,7 +34,7 @@ _LATE = RemoteError(ErrorCode.DEADLINE, "ticket", "not fetched in time", "", "ma
 
 @attrs.frozen
 class LastPart:
-    """What to report of a transfer once its last bytes are copied."""
+    """Figures and hand-off data to report once the last bytes of a transfer are copied."""
 
     began: float
     """When the last part was handed over, in seconds of `time.monotonic`."""
@@ -54,7 +54,7 @@ class Send:
     """The attempt as its session knows it, which refers back to this record."""
     peer: PeerMapping
     granted: tuple[Grants, ...] = ()
-    """What was granted when the program was made."""
+    """The grants with which the program was made."""
     program: CopyProgram | None = None
     """The program of the rows that were computed when it was made."""
     lowered: tuple[dict[int, int], dict[int, int], bool] | None = None
@@ -86,7 +86,7 @@ class Send:
 
     @property
     def progress(self) -> SendProgress:
-        """What was handed to the transport before prefill was over."""
+        """The rows that were handed to the transport before prefill was over."""
         if self._progress is None:
             self._progress = SendProgress(self.peer.pair.nothing)
         return self._progress

@@ -16,7 +16,7 @@ __all__ = ["GRACE", "DamagedPage", "StoreReport", "check_store", "delete_page", 
 GRACE = 600.0
 """Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""
 _TRIES = 3
-"""How often a page is checked: others may evict it meanwhile, and write it again."""
+"""The number of times that a page is checked: others may evict it meanwhile, and write it again."""
 
 
 @attrs.frozen

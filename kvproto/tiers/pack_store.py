@@ -49,7 +49,7 @@ _RELIST = 1.0
 _TICK = 50_000_000
 """Nanoseconds within which a file system may give two changes of a folder the same time."""
 _TRIES = 8
-"""How often another process may write a key anew while it is read."""
+"""The number of times that another process may write a key anew while it is read."""
 _HOLE = 3
 """FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

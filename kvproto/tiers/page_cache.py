@@ -254,7 +254,7 @@ class PageCache:
         return published
 
     def _io_room(self) -> int:
-        """How many more pages may be under way to or from storage."""
+        """The number of pages that may still go to or from storage."""
         return self.io.workers.room if self.io else 0
 
     def published(self, chain: Chain, length: int, on_host: bool = False) -> None:
@@ -409,7 +409,7 @@ class PageLease:
         self.coming = on_host.pages[len(on_device.pages) :]
         """Pages of the host that are copied into the slots of `load`."""
         self.found = {"device": len(on_device.pages), "host": 0}
-        """How many pages of the prompt were found, by tier."""
+        """The number of pages of the prompt that were found, by tier."""
         self.ready = not self.coming
         """Whether all pages that were found are in the pool."""
         self._copy: Paging | None = None
@@ -419,7 +419,7 @@ class PageLease:
 
     @property
     def pages(self) -> int:
-        """How many pages of the prompt are in the pool, for work that follows `wait`."""
+        """The number of pages of the prompt in the pool, for work that follows `wait`."""
         return len(self._on_device.pages) + (len(self.load.pages) if self._loading else 0)
 
     @property

@@ -50,7 +50,7 @@ class BatchStore(Store, Protocol):
     """A back end that keeps many keys for little more than the price of one, because they share a sync."""
 
     batch: int
-    """How many pages are best written together; 1: each by itself."""
+    """The number of pages that are best written together; 1: each by itself."""
 
     def put(self, key: str, data: Data) -> None:
         """Keep these bytes, in place of others under the same key; raises OSError."""

@@ -107,7 +107,7 @@ class Measured:
 
 @attrs.frozen
 class Absent:
-    """What was not measured, and why."""
+    """The paths that were not measured, each with its reason."""
 
     what: str
     reason: str
@@ -150,7 +150,7 @@ class BenchPath:
     """Prepare a program between the pools; returns a function that copies it each time."""
 
     def most_runs(self, run: int) -> int:
-        """How many runs of `run` bytes a program may have; 0 if none fits."""
+        """The greatest number of runs of `run` bytes in a program; 0 if none fits."""
         return min(self.pool // run, self.most)
 
     def runner(self, run: int, runs: int) -> RunOnce:

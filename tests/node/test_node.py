@@ -94,7 +94,7 @@ def test_a_turn_that_has_lasted_hears_the_other_frames_in_the_next(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A frame that takes long to check delays nobody by more than itself."""
-    monkeypatch.setattr(kvproto.source.node, "_TURN", -1.0)
+    monkeypatch.setattr(kvproto.source.node, "RECEIVE_TIME", -1.0)
     (source,) = pair(1, 1).sources
     strangers = Dialer()
     for n in range(3):
