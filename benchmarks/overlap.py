@@ -84,8 +84,8 @@ class Model:
         self.pages = []
         for layer in range(LAYERS):
             views = []
-            for part in pool.layout.group(0).parts:
-                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.group(0).name, layer, part.name)
+            for part in pool.layout.groups[0].parts:
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.groups[0].name, layer, part.name)
                 views.append(bytes_[offset : offset + n * rows * lanes * width].view(torch.bfloat16).view(n, rows, kv))
             self.pages.append(views)
         self.items = torch.tensor(items, device="cuda:0")
@@ -175,7 +175,7 @@ class Mover:
         marked = Options(thread=False, verify=False, transports=[self.transport], first_part_ratio=ratio)
         self.pair = Pair(stack, pools, marked, plain)
         self.source, self.sink = self.pair.source, self.pair.sink
-        self.group = pools[0].layout.group(0).name
+        self.group = pools[0].layout.groups[0].name
 
     def ask(self, items: list[int]) -> tuple[Request, Fetch]:
         """The sink asks for the next request, and the source has heard it."""
@@ -256,10 +256,10 @@ def compare(pools: Sequence[Pool], items: list[int], to: list[int]) -> None:
     a, b = (bytes_of(p.memories[0]) for p in pools)
     asked = set(to)
     for layer in range(LAYERS):
-        for part in pools[0].layout.group(0).parts:
+        for part in pools[0].layout.groups[0].parts:
             sides = []
             for pool, seen in zip(pools, (a, b), strict=True):
-                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.group(0).name, layer, part.name)
+                _, offset, (n, rows, lanes, width), _ = pool.place(pool.layout.groups[0].name, layer, part.name)
                 sides.append(seen[offset : offset + n * rows * lanes * width].view(n, -1))
             if not torch.equal(sides[0][items].to(b.device), sides[1][to]):
                 raise SystemExit(f"layer {layer}: bytes differ")

@@ -184,8 +184,8 @@ class Tap:
             self.lengths[name] = len(frame)
             return taken
 
-        def tapped_receive(dialer: Any) -> Any:
-            frames = list(receive(dialer))
+        def tapped_receive(dialer: Any, ready: Any) -> Any:
+            frames = list(receive(dialer, ready))
             for _, frame in frames:
                 name = NAMES.get(frame[_TYPE], "")
                 self.lengths[name] = len(frame)

@@ -82,8 +82,9 @@ class Preset:
 
     def check(self) -> None:
         for a, b, program in self.programs:
-            sent = Copier(a).checksums(program, {0: self._here[a][2].address}, sink=False)
-            if sent != self._copiers[b].checksums(program, {0: self._there[b][2].address}, sink=True):
+            sent = Copier(a).begin_checksums(program, {0: self._here[a][2].address}, sink=False)
+            came = self._copiers[b].begin_checksums(program, {0: self._there[b][2].address}, sink=True)
+            if sent() != came():
                 raise SystemExit(f"checksums differ from {a} to {b}")
 
     def close(self) -> None:

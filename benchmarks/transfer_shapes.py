@@ -72,9 +72,8 @@ def shapes(ceiling: PeerCopy, rounds: int) -> list[dict[str, Any]]:
             lowering = time.perf_counter() - began
             prepared = copier.prepare(program, {0: mine.address}, {0: theirs.address})
             copier.submit([CopyJob(prepared, program.maps)]).wait()
-            if copier.checksums(program, {0: theirs.address}, sink=True) != Copier(0).checksums(
-                program, {0: mine.address}, sink=False
-            ):
+            came = copier.begin_checksums(program, {0: theirs.address}, sink=True)
+            if came() != Copier(0).begin_checksums(program, {0: mine.address}, sink=False)():
                 raise SystemExit(f"{name}: checksums differ")
             until = time.perf_counter() + WARM_UP
             while time.perf_counter() < until:

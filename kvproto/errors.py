@@ -75,7 +75,12 @@ class LocalError(KvprotoError):
 def check_type(path: str, value: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
     """Raise LocalError(OUT_OF_RANGE) naming the argument and both types, unless `value` is one of `kinds`."""
     if not isinstance(value, kinds):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(value), advice)
+        raise wrong_type(path, value, mine, advice)
+
+
+def wrong_type(path: str, value: object, mine: str, advice: str = "") -> LocalError:
+    """A LocalError(OUT_OF_RANGE) for an argument of another type than `mine`."""
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(value), advice)
 
 
 def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = "") -> int:

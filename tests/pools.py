@@ -32,4 +32,4 @@ def contents(pool: Pool) -> npt.NDArray[np.uint8]:
 
 def column(pool: Pool, group: int, layer: int, part: str) -> Any:
     """A layer and part of a pool in host memory, as a view: uint8 [items, rows, lanes of this rank, bytes]."""
-    return pool.array(pool.layout.group(group).name, layer, part)
+    return pool.array(pool.layout.groups[group].name, layer, part)

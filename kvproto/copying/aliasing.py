@@ -66,7 +66,7 @@ class Overlaps:
                 mine, yours = f"at most {_MOST_SHAPES} kinds of overlap between columns", "more"
                 raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, "lay columns out in regular pools")
         owns = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
-        pairs = scaling((g for g in geometry.groups if g.id in owns), owns.__getitem__)
+        pairs = scaling((g for g in geometry.groups if g.id in owns), owns)
         return cls(tuple(c for c in shapes.values() if not _apart(c)), pairs)
 
     def check(self, grants: tuple[Grants, ...]) -> None:

@@ -43,7 +43,7 @@ def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
 def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
     """The grants of a Transfer's windows before its first Grant: no tokens and no items."""
     return tuple(
-        attrs.evolve(g, count=0, items=_NO_ITEMS) if KINDS[side.group(g.group).kind].has_memory else g for g in asked
+        attrs.evolve(g, count=0, items=_NO_ITEMS) if KINDS[side.groups[g.group].kind].has_memory else g for g in asked
     )
 
 
@@ -70,7 +70,7 @@ def with_grant(
         raise RemoteError(ErrorCode.BAD_GRANT, "grants", mine, yours, advice)
     granted_now = []
     for i, (before, all_, new) in enumerate(zip(granted, asked, more, strict=True)):
-        if not KINDS[side.group(all_.group).kind].has_memory:  # its window says nothing (KVP-HND-WINDOW)
+        if not KINDS[side.groups[all_.group].kind].has_memory:  # its window says nothing (KVP-HND-WINDOW)
             granted_now.append(all_)
             continue
         least = before.count if spans else all_.count
@@ -104,7 +104,7 @@ def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: i
         return tuple(asked)
     below = []
     for grant in asked:
-        group = side.group(grant.group)
+        group = side.groups[grant.group]
         if KINDS[group.kind].has_memory:
             count = min(max(tokens - grant.first, 0), grant.count) if _moves_early(group) else 0
             part = attrs.evolve(grant, count=count)
@@ -119,7 +119,7 @@ def granted_until(side: RankLayout, granted: Sequence[Grants], asked: Sequence[G
     ends = [
         g.first + g.count
         for g, a in zip(granted, asked, strict=True)
-        if g.count < a.count and _moves_early(side.group(g.group))
+        if g.count < a.count and _moves_early(side.groups[g.group])
     ]
     return min(ends, default=None)
 
@@ -131,4 +131,4 @@ def _moves_early(group: Group) -> bool:
 
 
 def _need(side: RankLayout, grant: Grants, asked: Grants) -> int:
-    return items_by_now(side.group(grant.group), side.owns(grant.group).cp_rank, grant, asked)
+    return items_by_now(side.groups[grant.group], side.shares[grant.group].cp_rank, grant, asked)

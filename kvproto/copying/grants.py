@@ -86,8 +86,9 @@ def check_grants(
     if not written:
         return
     judged = Overlaps.of(geometry, rank, columns) if overlaps is None else overlaps
-    check_scales(judged.scales, grants if asked is None else asked)
-    if not left_out:
+    if judged.scales:
+        check_scales(judged.scales, grants if asked is None else asked)
+    if judged.clusters and not left_out:
         judged.check(grants)
 
 

@@ -36,9 +36,9 @@ class Pair:
         self._maps: list[MapSpec] = []
         tables: list[npt.NDArray[np.void]] = []
         for route in routes:
-            dst = sink.group(route.group)
+            dst = sink.groups[route.group]
             for box in route.boxes if KINDS[dst.kind].has_memory else ():
-                src = source.group(box.source_group)
+                src = source.groups[box.source_group]
                 key = (src.id, dst.id, box.source_class, box.sink_class)
                 if key not in numbers:
                     numbers[key] = len(self._maps)
@@ -208,7 +208,7 @@ class _StoredPart:
 
 
 def _layer_column(side: RankLayout, group: Group, part: int, layers: IntArray) -> _LayerColumn:
-    share, columns = side.owns(group.id), side.columns[group.id]
+    share, columns = side.shares[group.id], side.columns[group.id]
     at = np.searchsorted(share.layers, layers) * len(group.parts) + part
     place = {field: getattr(columns, field)[at].astype(np.int64) for field in ("region", "offset", *_STRIDES)}
     return place | {"items": np.full(layers.size, columns.items)}

@@ -68,13 +68,15 @@ class RankLayout:
     columns: Mapping[int, Columns]
     """By this side's group id, without hand-off groups."""
 
-    def group(self, id: int) -> Group:
-        """The group of that id; raises KeyError if there is none."""
-        return self._groups[id]
+    @cached_property
+    def groups(self) -> dict[int, Group]:
+        """The groups by id."""
+        return {g.id: g for g in self.geometry.groups}
 
-    def owns(self, id: int) -> Owns:
-        """This rank's share of the group; raises KeyError if it has none."""
-        return self._shares[id]
+    @cached_property
+    def shares(self) -> dict[int, Owns]:
+        """This rank's shares by group id."""
+        return {o.group: o for r in self.geometry.ranks if r.rank == self.rank for o in r.owns}
 
     def spans(self, id: int, part: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Intervals of a part's lanes that reach into [lo, hi), ascending, each with the local number of its first."""
@@ -86,18 +88,10 @@ class RankLayout:
                 yield first, last, local
 
     @cached_property
-    def _groups(self) -> dict[int, Group]:
-        return {g.id: g for g in self.geometry.groups}
-
-    @cached_property
-    def _shares(self) -> dict[int, Owns]:
-        return {o.group: o for r in self.geometry.ranks if r.rank == self.rank for o in r.owns}
-
-    @cached_property
     def _spans(self) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
         """By group id and part: first lane, lane after the last, and the local number of the first."""
         by_part: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for share in self._shares.values():
+        for share in self.shares.values():
             local: dict[int, int] = {}
             for span in share.lanes:
                 before = local.get(span.part, 0)

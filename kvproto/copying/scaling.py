@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from kvproto.errors import RemoteError
 from kvproto.planning.compare import name_of, scaled_by
@@ -17,8 +17,8 @@ Scaling = tuple[tuple[Group, Group], ...]
 """Groups whose rows are scales of several tokens, each with a group of values that they scale."""
 
 
-def scaling(groups: Iterable[Group], owns: Callable[[int], Owns]) -> Scaling:
-    """The pairs among groups that a rank owns, by its shares; a pair is of one model and shares a layer."""
+def scaling(groups: Iterable[Group], shares: Mapping[int, Owns]) -> Scaling:
+    """The pairs among groups that a rank owns, with its shares by group id; a pair is of one model and has a layer."""
     groups = tuple(groups)
     if not any(group.partial for group in groups):
         return ()
@@ -27,12 +27,12 @@ def scaling(groups: Iterable[Group], owns: Callable[[int], Owns]) -> Scaling:
         for group in groups
         if not group.partial
         for part in group.parts
-        for layer in owns(group.id).layers.tolist()
+        for layer in shares[group.id].layers.tolist()
     }
     pairs = {}
     for group in groups:
         for scaled in {scaled_by(part.name) for part in group.parts} if group.partial else ():
-            for layer in owns(group.id).layers.tolist():
+            for layer in shares[group.id].layers.tolist():
                 other = values.get((group.model, scaled, layer)) if scaled else None
                 if other is not None:
                     pairs[group.id, other.id] = group, other
@@ -41,7 +41,7 @@ def scaling(groups: Iterable[Group], owns: Callable[[int], Owns]) -> Scaling:
 
 def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
     """Raise BAD_GRANT if windows of pages and of their scales begin apart (KVP-GRANT-SCALES)."""
-    asked = {grant.group: (i, grant) for i, grant in enumerate(grants)} if pairs else {}
+    asked = {grant.group: (i, grant) for i, grant in enumerate(grants)}
     for scales, values in pairs:
         if not (scales.id in asked and values.id in asked and KINDS[scales.kind].paged and KINDS[values.kind].paged):
             continue

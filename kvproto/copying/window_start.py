@@ -59,7 +59,7 @@ def cut_to_begins(layout: RankLayout, grants: Sequence[Grants], begins: Mapping[
 
 
 def _from(layout: RankLayout, grant: Grants, first: int) -> Grants:
-    group, cp_rank = layout.group(grant.group), layout.owns(grant.group).cp_rank
+    group, cp_rank = layout.groups[grant.group], layout.shares[grant.group].cp_rank
     count, items = grant.first + grant.count - first, grant.items
     if items is not None:
         skip = items_before(group, cp_rank, first) - items_before(group, cp_rank, grant.first)

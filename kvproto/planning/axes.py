@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from kvproto.wire.messages import Group
 
-__all__ = ["NO_AXES", "TOKENS", "axis_of", "length_of"]
+__all__ = ["NO_AXES", "TOKENS", "axis_of", "length_of", "lengths_of"]
 
 TOKENS = "tokens"
 """The axis of a group that names none."""
@@ -23,3 +23,8 @@ def axis_of(group: Group) -> str:
 def length_of(group: Group, tokens: int, axes: Mapping[str, int]) -> int:
     """Positions on a group's axis in a request of `tokens` tokens and other `axes`; 0 on an axis that is not named."""
     return tokens if group.axis in (None, TOKENS) else axes.get(group.axis, 0)
+
+
+def lengths_of(groups: Iterable[Group], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
+    """As `length_of`, for several groups, by group id."""
+    return {group.id: length_of(group, tokens, axes) for group in groups}

@@ -52,8 +52,6 @@ class Background:
 
     def turn(self) -> None:
         """Pass on results, for a limited time; raises the work's exception, unless that is a KvprotoError."""
-        if not self.results:
-            return
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         until = time.monotonic() + _TURN

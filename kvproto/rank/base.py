@@ -14,14 +14,14 @@ from itertools import starmap
 from types import NoneType
 from typing import Any, Protocol, Self
 
-from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
+from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, wrong_type
 from kvproto.events import Event, PoolFree
 from kvproto.observability.counts import Counts, MetricSample, sample
 from kvproto.observability.feed import FeedServer
 from kvproto.observability.names import BASE
 from kvproto.observability.observer import Observer
 from kvproto.options import Options
-from kvproto.planning.axes import TOKENS, axis_of
+from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Geometry
 from kvproto.prompt import Prompt, Ticket, check_name
 from kvproto.rank.driver import Driver, Node
@@ -65,12 +65,14 @@ def options_of(options: Any) -> Options:
 
 def check_request(ticket: Any, prompt: Any, call: Any, geometry: Geometry) -> None:
     """Raise LocalError(OUT_OF_RANGE) unless all have the right types and the prompt states the geometry's axes."""
-    check_type("ticket", ticket, Ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
-    check_type("prompt", prompt, Prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
+    if not isinstance(ticket, Ticket):
+        raise wrong_type("ticket", ticket, "a kvproto.Ticket", "read_ticket makes one of its JSON form")
+    if not isinstance(prompt, Prompt):
+        raise wrong_type("prompt", prompt, "a kvproto.Prompt", "pass Prompt(token_ids)")
     if call is not None and not callable(call):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "callback", "something to call with the handle", type_name(call))
+        raise wrong_type("callback", call, "something to call with the handle")
     for group in geometry.groups:
-        if axis_of(group) not in (TOKENS, *prompt.axes):  # KVP-TKT-W-AXES
+        if group.axis not in (None, TOKENS, *prompt.axes):  # KVP-TKT-W-AXES
             mine, yours = f"the length of axis {group.axis!r} of group {group.name!r}", f"of {sorted(prompt.axes)}"
             advice = f'state it, 0 for a request that has none: Prompt(..., axes={{"{group.axis}": 0}})'
             raise LocalError(ErrorCode.OUT_OF_RANGE, "prompt.axes", mine, yours, advice)
@@ -187,7 +189,8 @@ class EngineRank:
         For a loop of your own: never call it from two threads at once. Raises LocalError(UNEXPECTED_MESSAGE) without
         Options(thread=False), after `close` and in a forked process.
         """
-        check_type("timeout", timeout, (int, float), "seconds")
+        if not isinstance(timeout, int | float):
+            raise wrong_type("timeout", timeout, "seconds")
         self._driver.step(timeout)
         return self.events()
 

@@ -58,7 +58,7 @@ class Sums:
         return PageSumming(page_sums(program or self.program, {group.id: group for group in groups}, self._of))
 
     def _of(self, part: CopyProgram) -> dict[int, int]:
-        return self._transport.checksums(part, self._memories, self._sink)
+        return self._transport.begin_checksums(part, self._memories, self._sink)()
 
 
 class PageSumming:
@@ -106,4 +106,4 @@ class Checksums:
 
 def bytes_by_name(peer: PeerMapping, program: CopyProgram) -> dict[str, int]:
     """Bytes of a program by the name of the sink's group."""
-    return {peer.pair.sink.group(group).name: count for group, count in program.bytes_by_group().items()}
+    return {peer.pair.sink.groups[group].name: count for group, count in program.bytes_by_group().items()}

@@ -14,8 +14,8 @@ from kvproto.copying.grants import distinct, items_needed, rows_of
 from kvproto.copying.program import RankLayout
 from kvproto.copying.scaling import scaling
 from kvproto.copying.window_start import items_before
-from kvproto.errors import LocalError, check_type, check_whole, type_name
-from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
+from kvproto.errors import LocalError, check_type, check_whole, type_name, wrong_type
+from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
@@ -66,7 +66,7 @@ class PagesInUse:
                 self._taken[id].difference_update(items)
 
     def _refuse(self, id: int, page: int, pages: PageTables) -> None:
-        name = self._layout.group(id).name
+        name = self._layout.groups[id].name
         entry = np.flatnonzero(np.atleast_1d(np.asarray(pages[name])) == page)[0]
         raise LocalError(
             ErrorCode.ITEM_ALIAS,
@@ -83,7 +83,8 @@ def _with_items(grants: Mapping[int, Grants]) -> list[tuple[int, list[int]]]:
 
 def check_names(pages: PageTables, groups: Mapping[str, Group]) -> None:
     """Raise LocalError for page tables of other names than these groups have."""
-    check_type("pages", pages, Mapping, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
+    if not isinstance(pages, Mapping):
+        raise wrong_type("pages", pages, "a mapping of group name to page ids", 'such as {"kv": [3, 1, 2]}')
     if not pages.keys() <= groups.keys():
         unknown = next(name for name in pages if name not in groups)
         raise _bad("pages", f"groups of {sorted(groups)}", repr(unknown))
@@ -162,7 +163,7 @@ class PageRules:
         self.movable = {group.name: group for group in groups if KINDS[group.kind].paged or KINDS[group.kind].wraps}
         """Groups whose first rows a request may give up."""
         self.rings = [group for group in self.movable.values() if KINDS[group.kind].wraps]
-        self.scaling = scaling([group for group in layout.geometry.groups if group.id in layout.columns], layout.owns)
+        self.scaling = scaling([group for group in layout.geometry.groups if group.id in layout.columns], layout.shares)
         """Groups whose rows are scales of several tokens, each with the group that they scale."""
         self.handoffs = {group.name: group for group in layout.geometry.groups if not KINDS[group.kind].has_memory}
         shares = {share.group for rank in layout.geometry.ranks if rank.rank == layout.rank for share in rank.owns}
@@ -170,7 +171,7 @@ class PageRules:
 
 
 def _owned(layout: RankLayout, group: Group) -> _OwnedGroup:
-    kind, cp_rank = KINDS[group.kind], layout.owns(group.id).cp_rank
+    kind, cp_rank = KINDS[group.kind], layout.shares[group.id].cp_rank
     plain = kind.paged and group.cp_size == 1 and group.tokens_per_row == 1
     most = layout.columns[group.id].items
     return _OwnedGroup(group, cp_rank, axis_of(group), kind.paged, kind.wraps, most, plain)
@@ -223,7 +224,7 @@ class RequestTables:
         tables = dict(self._tables)
         for id, table in stated.items.items():
             (skip, need), before = stated.spans[id], tables.get(id)
-            named, group = table[:need], self._rules.layout.group(id)
+            named, group = table[:need], self._rules.layout.groups[id]
             if before is not None:
                 common = slice(skip, min(before.size, named.size))
                 differ = np.flatnonzero(before[common] != named[common])
@@ -298,11 +299,12 @@ def grants_of(
     group.
     """
     layout, tables = rules.layout, dict[int, IntArray]()
-    held, may_begin_late = _held(layout, cached, tokens, axes), _late(rules, late)
+    ends = lengths_of(layout.geometry.groups, tokens, axes)
+    held, may_begin_late = _held(layout, cached, ends), _late(rules, late)
     if pages is not None:
         check_names(pages, rules.names)
         for owned in rules.owned:
-            end = length_of(owned.group, tokens, axes)
+            end = ends[owned.group.id]
             skip, need = owned.before(held.get(owned.group.id, 0)), owned.needed(end)
             tables[owned.group.id] = _checked_table(owned, rules, pages, skip, need, end)
     grants = {}
@@ -310,8 +312,8 @@ def grants_of(
         if not KINDS[group.kind].has_memory:
             grants[group.id] = Grants(group=group.id, first=0, count=0, valid=0, items=np.empty(0, np.uint32))
         elif group.id in layout.columns:
-            end = length_of(group, tokens, axes)
-            grant = _grant(group, layout.owns(group.id).cp_rank, tables.get(group.id), held[group.id], end)
+            cp_rank = layout.shares[group.id].cp_rank
+            grant = _grant(group, cp_rank, tables.get(group.id), held[group.id], ends[group.id])
             grants[group.id] = attrs.evolve(grant, late=True) if group.id in may_begin_late else grant
     for scales, values in rules.scaling:
         names = scales.name, values.name
@@ -337,8 +339,8 @@ def _late(rules: PageRules, late: bool | Collection[str]) -> set[int]:
     return {groups[name].id for name in late}
 
 
-def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes: Mapping[str, int]) -> dict[int, int]:
-    """The first token of a fetch, by group id."""
+def _held(layout: RankLayout, cached: int | Mapping[str, int], ends: Mapping[int, int]) -> dict[int, int]:
+    """The first token of a fetch, by group id; `ends` are the positions on each group's axis."""
     held, names = {}, [group.name for group in layout.geometry.groups]
     if not isinstance(cached, Mapping):
         cached = check_whole("cached", cached, -_ANY, _ANY, "a whole number of tokens")
@@ -346,12 +348,12 @@ def _held(layout: RankLayout, cached: int | Mapping[str, int], tokens: int, axes
         raise _bad("cached", f"groups of {names}", repr(unknown[0]))
     for group in layout.geometry.groups:
         if group.id in layout.columns:
-            end = length_of(group, tokens, axes)
+            end = ends[group.id]
             if isinstance(cached, int):
-                first = cached if axis_of(group) == TOKENS else 0
+                first = cached if group.axis in (None, TOKENS) else 0
             else:
-                first = cached.get(group.name, 0)
-            first = check_whole(f'cached["{group.name}"]', first, -_ANY, _ANY, "a whole number of tokens")
+                path = f'cached["{group.name}"]'
+                first = check_whole(path, cached.get(group.name, 0), -_ANY, _ANY, "a whole number of tokens")
             if not 0 <= first <= end:
                 raise LocalError(
                     ErrorCode.BAD_GRANT,
@@ -373,7 +375,7 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
     items = None
     if table is not None:
-        skip = items_before(group, cp_rank, first)
+        skip = items_before(group, cp_rank, first) if first else 0
         named = table[skip : skip + items_needed(group, cp_rank, first, tokens - first)]
         check_distinct(group, named, skip)
         items = named.astype(np.uint32)

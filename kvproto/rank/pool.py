@@ -154,7 +154,7 @@ class Pool:
         """Bytes of one token in all caches of this rank, on average."""
         total = 0
         for id in self.layout.columns:
-            group, share = self.layout.group(id), self.layout.owns(id)
+            group, share = self.layout.groups[id], self.layout.shares[id]
             lanes = sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes)
             total += lanes * share.layers.size // (group.tokens_per_row * group.cp_size)
         return total
@@ -191,7 +191,7 @@ class Pool:
         Offset and strides are in bytes. Raises LocalError(BAD_COLUMNS) for a name that this rank does not own.
         """
         spec = self.group(group)
-        share, columns = self.layout.owns(spec.id), self.layout.columns[spec.id]
+        share, columns = self.layout.shares[spec.id], self.layout.columns[spec.id]
         parts, layers = column_names(spec), share.layers.tolist()
         if part not in parts or layer not in layers:
             raise _bad(group, f"a part of {parts}, a layer of {layers}", f"part {part!r}, layer {layer}")

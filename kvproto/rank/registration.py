@@ -82,19 +82,20 @@ class PeerMapping:
     asked: PeerMemory
     transport: Transport
     pair: Pair
-    connection: Connection = attrs.Factory(Connection)
+    connection: Connection = attrs.field(factory=Connection, on_setattr=attrs.setters.frozen)
     reads: bool = False
     """Whether the peer reads our memory, so that nothing of its own is mapped."""
+    packed: bool = attrs.field(init=False)
+    """Whether bytes are packed, because the peer's pages cannot be written directly."""
+
+    @packed.default
+    def _packs(self) -> bool:
+        return self.connection.link is not None
 
     @property
     def key(self) -> tuple[int, int]:
         """The session and epoch that the memory is registered under."""
         return self.asked.session, self.asked.register.epoch
-
-    @property
-    def packed(self) -> bool:
-        """Whether bytes are packed, because the peer's pages cannot be written directly."""
-        return self.connection.link is not None
 
     def prepare(self, own: Mapping[int, Memory], writes: bool) -> None:
         """Let the transport prepare for copies from this side's memory if `writes`, otherwise into it."""
@@ -128,14 +129,15 @@ def map_peer(
         ErrorCode.NO_TRANSPORT, "regions[0].handles", _names(by_code), _names(offered), "use a common transport"
     )
     for transport in (by_code[code] for code in offered if code in by_code):
-        mapping = PeerMapping(asked, transport, pair)
+        mapping = None
         try:
-            mapping.connection = transport.connect(message.regions, named, writes, features)
+            mapping = PeerMapping(asked, transport, pair, transport.connect(message.regions, named, writes, features))
             if own is not None:
                 mapping.prepare(own, writes)
         except KvprotoError as failure:
             error = failure.kept()
-            mapping.close()
+            if mapping is not None:
+                mapping.close()
             continue
         return mapping
     raise error

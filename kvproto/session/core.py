@@ -86,6 +86,8 @@ class Session:
         self.expected = ""
         """The peer that should answer, for display, while its identity is not known."""
         self._peer: Party | None = None
+        self._name = ""
+        """The peer's name, once it is known."""
         self._described: Described | None = None
         self.theirs: Stated
         """The peer's latest Description; set when the first is known."""
@@ -122,7 +124,11 @@ class Session:
     @property
     def name(self) -> str:
         """The peer's name, for display."""
-        return str(self._peer or self.expected or self.conn)
+        return self._name or str(self.expected or self.conn)
+
+    def _met(self, peer: Party) -> None:
+        """Note who the peer is, as its Hello or Welcome says."""
+        self._peer, self._name = peer, str(peer)
 
     @property
     def resuming(self) -> bool:

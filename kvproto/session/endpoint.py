@@ -37,7 +37,8 @@ class Endpoint:
             self.geometry, self.stated = geometry, Stated.of(geometry)
         self.timers = Timers()
         self.sessions: dict[Any, Any] = {}
-        self._out: list[tuple[Hashable, bytes]] = []
+        self.out: list[tuple[Hashable, bytes]] = []
+        """Frames to send, in order, each with its connection."""
         self.plans = Plans()
         self.runs: dict[tuple[str, int, int], int] = {}
         """The greatest incarnation met so far, by engine, replica and rank."""
@@ -50,7 +51,7 @@ class Endpoint:
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
-        self._out.append((conn, frame))
+        self.out.append((conn, frame))
 
     def tell(self, session: Any, event: Event) -> None:
         """Report an event of a session to the engine."""
@@ -80,14 +81,14 @@ class Endpoint:
         raise NotImplementedError
 
     def _after(self, now: float) -> None:
-        """Act on changes; called after every frame, timer and call."""
+        """Act on changes; called after timers and calls, before frames are sent, and at a sink after every frame."""
         raise NotImplementedError
 
     def to_send(self, now: float) -> list[tuple[Hashable, bytes]]:
         """The frames to send, in order, each with its connection."""
         self._after(now)
-        out, self._out = self._out, []
-        return out
+        frames, self.out = self.out, []
+        return frames
 
     def next_deadline(self) -> float | None:
         """The time at which `on_time` is next due; None if only a frame or a call can change anything."""

@@ -46,7 +46,8 @@ class SourcePush(Extension):
         session.request(
             m.Done,
             now,
-            **attempt.ids,
+            sequence=attempt.sequence,
+            attempt=attempt.attempt,
             writer=session.me.rank,
             groups=np.array(attempt.described.groups, np.uint32),
             bytes=written,
@@ -107,7 +108,6 @@ class DoneHandler(Extension):
             check_whole(attempt)
             check_outcome(attempt.described, self._session.features, message)
             attempt.delivery.begin_at(attempt, check_begins(attempt, message.begins))
-            transfers.mark_accepted(attempt)
             transfers.settled(attempt)
             attempt.done = message
             self._session.move(attempt, "Done")

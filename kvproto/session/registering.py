@@ -199,6 +199,8 @@ class Holder(Extension):
         self._access, self._busy, self._end = access, busy, end
         self.epochs: dict[int, Epoch] = {}
         """The epochs that are mapped, by number."""
+        self.unregisters = False
+        """Whether the peer has ever taken an epoch back."""
         self._first = self._last = 0
         self._asked: _Asked | None = None
         self._early: tuple[m.Register, float] | None = None
@@ -320,7 +322,7 @@ class Holder(Extension):
                 error = RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, str(message.epoch), "name an epoch once")
                 session.refuse(message, error, ends=False)
         else:
-            epoch.back = message
+            epoch.back, self.unregisters = message, True
             session.host.unsettled()
             if message.at_once:
                 self._end(epoch, now)

@@ -144,7 +144,7 @@ class SinkSession(Session):
         except RemoteError as error:
             self.give_up(error)
             return
-        self._peer = Party(message.engine, message.replica, message.rank, message.incarnation)
+        self._met(Party(message.engine, message.replica, message.rank, message.incarnation))
         self.features, self.limits, self.minor = tuple(message.features), message.limits, message.version.minor
         self.endpoints = {e.rank: e.address for e in message.endpoints}
         self.install(PingPart(self, now))

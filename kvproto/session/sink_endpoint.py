@@ -169,9 +169,9 @@ class SinkEndpoint(Endpoint):
 
     def send(self, conn: Hashable, frame: bytes) -> None:
         """Queue a frame for a connection."""
-        if not self._out:
+        if not self.out:
             self._calls.needs_turn()
-        self._out.append((conn, frame))
+        self.out.append((conn, frame))
 
     def tell(self, session: SinkSession, event: Event) -> None:
         """Queue an event of a session, for the endpoint itself and for the engine."""

@@ -45,7 +45,7 @@ class SourceSession(Session):
         super().__init__(host, conn)
         self.session, self.greeting, self.limits = number, hello.request, hello.limits
         self.features, self.minor = chosen.features, chosen.minor
-        self._peer = Party(hello.engine, hello.replica, hello.rank, hello.incarnation)
+        self._met(Party(hello.engine, hello.replica, hello.rank, hello.incarnation))
         self.tickets_of_rank, self.refuses = host.tickets, host.refuses
         self.tickets = 0
         """The number of tickets with a transfer of this session."""

@@ -125,7 +125,6 @@ class SourceEndpoint(Endpoint):
                     session.receive(message, now)
         except RemoteError as error:
             self._report(conn, session, frame, message, error)
-        self._after(now)
 
     def _find(self, conn: Hashable, message: m.Message) -> SourceSession | None:
         """The session of a message; None if it needs no session. Raises UNKNOWN_SESSION or SUPERSEDED."""
@@ -339,7 +338,8 @@ class SourceEndpoint(Endpoint):
         """Note that an attempt of a session has ended or changed."""
         self.tickets.touch(attempt)
         session.forget()
-        session.holder.unmap_unused()
+        if session.holder.unregisters:
+            session.holder.unmap_unused()
         if not session.open:
             self._closed.add(session.session)
 

@@ -119,8 +119,8 @@ class Tickets:
         self._states: dict[bytes, TicketState] = {}
         self._used: OrderedDict[bytes, float] = OrderedDict()
         """Deadlines of tickets whose states have ended (KVP-TKT-USED)."""
-        self.touched: set[TicketState] = set()
-        """States to examine in the next `settle`."""
+        self.touched: dict[TicketState, None] = {}
+        """States to examine in the next `settle`; a set that was large once would stay slow to take from."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -149,7 +149,7 @@ class Tickets:
         state.deadline = now + ticket.deadline / 1000
         state.timer = self._timers.at(state.deadline, partial(self._expire, state))
         state.request, state.content, state.tokens, state.axes = request, content, tokens, axes
-        self.touched.add(state)
+        self.touched[state] = None
         for attempt in state.take_waiting():
             self._match(state, attempt, now)
         return state
@@ -170,20 +170,20 @@ class Tickets:
                 state.waiting[attempt.session.session] = attempt
             except RemoteError as error:
                 attempt.fail(error, now)
-        self.touched.add(state)
+        self.touched[state] = None
 
     def finish(self, state: TicketState) -> None:
         """Serve the transfers that wait for this request, as its prefill is over."""
         state.finished = True
         self._serve(state)
-        self.touched.add(state)
+        self.touched[state] = None
 
     def refuse(self, state: TicketState, error: KvprotoError, now: float) -> None:
         """Fail the transfers that wait for this request, and later ones, as the engine cannot produce it."""
         state.error = error
         for attempt in state.take_waiting():
             attempt.fail(error, now)
-        self.touched.add(state)
+        self.touched[state] = None
 
     def unasked(self) -> list[Any]:
         """Requests that the engine has accepted but no sink has asked for."""
@@ -204,18 +204,18 @@ class Tickets:
             return
         state = attempt.ticket = self._state(key, now)
         self._match(state, attempt, now)
-        self.touched.add(state)
+        self.touched[state] = None
 
     def granted(self, attempt: SourceAttempt) -> None:
         """Serve a transfer whose sink rank has granted more items."""
         if attempt.ticket is not None:
             self._serve(attempt.ticket)
-            self.touched.add(attempt.ticket)
+            self.touched[attempt.ticket] = None
 
     def touch(self, attempt: SourceAttempt) -> None:
         """Examine the request of this attempt in the next `settle`."""
         if attempt.ticket is not None:
-            self.touched.add(attempt.ticket)
+            self.touched[attempt.ticket] = None
 
     def restated(self, version: int, error: Any, now: float) -> None:
         """Fail Transfers of an earlier Description whose prompt has not come; their tickets count as unused.
@@ -234,7 +234,7 @@ class Tickets:
     def settle(self, now: float) -> None:
         """Release requests that every routed sink rank has ended."""
         while self.touched:
-            state = self.touched.pop()
+            state, _ = self.touched.popitem()
             if state.request is not None:
                 self._calls.request_changed(state.request)
             if not state.users or self._states.get(state.key) is not state:
@@ -313,7 +313,7 @@ class Tickets:
     def _expire(self, state: TicketState, now: float) -> None:
         """End a ticket whose deadline has passed (KVP-TKT-EARLY, KVP-TKT-DEADLINE)."""
         self._release(state, now)
-        self.touched.add(state)
+        self.touched[state] = None
         error = RemoteError(ErrorCode.DEADLINE, "ticket", advice=_UNGRANTED if state.finished else _LATE)
         if state.content is None:
             wanted = f"a prompt with this ticket within {self._wait:g} s of the first Transfer"

@@ -24,13 +24,13 @@ from kvproto.session.descriptions import Epoch
 from kvproto.session.error_fields import refusal, refused
 from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.session.records import PendingMessage, SinkAttempt, SinkTransfer, SourceAttempt
-from kvproto.session.registering import Owner
 from kvproto.session.table import SessionState, TransferState
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, RequestState
 
 if TYPE_CHECKING:
+    from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
 __all__ = ["SinkTransfers", "SourceTransfers", "changed"]
@@ -268,6 +268,8 @@ class SourceTransfers(Extension):
 class SinkTransfers(Extension):
     """The sink's half of transfers, apart from their bytes."""
 
+    _session: SinkSession
+
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._sequence = 0
@@ -298,7 +300,7 @@ class SinkTransfers(Extension):
 
         Raises LocalError: BUSY for more transfers than the source accepts at once, TOO_LARGE beyond its `max_body`.
         """
-        session, owned = self._session, self._session.part(Owner).current
+        session, owned = self._session, self._session.owner.current
         if owned is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "registered memory", "none yet", "wait for Ready")
         described = owned.described
@@ -322,7 +324,8 @@ class SinkTransfers(Extension):
         request = session.compose(
             m.Transfer,
             now,
-            **attempt.ids,
+            sequence=attempt.sequence,
+            attempt=attempt.attempt,
             ticket=key,
             content=content,
             source_version=described.of_source.version,
@@ -372,9 +375,10 @@ class SinkTransfers(Extension):
             self.mark_accepted(attempt)
 
     def settled(self, attempt: SinkAttempt) -> None:
-        """Wait no longer for an answer to its Transfer or Grant."""
-        self._session.answered(attempt.request)
-        self._session.answered(attempt.grant)
+        """Wait no longer for an answer to its Transfer or Grant, as one that ends it has come or is not needed."""
+        self.mark_accepted(attempt)
+        if attempt.grant:
+            self._session.answered(attempt.grant)
 
     def _failed(self, message: m.Failed, now: float) -> None:
         attempt = self.find(message)

@@ -227,7 +227,7 @@ class Fetch(TicketHandle[Arrived]):
         """The number of entries that page tables need for tokens below `tokens`, by group name."""
         lengths = {}
         for grant in granted_below(self.pool.layout, tuple(self.asked.values()), tokens, self.end):
-            group = self.pool.layout.group(grant.group)
+            group = self.pool.layout.groups[grant.group]
             if KINDS[group.kind].has_memory:
                 skip, need = self._span(grant)
                 lengths[group.name] = skip + need if need else 0
@@ -236,7 +236,7 @@ class Fetch(TicketHandle[Arrived]):
     def _span(self, grant: Grants) -> tuple[int, int]:
         """The number of pages in a table before the first of a grant, and the number that the grant needs."""
         layout = self.pool.layout
-        group, cp_rank = layout.group(grant.group), layout.owns(grant.group).cp_rank
+        group, cp_rank = layout.groups[grant.group], layout.shares[grant.group].cp_rank
         need = items_by_now(group, cp_rank, grant, self.asked[grant.group])
         return items_before(group, cp_rank, grant.first), need
 
@@ -250,7 +250,7 @@ class Fetch(TicketHandle[Arrived]):
         groups = self.pool.page_rules.names
         check_names(pages, groups)
         for grant in granted_below(layout, tuple(self.asked.values()), tokens, self.end):
-            group, before = layout.group(grant.group), self._granted.get(grant.group)
+            group, before = layout.groups[grant.group], self._granted.get(grant.group)
             if before is not None and before.count >= grant.count:
                 grant = attrs.evolve(grant, count=before.count)
             skip, need = self._span(grant)

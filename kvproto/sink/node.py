@@ -29,7 +29,7 @@ from kvproto.sink.link import LinkContext, SourceLink
 from kvproto.sink.quarantine import Quarantine
 from kvproto.sink.registered_pool import LentSinkPool
 from kvproto.transport import default
-from kvproto.transport.base import Transport
+from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 
@@ -119,6 +119,8 @@ class SinkNode:
         self._dying: list[_Writer] = []
         """Writers that have ended, with frames that are still to be received."""
         self._filenos: tuple[Collection[int], tuple[int, ...]] = (), ()
+        self._bells: dict[int, Transport] = {}
+        """Transports by the descriptors on which they announce the end of copies."""
         """The dialer's descriptors, and all descriptors that include them."""
         self._events: list[Event] = []
         self._resends = 0
@@ -276,17 +278,18 @@ class SinkNode:
         `ready` holds the descriptors that were readable (None: look at all).
         """
         context, now = self._context, time.monotonic()
-        context.background.turn()
-        for transport in self.transports:
-            if ready and transport.fileno() in ready:
-                transport.acknowledge()
+        if context.background.results:
+            context.background.turn()
+        for fd in ready or ():
+            if fd in self._bells:
+                self._bells[fd].acknowledge()
         self._receive(ready, now)
         context.timers.run(now)
         if self._polled:
             self._awake |= dict.fromkeys(self._polled)
-        self._recheck = self._recheck or bool(self._awake) or context.verification.busy
+        self._recheck = self._recheck or bool(self._awake or context.verification.waiting)
         self._turn_links(now)
-        if context.verification.busy:
+        if context.verification.waiting:
             context.verification.advance()
             self._turn_links(now)
         if self._leaving and self._recheck:
@@ -390,13 +393,13 @@ class SinkNode:
         """Descriptors that are readable when a turn has something to do; the same object if nothing has changed."""
         dialed = self._dialer.filenos()
         if self._filenos[0] is not dialed or not dialed:
-            own = [self._context.background.fileno(), *(transport.fileno() for transport in self.transports)]
-            self._filenos = dialed, (*dialed, *(fd for fd in own if fd is not None), *self._watched)
+            self._bells = bells(self.transports)
+            self._filenos = dialed, (*dialed, self._context.background.fileno(), *self._bells, *self._watched)
         return self._filenos[1]
 
     def timeout(self) -> float | None:
         """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
-        if self._events or self._awake or self._dying or self._context.verification.busy or self._dialer.pending:
+        if self._events or self._awake or self._dying or self._context.verification.waiting or self._dialer.pending:
             return 0.0
         intervals: list[float] = []
         for link, copying in self._polled.items():

@@ -39,7 +39,7 @@ class Quarantine:
             if count > self._share * whole:
                 raise LocalError(
                     ErrorCode.BUSY,
-                    f"quarantine[{self._layout.group(group).name}]",
+                    f"quarantine[{self._layout.groups[group].name}]",
                     f"at most {self._share:.0%} of {whole} pages",
                     str(count),
                     "end the engines that may still write them, or restart this one",

@@ -141,12 +141,12 @@ class RegisteredPool:
         if not stated or Feature.VERIFY_PAGES not in self._endpoint.features():
             return None
         ops = sums.program.ops[sums.program.ops["group"] == group]
-        return sums.of_pages([self.lent.pool.layout.group(group)], attrs.evolve(sums.program, ops=ops))
+        return sums.of_pages([self.lent.pool.layout.groups[group]], attrs.evolve(sums.program, ops=ops))
 
     def failure(self, done: Done, sums: Sums, group: int, pages: PageSums | None) -> RemoteError:
         """The error for a checksum that differs, and where, if sums of `pages` are known (KVP-VERIFY-SINK)."""
         sent = {checksum.group: checksum for checksum in done.checksums or ()}
-        path = f"checksums[{self.lent.pool.layout.group(group).name}]"
+        path = f"checksums[{self.lent.pool.layout.groups[group].name}]"
         mine, theirs = f"{sums.by_group[group]:016x}", f"{sent[group].value:016x}" if group in sent else "none"
         advice = f"from source rank {done.writer}: the bytes changed on their way; do not decode from them"
         if pages is not None:
@@ -248,7 +248,7 @@ class SinkPrograms:
         parts_of = {}
         routes = {r.group: r for r in self._plan.between(done.writer, self._own.rank)}
         for handoff in done.handoff:
-            group = self._own.group(handoff.group)
+            group = self._own.groups[handoff.group]
             parts = [group.parts[p] for p in sorted({box.part for box in routes[handoff.group].boxes})]
             at = 0
             for p in parts:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
-from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, listed, type_name
+from kvproto.errors import KvprotoError, LocalError, check_type, check_whole, listed, wrong_type
 from kvproto.events import Arrived, Event, Lost, PagesFree, PagesWanted
 from kvproto.net import Dialer, Seed, check_address, check_public, encrypted, read_keys
 from kvproto.options import Options
@@ -217,7 +217,7 @@ class Sink(EngineRank):
         yield from super()._gauges()
         held = self.quarantined
         for group in self.pool.layout.columns:
-            name = self.pool.layout.group(group).name
+            name = self.pool.layout.groups[group].name
             yield "kvproto_quarantined_pages", (name,), held.get(name, 0)
 
     def _forget(self, event: Event) -> None:
@@ -240,9 +240,10 @@ class Sink(EngineRank):
 
 def _check_claim(pages: Any, claim: Any, spans: Any) -> None:
     """Raise LocalError(OUT_OF_RANGE) for wrong types, and for `claim` or `spans` together with `pages`."""
-    check_type("spans", spans, bool, "True or False")
+    if not isinstance(spans, bool):
+        raise wrong_type("spans", spans, "True or False")
     if claim is not None and not callable(claim):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, "claim", "something to call with PagesWanted", type_name(claim))
+        raise wrong_type("claim", claim, "something to call with PagesWanted")
     if pages is not None and (claim is not None or spans):
         argument = "claim" if claim is not None else "spans"
         raise LocalError(

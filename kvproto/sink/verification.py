@@ -93,7 +93,8 @@ class Verification:
     """The arrivals of one sink rank, in order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Arrival] = deque()
+        self.waiting: deque[Arrival] = deque()
+        """Arrivals whose checksums are still due."""
 
     def add(self, arrival: Arrival, features: Collection[int]) -> None:
         """Add an arrival; its checksums are due if the features include VERIFY."""
@@ -102,23 +103,18 @@ class Verification:
                 arrival.sums = [arrival.registered.sums(done, arrival.fetch.grants) for done in arrival.done]
         except KvprotoError as error:
             arrival.error = error.kept()
-        self._waiting.append(arrival)
+        self.waiting.append(arrival)
 
     def advance(self) -> None:
         """Go on for `SUM_TIME`; end the fetches whose checksums are all computed now."""
         until = time.monotonic() + SUM_TIME
-        for arrival in islice(self._waiting, BEGUN if len(self._waiting) > 1 else 0):
+        for arrival in islice(self.waiting, BEGUN if len(self.waiting) > 1 else 0):
             for sums in arrival.sums:
                 sums.advance(0.0)
-        while self._waiting and self._waiting[0].advance(until):
-            arrival = self._waiting.popleft()
+        while self.waiting and self.waiting[0].advance(until):
+            arrival = self.waiting.popleft()
             arrival.link.verified(arrival)
-
-    @property
-    def busy(self) -> bool:
-        """Whether checksums are still due."""
-        return bool(self._waiting)
 
     def reads(self, registered: RegisteredPool) -> bool:
         """Whether checksums are still due in this pool."""
-        return any(arrival.registered is registered for arrival in self._waiting)
+        return any(arrival.registered is registered for arrival in self.waiting)

@@ -26,7 +26,7 @@ from kvproto.source.request import Request
 from kvproto.source.schedule import LastPart, Scheduler, Send
 from kvproto.source.sink_memory import SinkMemory
 from kvproto.transport import default
-from kvproto.transport.base import Piece, Transport
+from kvproto.transport.base import Piece, Transport, bells
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
@@ -77,6 +77,8 @@ class SourceNode:
         self._leaving: list[LentSourcePool] = []
         """Pools that were taken back, until nothing reads them any more."""
         self._filenos: list[int] | None = None
+        self._bells: dict[int, Transport] = {}
+        """Transports by the descriptors on which they announce the end of copies."""
         self.epoch = 1
         """The epoch of the current pool, or of the last one while asleep."""
 
@@ -221,9 +223,9 @@ class SourceNode:
 
     def turn(self, ready: Collection[int] | None = None) -> list[Event]:
         """Receive, copy and answer; return the events for the engine."""
-        for transport in self.transports if ready else ():
-            if ready and transport.fileno() in ready:
-                transport.acknowledge()
+        for fd in ready or ():
+            if fd in self._bells:
+                self._bells[fd].acknowledge()
         if self._copies.under_way:  # a sink may be waiting for its end
             self._complete()
         now = time.monotonic()
@@ -239,6 +241,7 @@ class SourceNode:
         if self._retry:
             self._changed |= dict.fromkeys(self._retry)
             self._retry.clear()
+        self._flush()  # what has been answered does not wait for copies
         more = True
         while more:
             if self._changed:
@@ -260,8 +263,8 @@ class SourceNode:
     def filenos(self) -> list[int]:
         """Descriptors that are readable when a turn has something to do; the same list until they change."""
         if self._filenos is None:
-            others = [self._background.fileno(), *(transport.fileno() for transport in self.transports)]
-            self._filenos = [*self._listener.filenos(), *(fd for fd in others if fd is not None)]
+            self._bells = bells(self.transports)
+            self._filenos = [*self._listener.filenos(), self._background.fileno(), *self._bells]
         return self._filenos
 
     def timeout(self) -> float | None:
@@ -285,8 +288,10 @@ class SourceNode:
                 self._events.append(request.conclude())
 
     def _flush(self) -> None:
-        for conn, frame in self.endpoint.to_send(time.monotonic()):
-            self._listener.send(conn, frame)
+        endpoint = self.endpoint
+        if endpoint.out or endpoint.tickets.touched:
+            for conn, frame in endpoint.to_send(time.monotonic()):
+                self._listener.send(conn, frame)
 
     # copies
 

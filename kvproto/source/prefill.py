@@ -55,7 +55,7 @@ class Finished:
         """The hand-off groups that go to the pair's sink, with their bytes."""
         handoffs = []
         for route in pair.routes if self.handoff else ():
-            group = pair.sink.group(route.group)
+            group = pair.sink.groups[route.group]
             if not KINDS[group.kind].has_memory:
                 parts = sorted({(box.part, box.source_group) for box in route.boxes})
                 data = b"".join(self.handoff[source, group.parts[p].name] for p, source in parts)
@@ -130,7 +130,7 @@ class Prefill:
         ends = asked_tokens(pair, grants) if finished is None and whole else {}
         for route in pair.routes:
             for box in route.boxes:
-                group = pair.source.group(box.source_group)
+                group = pair.source.groups[box.source_group]
                 if group.id in sources or not KINDS[group.kind].has_memory:
                     continue
                 if finished is not None:
@@ -140,7 +140,7 @@ class Prefill:
                 else:
                     end = length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                 first = self.since.get(group.id, 0)
-                skip = items_before(group, pair.source.owns(group.id).cp_rank, first) if first else 0
+                skip = items_before(group, pair.source.shares[group.id].cp_rank, first) if first else 0
                 table = items.get(group.id, _NO_ITEMS)[skip:]
                 sources[group.id] = Window(first, max(end - first, 0), table)
         if finished is None and not whole:
@@ -151,7 +151,7 @@ class Prefill:
         """Cut the sink's windows to the rows that are computed, for a program of what there is."""
         for route in pair.routes:
             for box in route.boxes:
-                group = pair.source.group(box.source_group)
+                group = pair.source.groups[box.source_group]
                 if route.group in sinks and KINDS[group.kind].has_memory and not KINDS[group.kind].is_state:
                     window, end = sinks[route.group], length_of(group, self.tokens.get(group.model, 0), NO_AXES)
                     count = max(min(window.count, end - window.first), 0)
@@ -184,7 +184,7 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
     """The tokens [first, end) that a sink asked for, by model."""
     spans: dict[int, tuple[int, int]] = {}
     for grant in grants:
-        group = pair.sink.group(grant.group)
+        group = pair.sink.groups[grant.group]
         if not KINDS[group.kind].has_memory or axis_of(group) != TOKENS:  # KVP-HND-WINDOW
             continue
         first, end = spans.get(group.model, (grant.first, grant.valid))
@@ -194,13 +194,13 @@ def asked_tokens(pair: Pair, grants: Sequence[Grants]) -> dict[int, tuple[int, i
 
 def _lacks_state(pair: Pair, grant: Grants) -> bool:
     """Whether a grant is for a state and does not name its item yet (feature SPANS)."""
-    return KINDS[pair.sink.group(grant.group).kind].is_state and (grant.items is None or not grant.items.size)
+    return KINDS[pair.sink.groups[grant.group].kind].is_state and (grant.items is None or not grant.items.size)
 
 
 def check_ends(pair: Pair, grants: Sequence[Grants], tokens: int, axes: Mapping[str, int] = NO_AXES) -> None:
     """Raise BAD_GRANT or STATE_POSITION if a grant asks for what a request of `tokens` tokens does not have."""
     for i, grant in enumerate(grants):
-        group = pair.sink.group(grant.group)
+        group = pair.sink.groups[grant.group]
         if not KINDS[group.kind].has_memory:  # its window has no meaning (KVP-HND-WINDOW)
             continue
         most = length_of(group, tokens, axes)
@@ -224,7 +224,7 @@ def offered(
         for id in {box.source_group for box in route.boxes}:
             windows_of.setdefault(id, []).append(by_group[route.group])
     return tuple(
-        _window(side.group(id), side.owns(id).cp_rank, windows_of[id], items.get(id, _NO_ITEMS))
+        _window(side.groups[id], side.shares[id].cp_rank, windows_of[id], items.get(id, _NO_ITEMS))
         for id in sorted(windows_of)
     )
 

@@ -240,7 +240,7 @@ def _layers(pool: Pool, model: int) -> tuple[int, int]:
     """The layers [lo, hi) of a model from the first to the last that a rank owns."""
     models = {group.id: group.model for group in pool.geometry.groups if KINDS[group.kind].has_memory}
     layout = pool.layout
-    owned = [int(layer) for id in layout.columns if models[id] == model for layer in layout.owns(id).layers]
+    owned = [int(layer) for id in layout.columns if models[id] == model for layer in layout.shares[id].layers]
     if not owned and model not in models.values():
         raise bad("model", f"one of {sorted(set(models.values()))}", model)
     return (min(owned), max(owned) + 1) if owned else (0, 0)

@@ -34,12 +34,12 @@ class HostCopies:
         """`regions` are the pool's memory, by region id; raises LocalError for pages that are not whole items."""
         self.layout, self.pager, self._regions = layout, pager, regions
         lengths = layout.lengths
-        states = {group for group in lengths if KINDS[pool.group(group).kind].is_state}
+        states = {group for group in lengths if KINDS[pool.groups[group].kind].is_state}
         pool = _states_as_pages(pool, states)
         self.programs = self.bytes = 0
         """Copy programs that were started, and the bytes that they move."""
-        rows = {group: _rows(pool.group(group), pool.owns(group), length) for group, length in lengths.items()}
-        self._items = {group: count // pool.group(group).rows for group, count in rows.items()}
+        rows = {group: _rows(pool.groups[group], pool.shares[group], length) for group, length in lengths.items()}
+        self._items = {group: count // pool.groups[group].rows for group, count in rows.items()}
         """Items of the pool in a page, by group."""
         self._tokens = {group: count if group in states else layout.page for group, count in rows.items()}
         """Tokens in a page, as windows count them, by group."""
@@ -50,7 +50,7 @@ class HostCopies:
         """Host memory by group, one page after the other."""
         self._bytes = {group: np.from_dlpack(memory).view(np.uint8).data for group, memory in self.memory.items()}
         host = as_pool(pool, lengths, slots)
-        routes = tuple(_route(pool.group(group), pool.owns(group)) for group in rows)
+        routes = tuple(_route(pool.groups[group], pool.shares[group]) for group in rows)
         self._out, self._in = Pair(routes, pool, host), Pair(routes, host, pool)
 
     def page(self, slot: int) -> dict[int, memoryview]:
@@ -126,12 +126,12 @@ def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLay
 
     `lengths` are the bytes of a page, by group; region g is the memory of group g.
     """
-    rows = {group: length // _width(side.group(group), side.owns(group)) for group, length in lengths.items()}
+    rows = {group: length // _width(side.groups[group], side.shares[group]) for group, length in lengths.items()}
     groups = tuple(attrs.evolve(g, rows=rows[g.id]) if g.id in rows else g for g in side.geometry.groups)
     geometry: Geometry = attrs.evolve(side.geometry, groups=groups)
     columns = {}
     for group, count in rows.items():
-        spec, share = side.group(group), side.owns(group)
+        spec, share = side.groups[group], side.shares[group]
         lanes = [sum(span.hi - span.lo for span in share.lanes if span.part == p) for p in range(len(spec.parts))]
         sizes = np.array([part.lane_bytes for part in spec.parts] * len(share.layers), np.uint64)
         widths = sizes * np.array(lanes * len(share.layers), np.uint64)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import attrs
@@ -25,7 +25,7 @@ from kvproto.wire.messages import Chunk, Data, Handle, Region
 __all__ = [
     "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
     "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
-    "connect_each", "no_handle",
+    "bells", "connect_each", "no_handle",
 ]  # fmt: skip
 
 
@@ -304,12 +304,11 @@ class Transport(Protocol):
     def start(self, moves: Sequence[Move]) -> Copying:
         """Start all moves, or none; several only if the transport `batches`. Raises BUSY while too many run."""
 
-    def checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> dict[int, int]:
-        """As `kvproto.copying.execute.checksums`, over memory of this process; the program's copies are over."""
-
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
-        """Start taking checksums if a device can do so alone; the result waits for them, or takes them now."""
-        return partial(self.checksums, program, memory, sink)
+        """Start taking checksums if a device can do so alone; the result waits for them, or takes them now.
+
+        They are those of `kvproto.copying.execute.checksums`, over memory of this process, when all copies are over.
+        """
 
     def forget(self, memory: Regions) -> None:
         """Drop all state of these regions, which are no longer exposed and which no copy uses."""
@@ -443,3 +442,8 @@ def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:
 
 def _place(memory: Memory) -> str:
     return "the host" if memory.device is None else f"GPU {memory.device}"
+
+
+def bells(transports: Iterable[Transport]) -> dict[int, Transport]:
+    """Transports by their descriptors, without those that have none."""
+    return {fd: transport for transport in transports if (fd := transport.fileno()) is not None}

@@ -55,8 +55,8 @@ def expected(pool: Pool, sent: Bytes, before: Bytes, groups: tuple[int, ...] = (
     out = before.copy()
     for share in pool.layout.geometry.ranks[0].owns:
         for layer in [n for n in share.layers.tolist() if n < layers] if share.group in groups else []:
-            for part in pool.layout.group(share.group).parts:
-                _, offset, shape, strides = pool.place(pool.layout.group(share.group).name, layer, part.name)
+            for part in pool.layout.groups[share.group].parts:
+                _, offset, shape, strides = pool.place(pool.layout.groups[share.group].name, layer, part.name)
                 here, there = (np.ndarray(shape, np.uint8, data, offset, strides) for data in (sent, out))
                 for n, (i, j) in enumerate(zip(HERE, THERE, strict=True)):
                     rows = min(ROWS, TOKENS - n * ROWS)

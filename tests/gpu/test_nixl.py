@@ -280,7 +280,7 @@ def test_nodes_hand_over_and_verify(tmp_path: Path, way: WriteMode, slot_bytes: 
         data = noise(0, on_gpu(made.pool).length, 5)
         got, rows = get(on_gpu(made.pool)), 0
         for group in (0, 1):
-            spec, share = made.pool.layout.group(group), made.pool.layout.owns(group)
+            spec, share = made.pool.layout.groups[group], made.pool.layout.shares[group]
             for layer in share.layers.tolist():
                 for part in spec.parts:
                     _, at, shape, strides = made.pool.place(spec.name, layer, part.name)

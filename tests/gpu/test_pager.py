@@ -32,7 +32,7 @@ class Engine:
     def views(self, slot: int) -> Iterator[tuple[int, "torch.Tensor"]]:
         """Layer, and the numbers [pages, tokens, heads, width] of each part in a slot."""
         for name, group in (("target", 0), ("draft", 1)):
-            share = self.pool.layout.owns(group)
+            share = self.pool.layout.shares[group]
             parts = [part.name for part in self.pool.group(name).parts]
             for layer in share.layers.tolist():
                 for part in parts:

@@ -77,8 +77,8 @@ class EndlessTransport(ShmTransport):
     def start(self, moves: Sequence[Move]) -> Any:
         return Endless(moves)
 
-    def checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> dict[int, int]:
-        return {}
+    def begin_checksums(self, program: CopyProgram, memory: Mapping[int, Memory], sink: bool) -> Any:
+        return dict
 
 
 def prefill(conn: Connection, address: str, made: Ticket, endless: bool, engine: str = "p") -> None:

@@ -137,7 +137,7 @@ def fill(node: SourceNode, data: dict[int, np.ndarray[Any, Any]]) -> None:
     """Every rank holds its part of one global cache: bytes [item, layer, row, head, byte]."""
     for share in next(r for r in node.pool.layout.geometry.ranks if r.rank == node.pool.layout.rank).owns:
         for layer in share.layers.tolist() if share.group < 2 else []:
-            group = node.pool.layout.group(share.group)
+            group = node.pool.layout.groups[share.group]
             for p, part in enumerate(group.parts):
                 span = next(s for s in share.lanes if s.part == p)
                 view = column(node.pool, share.group, layer, part.name)
@@ -161,7 +161,7 @@ def check(made: Pair, sink_items: list[dict[int, list[int]]]) -> None:
     for sink, items in zip(made.sinks, sink_items, strict=True):
         for share in next(r for r in sink.pool.layout.geometry.ranks if r.rank == sink.pool.layout.rank).owns:
             for layer in share.layers.tolist() if share.group < 2 else []:
-                group = sink.pool.layout.group(share.group)
+                group = sink.pool.layout.groups[share.group]
                 for p, part in enumerate(group.parts):
                     span = next(s for s in share.lanes if s.part == p)
                     got = column(sink.pool, share.group, layer, part.name)

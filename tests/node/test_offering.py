@@ -34,8 +34,8 @@ def test_what_is_offered_suffices(number: int) -> None:
             items, pair = window(from_, source, order), routes.between(source, sink)
             asked = []
             for route in pair:
-                group, first = there.layout.group(route.group), rng.randrange(FEW)
-                need = items_needed(group, there.layout.owns(group.id).cp_rank, first, FEW - first)
+                group, first = there.layout.groups[route.group], rng.randrange(FEW)
+                need = items_needed(group, there.layout.shares[group.id].cp_rank, first, FEW - first)
                 found = np.array(order[group.id][:need], np.uint32)
                 asked.append(Grants(group=group.id, first=first, count=FEW - first, valid=FEW, items=found))
             made = offered(pair, here.layout, asked, {g: np.array(i, np.int64) for g, i in items.items()})

@@ -192,7 +192,7 @@ class Prefill:
             node.computed(self.key, Computed(arrays(items), end, layers, model))
 
     def _write(self, node: SourceNode, model: int, layers: tuple[int, int], first: int, end: int) -> None:
-        group, share = node.pool.layout.group(model), node.pool.layout.owns(model)
+        group, share = node.pool.layout.groups[model], node.pool.layout.shares[model]
         for layer in range(*layers):
             for p, part in enumerate(group.parts):
                 span = next(s for s in share.lanes if s.part == p)

@@ -1,6 +1,5 @@
 """Which rows go now: decisions over an attempt and a request, without a copy."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +155,7 @@ def test_a_stream_is_told_of_whole_layers(stage: Stage) -> None:
 
 def test_through_staging_slots_the_whole_request_goes_as_one_that_grows(stage: Stage) -> None:
     made = attempt(stage)
-    made.peer.connection.link = SimpleNamespace()  # type: ignore[assignment]
+    made.peer.packed = True
     request = made.prefill
     request.add(computed(6, (0, 3)))
     request.add(computed(6, (0, 1), model=1))

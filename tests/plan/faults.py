@@ -53,7 +53,7 @@ class Memory:
         found = []
         for share in next(r for r in self.side.geometry.ranks if r.rank == self.side.rank).owns:
             group, columns, window = (
-                self.side.group(share.group),
+                self.side.groups[share.group],
                 self.side.columns[share.group],
                 self.windows[share.group],
             )

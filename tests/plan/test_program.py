@@ -358,7 +358,7 @@ def test_part_of_a_program_is_the_program_of_the_part(data: st.DataObject) -> No
     tokens = rng.randint(1, 40)
     windows = []
     for side_ in (source, sink):
-        group = side_.group(0)
+        group = side_.groups[0]
         windows.append(
             {0: Window(0, tokens, np.array(rng.sample(range(ITEMS), items_needed(group, 0, 0, tokens)), np.int64))}
         )

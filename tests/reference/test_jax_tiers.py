@@ -55,7 +55,7 @@ def test_a_draft_that_does_not_come_back_to_jax_costs_acceptance(monkeypatch: py
     """The control: target alone goes to the host of every engine that evicts."""
 
     def without_draft(routes: tuple[Route, ...], source: RankLayout, sink: RankLayout) -> Pair:
-        return Pair(tuple(route for route in routes if source.group(route.group).model == 0), source, sink)
+        return Pair(tuple(route for route in routes if source.groups[route.group].model == 0), source, sink)
 
     monkeypatch.setattr(host_copies, "Pair", without_draft)
     turns, _ = tiers.play(FOLDERS, **SMALL, hosted=jax_hosted)

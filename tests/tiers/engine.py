@@ -92,7 +92,7 @@ class Engine:
 
     def _rows(self, group: int, slot: int, data: bytes | None = None) -> bytes:
         """Rows of a page, in the order of storage: taken out by strides, or put in."""
-        spec, share, columns = self.side.group(group), self.side.owns(group), self.side.columns[group]
+        spec, share, columns = self.side.groups[group], self.side.shares[group], self.side.columns[group]
         count, out, at = self.layout.component(group).length // self.per_item(group), b"", 0
         for k in range(len(share.layers) * len(spec.parts)):
             part = k % len(spec.parts)
@@ -108,7 +108,7 @@ class Engine:
         return out
 
     def per_item(self, group: int) -> int:
-        spec, share = self.side.group(group), self.side.owns(group)
+        spec, share = self.side.groups[group], self.side.shares[group]
         width = sum((s.hi - s.lo) * spec.parts[s.part].lane_bytes for s in share.lanes)
         return int(spec.rows * width * len(share.layers))
 

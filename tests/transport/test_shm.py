@@ -266,7 +266,7 @@ def test_memory_of_another_kind_is_refused_with_what_to_do() -> None:
     transport = load("shm").open({0: memory})
     other: object = np.zeros(64, np.uint8)
     with pytest.raises(LocalError) as caught:
-        transport.checksums(None, {2: other}, sink=False)  # type: ignore[arg-type, dict-item]
+        transport.begin_checksums(None, {2: other}, sink=False)  # type: ignore[arg-type, dict-item]
     assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[2]")
     assert "kvproto.transport.memory" in caught.value.advice
 

@@ -56,7 +56,7 @@ def _arrived(poll: Any, receiver: Any) -> None:
         for name, item in wrong.items():
             group = pool.group(name)
             part = group.parts[-1].name  # values count, whatever is asked
-            values = pool.array(name, int(pool.layout.owns(group.id).layers[0]), part)[item]
+            values = pool.array(name, int(pool.layout.shares[group.id].layers[0]), part)[item]
             upper = values[..., 3::4]  # of each float32, its byte with the sign
             upper[tuple(np.argwhere(upper & _LARGE == 0)[0])] ^= _LARGE
 

@@ -439,10 +439,6 @@ class Copier:
 
     # checksums
 
-    def checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Sums:
-        """Take checksums as `begin_checksums` does, and wait for them."""
-        return self.begin_checksums(program, addresses, sink)()
-
     def begin_checksums(self, program: CopyProgram, addresses: Mapping[int, int], sink: bool) -> Callable[[], Sums]:
         """Start taking checksums of regions at these addresses, whose copies are over; the result waits for them.
 

@@ -73,9 +73,6 @@ class CudaTransport(base.Transport):
         copier = self._background if all(m.background for m in moves) else self.copier
         return copier.submit(jobs, sorted({event for m in moves for event in m.after}))
 
-    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return self.begin_checksums(program, memory, sink)()
-
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return self.copier.begin_checksums(program, _addresses(memory), sink)
 

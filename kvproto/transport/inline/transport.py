@@ -6,6 +6,7 @@ It maps nothing and needs no library, so it works between any two hosts, on host
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import attrs
@@ -257,8 +258,8 @@ class InlineTransport(base.Transport):
         link = next((m.link for m in move.sinks.values() if isinstance(m, _Apart)), InlineLink())
         return InlineStream(link, PackedStream(move.program, "source", _buffers(move.sources)), move.grows)
 
-    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return checksums(program, _buffers(memory), sink)
+    def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        return partial(checksums, program, _buffers(memory), sink)
 
 
 def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:

@@ -193,9 +193,6 @@ class NixlTransport(base.Transport):
             DirectWrite(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after)
         )
 
-    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return self.backend.begin_checksums(program, memory, sink)()
-
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return self.backend.begin_checksums(program, memory, sink)
 

@@ -97,8 +97,8 @@ class ShmTransport(base.Transport):
             parts += [(part, *sides) for part in program.slices(_PART)]
         return ShmCopy(parts)
 
-    def checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> dict[int, int]:
-        return checksums(program, _buffers(memory), sink)
+    def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
+        return partial(checksums, program, _buffers(memory), sink)
 
 
 @attrs.frozen
