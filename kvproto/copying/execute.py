@@ -96,7 +96,13 @@ _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 _LONG_SPAN = 1 << 11
 """Average bytes of a span from which a checksum reads them one by one, as indexing by arrays costs more."""
 _BLOCK = 1 << 17
-"""Bytes that a checksum reads at once: with their 64-bit words they fit into a cache."""
+"""Bytes that a checksum reads at once: with their floats they fit into a cache."""
+_EXACT = 256
+"""Products of two bytes whose sum a 32-bit float always holds."""
+_GEMM = 1 << 15
+"""Bytes of one matrix product: BLAS would divide a larger one among threads, which costs more than it saves."""
+_NARROW = 32
+"""Bytes of a row from which products of floats are the faster ones."""
 _KEPT_LOCK = 1 << 15
 """Bytes up to which a checksum does not release the GIL: it takes so long to get it back beside a busy thread."""
 _MOST_TOGETHER = 1 << 16
@@ -153,13 +159,43 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     spans = _spans(program, side, max(program.bytes // _LONG_SPAN, _MOST_SPANS))
     blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
     for group, los, rows, data in blocks:
-        weights = _lane_weights(los, data.shape[2])
-        sums[group] = sums.get(group, 0) + int((_mix(rows) * (data @ weights)[:, :, 0]).sum())
+        summed = _sum_words if data.size <= _KEPT_LOCK or data.shape[2] < _NARROW or len(set(los)) > 1 else _sum_floats
+        sums[group] = sums.get(group, 0) + summed(los, _mix(rows), data)
     return {group: total & (1 << 64) - 1 for group, total in sums.items()}
 
 
-_Summed = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+_Summed = tuple[int, tuple[int, ...], npt.NDArray[np.uint64], Bytes]
 """Sink group, first bytes on the lane axis, arguments of the row weights [first, row], bytes [first, row, width]."""
+
+
+def _sum_words(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
+    """The sum of bytes by their weights; `factors` [first, row] are the weights of rows."""
+    if data.size > _KEPT_LOCK:
+        words = data.astype(np.uint64)
+    else:
+        wide = bytearray(8 * data.size)  # a cast by numpy would release the GIL
+        wide[::8] = data.tobytes()
+        words = np.frombuffer(wide, "<u8").reshape(data.shape)
+    return int((factors * (words @ _lane_weights(los, data.shape[2]))[:, :, 0]).sum())
+
+
+def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
+    """As `_sum_words`, three times as fast: products of bytes with the bytes of weights, which 32-bit floats hold.
+
+    256 products of two bytes add up to less than 2^24, so no sum is rounded, whatever the order of its additions.
+    """
+    width, total = data.shape[2], np.zeros(8, np.uint64)
+    if data.size > _scratch.floats.size:
+        _scratch.floats = np.empty(data.size, np.float32)
+    floats = _scratch.floats[: data.size].reshape(-1, width)
+    floats[:] = data.reshape(-1, width)
+    planes, sums = _weight_bytes(los[0], width), np.empty((len(floats), 8), np.float32)
+    step = _GEMM // min(width, _EXACT)
+    for at in range(0, width, _EXACT):
+        for row in range(0, len(floats), step):
+            np.matmul(floats[row : row + step, at : at + _EXACT], planes[at : at + _EXACT], out=sums[row : row + step])
+        total += factors.reshape(-1) @ sums.astype(np.uint64)
+    return sum(value << 8 * i for i, value in enumerate(total.tolist()))
 
 
 def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[_Summed]:
@@ -176,10 +212,10 @@ def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, 
             of_rows = (numbers + np.array(seeds, np.uint64)[:, None]).reshape(-1)
             for first, data in _blocks(views, width):
                 count = len(data) // width
-                yield group, (lo,), of_rows[None, first : first + count], _words(data).reshape(1, count, width)
+                yield group, (lo,), of_rows[None, first : first + count], data.reshape(1, count, width)
 
 
-def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, bytes]]:
+def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, Bytes]]:
     """Views joined to blocks, each with the number of its first row of `width` bytes; a long view is divided."""
     parts: list[memoryview] = []
     size = first = 0
@@ -189,30 +225,17 @@ def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, bytes]]:
             parts.append(view[at : at + step])
             size += len(parts[-1])
             if size >= _BLOCK:
-                yield first, b"".join(parts)
+                yield first, np.frombuffer(b"".join(parts), np.uint8)
                 first, size, parts = first + size // width, 0, []
     if parts:
-        yield first, b"".join(parts)
-
-
-def _words(data: bytes) -> npt.NDArray[np.uint64]:
-    """Bytes as 64-bit words, which the next call overwrites."""
-    if len(data) > _KEPT_LOCK:
-        if len(data) > _scratch.words.size:
-            _scratch.words = np.empty(len(data), np.uint64)
-        words = _scratch.words[: len(data)]
-        words[:] = np.frombuffer(data, np.uint8)
-        return words
-    wide = bytearray(8 * len(data))  # a cast by numpy would release the GIL
-    wide[::8] = data
-    return np.frombuffer(wide, "<u8")
+        yield first, np.frombuffer(b"".join(parts), np.uint8)
 
 
 class _Scratch(threading.local):
-    """Words of one thread that are used again: memory that is fresh costs more to touch than to fill."""
+    """Floats of one thread that are used again: memory that is fresh costs more to touch than to fill."""
 
     def __init__(self) -> None:
-        self.words = np.empty(0, np.uint64)
+        self.floats = np.empty(0, np.float32)
 
 
 _scratch = _Scratch()
@@ -226,8 +249,8 @@ def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summ
         item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
         for length, run, index in runs[map]:
             data = _view(batch, side, length, regions)[..., item[run], row[run], :, :, :]
-            wide = data.reshape(len(los), index.size, lanes * lane_bytes).astype(np.uint64)
-            yield group, los, index.reshape(-1) + batch.ops["seed"][:, None], wide
+            of_rows = index.reshape(-1) + batch.ops["seed"][:, None]
+            yield group, los, of_rows, data.reshape(len(los), index.size, lanes * lane_bytes)
 
 
 def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.uint64]]]:
@@ -253,6 +276,12 @@ def _lane_weights(los: tuple[int, ...], width: int) -> npt.NDArray[np.uint64]:
 @lru_cache(maxsize=16)
 def _weights_from(lo: int, width: int) -> npt.NDArray[np.uint64]:
     return _mix(np.arange(lo, lo + width))
+
+
+@lru_cache(maxsize=16)
+def _weight_bytes(lo: int, width: int) -> npt.NDArray[np.float32]:
+    """The bytes [width, 8] of the lane weights, the lowest first."""
+    return _weights_from(lo, width).astype("<u8").view(np.uint8).reshape(width, 8).astype(np.float32)
 
 
 def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:

@@ -493,6 +493,23 @@ def test_checksum_of_a_model_with_a_great_number() -> None:
     }
 
 
+@pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "padded rows"])
+@pytest.mark.parametrize("width", [1, 32, 256, 257, 1000])
+def test_checksum_of_more_bytes_than_are_summed_at_once(width: int, gap: int) -> None:
+    rows = 70_000 // width + 1
+    group = mla(0, "pages", 0, width, rows)
+    geometry, columns = pool(group, 1)
+    stride = np.array([width + gap], np.uint64)
+    columns[0] = attrs.evolve(columns[0], row_stride=stride, item_stride=stride * np.uint64(rows))
+    side_, window = RankLayout(geometry, 0, columns), {0: Window(0, rows, np.array([0]))}
+    program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
+    memory = np.random.default_rng(width).integers(0, 256, (rows, width + gap), dtype=np.uint8)
+    memory[: rows // 2] = 255
+    sums = checksums(program, {0: memoryview(memory.reshape(-1))}, sink=False)
+    where = {(0, 0, "latent", row, at): int(memory[row, at]) for row in range(rows) for at in range(width)}
+    assert sums == {0: oracle.checksum(where, {(0, "latent"): 0})}
+
+
 def test_worked_examples_of_the_spec() -> None:
     """lowering.md: compressed rows, rings of two sizes, pages of two sizes."""
     for step, rows, items in ((4, 250, 4), (128, 7, 1)):
