@@ -23,9 +23,9 @@ from kvproto.errors import LocalError
 from kvproto.wire import messages, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import CLASSES
 from kvproto.wire.reader import refuse
 from kvproto.wire.strict import read_whole
+from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack
 
 __all__ = ["check_fields", "decode", "decode_struct", "encode", "encode_struct", "message_class"]

@@ -270,11 +270,6 @@ class ErrorCode(IntEnum):
     POOL_MOVED = 0x0603, "internal", "reconnect", "The memory of a registered pool is no longer where it was."
 
 
-ERROR_CLASS = {code: code.error_class for code in ErrorCode}
-ERROR_RECOVERY = {code: code.recovery for code in ErrorCode}
-ERROR_DOC = {code: code.__doc__ or "" for code in ErrorCode}
-
-
 def word(enum: type[IntEnum], value: int) -> str:
     """The name of a value, for texts; the number of one that is not known."""
     known = enum._value2member_map_.get(value)

@@ -1,4 +1,4 @@
-"""The registry's tables as the readers and the writer use them: the class of a map, and the handler of a field."""
+"""The registry's tables as the readers and the writer use them: the handler of a field."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvproto.wire import messages, tables
+from kvproto.wire import tables
 
-__all__ = ["CLASSES", "DTYPES", "count_values", "ends", "handler", "integers"]
+__all__ = ["DTYPES", "count_values", "ends", "handler", "integers"]
 
 Handler = TypeVar("Handler")
-CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
-"""The class of each message and struct by name."""
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
 """Ext code to the element type of a number array."""
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}

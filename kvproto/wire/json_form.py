@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvproto.errors import LocalError, WireError
-from kvproto.wire import enums, messages, tables
+from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import refuse
 from kvproto.wire.writer import check_field, check_rules
@@ -30,7 +30,7 @@ def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
     cls = type(value).__name__
     if cls not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)
-    hidden = tables.SECRET.get(cls, set()) if redact else set()
+    hidden = tables.SECRET[cls] if redact else set()
     data: dict[str, Any] = {}
     for _, name, type_, *_ in tables.FIELDS[cls]:
         item = getattr(value, name)
@@ -80,7 +80,7 @@ def _object(cls: type[Any], data: Any, path: str) -> Any:
                 values[field] = _in(data[field], row[2], at)
                 check_field(name, field, values[field], at)
             except WireError as error:
-                if field in tables.SECRET.get(name, ()):
+                if field in tables.SECRET[name]:
                     raise refuse(error.code, error.path, error.mine, REDACTED) from None
                 raise
         elif row[3]:
@@ -106,7 +106,7 @@ def _in(value: Any, type_: str, path: str) -> Any:
                     raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << _BITS[inner]) - 1}", v)
         return np.array(elements, np.uint64) if type_.startswith("array<") else tuple(elements)
     if type_.startswith("struct:"):
-        return _object(getattr(messages, type_[7:]), value, path)
+        return _object(tables.CLASSES[type_[7:]], value, path)
     if type_.startswith("enum:"):
         return _enum(value, type_[5:], path)
     if type_ == "bytes":

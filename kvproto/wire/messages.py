@@ -2,963 +2,997 @@
 
 from typing import Any, ClassVar
 
-import attrs
 import numpy as np
 import numpy.typing as npt
+from attrs import cmp_using, field, frozen
 
 from kvproto.wire import enums
+from kvproto.wire.row import row
 
 UIntArray = npt.NDArray[np.unsignedinteger[Any]]
-_same = attrs.cmp_using(eq=np.array_equal)
+_same = cmp_using(eq=np.array_equal)
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Version:
     """One version."""
-    major: int
+    major: int = field(metadata=row(1, "u8"))
     """Major version. Since 1.0."""
-    minor: int
+    minor: int = field(metadata=row(2, "u8"))
     """Minor version. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class VersionRange:
     """Minor versions of one major."""
-    major: int
+    major: int = field(metadata=row(1, "u8"))
     """Major version. Since 1.0."""
-    min_minor: int
+    min_minor: int = field(metadata=row(2, "u8"))
     """Lowest minor. Since 1.0."""
-    max_minor: int
+    max_minor: int = field(metadata=row(3, "u8"))
     """Highest minor. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Limits:
     """What a reader accepts."""
-    max_body: int
+    max_body: int = field(metadata=row(1, "u32", unit="byte"))
     """Longest body. [byte] Since 1.0."""
-    max_transfers: int
+    max_transfers: int = field(metadata=row(2, "u32", min=1))
     """Transfers of one session under way at once. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Endpoint:
     """Where a rank listens."""
-    rank: int
+    rank: int = field(metadata=row(1, "u32"))
     """Rank within the replica. Since 1.0."""
-    address: str = attrs.field(repr=False)
+    address: str = field(repr=False, metadata=row(2, "str"))
     """ZeroMQ address. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Geometry:
     """What each rank of a replica owns, without addresses."""
-    replica: int
+    replica: int = field(metadata=row(1, "u32"))
     """Ordinal of the replica within its engine. Since 1.0."""
-    facts: tuple["Fact", ...]
+    facts: tuple["Fact", ...] = field(metadata=row(2, "list<struct:Fact>"))
     """Identity, by ascending name. Since 1.0."""
-    groups: tuple["Group", ...]
+    groups: tuple["Group", ...] = field(metadata=row(3, "list<struct:Group>", min=1))
     """Cache groups, by ascending id. Since 1.0."""
-    ranks: tuple["Rank", ...]
+    ranks: tuple["Rank", ...] = field(metadata=row(4, "list<struct:Rank>", min=1))
     """Ranks, by ascending number. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Fact:
     """One named identity fact."""
-    name: str
+    name: str = field(metadata=row(1, "str", min=1, max=128))
     """Name, such as weights.target. Since 1.0."""
-    value: str
+    value: str = field(metadata=row(2, "str"))
     """Value, compared byte by byte. Since 1.0."""
-    rule: enums.FactRule
+    rule: enums.FactRule = field(metadata=row(3, "enum:FactRule"))
     """What a difference means. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Group:
     """A cache whose items all have the same shape."""
-    id: int
+    id: int = field(metadata=row(1, "u32"))
     """Id within the Description. Since 1.0."""
-    name: str
+    name: str = field(metadata=row(2, "str", min=1, max=128))
     """Name for people. Since 1.0."""
-    model: int
+    model: int = field(metadata=row(3, "u32"))
     """0: target; 1 and up: drafts. Since 1.0."""
-    kind: enums.ItemKind
+    kind: enums.ItemKind = field(metadata=row(4, "enum:ItemKind"))
     """What an item is. Since 1.0."""
-    rows: int
+    rows: int = field(metadata=row(5, "u32", min=1, unit="row"))
     """Rows of an item. [row] Since 1.0."""
-    tokens_per_row: int
+    tokens_per_row: int = field(metadata=row(6, "u32", min=1, unit="token"))
     """Consecutive tokens that a row covers. [token] Since 1.0."""
-    live_rows: int | None = attrs.field(default=None)
+    live_rows: int | None = field(default=None, metadata=row(7, "u32", min=1, unit="row"))
     """Rows of an item that hold state; the others are scratch. [row] Since 1.0."""
-    cp_size: int
+    cp_size: int = field(metadata=row(8, "u32", min=1))
     """Number of cp ranks over which the tokens are dealt. Since 1.0."""
-    interleave: int
+    interleave: int = field(metadata=row(9, "u32", min=1, unit="token"))
     """Consecutive tokens that go to one rank. [token] Since 1.0."""
-    origin: int
+    origin: int = field(metadata=row(10, "u64", unit="token"))
     """First token of the deal. [token] Since 1.0."""
-    parts: tuple["Part", ...]
+    parts: tuple["Part", ...] = field(metadata=row(11, "list<struct:Part>", min=1, max=512))
     """Parts of a layer, in column order. Since 1.0."""
-    partial: bool | None = attrs.field(default=None)
+    partial: bool | None = field(default=None, metadata=row(12, "bool"))
     """Whether a row that a window covers only partly moves too; absent: no. Since 1.0."""
-    order: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
+    order: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(13, "array<u32>", min=1, max=4096))
     """cp rank of each run of the deal, repeated from the start after the last; absent: 0 to cp_size - 1. Since 1.0."""
-    axis: str | None = attrs.field(default=None)
+    axis: str | None = field(default=None, metadata=row(14, "str", min=1, max=64))
     """Axis whose positions the rows stand for: image, audio ...; absent: the tokens of the prompt. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Part:
     """One array of a layer: K, V, latent, conv, ssm, scale, index ..."""
-    name: str
+    name: str = field(metadata=row(1, "str", min=1, max=64))
     """Name, by which the parts of both sides are paired. Since 1.0."""
-    dtype: int
+    dtype: int = field(metadata=row(2, "enum:DType"))
     """Element type. Since 1.0."""
-    lanes: int
+    lanes: int = field(metadata=row(3, "u32", min=1, unit="lane"))
     """Lanes of the whole model. [lane] Since 1.0."""
-    lane_bytes: int
+    lane_bytes: int = field(metadata=row(4, "u32", min=1, unit="byte"))
     """Bytes of one lane of one row; for a section, only its own bytes. [byte] Since 1.0."""
-    encoding: str | None = attrs.field(default=None)
+    encoding: str | None = field(default=None, metadata=row(5, "str", min=1, max=64))
     """Registered name of a layout that strides cannot describe. Since 1.0."""
-    at: int | None = attrs.field(default=None)
+    at: int | None = field(default=None, metadata=row(6, "u32", unit="byte"))
     """For a section of a part: where it begins in a lane of the whole; absent: 0. [byte] Since 1.0."""
-    whole: int | None = attrs.field(default=None)
+    whole: int | None = field(default=None, metadata=row(7, "u32", min=1, unit="byte"))
     """For a section of a part: bytes of a lane of the whole; absent: lane_bytes. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Rank:
     """What one rank owns."""
-    rank: int
+    rank: int = field(metadata=row(1, "u32"))
     """Rank within the replica. Since 1.0."""
-    owns: tuple["Owns", ...]
+    owns: tuple["Owns", ...] = field(metadata=row(2, "list<struct:Owns>"))
     """Its shares of groups, by ascending group id. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Owns:
     """A rank's share of a group."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """Group id. Since 1.0."""
-    layers: UIntArray = attrs.field(eq=_same, hash=False)
+    layers: UIntArray = field(eq=_same, hash=False, metadata=row(2, "array<u32>", min=1, unit="layer"))
     """Global layer ids, ascending. [layer] Since 1.0."""
-    cp_rank: int
+    cp_rank: int = field(metadata=row(3, "u32"))
     """Place of the rank in the token deal, which decides its share of the tokens. Since 1.0."""
-    lanes: tuple["LaneSpan", ...]
+    lanes: tuple["LaneSpan", ...] = field(metadata=row(4, "list<struct:LaneSpan>", min=1))
     """Lane intervals in local order, part by part. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class LaneSpan:
     """Interval of lanes of one part."""
-    part: int
+    part: int = field(metadata=row(1, "u32"))
     """Index into the group's parts. Since 1.0."""
-    lo: int
+    lo: int = field(metadata=row(2, "u32", unit="lane"))
     """First lane. [lane] Since 1.0."""
-    hi: int
+    hi: int = field(metadata=row(3, "u32", min=1, unit="lane"))
     """Lane after the last. [lane] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Region:
     """Memory that a peer may access."""
-    id: int
+    id: int = field(metadata=row(1, "u32"))
     """Id within the Register. Since 1.0."""
-    base: int = attrs.field(repr=False)
+    base: int = field(repr=False, metadata=row(2, "u64", unit="byte"))
     """Address in the owner. [byte] Since 1.0."""
-    length: int
+    length: int = field(metadata=row(3, "u64", min=1, unit="byte"))
     """Length. [byte] Since 1.0."""
-    kind: int
+    kind: int = field(metadata=row(4, "enum:MemoryKind"))
     """Where the memory is. Since 1.0."""
-    device: str | None = attrs.field(default=None)
+    device: str | None = field(default=None, metadata=row(5, "str", min=1, max=128))
     """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory, absent for host memory. Since 1.0."""
-    boot: bytes
+    boot: bytes = field(metadata=row(6, "bytes", length=16, unit="byte"))
     """Boot id of the host. [byte] Since 1.0."""
-    handles: tuple["Handle", ...]
+    handles: tuple["Handle", ...] = field(metadata=row(7, "list<struct:Handle>", min=1))
     """Ways to reach it, best first. Since 1.0."""
-    namespace: int | None = attrs.field(default=None)
+    namespace: int | None = field(default=None, metadata=row(8, "u64"))
     """PID namespace of the owner (inode of /proc/self/ns/pid), if its handles need the holder to be in the same one. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Handle:
     """One way to reach a region."""
-    transport: int
+    transport: int = field(metadata=row(1, "enum:Transport"))
     """Transport that the handle is for. Since 1.0."""
-    data: bytes = attrs.field(repr=False)
+    data: bytes = field(repr=False, metadata=row(2, "bytes", unit="byte"))
     """Data that only this transport understands. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Process:
     """One process on a host, named for peers on the same host."""
-    boot: bytes
+    boot: bytes = field(metadata=row(1, "bytes", length=16, unit="byte"))
     """Boot id of the host. [byte] Since 1.0."""
-    namespace: int
+    namespace: int = field(metadata=row(2, "u64"))
     """PID namespace (inode of /proc/self/ns/pid). Since 1.0."""
-    pid: int
+    pid: int = field(metadata=row(3, "u32", min=1))
     """PID. Since 1.0."""
-    start: int
+    start: int = field(metadata=row(4, "u64"))
     """When the process began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Columns:
     """Where the layers and parts of a group lie: one entry for each owned layer and, within it, for each part."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """Group id. Since 1.0."""
-    items: int
+    items: int = field(metadata=row(2, "u32", min=1, unit="item"))
     """Items of the pool. [item] Since 1.0."""
-    region: UIntArray = attrs.field(eq=_same, hash=False)
+    region: UIntArray = field(eq=_same, hash=False, metadata=row(3, "array<u32>", min=1))
     """Region ids. Since 1.0."""
-    offset: UIntArray = attrs.field(eq=_same, hash=False)
+    offset: UIntArray = field(eq=_same, hash=False, metadata=row(4, "array<u64>", unit="byte"))
     """Offset of item 0, row 0, lane 0 in the region: the pointers. [byte] Since 1.0."""
-    item_stride: UIntArray = attrs.field(eq=_same, hash=False)
+    item_stride: UIntArray = field(eq=_same, hash=False, metadata=row(5, "array<u64>", unit="byte"))
     """Distance from item to item: the item lengths. [byte] Since 1.0."""
-    row_stride: UIntArray = attrs.field(eq=_same, hash=False)
+    row_stride: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u64>", unit="byte"))
     """Distance from row to row. [byte] Since 1.0."""
-    lane_stride: UIntArray = attrs.field(eq=_same, hash=False)
+    lane_stride: UIntArray = field(eq=_same, hash=False, metadata=row(7, "array<u64>", unit="byte"))
     """Distance from lane to lane. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class RouteRef:
     """A route of a rank pair."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """The sink's group id. Since 1.0."""
-    digest: bytes
+    digest: bytes = field(metadata=row(2, "bytes", length=32, unit="byte"))
     """Digest of the route. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Grants:
     """Tokens and items of one group."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """Group id of the side whose items they are. Since 1.0."""
-    first: int
+    first: int = field(metadata=row(2, "u64", unit="token"))
     """First token, absolute. [token] Since 1.0."""
-    count: int
+    count: int = field(metadata=row(3, "u64", unit="token"))
     """Number of tokens. [token] Since 1.0."""
-    valid: int
+    valid: int = field(metadata=row(4, "u64", unit="token"))
     """Position below which rows hold real data. [token] Since 1.0."""
-    items: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
+    items: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(5, "array<u32>", unit="item"))
     """Items of the rank, beginning with the one that holds its first row of the window; absent: an intent (feature INTENT). [item] Since 1.0."""
-    state_after: int | None = attrs.field(default=None)
+    state_after: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
     """For groups of state: the number of tokens after which the state is wanted. [token] Since 1.0."""
-    late: bool | None = attrs.field(default=None)
+    late: bool | None = field(default=None, metadata=row(7, "bool"))
     """Whether the window may begin at a later token if the source no longer holds the first; absent: no. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Begin:
     """Where a window that was requested as `late` begins."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """The sink's group id. Since 1.0."""
-    first: int
+    first: int = field(metadata=row(2, "u64", unit="token"))
     """First token that is moved, absolute. [token] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class HandOff:
     """Bytes of a hand-off group."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """The sink's group id. Since 1.0."""
-    data: bytes
+    data: bytes = field(metadata=row(2, "bytes", unit="byte"))
     """The bytes of the parts, in Description order. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Checksum:
     """Checksum of one group by global coordinate."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """The sink's group id. Since 1.0."""
-    value: int
+    value: int = field(metadata=row(2, "u64"))
     """Sum modulo 2 to the 64. Since 1.0."""
-    pages: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
+    pages: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(3, "array<u64>"))
     """Feature VERIFY_PAGES: the same sum for each layer and page, layer by layer. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Ticket:
     """Names a request to both engines; whatever routes requests carries it along with the prompt."""
-    key: bytes = attrs.field(repr=False)
+    key: bytes = field(repr=False, metadata=row(1, "bytes", length=16, unit="byte"))
     """Secret that names the request. [byte] Since 1.0."""
-    engine: str
+    engine: str = field(metadata=row(2, "str", min=1, max=128))
     """Source engine. Since 1.0."""
-    replica: int
+    replica: int = field(metadata=row(3, "u32"))
     """Source replica. Since 1.0."""
-    deadline: int
+    deadline: int = field(metadata=row(4, "u64", min=1, unit="ms"))
     """Time from the ticket's creation until it expires. [ms] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Content:
     """What a content digest covers."""
-    tokens: UIntArray = attrs.field(eq=_same, hash=False)
+    tokens: UIntArray = field(eq=_same, hash=False, metadata=row(1, "array<u32>", unit="token"))
     """Token ids of the prompt. [token] Since 1.0."""
-    adapter: str
+    adapter: str = field(metadata=row(2, "str"))
     """Adapter name, or empty. Since 1.0."""
-    salts: tuple[bytes, ...]
+    salts: tuple[bytes, ...] = field(metadata=row(3, "list<bytes>"))
     """Digests of other inputs. Since 1.0."""
-    axes: tuple["Axis", ...] | None = attrs.field(default=None)
+    axes: tuple["Axis", ...] | None = field(default=None, metadata=row(4, "list<struct:Axis>"))
     """Lengths of all axes other than the tokens, by ascending name; absent: there are none. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Axis:
     """Length of one axis of a request."""
-    name: str
+    name: str = field(metadata=row(1, "str", min=1, max=64))
     """Name, as in Group. Since 1.0."""
-    length: int
+    length: int = field(metadata=row(2, "u64", unit="token"))
     """Number of positions; 0: the request has none. [token] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Manifest:
     """A cached page in storage (draft)."""
-    id: bytes
+    id: bytes = field(metadata=row(1, "bytes", length=32))
     """Id of the page. Since 1.0."""
-    form: enums.KeyForm
+    form: enums.KeyForm = field(metadata=row(2, "enum:KeyForm"))
     """Form of the id. Since 1.0."""
-    own: bytes
+    own: bytes = field(metadata=row(3, "bytes", length=32))
     """Id of form OWN, with which the chain continues. Since 1.0."""
-    previous: bytes
+    previous: bytes = field(metadata=row(4, "bytes", length=32))
     """Id of form OWN of the page before; for the first page, the namespace. Since 1.0."""
-    namespace: bytes
+    namespace: bytes = field(metadata=row(5, "bytes", length=32))
     """Digest of what the page was computed with. Since 1.0."""
-    page: int
+    page: int = field(metadata=row(6, "u32", min=1, unit="token"))
     """Number of tokens of a page. [token] Since 1.0."""
-    geometry: bytes
+    geometry: bytes = field(metadata=row(7, "bytes", length=32))
     """Geometry digest of the writer. Since 1.0."""
-    components: tuple["Component", ...]
+    components: tuple["Component", ...] = field(metadata=row(8, "list<struct:Component>", min=1, max=512))
     """Components of the page that are stored, by ascending group. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Component:
     """The bytes of one group of a cached page."""
-    group: int
+    group: int = field(metadata=row(1, "u32"))
     """Group of the Description. Since 1.0."""
-    form: enums.KeyForm
+    form: enums.KeyForm = field(metadata=row(2, "enum:KeyForm"))
     """Tokens that its rows depend on. Since 1.0."""
-    rule: enums.LengthRule
+    rule: enums.LengthRule = field(metadata=row(3, "enum:LengthRule"))
     """Which of its pages a prefix needs. Since 1.0."""
-    reach: int | None = attrs.field(default=None)
+    reach: int | None = field(default=None, metadata=row(4, "u32", min=1, unit="token"))
     """Tokens of the window; absent: the component is not a window. [token] Since 1.0."""
-    length: int
+    length: int = field(metadata=row(5, "u64", min=1, unit="byte"))
     """Length of the object. [byte] Since 1.0."""
-    digest: bytes
+    digest: bytes = field(metadata=row(6, "bytes", length=32))
     """SHA-256 of the object. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class KeptPage:
     """Where a rank holds a cached page (draft)."""
-    id: bytes
+    id: bytes = field(metadata=row(1, "bytes", length=32))
     """Id of the page. Since 1.0."""
-    tier: int | None = attrs.field(default=None)
+    tier: int | None = field(default=None, metadata=row(2, "enum:Tier"))
     """The nearest tier from which a request can continue after this page; absent: none. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Hello:
     """Open or resume a session."""
     TYPE: ClassVar[int] = 0x0001
-    resume: int | None = attrs.field(default=None)
+    DELIVERY: ClassVar[str] = "request"
+    resume: int | None = field(default=None, metadata=row(1, "u64"))
     """Session id to resume. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    versions: tuple["VersionRange", ...]
+    versions: tuple["VersionRange", ...] = field(metadata=row(3, "list<struct:VersionRange>", min=1))
     """Versions that the sink speaks, in order of preference. Since 1.0."""
-    engine: str
+    engine: str = field(metadata=row(4, "str", min=1, max=128))
     """Engine id. Since 1.0."""
-    incarnation: int
+    incarnation: int = field(metadata=row(5, "u64"))
     """Number of this run of the rank: the time at which it began, in milliseconds since 1970-01-01 UTC, times 2^20, plus 20 random bits; a later run has a greater number. Since 1.0."""
-    rank: int
+    rank: int = field(metadata=row(6, "u32"))
     """Rank within the replica. Since 1.0."""
-    replica: int
+    replica: int = field(metadata=row(7, "u32"))
     """Ordinal of the replica within the engine. Since 1.0."""
-    role: int
+    role: int = field(metadata=row(8, "enum:Role"))
     """Role of the writer. Since 1.0."""
-    offered: tuple[int, ...]
+    offered: tuple[int, ...] = field(metadata=row(9, "list<enum:Feature>"))
     """Features that the writer can use. Since 1.0."""
-    needed: tuple[int, ...]
+    needed: tuple[int, ...] = field(metadata=row(10, "list<enum:Feature>"))
     """Features without which the writer refuses the session. Since 1.0."""
-    limits: "Limits"
+    limits: "Limits" = field(metadata=row(11, "struct:Limits"))
     """What the writer accepts as a reader. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Welcome:
     """Mint a session, and state the chosen version and features and where all ranks listen."""
     TYPE: ClassVar[int] = 0x0002
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    version: "Version"
+    version: "Version" = field(metadata=row(3, "struct:Version"))
     """Version of the session. Since 1.0."""
-    engine: str
+    engine: str = field(metadata=row(4, "str", min=1, max=128))
     """Engine id. Since 1.0."""
-    incarnation: int
+    incarnation: int = field(metadata=row(5, "u64"))
     """Number of this run of the rank: the time at which it began, in milliseconds since 1970-01-01 UTC, times 2^20, plus 20 random bits; a later run has a greater number. Since 1.0."""
-    rank: int
+    rank: int = field(metadata=row(6, "u32"))
     """Rank within the replica. Since 1.0."""
-    replica: int
+    replica: int = field(metadata=row(7, "u32"))
     """Ordinal of the replica within the engine. Since 1.0."""
-    features: tuple[int, ...]
+    features: tuple[int, ...] = field(metadata=row(8, "list<enum:Feature>"))
     """Features of the session. Since 1.0."""
-    limits: "Limits"
+    limits: "Limits" = field(metadata=row(9, "struct:Limits"))
     """What the writer accepts as a reader. Since 1.0."""
-    endpoints: tuple["Endpoint", ...]
+    endpoints: tuple["Endpoint", ...] = field(metadata=row(10, "list<struct:Endpoint>", min=1))
     """Where every rank of the replica listens. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Refused:
     """Refuse Hello, Describe, Register or Unregister."""
     TYPE: ClassVar[int] = 0x0003
-    session: int | None = attrs.field(default=None)
+    DELIVERY: ClassVar[str] = "reply"
+    session: int | None = field(default=None, metadata=row(1, "u64"))
     """Session id, if there is one. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    code: int
+    code: int = field(metadata=row(3, "enum:ErrorCode"))
     """What is wrong. Since 1.0."""
-    path: str
+    path: str = field(metadata=row(4, "str"))
     """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
-    mine: str
+    mine: str = field(metadata=row(5, "str"))
     """What the writer of the refusal has. Since 1.0."""
-    yours: str
+    yours: str = field(metadata=row(6, "str"))
     """What the writer of the refused message has. Since 1.0."""
-    advice: str | None = attrs.field(default=None)
+    advice: str | None = field(default=None, metadata=row(7, "str"))
     """What to do next. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Error:
     """Report an error that no other message carries; never answered."""
     TYPE: ClassVar[int] = 0x0004
-    session: int | None = attrs.field(default=None)
+    DELIVERY: ClassVar[str] = "notice"
+    session: int | None = field(default=None, metadata=row(1, "u64"))
     """Session id as received, if it could be read. Since 1.0."""
-    request: int | None = attrs.field(default=None)
+    request: int | None = field(default=None, metadata=row(2, "u64"))
     """Request id as received, if it could be read. Since 1.0."""
-    code: int
+    code: int = field(metadata=row(3, "enum:ErrorCode"))
     """What is wrong. Since 1.0."""
-    path: str
+    path: str = field(metadata=row(4, "str"))
     """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
-    mine: str
+    mine: str = field(metadata=row(5, "str"))
     """What the writer of the refusal has. Since 1.0."""
-    yours: str
+    yours: str = field(metadata=row(6, "str"))
     """What the writer of the refused message has. Since 1.0."""
-    advice: str | None = attrs.field(default=None)
+    advice: str | None = field(default=None, metadata=row(7, "str"))
     """What to do next. Since 1.0."""
-    about: int | None = attrs.field(default=None)
+    about: int | None = field(default=None, metadata=row(8, "u16"))
     """Type of the message that the error is about. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Goodbye:
     """Close the session in an orderly way."""
     TYPE: ClassVar[int] = 0x0005
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    reason: str
+    reason: str = field(metadata=row(3, "str"))
     """Reason, for people to read. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Ping:
     """Ask whether the peer is alive."""
     TYPE: ClassVar[int] = 0x0006
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Pong:
     """The peer is alive."""
     TYPE: ClassVar[int] = 0x0007
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Describe:
     """State the writer's geometry and ask for the reader's."""
     TYPE: ClassVar[int] = 0x0101
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    version: int
+    version: int = field(metadata=row(3, "u32", min=1))
     """Version of the Description; rises with each change. Since 1.0."""
-    geometry: bytes
+    geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     """Canonical Geometry. [byte] Since 1.0."""
-    digest: bytes
+    digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
     """SHA-256 of the geometry bytes. [byte] Since 1.0."""
-    endpoints: tuple["Endpoint", ...] | None = attrs.field(default=None)
+    endpoints: tuple["Endpoint", ...] | None = field(default=None, metadata=row(6, "list<struct:Endpoint>", min=1))
     """Feature EPOCHS: where every rank of the source's replica listens, if that has changed. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Description:
     """State the writer's geometry."""
     TYPE: ClassVar[int] = 0x0102
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    version: int
+    version: int = field(metadata=row(3, "u32", min=1))
     """Version of the Description; rises with each change. Since 1.0."""
-    geometry: bytes
+    geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     """Canonical Geometry. [byte] Since 1.0."""
-    digest: bytes
+    digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
     """SHA-256 of the geometry bytes. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Register:
     """Grant a peer access to this rank's memory, and state the routes of the rank pair."""
     TYPE: ClassVar[int] = 0x0103
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    source: bytes
+    source: bytes = field(metadata=row(3, "bytes", length=32, unit="byte"))
     """Digest of the source's Description. [byte] Since 1.0."""
-    sink: bytes
+    sink: bytes = field(metadata=row(4, "bytes", length=32, unit="byte"))
     """Digest of the sink's Description. [byte] Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(5, "u32", min=1))
     """Layout epoch; rises with each registration. Since 1.0."""
-    access: enums.Access
+    access: enums.Access = field(metadata=row(6, "enum:Access"))
     """What the receiver may do. Since 1.0."""
-    regions: tuple["Region", ...]
+    regions: tuple["Region", ...] = field(metadata=row(7, "list<struct:Region>"))
     """Memory of this rank. Since 1.0."""
-    columns: tuple["Columns", ...]
+    columns: tuple["Columns", ...] = field(metadata=row(8, "list<struct:Columns>"))
     """Where each group lies, in Description order. Since 1.0."""
-    routes: tuple["RouteRef", ...]
+    routes: tuple["RouteRef", ...] = field(metadata=row(9, "list<struct:RouteRef>"))
     """Routes of this rank pair; the groups are the send flags. Since 1.0."""
-    plan: bytes
+    plan: bytes = field(metadata=row(10, "bytes", length=32, unit="byte"))
     """Digest of the whole plan. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Registered:
     """Confirm that the memory is mapped, and state the routes that the receiver computed."""
     TYPE: ClassVar[int] = 0x0104
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(3, "u32", min=1))
     """Epoch of the Register. Since 1.0."""
-    transport: int
+    transport: int = field(metadata=row(4, "enum:Transport"))
     """Transport that the receiver chose. Since 1.0."""
-    routes: tuple["RouteRef", ...]
+    routes: tuple["RouteRef", ...] = field(metadata=row(5, "list<struct:RouteRef>"))
     """Routes as the receiver computed them. Since 1.0."""
-    plan: bytes
+    plan: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
     """Digest of the plan as the receiver computed it. [byte] Since 1.0."""
-    process: "Process | None" = attrs.field(default=None)
+    process: "Process | None" = field(default=None, metadata=row(7, "struct:Process"))
     """Process that maps the memory, if its end proves that it writes no more. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Unregister:
     """Ask the holder to unmap the memory of an epoch."""
     TYPE: ClassVar[int] = 0x0105
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(3, "u32", min=1))
     """Epoch to give up. Since 1.0."""
-    at_once: bool | None = attrs.field(default=None)
+    at_once: bool | None = field(default=None, metadata=row(4, "bool"))
     """Whether transfers of the epoch end at once with POOL_MOVED; absent: the holder waits for them. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Unregistered:
     """The holder has unmapped the memory, or cannot prove it."""
     TYPE: ClassVar[int] = 0x0106
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(3, "u32", min=1))
     """Epoch given up. Since 1.0."""
-    proof: enums.Proof
+    proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
     """PROVEN: unmapped, and no access can happen any more. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Transfer:
     """Ask a routed source rank for the cache of one request."""
     TYPE: ClassVar[int] = 0x0201
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    ticket: bytes = attrs.field(repr=False)
+    ticket: bytes = field(repr=False, metadata=row(5, "bytes", length=16, unit="byte"))
     """Key of the ticket. [byte] Since 1.0."""
-    content: bytes
+    content: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
     """Content digest of the prompt. [byte] Since 1.0."""
-    source_version: int
+    source_version: int = field(metadata=row(7, "u32", min=1))
     """Version of the source's Description. Since 1.0."""
-    sink_version: int
+    sink_version: int = field(metadata=row(8, "u32", min=1))
     """Version of the sink's Description. Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(9, "u32", min=1))
     """Epoch of the sink's registration. Since 1.0."""
-    grants: tuple["Grants", ...]
+    grants: tuple["Grants", ...] = field(metadata=row(10, "list<struct:Grants>", min=1))
     """Tokens and items of each routed group. Since 1.0."""
-    writers: UIntArray = attrs.field(eq=_same, hash=False)
+    writers: UIntArray = field(eq=_same, hash=False, metadata=row(11, "array<u32>", min=1))
     """Source ranks whose answers the sink awaits. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Accepted:
     """The transfer will be answered by Done or Failed."""
     TYPE: ClassVar[int] = 0x0202
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    state: enums.RequestState
+    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
     """How far the source has come. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Grant:
     """Name items of a transfer that was sent as an intent."""
     TYPE: ClassVar[int] = 0x0203
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    grants: tuple["Grants", ...]
+    grants: tuple["Grants", ...] = field(metadata=row(5, "list<struct:Grants>", min=1))
     """For each routed group, the tokens granted so far and the items that no earlier Grant has named. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Progress:
     """How far the source has come with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    state: enums.RequestState
+    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
     """How far the source has come. Since 1.0."""
-    tokens: int | None = attrs.field(default=None)
+    tokens: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
     """Position below which all rows are computed, so that items for them are useful; absent: the whole prompt. [token] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Done:
     """Every byte of this writer is at its destination."""
     TYPE: ClassVar[int] = 0x0205
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    writer: int
+    writer: int = field(metadata=row(5, "u32"))
     """Source rank. Since 1.0."""
-    groups: UIntArray = attrs.field(eq=_same, hash=False)
+    groups: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u32>", min=1))
     """Groups that this writer served, ascending. Since 1.0."""
-    bytes: int
+    bytes: int = field(metadata=row(7, "u64", unit="byte"))
     """Bytes that this writer wrote. [byte] Since 1.0."""
-    outcome: enums.Outcome
+    outcome: enums.Outcome = field(metadata=row(8, "enum:Outcome"))
     """Whether there is anything to decode. Since 1.0."""
-    handoff: tuple["HandOff", ...]
+    handoff: tuple["HandOff", ...] = field(metadata=row(9, "list<struct:HandOff>"))
     """Bytes of routed hand-off groups. Since 1.0."""
-    checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
+    checksums: tuple["Checksum", ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group as sent. Since 1.0."""
-    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    begins: tuple["Begin", ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
     """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class DoneAck:
     """Done or Failed has arrived."""
     TYPE: ClassVar[int] = 0x0206
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Failed:
     """The transfer ends without its bytes; this proves nothing about writes."""
     TYPE: ClassVar[int] = 0x0207
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    code: int
+    code: int = field(metadata=row(5, "enum:ErrorCode"))
     """What is wrong. Since 1.0."""
-    path: str
+    path: str = field(metadata=row(6, "str"))
     """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
-    mine: str
+    mine: str = field(metadata=row(7, "str"))
     """What the writer of the refusal has. Since 1.0."""
-    yours: str
+    yours: str = field(metadata=row(8, "str"))
     """What the writer of the refused message has. Since 1.0."""
-    advice: str | None = attrs.field(default=None)
+    advice: str | None = field(default=None, metadata=row(9, "str"))
     """What to do next. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Abort:
     """Stop the attempt."""
     TYPE: ClassVar[int] = 0x0208
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    reason: str
+    reason: str = field(metadata=row(5, "str"))
     """Reason, for people to read. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Drained:
     """What is known of the attempt's writes."""
     TYPE: ClassVar[int] = 0x0209
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    proof: enums.Proof
+    proof: enums.Proof = field(metadata=row(5, "enum:Proof"))
     """PROVEN: no write can arrive any more. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Chunk:
     """A staging slot of the sink holds the next bytes of the packed stream."""
     TYPE: ClassVar[int] = 0x0301
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    slot: int
+    slot: int = field(metadata=row(5, "u32"))
     """Staging slot that holds the bytes. Since 1.0."""
-    offset: int
+    offset: int = field(metadata=row(6, "u64", unit="byte"))
     """Place of the first byte in the packed stream of the rank pair. [byte] Since 1.0."""
-    bytes: int
+    bytes: int = field(metadata=row(7, "u32", min=1, unit="byte"))
     """Number of bytes. [byte] Since 1.0."""
-    last: bool
+    last: bool = field(metadata=row(8, "bool"))
     """Whether the stream ends here. Since 1.0."""
-    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    begins: tuple["Begin", ...] | None = field(default=None, metadata=row(9, "list<struct:Begin>"))
     """In the first Chunk of a stream: the `begins` that Done will state. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Credit:
     """What the source may send before it must wait."""
     TYPE: ClassVar[int] = 0x0302
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    kind: enums.CreditKind
+    kind: enums.CreditKind = field(metadata=row(3, "enum:CreditKind"))
     """Slots or bytes. Since 1.0."""
-    slots: UIntArray | None = attrs.field(default=None, eq=_same, hash=False)
+    slots: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(4, "array<u32>"))
     """Staging slots that are free again. Since 1.0."""
-    total: int | None = attrs.field(default=None)
+    total: int | None = field(default=None, metadata=row(5, "u64", unit="byte"))
     """Total number of bytes that the source may have sent into this epoch. [byte] Since 1.0."""
-    epoch: int | None = attrs.field(default=None)
+    epoch: int | None = field(default=None, metadata=row(6, "u32", min=1))
     """Feature EPOCHS: epoch of the sink's registration whose slots or bytes these are; absent: the first of the session. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Data:
     """The next bytes of the packed stream, inside the session."""
     TYPE: ClassVar[int] = 0x0303
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    offset: int
+    offset: int = field(metadata=row(5, "u64", unit="byte"))
     """Place of the first byte in the packed stream of the rank pair. [byte] Since 1.0."""
-    data: bytes
+    data: bytes = field(metadata=row(6, "bytes", min=1, max=262144, unit="byte"))
     """The bytes. [byte] Since 1.0."""
-    last: bool
+    last: bool = field(metadata=row(7, "bool"))
     """Whether the stream ends here. Since 1.0."""
-    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    begins: tuple["Begin", ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
     """In the first Data of a stream: the `begins` that Done will state. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Offer:
     """The items may be read until the lease ends."""
     TYPE: ClassVar[int] = 0x0401
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    writer: int
+    writer: int = field(metadata=row(5, "u32"))
     """Source rank. Since 1.0."""
-    epoch: int
+    epoch: int = field(metadata=row(6, "u32", min=1))
     """Epoch of the source's registration. Since 1.0."""
-    grants: tuple["Grants", ...]
+    grants: tuple["Grants", ...] = field(metadata=row(7, "list<struct:Grants>", min=1))
     """Tokens and items of each of the source's groups that the routes draw from. Since 1.0."""
-    lease: int
+    lease: int = field(metadata=row(8, "u64", min=1, unit="ms"))
     """Time for which the items stay unchanged. [ms] Since 1.0."""
-    outcome: enums.Outcome
+    outcome: enums.Outcome = field(metadata=row(9, "enum:Outcome"))
     """Whether there is anything to decode. Since 1.0."""
-    handoff: tuple["HandOff", ...]
+    handoff: tuple["HandOff", ...] = field(metadata=row(10, "list<struct:HandOff>"))
     """Bytes of routed hand-off groups. Since 1.0."""
-    checksums: tuple["Checksum", ...] | None = attrs.field(default=None)
+    checksums: tuple["Checksum", ...] | None = field(default=None, metadata=row(11, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group. Since 1.0."""
-    begins: tuple["Begin", ...] | None = attrs.field(default=None)
+    begins: tuple["Begin", ...] | None = field(default=None, metadata=row(12, "list<struct:Begin>"))
     """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Pulled:
     """Every byte of the offer has been read, or no more will be."""
     TYPE: ClassVar[int] = 0x0402
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    bytes: int
+    bytes: int = field(metadata=row(5, "u64", unit="byte"))
     """Bytes that were read. [byte] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Released:
     """The lease is over and the items may change."""
     TYPE: ClassVar[int] = 0x0403
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Renew:
     """Ask for a longer lease."""
     TYPE: ClassVar[int] = 0x0404
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    lease: int
+    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
     """Lease requested, counted from now. [ms] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Renewed:
     """State how long the lease is from now on."""
     TYPE: ClassVar[int] = 0x0405
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    sequence: int
+    sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int
+    attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
-    lease: int
+    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
     """Lease granted, counted from now; never more than requested. [ms] Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Watch:
     """Ask which cached pages the source rank has, and ask to be told of changes."""
     TYPE: ClassVar[int] = 0x0501
-    session: int
+    DELIVERY: ClassVar[str] = "request"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    after: bytes | None = attrs.field(default=None)
+    after: bytes | None = field(default=None, metadata=row(5, "bytes", length=32))
     """Id after which the list continues; absent: the list starts at its beginning. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Watched:
     """A piece of the list of cached pages."""
     TYPE: ClassVar[int] = 0x0502
-    session: int
+    DELIVERY: ClassVar[str] = "reply"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    request: int
+    request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
-    number: int
+    number: int = field(metadata=row(5, "u64"))
     """Number of the last Kept that this piece takes into account. Since 1.0."""
-    namespace: bytes
+    namespace: bytes = field(metadata=row(6, "bytes", length=32))
     """Default namespace: that of prompts about which nothing else is known. Since 1.0."""
-    page: int
+    page: int = field(metadata=row(7, "u32", min=1, unit="token"))
     """Number of tokens of a page. [token] Since 1.0."""
-    form: enums.KeyForm
+    form: enums.KeyForm = field(metadata=row(8, "enum:KeyForm"))
     """Form of the ids. Since 1.0."""
-    pages: tuple["KeptPage", ...]
+    pages: tuple["KeptPage", ...] = field(metadata=row(9, "list<struct:KeptPage>", max=1024))
     """Pages that the rank has, by ascending id. Since 1.0."""
-    more: bool
+    more: bool = field(metadata=row(10, "bool"))
     """Whether more pages follow the last of these. Since 1.0."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Kept:
     """Cached pages that have come, gone or moved, and where they are now."""
     TYPE: ClassVar[int] = 0x0503
-    session: int
+    DELIVERY: ClassVar[str] = "notice"
+    session: int = field(metadata=row(1, "u64"))
     """Session id that Welcome minted. Since 1.0."""
-    number: int
+    number: int = field(metadata=row(5, "u64", min=1))
     """Rises by one with each Kept of the rank. Since 1.0."""
-    pages: tuple["KeptPage", ...]
+    pages: tuple["KeptPage", ...] = field(metadata=row(6, "list<struct:KeptPage>", min=1, max=1024))
     """Pages that have come, gone or moved, by ascending id. Since 1.0."""
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvproto.errors import WireError
 from kvproto.wire import codec, decode, decode_struct, encode_struct, from_json, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
-from kvproto.wire.fields import CLASSES
+from kvproto.wire.tables import CLASSES
 from kvproto.wire.strict import read_whole
 from kvproto.wire.writer import pack
 from tests.fuzz.target import exact
