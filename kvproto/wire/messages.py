@@ -35,7 +35,7 @@ class VersionRange:
 
 @frozen(kw_only=True)
 class Limits:
-    """What a reader accepts."""
+    """Limits of a reader."""
     max_body: int = field(metadata=row(1, "u32", unit="byte"))
     """Longest body. [byte] Since 1.0."""
     max_transfers: int = field(metadata=row(2, "u32", min=1))
@@ -44,7 +44,7 @@ class Limits:
 
 @frozen(kw_only=True)
 class Endpoint:
-    """Where a rank listens."""
+    """Address at which a rank listens."""
     rank: int = field(metadata=row(1, "u32"))
     """Rank within the replica. Since 1.0."""
     address: str = field(repr=False, metadata=row(2, "str"))
@@ -53,7 +53,7 @@ class Endpoint:
 
 @frozen(kw_only=True)
 class Geometry:
-    """What each rank of a replica owns, without addresses."""
+    """Shares of the cache that the ranks of a replica own, without addresses."""
     replica: int = field(metadata=row(1, "u32"))
     """Ordinal of the replica within its engine. Since 1.0."""
     facts: tuple["Fact", ...] = field(metadata=row(2, "list<struct:Fact>"))
@@ -72,7 +72,7 @@ class Fact:
     value: str = field(metadata=row(2, "str"))
     """Value, compared byte by byte. Since 1.0."""
     rule: enums.FactRule = field(metadata=row(3, "enum:FactRule"))
-    """What a difference means. Since 1.0."""
+    """Consequence of a difference. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -85,7 +85,7 @@ class Group:
     model: int = field(metadata=row(3, "u32"))
     """0: target; 1 and up: drafts. Since 1.0."""
     kind: enums.ItemKind = field(metadata=row(4, "enum:ItemKind"))
-    """What an item is. Since 1.0."""
+    """Content of an item. Since 1.0."""
     rows: int = field(metadata=row(5, "u32", min=1, unit="row"))
     """Rows of an item. [row] Since 1.0."""
     tokens_per_row: int = field(metadata=row(6, "u32", min=1, unit="token"))
@@ -129,7 +129,7 @@ class Part:
 
 @frozen(kw_only=True)
 class Rank:
-    """What one rank owns."""
+    """Shares of groups that one rank owns."""
     rank: int = field(metadata=row(1, "u32"))
     """Rank within the replica. Since 1.0."""
     owns: tuple["Owns", ...] = field(metadata=row(2, "list<struct:Owns>"))
@@ -170,7 +170,7 @@ class Region:
     length: int = field(metadata=row(3, "u64", min=1, unit="byte"))
     """Length. [byte] Since 1.0."""
     kind: int = field(metadata=row(4, "enum:MemoryKind"))
-    """Where the memory is. Since 1.0."""
+    """Kind of memory. Since 1.0."""
     device: str | None = field(default=None, metadata=row(5, "str", min=1, max=128))
     """Device UUID, such as GPU-8b3c9f6e-...; present for CUDA memory, absent for host memory. Since 1.0."""
     boot: bytes = field(metadata=row(6, "bytes", length=16, unit="byte"))
@@ -200,12 +200,12 @@ class Process:
     pid: int = field(metadata=row(3, "u32", min=1))
     """PID. Since 1.0."""
     start: int = field(metadata=row(4, "u64"))
-    """When the process began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
+    """Time at which the process began: field 22 of /proc/PID/stat, in ticks since boot. Since 1.0."""
 
 
 @frozen(kw_only=True)
 class Columns:
-    """Where the layers and parts of a group lie: one entry for each owned layer and, within it, for each part."""
+    """Places in memory of the layers and parts of a group: one entry for each owned layer and, within it, for each part."""
     group: int = field(metadata=row(1, "u32"))
     """Group id. Since 1.0."""
     items: int = field(metadata=row(2, "u32", min=1, unit="item"))
@@ -252,7 +252,7 @@ class Grants:
 
 @frozen(kw_only=True)
 class Begin:
-    """Where a window that was requested as `late` begins."""
+    """First token of a window that was requested as `late`."""
     group: int = field(metadata=row(1, "u32"))
     """The sink's group id. Since 1.0."""
     first: int = field(metadata=row(2, "u64", unit="token"))
@@ -294,7 +294,7 @@ class Ticket:
 
 @frozen(kw_only=True)
 class Content:
-    """What a content digest covers."""
+    """Inputs that a content digest covers."""
     tokens: UIntArray = field(eq=_same, hash=False, metadata=row(1, "array<u32>", unit="token"))
     """Token ids of the prompt. [token] Since 1.0."""
     adapter: str = field(metadata=row(2, "str"))
@@ -343,7 +343,7 @@ class Component:
     form: enums.KeyForm = field(metadata=row(2, "enum:KeyForm"))
     """Tokens that its rows depend on. Since 1.0."""
     rule: enums.LengthRule = field(metadata=row(3, "enum:LengthRule"))
-    """Which of its pages a prefix needs. Since 1.0."""
+    """Pages of the component that a prefix needs. Since 1.0."""
     reach: int | None = field(default=None, metadata=row(4, "u32", min=1, unit="token"))
     """Tokens of the window; absent: the component is not a window. [token] Since 1.0."""
     length: int = field(metadata=row(5, "u64", min=1, unit="byte"))
@@ -354,7 +354,7 @@ class Component:
 
 @frozen(kw_only=True)
 class KeptPage:
-    """Where a rank holds a cached page (draft)."""
+    """Cached page of a rank, and the tier in which it lies (draft)."""
     id: bytes = field(metadata=row(1, "bytes", length=32))
     """Id of the page. Since 1.0."""
     tier: int | None = field(default=None, metadata=row(2, "enum:Tier"))
@@ -387,7 +387,7 @@ class Hello:
     needed: tuple[int, ...] = field(metadata=row(10, "list<enum:Feature>"))
     """Features without which the writer refuses the session. Since 1.0."""
     limits: "Limits" = field(metadata=row(11, "struct:Limits"))
-    """What the writer accepts as a reader. Since 1.0."""
+    """Limits of the writer as a reader. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -412,9 +412,9 @@ class Welcome:
     features: tuple[int, ...] = field(metadata=row(8, "list<enum:Feature>"))
     """Features of the session. Since 1.0."""
     limits: "Limits" = field(metadata=row(9, "struct:Limits"))
-    """What the writer accepts as a reader. Since 1.0."""
+    """Limits of the writer as a reader. Since 1.0."""
     endpoints: tuple["Endpoint", ...] = field(metadata=row(10, "list<struct:Endpoint>", min=1))
-    """Where every rank of the replica listens. Since 1.0."""
+    """Address of every rank of the replica. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -427,15 +427,15 @@ class Refused:
     request: int = field(metadata=row(2, "u64"))
     """Request id; a reply echoes it. Since 1.0."""
     code: int = field(metadata=row(3, "enum:ErrorCode"))
-    """What is wrong. Since 1.0."""
+    """Reason for the refusal. Since 1.0."""
     path: str = field(metadata=row(4, "str"))
-    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
+    """Place of the fault, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str = field(metadata=row(5, "str"))
-    """What the writer of the refusal has. Since 1.0."""
+    """Value that the writer of the refusal has. Since 1.0."""
     yours: str = field(metadata=row(6, "str"))
-    """What the writer of the refused message has. Since 1.0."""
+    """Value that the writer of the refused message has. Since 1.0."""
     advice: str | None = field(default=None, metadata=row(7, "str"))
-    """What to do next. Since 1.0."""
+    """Advice on what to do next. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -448,15 +448,15 @@ class Error:
     request: int | None = field(default=None, metadata=row(2, "u64"))
     """Request id as received, if it could be read. Since 1.0."""
     code: int = field(metadata=row(3, "enum:ErrorCode"))
-    """What is wrong. Since 1.0."""
+    """Reason for the refusal. Since 1.0."""
     path: str = field(metadata=row(4, "str"))
-    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
+    """Place of the fault, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str = field(metadata=row(5, "str"))
-    """What the writer of the refusal has. Since 1.0."""
+    """Value that the writer of the refusal has. Since 1.0."""
     yours: str = field(metadata=row(6, "str"))
-    """What the writer of the refused message has. Since 1.0."""
+    """Value that the writer of the refused message has. Since 1.0."""
     advice: str | None = field(default=None, metadata=row(7, "str"))
-    """What to do next. Since 1.0."""
+    """Advice on what to do next. Since 1.0."""
     about: int | None = field(default=None, metadata=row(8, "u16"))
     """Type of the message that the error is about. Since 1.0."""
 
@@ -546,11 +546,11 @@ class Register:
     epoch: int = field(metadata=row(5, "u32", min=1))
     """Layout epoch; rises with each registration. Since 1.0."""
     access: enums.Access = field(metadata=row(6, "enum:Access"))
-    """What the receiver may do. Since 1.0."""
+    """Access of the receiver. Since 1.0."""
     regions: tuple["Region", ...] = field(metadata=row(7, "list<struct:Region>"))
     """Memory of this rank. Since 1.0."""
     columns: tuple["Columns", ...] = field(metadata=row(8, "list<struct:Columns>"))
-    """Where each group lies, in Description order. Since 1.0."""
+    """Places in memory of each group, in Description order. Since 1.0."""
     routes: tuple["RouteRef", ...] = field(metadata=row(9, "list<struct:RouteRef>"))
     """Routes of this rank pair; the groups are the send flags. Since 1.0."""
     plan: bytes = field(metadata=row(10, "bytes", length=32, unit="byte"))
@@ -651,7 +651,7 @@ class Accepted:
     attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
     state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
-    """How far the source has come. Since 1.0."""
+    """Progress of the source. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -673,7 +673,7 @@ class Grant:
 
 @frozen(kw_only=True)
 class Progress:
-    """How far the source has come with an accepted transfer that lacks items."""
+    """Progress of the source with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
     DELIVERY: ClassVar[str] = "notice"
     session: int = field(metadata=row(1, "u64"))
@@ -683,7 +683,7 @@ class Progress:
     attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
     state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
-    """How far the source has come. Since 1.0."""
+    """Progress of the source. Since 1.0."""
     tokens: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
     """Position below which all rows are computed, so that items for them are useful; absent: the whole prompt. [token] Since 1.0."""
 
@@ -714,7 +714,7 @@ class Done:
     checksums: tuple["Checksum", ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group as sent. Since 1.0."""
     begins: tuple["Begin", ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
-    """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
+    """Beginnings of late windows, for each that begins later than the Transfer asks. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -746,15 +746,15 @@ class Failed:
     attempt: int = field(metadata=row(4, "u32", min=1))
     """Attempt of the same transfer, from 1. Since 1.0."""
     code: int = field(metadata=row(5, "enum:ErrorCode"))
-    """What is wrong. Since 1.0."""
+    """Reason for the refusal. Since 1.0."""
     path: str = field(metadata=row(6, "str"))
-    """Where it is wrong, as a path of registry names; empty: the whole message. Since 1.0."""
+    """Place of the fault, as a path of registry names; empty: the whole message. Since 1.0."""
     mine: str = field(metadata=row(7, "str"))
-    """What the writer of the refusal has. Since 1.0."""
+    """Value that the writer of the refusal has. Since 1.0."""
     yours: str = field(metadata=row(8, "str"))
-    """What the writer of the refused message has. Since 1.0."""
+    """Value that the writer of the refused message has. Since 1.0."""
     advice: str | None = field(default=None, metadata=row(9, "str"))
-    """What to do next. Since 1.0."""
+    """Advice on what to do next. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -776,7 +776,7 @@ class Abort:
 
 @frozen(kw_only=True)
 class Drained:
-    """What is known of the attempt's writes."""
+    """State what is known of the attempt's writes."""
     TYPE: ClassVar[int] = 0x0209
     DELIVERY: ClassVar[str] = "reply"
     session: int = field(metadata=row(1, "u64"))
@@ -816,7 +816,7 @@ class Chunk:
 
 @frozen(kw_only=True)
 class Credit:
-    """What the source may send before it must wait."""
+    """Slots that the source may fill, or bytes that it may send, before it must wait."""
     TYPE: ClassVar[int] = 0x0302
     DELIVERY: ClassVar[str] = "notice"
     session: int = field(metadata=row(1, "u64"))
@@ -880,7 +880,7 @@ class Offer:
     checksums: tuple["Checksum", ...] | None = field(default=None, metadata=row(11, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group. Since 1.0."""
     begins: tuple["Begin", ...] | None = field(default=None, metadata=row(12, "list<struct:Begin>"))
-    """Where late windows begin, for each that begins later than the Transfer asks. Since 1.0."""
+    """Beginnings of late windows, for each that begins later than the Transfer asks. Since 1.0."""
 
 
 @frozen(kw_only=True)
