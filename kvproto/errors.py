@@ -75,7 +75,7 @@ class LocalError(KvprotoError):
 def check_type(path: str, value: object, kinds: type | tuple[type, ...], mine: str, advice: str = "") -> None:
     """Raise LocalError(OUT_OF_RANGE) naming the argument and both types, unless `value` is one of `kinds`."""
     if not isinstance(value, kinds):
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(value), advice)
+        raise bad(path, mine, type_name(value), advice)
 
 
 def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = "") -> int:
@@ -88,7 +88,7 @@ def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = ""
         what = value if isinstance(value, int | float) else type_name(value)
         limit = f"{low} or more" if high >= U32 and number < low else f"{low} to {high}"
         whole = "" if type(value) is int else "a whole number, "
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or whole + limit, str(what))
+        raise bad(path, mine or whole + limit, what)
     return number
 
 

@@ -70,10 +70,9 @@ def _envelope(data: bytes) -> Iterator[str]:
         if piece:
             value = repr(piece.decode("latin-1")) if name == "magic" else str(int.from_bytes(piece, "little"))
             if name == "type":
-                try:
-                    value = f"{int.from_bytes(piece, 'little'):#06x} {message_class(data).__name__}"
-                except WireError:
-                    value = f"{int.from_bytes(piece, 'little'):#06x}"
+                value = f"{int.from_bytes(piece, 'little'):#06x}"
+                with contextlib.suppress(WireError):
+                    value += f" {message_class(data).__name__}"
             yield from _row(at, piece, f"{name} = {value}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from kvproto.errors import LocalError, WireError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.fields import BITS
 from kvproto.wire.reader import refuse
 from kvproto.wire.writer import check_field, check_rules
 
@@ -17,7 +18,6 @@ __all__ = ["from_json", "to_json"]
 
 T = TypeVar("T")
 REDACTED = "(secret)"
-_BITS = {"u32": 32, "u64": 64}
 _DECIMAL = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
@@ -100,10 +100,10 @@ def _in(value: Any, type_: str, path: str) -> Any:
             raise refuse(ErrorCode.BAD_TYPE, path, "a list", type(value).__name__)
         inner = type_[type_.index("<") + 1 : -1]
         elements = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
-        if inner in _BITS:
+        if inner in BITS:
             for i, v in enumerate(elements):
-                if v >> _BITS[inner]:
-                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << _BITS[inner]) - 1}", v)
+                if v >> BITS[inner]:
+                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << BITS[inner]) - 1}", v)
         return np.array(elements, np.uint64) if type_.startswith("array<") else tuple(elements)
     if type_.startswith("struct:"):
         return _object(tables.CLASSES[type_[7:]], value, path)
@@ -130,7 +130,7 @@ def _enum(value: Any, name: str, path: str) -> int:
             return number
     elif not isinstance(value, str):
         raise refuse(ErrorCode.BAD_TYPE, path, f"a name of {name}", type(value).__name__)
-    elif isinstance(value, str) and value in cls.__members__:
+    elif value in cls.__members__:
         member: int = cls[value]
         return member
     raise refuse(ErrorCode.UNKNOWN_ENUM_VALUE, path, f"a name of {name}", repr(value)[:80])
