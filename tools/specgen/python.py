@@ -28,7 +28,7 @@ def annotation(type_: str, facts: Facts) -> str:
     if type_.startswith("array<"):
         return "UIntArray"
     if type_.startswith("struct:"):
-        return f'"{type_[7:]}"'
+        return type_[7:]
     if type_.startswith("enum:"):
         name = type_[5:]
         return "int" if name == "ErrorCode" or facts["enum"][name]["open"] else f"enums.{name}"
@@ -73,6 +73,8 @@ def enums_module(facts: Facts) -> str:
 
 
 _MESSAGES_HEAD = """
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import numpy as np
@@ -112,7 +114,7 @@ def _attribute(field: Facts, facts: Facts) -> str:
     named = "".join(f", {key}={json.dumps(value)}" for key, value in (bounds | unit).items())
     options = []
     if field["presence"] == "optional":
-        type_ = f'"{type_[1:-1]} | None"' if type_.startswith('"') else f"{type_} | None"
+        type_ += " | None"
         options.append("default=None")
     if field.get("secret"):
         options.append("repr=False")
