@@ -80,7 +80,7 @@ def check_type(path: str, value: object, kinds: type | tuple[type, ...], mine: s
 
 def wrong_type(path: str, value: object, mine: str, advice: str = "") -> LocalError:
     """A LocalError(OUT_OF_RANGE) for an argument of another type than `mine`."""
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, type_name(value), advice)
+    return bad(path, mine, type_name(value), advice)
 
 
 def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = "") -> int:
@@ -93,7 +93,7 @@ def check_whole(path: str, value: Any, low: int, high: int = U32, mine: str = ""
         what = value if isinstance(value, int | float) else type_name(value)
         limit = f"{low} or more" if high >= U32 and number < low else f"{low} to {high}"
         whole = "" if type(value) is int else "a whole number, "
-        raise LocalError(ErrorCode.OUT_OF_RANGE, path, mine or whole + limit, str(what))
+        raise bad(path, mine or whole + limit, what)
     return number
 
 

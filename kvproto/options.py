@@ -10,7 +10,6 @@ import attrs
 
 from kvproto.errors import LocalError, bad, check_type, type_name
 from kvproto.transport.loading import find, names
-from kvproto.wire.enums import ErrorCode
 
 if TYPE_CHECKING:
     from kvproto.transport.base import Transport
@@ -33,7 +32,7 @@ def _must(holds: Callable[[Any], bool], expected: str) -> Any:
 
     def check(options: Options, field: attrs.Attribute[Any], value: Any) -> None:
         if not holds(value):
-            raise LocalError(ErrorCode.OUT_OF_RANGE, f"Options.{field.name}", expected, repr(value))
+            raise bad(f"Options.{field.name}", expected, repr(value))
 
     return check
 
@@ -116,19 +115,8 @@ class Options:
     cold_draft: bool = False
     pull: bool = False
     keys: str | Path | None = None
-    allow: str | Path | None = attrs.field(default=None)
-    insecure: bool = attrs.field(default=False)
-
-    @insecure.validator
-    def _check_insecure(self, field: attrs.Attribute[Any], value: Any) -> None:
-        if value and self.keys is not None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.insecure", "keys, or insecure", "both", "leave one out")
-
-    @allow.validator
-    def _check_allow(self, field: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and self.keys is None:
-            raise LocalError(ErrorCode.OUT_OF_RANGE, "Options.allow", "keys as well", "none", "pass the keys too")
-
+    allow: str | Path | None = None
+    insecure: bool = False
     thread: bool = True
     callbacks: Callable[[Callable[[], object]], object] | None = None
     part_bytes: int = attrs.field(
@@ -144,3 +132,9 @@ class Options:
     feed: str | Path | None = None
     lease: float = attrs.field(default=LEASE, validator=_within(1e-3, 1e6, "seconds, at least 0.001"))
     quarantine: float = attrs.field(default=QUARANTINE, validator=_within(0, 1, "a share, 0 to 1"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.insecure and self.keys is not None:
+            raise bad("Options.insecure", "keys, or insecure", "both", "leave one out")
+        if self.allow is not None and self.keys is None:
+            raise bad("Options.allow", "keys as well", "none", "pass the keys too")

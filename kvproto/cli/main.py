@@ -21,7 +21,7 @@ from kvproto import __version__
 from kvproto.cli import describe, find, plans, probe, tiers, top
 from kvproto.errors import KvprotoError, LocalError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
-from kvproto.wire.enums import ERROR_CLASS, ERROR_DOC, ERROR_RECOVERY, ErrorCode
+from kvproto.wire.enums import ErrorCode
 
 __all__ = ["GROUP", "main", "parser"]
 
@@ -121,7 +121,7 @@ def _main(argv: list[str] | None) -> int:
 
 def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for code in [_code(line, text) for text in args.code] or ErrorCode:
-        print(f"0x{code:04x} {code.name:<22} {ERROR_CLASS[code]:<13} {ERROR_RECOVERY[code]:<12} {ERROR_DOC[code]}")
+        print(f"0x{code:04x} {code.name:<22} {code.error_class:<13} {code.recovery:<12} {code.__doc__}")
     return 0
 
 
@@ -162,7 +162,7 @@ def _decode(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             return 1 if text.splitlines()[-1].startswith("refused") else 0
         message: Any = decode(data) if struct is None else decode_struct(getattr(messages, struct), data)
     except KvprotoError as error:
-        doc = ERROR_DOC[error.code].rstrip(".")
+        doc = (error.code.__doc__ or "").rstrip(".")
         print(f"error: {doc[0].lower()}{doc[1:]} ({error.between('expected', 'found', ' ')})", file=sys.stderr)
         return 1
     except FileNotFoundError:
@@ -202,9 +202,9 @@ def _lines(value: Any, indent: str) -> Iterator[str]:
         if item is None:
             continue
         head = f"{indent}{number:>3} {name}"
-        unit = tables.UNITS.get(cls, {}).get(name)
+        unit = tables.UNITS[cls][name]
         note = f"{type_}, {unit}" if unit else type_
-        if name in tables.SECRET.get(cls, ()):
+        if name in tables.SECRET[cls]:
             yield f"{head} = (secret)  ({note})"
         elif type_.startswith("struct:"):
             yield f"{head}:"

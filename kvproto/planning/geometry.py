@@ -17,7 +17,7 @@ from kvproto.planning import limits
 from kvproto.planning.deals import deal, local_row, owned_before, owner
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES
-from kvproto.wire import check_fields, decode_struct, encode_struct
+from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 from kvproto.wire.messages import Fact, Geometry, Group, LaneSpan, Owns, Part, Rank
 
@@ -116,7 +116,7 @@ def column_names(group: Group) -> list[str]:
 
 def validate(geometry: Geometry) -> None:
     """Raise WireError or PlanError(BAD_GEOMETRY) if a Description contradicts itself (clauses KVP-GEO-*)."""
-    check_fields(geometry)
+    encode_struct(geometry)  # which raises WireError if a field or a rule of a map is wrong
     _check(geometry)
 
 

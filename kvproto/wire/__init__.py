@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "Decoder",
-    "check_fields",
     "decode",
     "decode_struct",
     "encode",
@@ -15,7 +14,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from kvproto.wire.codec import check_fields, decode, decode_struct, encode, encode_struct
+    from kvproto.wire.codec import decode, decode_struct, encode, encode_struct
     from kvproto.wire.dump import explain
     from kvproto.wire.json_form import from_json, to_json
     from kvproto.wire.stream import Decoder
@@ -25,7 +24,7 @@ _HOMES = {
     "explain": "dump",
     "from_json": "json_form",
     "to_json": "json_form",
-    **dict.fromkeys(("check_fields", "decode", "decode_struct", "encode", "encode_struct"), "codec"),
+    **dict.fromkeys(("decode", "decode_struct", "encode", "encode_struct"), "codec"),
 }
 
 

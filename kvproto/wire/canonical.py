@@ -17,9 +17,10 @@ import numpy as np
 from msgpack import ExtType, packb, unpackb
 
 from kvproto.wire import enums, tables
-from kvproto.wire.fields import CLASSES, DTYPES, count_values, ends, handler, integers
+from kvproto.wire.fields import DTYPES, count_values, ends, handler, integers
 from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
+from kvproto.wire.tables import CLASSES
 
 __all__ = ["LARGEST", "read_canonical"]
 

@@ -23,12 +23,12 @@ from kvproto.errors import LocalError
 from kvproto.wire import messages, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import CLASSES
 from kvproto.wire.reader import refuse
 from kvproto.wire.strict import read_whole
+from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack
 
-__all__ = ["check_fields", "decode", "decode_struct", "encode", "encode_struct", "message_class"]
+__all__ = ["decode", "decode_struct", "encode", "encode_struct", "message_class"]
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -57,11 +57,6 @@ def encode(message: messages.Message, grease: int | None = None, minor: int = ta
 def encode_struct(value: Any) -> bytes:
     """The canonical map of a message or struct without an envelope, as in digests; raises WireError as `encode`."""
     return pack(value)
-
-
-def check_fields(value: Any) -> None:
-    """Raise WireError if a message or struct could not be encoded: types, ranges, presence, rules."""
-    pack(value)
 
 
 def decode(frame: Buffer) -> messages.Message:

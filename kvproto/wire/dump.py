@@ -11,7 +11,6 @@ import numpy as np
 from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, decode, decode_struct, message_class
-from kvproto.wire.fields import CLASSES
 from kvproto.wire.strict import read_whole
 
 __all__ = ["explain"]
@@ -34,7 +33,7 @@ def explain(buffer: Buffer, struct: str | None = None, secrets: bool = False) ->
     lines = list(_envelope(data)) if struct is None else []
     trace: list[tuple[int, str, Any]] = []
     try:
-        value: Any = decode(data) if struct is None else decode_struct(CLASSES[struct], data)
+        value: Any = decode(data) if struct is None else decode_struct(tables.CLASSES[struct], data)
         verdict = f"{type(value).__name__}: good"
     except WireError as error:
         verdict = f"refused: {error.between('expected', 'found', ' ')}"
@@ -71,10 +70,9 @@ def _envelope(data: bytes) -> Iterator[str]:
         if piece:
             value = repr(piece.decode("latin-1")) if name == "magic" else str(int.from_bytes(piece, "little"))
             if name == "type":
-                try:
-                    value = f"{int.from_bytes(piece, 'little'):#06x} {message_class(data).__name__}"
-                except WireError:
-                    value = f"{int.from_bytes(piece, 'little'):#06x}"
+                value = f"{int.from_bytes(piece, 'little'):#06x}"
+                with contextlib.suppress(WireError):
+                    value += f" {message_class(data).__name__}"
             yield from _row(at, piece, f"{name} = {value}")
 
 
@@ -104,7 +102,7 @@ def _body(name: str, data: bytes, base: int, trace: list[tuple[int, str, Any]], 
             continue
         else:
             owner = next((s for s in reversed(stack) if s), name)
-            hidden = not secrets and label.partition(" ")[2] in tables.SECRET.get(owner, ())
+            hidden = not secrets and label.partition(" ")[2] in tables.SECRET[owner]
             shown = b"" if hidden else piece
             text = (
                 "(ignored)"
@@ -123,7 +121,7 @@ def _body(name: str, data: bytes, base: int, trace: list[tuple[int, str, Any]], 
 def _secretive(name: str) -> bool:
     """Tell if a message or struct holds a secret field, at any depth."""
     inner = (row[2].rpartition("struct:")[2].rstrip(">") for row in tables.FIELDS[name] if "struct:" in row[2])
-    return name in tables.SECRET or any(map(_secretive, inner))
+    return bool(tables.SECRET[name]) or any(map(_secretive, inner))
 
 
 def _value(value: Any) -> str:

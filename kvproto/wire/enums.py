@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Role(IntEnum):
-    """What an engine does in one transfer."""
+    """Role of an engine in one transfer."""
 
     SOURCE = 1
     """Has the cache and sends it: prefill."""
@@ -13,7 +13,7 @@ class Role(IntEnum):
 
 
 class FactRule(IntEnum):
-    """How an identity fact is compared."""
+    """Rule by which an identity fact is compared."""
 
     EQUAL = 1
     """A difference is refused."""
@@ -24,7 +24,7 @@ class FactRule(IntEnum):
 
 
 class ItemKind(IntEnum):
-    """What an item of a cache group is."""
+    """Content of an item of a cache group."""
 
     PAGE = 1
     """Rows of consecutive tokens, token-indexed."""
@@ -66,7 +66,7 @@ class DType(IntEnum):
 
 
 class Access(IntEnum):
-    """What the peer may do with registered memory."""
+    """Access of the peer to registered memory."""
 
     WRITE = 1
     """The peer writes."""
@@ -75,7 +75,7 @@ class Access(IntEnum):
 
 
 class MemoryKind(IntEnum):
-    """Where a region is."""
+    """Kind of memory of a region."""
 
     HOST = 1
     """Host memory."""
@@ -84,7 +84,7 @@ class MemoryKind(IntEnum):
 
 
 class Transport(IntEnum):
-    """How the bytes move."""
+    """Way in which the bytes move."""
 
     SHM = 1
     """Shared memory on one host."""
@@ -97,7 +97,7 @@ class Transport(IntEnum):
 
 
 class RequestState(IntEnum):
-    """How far the source has come with a request."""
+    """Progress of the source with a request."""
 
     PENDING = 1
     """Prefill has not begun."""
@@ -108,7 +108,7 @@ class RequestState(IntEnum):
 
 
 class Outcome(IntEnum):
-    """Whether the sink has anything to decode."""
+    """Outcome of prefill: whether the sink has anything to decode."""
 
     CONTINUE = 1
     """The sink continues decoding."""
@@ -117,7 +117,7 @@ class Outcome(IntEnum):
 
 
 class Proof(IntEnum):
-    """What is proven about writes: that none can arrive any more, or nothing."""
+    """Proof about writes: none can arrive any more, or nothing is known."""
 
     PROVEN = 1
     """No write can arrive any more."""
@@ -126,7 +126,7 @@ class Proof(IntEnum):
 
 
 class CreditKind(IntEnum):
-    """What credit counts."""
+    """Unit of credit."""
 
     STAGING = 1
     """Slots of the sink's staging memory, for Chunk."""
@@ -135,27 +135,27 @@ class CreditKind(IntEnum):
 
 
 class KeyForm(IntEnum):
-    """Which tokens the id of a cached page covers."""
+    """Tokens that the id of a cached page covers."""
 
     OWN = 1
-    """Those of the page."""
+    """Tokens of the page."""
     AHEAD = 2
-    """Those of the page, and the token that follows."""
+    """Tokens of the page, and the token that follows."""
 
 
 class LengthRule(IntEnum):
-    """Which pages of a component must exist for a prefix to be used."""
+    """Pages of a component that must exist for a prefix to be used."""
 
     PREFIX = 1
     """All pages of the prefix."""
     WINDOW = 2
-    """Those that hold the last `reach` tokens."""
+    """Pages that hold the last `reach` tokens."""
     STATE = 3
     """The last page."""
 
 
 class Tier(IntEnum):
-    """Where a cached page lies."""
+    """Memory in which a cached page lies."""
 
     DEVICE = 1
     """In the pool in which the engine computes."""
@@ -268,11 +268,6 @@ class ErrorCode(IntEnum):
     INTERNAL = 0x0601, "internal", "give-up", "The engine failed."
     TRANSPORT_FAILED = 0x0602, "internal", "reconnect", "The transport could not map or copy."
     POOL_MOVED = 0x0603, "internal", "reconnect", "The memory of a registered pool is no longer where it was."
-
-
-ERROR_CLASS = {code: code.error_class for code in ErrorCode}
-ERROR_RECOVERY = {code: code.recovery for code in ErrorCode}
-ERROR_DOC = {code: code.__doc__ or "" for code in ErrorCode}
 
 
 def word(enum: type[IntEnum], value: int) -> str:

@@ -1,4 +1,4 @@
-"""The registry's tables as the readers and the writer use them: the class of a map, and the handler of a field."""
+"""The registry's tables as the readers and the writer use them: the handler of a field."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvproto.wire import messages, tables
+from kvproto.wire import tables
 
-__all__ = ["CLASSES", "DTYPES", "count_values", "ends", "handler", "integers"]
+__all__ = ["BITS", "DTYPES", "count_values", "ends", "handler", "integers"]
 
 Handler = TypeVar("Handler")
-CLASSES: dict[str, type[Any]] = {name: getattr(messages, name) for name in tables.FIELDS}
-"""The class of each message and struct by name."""
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
 """Ext code to the element type of a number array."""
-_BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
+"""Type of an integer to its bits."""
 _FEW = 64
 """Elements up to which Python compares sooner than numpy."""
 
@@ -34,11 +33,11 @@ def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -
         item = handler((0, "", inner, True, None, None, None), makers)
         return makers["list"](item, least, tables.MAX_LIST if high is None else high, inner)
     if type_.startswith("array<"):
-        return makers["numbers"](_BITS[type_[6:-1]] // 8, least, tables.MAX_ARRAY if high is None else high)
+        return makers["numbers"](BITS[type_[6:-1]] // 8, least, tables.MAX_ARRAY if high is None else high)
     if type_.startswith(("struct:", "enum:")):
         kind, _, name = type_.partition(":")
         return makers[kind](name)
-    if type_ in _BITS:
+    if type_ in BITS:
         return makers["uint"](*integers(field))
     if type_ == "bytes":
         return makers["bytes"](*((least, high or tables.MAX_BYTES) if length is None else (length, length)))
@@ -50,9 +49,9 @@ def handler(field: tables.Field, makers: Mapping[str, Callable[..., Handler]]) -
 def integers(field: tables.Field) -> tuple[int, int]:
     """The least and the largest integer of a field; (1, 0), between which there is none, if it is of another type."""
     _, _, type_, _, low, high, _ = field
-    if type_ not in _BITS:
+    if type_ not in BITS:
         return 1, 0
-    return low or 0, (1 << _BITS[type_]) - 1 if high is None else high
+    return low or 0, (1 << BITS[type_]) - 1 if high is None else high
 
 
 def count_values(value: Any) -> int:

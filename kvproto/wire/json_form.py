@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvproto.errors import LocalError, WireError
-from kvproto.wire import enums, messages, tables
+from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
+from kvproto.wire.fields import BITS
 from kvproto.wire.reader import refuse
 from kvproto.wire.writer import check_field, check_rules
 
@@ -17,7 +18,6 @@ __all__ = ["from_json", "to_json"]
 
 T = TypeVar("T")
 REDACTED = "(secret)"
-_BITS = {"u32": 32, "u64": 64}
 _DECIMAL = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
@@ -30,7 +30,7 @@ def to_json(value: Any, redact: bool = False) -> dict[str, Any]:
     cls = type(value).__name__
     if cls not in tables.FIELDS:
         raise LocalError(ErrorCode.BAD_TYPE, "", "a message or struct", cls)
-    hidden = tables.SECRET.get(cls, set()) if redact else set()
+    hidden = tables.SECRET[cls] if redact else set()
     data: dict[str, Any] = {}
     for _, name, type_, *_ in tables.FIELDS[cls]:
         item = getattr(value, name)
@@ -80,7 +80,7 @@ def _object(cls: type[Any], data: Any, path: str) -> Any:
                 values[field] = _in(data[field], row[2], at)
                 check_field(name, field, values[field], at)
             except WireError as error:
-                if field in tables.SECRET.get(name, ()):
+                if field in tables.SECRET[name]:
                     raise refuse(error.code, error.path, error.mine, REDACTED) from None
                 raise
         elif row[3]:
@@ -100,13 +100,13 @@ def _in(value: Any, type_: str, path: str) -> Any:
             raise refuse(ErrorCode.BAD_TYPE, path, "a list", type(value).__name__)
         inner = type_[type_.index("<") + 1 : -1]
         elements = [_in(v, inner, f"{path}[{i}]") for i, v in enumerate(value)]
-        if inner in _BITS:
+        if inner in BITS:
             for i, v in enumerate(elements):
-                if v >> _BITS[inner]:
-                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << _BITS[inner]) - 1}", v)
+                if v >> BITS[inner]:
+                    raise refuse(ErrorCode.OUT_OF_RANGE, f"{path}[{i}]", f"0..{(1 << BITS[inner]) - 1}", v)
         return np.array(elements, np.uint64) if type_.startswith("array<") else tuple(elements)
     if type_.startswith("struct:"):
-        return _object(getattr(messages, type_[7:]), value, path)
+        return _object(tables.CLASSES[type_[7:]], value, path)
     if type_.startswith("enum:"):
         return _enum(value, type_[5:], path)
     if type_ == "bytes":
@@ -130,7 +130,7 @@ def _enum(value: Any, name: str, path: str) -> int:
             return number
     elif not isinstance(value, str):
         raise refuse(ErrorCode.BAD_TYPE, path, f"a name of {name}", type(value).__name__)
-    elif isinstance(value, str) and value in cls.__members__:
+    elif value in cls.__members__:
         member: int = cls[value]
         return member
     raise refuse(ErrorCode.UNKNOWN_ENUM_VALUE, path, f"a name of {name}", repr(value)[:80])

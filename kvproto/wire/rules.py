@@ -162,7 +162,7 @@ _PREDICATES: dict[str, Callable[..., _Rule]] = {
 def _bind(name: str, rules: Iterable[tables.Rule]) -> Iterator[tuple[ErrorCode, _Rule]]:
     for predicate, args, error in rules:
         rule = _PREDICATES[predicate](*args)
-        yield ErrorCode[error], _hushed(rule) if set(args) & tables.SECRET.get(name, set()) else rule
+        yield ErrorCode[error], _hushed(rule) if tables.SECRET[name].intersection(args) else rule
 
 
 def _hushed(rule: _Rule) -> _Rule:

@@ -10,9 +10,10 @@ from typing import Any
 
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import CLASSES, handler
+from kvproto.wire.fields import handler
 from kvproto.wire.reader import Fault, Reader, refuse
 from kvproto.wire.rules import check
+from kvproto.wire.tables import CLASSES
 
 __all__ = ["read_whole"]
 

@@ -11,9 +11,10 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import CLASSES, DTYPES, count_values, ends, handler, integers
+from kvproto.wire.fields import DTYPES, count_values, ends, handler, integers
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
+from kvproto.wire.tables import CLASSES
 
 __all__ = ["check_field", "check_rules", "pack", "validate"]
 

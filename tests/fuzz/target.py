@@ -13,8 +13,8 @@ import numpy as np
 
 from kvproto.errors import WireError
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, explain, from_json, to_json
-from kvproto.wire.fields import CLASSES
 from kvproto.wire.strict import read_whole
+from kvproto.wire.tables import CLASSES
 
 __all__ = ["NAMES", "exact", "one_input"]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvproto.errors import WireError
 from kvproto.wire import codec, decode, decode_struct, encode_struct, from_json, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
-from kvproto.wire.fields import CLASSES
 from kvproto.wire.strict import read_whole
+from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack
 from tests.fuzz.target import exact
 from tests.wire.frames import DONE_ACK, GOLDEN, frame, grant, objects, transfer

@@ -28,7 +28,7 @@ def annotation(type_: str, facts: Facts) -> str:
     if type_.startswith("array<"):
         return "UIntArray"
     if type_.startswith("struct:"):
-        return f'"{type_[7:]}"'
+        return type_[7:]
     if type_.startswith("enum:"):
         name = type_[5:]
         return "int" if name == "ErrorCode" or facts["enum"][name]["open"] else f"enums.{name}"
@@ -48,12 +48,7 @@ class ErrorCode(IntEnum):
         member._value_, member.error_class, member.recovery, member.__doc__ = code, error_class, recovery, meaning
         return member
 '''
-_ERROR_TABLES = '''
-
-ERROR_CLASS = {code: code.error_class for code in ErrorCode}
-ERROR_RECOVERY = {code: code.recovery for code in ErrorCode}
-ERROR_DOC = {code: code.__doc__ or "" for code in ErrorCode}
-
+_WORD = '''
 
 def word(enum: type[IntEnum], value: int) -> str:
     """The name of a value, for texts; the number of one that is not known."""
@@ -74,20 +69,23 @@ def enums_module(facts: Facts) -> str:
     for name, error in facts["error"].items():
         texts = ", ".join(json.dumps(error[key]) for key in ("class", "recovery", "doc"))
         out.append(f"    {name} = 0x{error['code']:04X}, {texts}")
-    return "\n".join(out) + "\n" + _ERROR_TABLES
+    return "\n".join(out) + "\n" + _WORD
 
 
 _MESSAGES_HEAD = """
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
-import attrs
 import numpy as np
 import numpy.typing as npt
+from attrs import cmp_using, field, frozen
 
 from kvproto.wire import enums
+from kvproto.wire.row import row
 
 UIntArray = npt.NDArray[np.unsignedinteger[Any]]
-_same = attrs.cmp_using(eq=np.array_equal)
+_same = cmp_using(eq=np.array_equal)
 """
 
 
@@ -96,9 +94,10 @@ def messages_module(facts: Facts) -> str:
     out = [f'"""Messages and structs of v1. {HEAD}"""', _MESSAGES_HEAD]
     for kind in ("struct", "message"):
         for name, body in facts[kind].items():
-            out += ["", "@attrs.frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""']
+            out += ["", "@frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""']
             if kind == "message":
                 out.append(f"    TYPE: ClassVar[int] = 0x{body['id']:04X}")
+                out.append(f'    DELIVERY: ClassVar[str] = "{body["delivery"]}"')
             for field in body["field"]:
                 unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
                 out += [_attribute(field, facts), f'    """{field["doc"]}{unit} Since {field["since"]}."""']
@@ -110,16 +109,19 @@ def messages_module(facts: Facts) -> str:
 def _attribute(field: Facts, facts: Facts) -> str:
     """The line of a class that states a field."""
     type_ = annotation(field["type"], facts)
+    bounds = {key: field[key] for key in ("min", "max", "length") if key in field}
+    unit = {} if field["unit"] == "none" else {"unit": field["unit"]}
+    named = "".join(f", {key}={json.dumps(value)}" for key, value in (bounds | unit).items())
     options = []
     if field["presence"] == "optional":
-        type_ = f'"{type_[1:-1]} | None"' if type_.startswith('"') else f"{type_} | None"
+        type_ += " | None"
         options.append("default=None")
     if field.get("secret"):
         options.append("repr=False")
     if field["type"].startswith("array<"):
         options.append("eq=_same, hash=False")
-    default = f" = attrs.field({', '.join(options)})" if options else ""
-    return f"    {field['name']}: {type_}{default}"
+    options.append(f'metadata=row({field["id"]}, "{field["type"]}"{named})')
+    return f"    {field['name']}: {type_} = field({', '.join(options)})"
 
 
 def parts_module(facts: Facts) -> str:
@@ -145,6 +147,23 @@ def parts_module(facts: Facts) -> str:
     )
 
 
+_TABLES_HEAD = """
+from typing import Any
+
+import attrs
+
+from kvproto.wire import messages
+from kvproto.wire.row import Field as Field
+from kvproto.wire.row import rows
+"""
+_TABLES_OF_CLASSES = """\
+CLASSES: dict[str, type[Any]] = {name: cls for name, cls in vars(messages).items() if attrs.has(cls)}
+FIELDS = {name: rows(cls) for name, cls in CLASSES.items()}
+UNITS = {name: {field.name: field.metadata["unit"] for field in attrs.fields(cls)} for name, cls in CLASSES.items()}
+SECRET = {name: {field.name for field in attrs.fields(cls) if not field.repr} for name, cls in CLASSES.items()}
+"""
+
+
 def tables_module(facts: Facts) -> str:
     """kvproto/wire/tables.py"""
     protocol, grease = facts["protocol"], facts["grease"]
@@ -154,11 +173,9 @@ def tables_module(facts: Facts) -> str:
     codes = {1 << i: facts["ext"][f"u{8 << i}"] for i in range(4)}
     kinds = {code: (name[0], int(name[1:]) // 8) for name, code in facts["ext"].items()}
     frozen = [name for name, message in facts["message"].items() if message["frozen"]]
-    units = {n: {f["name"]: f["unit"] for f in body["field"] if f["unit"] != "none"} for n, body in bodies}
-    secret = {n: sorted(f["name"] for f in body["field"] if f.get("secret")) for n, body in bodies}
     out = [
         f'"""Tables that the codec is made of. {HEAD}"""',
-        "",
+        _TABLES_HEAD,
         f"MAGIC = {_source(protocol['magic'].encode())}",
         f"MAJOR = {protocol['major']}",
         f"MINOR = {protocol['minor']}",
@@ -179,28 +196,13 @@ def tables_module(facts: Facts) -> str:
         f"OPEN_ENUMS = {{{_source(open_enums)[1:-1]}}}",
         f"FROZEN = {{{_source(frozen)[1:-1]}}}",
         "",
-        "Field = tuple[int, str, str, bool, int | None, int | None, int | None]",
-        '"""id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""',
+        _TABLES_OF_CLASSES,
         "Rule = tuple[str, tuple[str | int, ...], str]",
         '"""predicate, its arguments, the error"""',
         "",
         *_table(
-            "FIELDS: dict[str, tuple[Field, ...]]", {name: tuple(map(_field, body["field"])) for name, body in bodies}
-        ),
-        *_table(
             "RULES: dict[str, tuple[Rule, ...]]", {name: _rules(body) for name, body in bodies if body.get("rule")}
         ),
-        "DELIVERY: dict[str, str] = {",
-        *(f'    "{name}": "{message["delivery"]}",' for name, message in facts["message"].items()),
-        "}",
-        "",
-        "UNITS: dict[str, dict[str, str]] = {",
-        *(f"    {_source(name)}: {_source(row)}," for name, row in units.items() if row),
-        "}",
-        "",
-        "SECRET: dict[str, set[str]] = {",
-        *(f"    {_source(name)}: {{{_source(row)[1:-1]}}}," for name, row in secret.items() if row),
-        "}",
     ]
     return "\n".join(out) + "\n"
 
@@ -208,11 +210,6 @@ def tables_module(facts: Facts) -> str:
 def _source(value: object) -> str:
     """A plain value as Python, with double quotes."""
     return repr(value).replace("'", '"')
-
-
-def _field(field: Facts) -> tuple[object, ...]:
-    required = field["presence"] == "required"
-    return field["id"], field["name"], field["type"], required, field.get("min"), field.get("max"), field.get("length")
 
 
 def _rules(body: Facts) -> tuple[tuple[object, ...], ...]:
