@@ -74,7 +74,7 @@ def packed(
     conn: Connection, agent: Agent, link: StagedLink, sequence: int, run: int, made: CopyProgram, own: Registered
 ) -> float:
     """Seconds from the first byte that is gathered to the last one that is scattered."""
-    conn.send((sequence, run, made.maps[0].size * made.ops["lane_bytes"][0] // run))
+    conn.send((sequence, run, int(made.maps[0].size * made.ops["lane_bytes"][0]) // run))
     assert conn.recv() is None
     begin = time.perf_counter()
     sender = StagedSender(link, PackedStream(made, "source", {0: memoryview(own.memory.buffer)}))  # type: ignore[arg-type]
