@@ -232,7 +232,7 @@ def random_prompt(seed: int, pages: int) -> Chain:
     return prompt
 
 
-def measure_index(prompts: int = INDEXED // PREFIX) -> dict[str, float]:
+def measure_index(prompts: int) -> dict[str, float]:
     """Memory and lookups of an index that is full of prompts of 512 pages, with a target and a draft."""
     before, index = resident(), Index(LAYOUT, prompts * PREFIX)
     for seed in range(prompts):
@@ -262,10 +262,10 @@ def resident() -> int:
 
 def main() -> int:
     """Measure, print, keep."""
-    args = arguments(__doc__, "tiers", rounds=15).parse_args()
-    index = measure_index()
+    args = arguments(__doc__, "tiers", rounds=15, quick="few of everything, to see that it works").parse_args()
+    index = measure_index(8 if args.quick else INDEXED // PREFIX)
     print("index: " + ", ".join(f"{name} {figure:,}" for name, figure in index.items()))
-    disk = measure(random_prompt(0, STORED), args.rounds)
+    disk = measure(random_prompt(0, 2 * GROUP if args.quick else STORED), args.rounds)
     for way, rates in disk["mb_s"].items():
         print(f"{way}, MB/s: " + ", ".join(f"{name} {rate:,}" for name, rate in rates.items()))
     keep(args.out, facts() | {"page_tokens": PAGE, "index": index, "disk": disk})
