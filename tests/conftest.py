@@ -116,6 +116,7 @@ SLOW = {
     "tiers/test_storage.py",
     "tiers/test_stores.py::test_a_writer_that_is_killed_holds_up_nobody[lmdb]",
     "tiers/test_whole.py",
+    "tools/test_benchmarks.py::test_a_small_run_ends_well",
     "transport/test_cuda_kernel.py",
     "transport/test_cuda_stream.py",
     "transport/test_nixl.py",
