@@ -132,7 +132,7 @@ class SourceTransfers(Extension):
                 raise RemoteError(ErrorCode.BAD_GRANT, field, _either(ours), str(theirs), advice)
         assert epoch is not None  # it is one of those that are open
         side = left_out = None
-        if any([grant.items is None for grant in message.grants]) and Feature.INTENT in session.features:
+        if any(grant.items is None for grant in message.grants) and Feature.INTENT in session.features:
             side = RankLayout(described.sink, described.ranks[1], epoch.columns)
             named = tuple([grant.group for grant in message.grants]) == described.groups
             left_out = named and lacks_items(side, message.grants)
