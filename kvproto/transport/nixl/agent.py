@@ -22,7 +22,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -178,14 +178,14 @@ class Write:
 
     def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
         self._agent, self.bytes, self.peers, self.slots = agent, bytes_, peers, slots
-        self._proof: Proof | None = None
+        self.proof: Proof | None = None
+        """Once it is over: PROVEN if no byte can arrive any more, else UNPROVABLE."""
         self._error: KvprotoError | None = None
         self._over = False
         """Set last, so that a thread that sees it set sees the others too."""
         self.completed: threading.Event | None = None
         """Wakes threads that wait, if any do."""
         self.handles: list[int] = []
-        self.cancelled = False
 
     def ready(self) -> bool:
         """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED if that failed."""
@@ -206,21 +206,10 @@ class Write:
                 completed.wait(self._agent.wait_slice(left))
         return self.ready()
 
-    @property
-    def proof(self) -> Proof | None:
-        """PROVEN if no byte can arrive any more, else UNPROVABLE, once the write is over; None before that."""
-        return self._proof
-
-    def abandon(self) -> None:
-        """Give the write up; `proof` is soon PROVEN if it was complete or never posted, else UNPROVABLE."""
-        self.cancelled = True
-        with contextlib.suppress(KvprotoError):  # a closed agent has ended it
-            self._agent.abandon(self)
-
     def end(self, error: KvprotoError | None, proof: Proof) -> None:
         if self._over:
             return
-        self._proof, self._error = proof, error.kept() if error is not None else None
+        self.proof, self._error = proof, error.kept() if error is not None else None
         self._over = True
         if self.completed is not None:
             self.completed.set()
@@ -273,8 +262,6 @@ class Transfers:
         """Post a write's transfers, cached or new."""
         begun, ready = False, True
         try:
-            if write.cancelled:
-                raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
             for peer in write.peers:
                 if peer.lost:
                     raise peer.lost.again()
@@ -350,18 +337,14 @@ class Transfers:
         self._evict(lambda slots: slots.peer.name in names)
         return error
 
-    def abandon(self, write: Write) -> None:
-        """Give a write up, unless it turns out to be complete."""
-        if write in self.posted and not self.poll(write):
-            self._over(write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
-
     def disconnect(self, peer: Peer) -> None:
         """Stop writing this peer's memory; the connection ends with the last memory of its agent."""
         _, peers = self.peers.get(peer.name, (b"", []))
         if peer not in peers:
             return
         for write in [write for write in self.posted if peer in write.peers]:
-            self.abandon(write)
+            if not self.poll(write):
+                self._over(write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
         self._evict(lambda slots: slots.peer is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
@@ -481,11 +464,6 @@ class Agent:
     def idle(self) -> bool:
         """Whether it has no memory that peers may write, and no peer."""
         return not self._open and not self._transfers.peers
-
-    @property
-    def cached(self) -> Collection[SlotPair]:
-        """The pairs of slots whose transfer is cached, the least recently used first."""
-        return self._transfers.cached
 
     def fileno(self) -> int:
         """Readable when a write has ended since the last `wait`; for poll, select, or a ZeroMQ poller."""
@@ -624,10 +602,6 @@ class Agent:
 
         self._enqueue(job)
         return write
-
-    def abandon(self, write: Write) -> None:
-        """Give a write up; raises TRANSPORT_FAILED on a closed agent."""
-        self._enqueue(lambda: self._transfers.abandon(write))
 
     def deregister(self, registered: Registered, registration: Any) -> None:
         """Forbid all writes of this memory."""
