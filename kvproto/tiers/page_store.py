@@ -178,7 +178,7 @@ class PageStore:
         """Read the manifest of page i from the back end, where another process may have changed it."""
         id = chain.ids(self.layout.form)[i]
         data = get_manifest(self.store, manifest_key(id, self.layout.geometry))
-        manifest = None if data is None else parse_manifest(data, self.layout, chain, i)
+        manifest = parse_manifest(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)
         else:

@@ -23,7 +23,7 @@ from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
 from kvproto.tiers.host_copies import as_pool
-from kvproto.tiers.manifest import ObjectReferences, manifest_key, object_key
+from kvproto.tiers.manifest import ObjectReferences, manifest_key, names, object_key
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
 from kvproto.tiers.store import Store, get_manifest
@@ -147,7 +147,11 @@ class RelayoutReader:
                     continue
                 key = manifest_key(chain.ids(form)[i], geometry)
                 manifest = ObjectReferences().add(key, get_manifest(self.store, key))
-                if manifest is not None and _right(manifest, form, chain, i):
+                if (
+                    manifest
+                    and names(manifest, form, chain, i)
+                    and (form is KeyForm.AHEAD or not _looks_ahead(manifest))
+                ):
                     manifests.append(manifest)
                     break
             else:
@@ -254,9 +258,6 @@ class _Cut:
         return memory
 
 
-def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
-    """Whether a manifest is that of page i of a prompt, with ids of this form."""
-    ahead = any(component.form is KeyForm.AHEAD for component in manifest.components)
-    wanted = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
-    stated = (manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page)
-    return stated == wanted and (form is KeyForm.AHEAD or not ahead)  # it may lack the component that looks ahead
+def _looks_ahead(manifest: Manifest) -> bool:
+    """Whether a page has a component that looks ahead, which its OWN id does not cover."""
+    return any(component.form is KeyForm.AHEAD for component in manifest.components)

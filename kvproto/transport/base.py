@@ -434,10 +434,10 @@ class Provider(ABC):
         return [], []
 
 
-def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:
+def no_handle(path: str, code: TransportCode) -> RemoteError:
     """The refusal of a region that has no handle of a transport."""
     advice = "use a transport that both sides have"
-    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", wanted or code.name, "none", advice)
+    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", code.name, "none", advice)
 
 
 def _place(memory: Memory) -> str:
