@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cuda import core
 from cuda.core import Event, Kernel, Stream, StreamOptions
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError, bad
 from kvproto.transport.base import Copying
 from kvproto.transport.cuda import kernel
@@ -33,7 +33,7 @@ from kvproto.transport.cuda.driver import (
     upload,
     wait_event,
 )
-from kvproto.transport.cuda.kernel import LaunchGroup, PerProgramCache, SumTable, Table, UploadedLaunch, Work
+from kvproto.transport.cuda.kernel import CopyJob, LaunchGroup, PerProgramCache, Prepared, SumTable, UploadedLaunch
 from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
 
@@ -54,23 +54,6 @@ class DeviceBytes:
 
     def __del__(self) -> None:
         driver.cuMemFree(self.address)
-
-
-@attrs.frozen(eq=False)
-class Prepared:
-    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
-
-    table: Table
-    memory: DeviceBytes
-
-
-@attrs.frozen
-class CopyJob:
-    """A request's maps for one rank pair; only layers [lo, hi) if given."""
-
-    prepared: Prepared
-    maps: Sequence[RowMap]
-    layers: tuple[int, int] | None = None
 
 
 @attrs.frozen
@@ -234,13 +217,11 @@ class _Kernels:
         launch_kernel(function, grid, kernel.THREADS, int(stream.handle), ctypes.addressof(places))
 
 
-def _works(jobs: Sequence[CopyJob]) -> list[Work]:
-    """The jobs as works; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
-    if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
+def _check(jobs: Sequence[CopyJob]) -> None:
+    """Raise OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
+    if any(len(job.maps) != len(job.prepared.table.bounds) for job in jobs):
         raise bad("maps", "as many as the table's program has", "another number")
-    works = [Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
-    kernel.check(works)
-    return works
+    kernel.check(jobs)
 
 
 @attrs.frozen
@@ -312,7 +293,7 @@ class Copier:
             call(driver.cuMemcpyHtoDAsync(memory.address, table.ops.ctypes.data, table.ops.nbytes, ahead), "upload")
             call(driver.cuStreamSynchronize(ahead), "upload")
         self.load({shape.word for shape in table.shapes})
-        return Prepared(table, memory)
+        return Prepared(table, memory.address, memory)
 
     # copies of whole programs
 
@@ -323,8 +304,8 @@ class Copier:
         if memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
         enter(self._context)
-        works = _works(jobs)
-        few = kernel.inline_launch(works, self._kernels.few, 4 * self.blocks, self._long)
+        _check(jobs)
+        few = kernel.inline_launch(jobs, self._kernels.few, 4 * self.blocks, self._long)
         if few is not None:
             with _Whole(self.streams):
                 began = self._record() if self._timing else None
@@ -332,7 +313,7 @@ class Copier:
                 if few.chunks:
                     self._kernels.run_few(self.stream, few.word, min(few.chunks, self.blocks))
                 return DeviceCopy(self._record(), few.bytes, began, jobs)
-        parts = kernel.parts(works, max(self._slots // 2, 1))
+        parts = kernel.parts(jobs, max(self._slots // 2, 1))
         all_buffers = self._take([kernel.sizes(part) for part in parts])
         began, total = None, 0
         with _Whole(self.streams):
@@ -353,9 +334,9 @@ class Copier:
         Jobs should share their maps, whose rows are then expanded once.
         """
         enter(self._context)
-        works = _works(jobs)
-        (buffers,) = self._take([kernel.sizes(works)])
-        launch = self._write(works, buffers, separate=True)
+        _check(jobs)
+        (buffers,) = self._take([kernel.sizes(jobs)])
+        launch = self._write(jobs, buffers, separate=True)
         with _Whole(self.streams):
             self._prelude(launch, buffers, after)
         return Series(self, jobs, launch, buffers)
@@ -372,8 +353,8 @@ class Copier:
             series.held, series.buffers.event = False, series.copies[-1].event
             self._buffers.append(series.buffers)
 
-    def _write(self, works: Sequence[Work], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
-        return kernel.launch(works, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
+    def _write(self, jobs: Sequence[CopyJob], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
+        return kernel.launch(jobs, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
 
     def _prelude(self, launch: UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""

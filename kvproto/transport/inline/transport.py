@@ -49,7 +49,7 @@ class DataPiece:
 class InlineLink(PackedLink):
     """The credit of one session, in bytes that may still be sent, which its streams share."""
 
-    kind: ClassVar[CreditKind] = CreditKind.INLINE
+    kind = CreditKind.INLINE
     room = 0
 
     def allow(self, bytes: int) -> None:

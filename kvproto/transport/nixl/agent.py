@@ -53,13 +53,6 @@ _MOST_CACHED = 1 << 14
 # memory
 
 
-@attrs.frozen
-class Slot(ByteRange):
-    """The first bytes of a staging slot."""
-
-    owner: Slotted | None = attrs.field(default=None, repr=False, eq=False)
-
-
 class Slotted:
     """Memory that may be divided into equal staging slots."""
 
@@ -69,14 +62,14 @@ class Slotted:
         """Bytes of each slot; 0 if there is none."""
         self.slots = memory.length // slot_bytes if slot_bytes else 0
         """Number of staging slots."""
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ByteRange] = {}
 
     def slot(self, number: int, length: int) -> ByteRange:
         """The first bytes of a staging slot."""
         known = self._slots.get(number)
         if known is None or known.length != length:
             part = self.memory.part(number * self.slot_bytes, length)
-            known = self._slots[number] = Slot(part.address, length, part.kind, part.device, part.buffer, self)
+            known = self._slots[number] = attrs.evolve(part, owner=self)
         return known
 
 
@@ -132,10 +125,9 @@ class Peer(Slotted):
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
         slots = None
-        if isinstance(source, Slot) and isinstance(to, Slot) and to.owner is self:
-            own = source.owner
-            if isinstance(own, Registered) and own.agent is self.agent:
-                slots = SlotPair(own, source.address, self, to.address, source.length)
+        own = source.owner
+        if to.owner is self and isinstance(own, Registered) and own.agent is self.agent:
+            slots = SlotPair(own, source.address, self, to.address, source.length)
 
         def postings() -> list[Posting]:
             local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
@@ -203,7 +195,8 @@ class Write:
         while not self.ready() and (left := until - time.monotonic()) > 0:
             completed = self._agent.completion_of(self)  # before `_over` is read, which is set before the event
             if not self._over:
-                completed.wait(self._agent.wait_slice(left))
+                # an eager agent's thread seldom looks
+                completed.wait(min(left, _SOON) if self._agent.eager else left)
         return self.ready()
 
     def end(self, error: KvprotoError | None, proof: Proof) -> None:
@@ -395,7 +388,7 @@ class Agent:
     """Made by the thread, and used by the thread that has the turn, until `_ended`."""
 
     def __init__(self, eager: bool = False) -> None:
-        self._eager = eager
+        self.eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
@@ -499,7 +492,7 @@ class Agent:
             started.set_exception(e if isinstance(e, KvprotoError) else _failed("cannot start UCX", e))
             return
         started.set_result(None)
-        soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
+        soon, late = (_SELDOM, _SELDOM) if self.eager else (_SOON, _LATE)
         pause = soon
         while not self._closed:
             self._sleeps = True  # before `posted` is read: a thread that posts wakes this one after posting
@@ -546,7 +539,7 @@ class Agent:
 
         It waits for its turn; the thread that has the turn needs the GIL, which waiting releases.
         """
-        if not self._eager:
+        if not self.eager:
             return
         with self._nixl_lock:
             if self._ended:
@@ -561,17 +554,13 @@ class Agent:
             write.completed = write.completed or threading.Event()
             return write.completed
 
-    def wait_slice(self, seconds: float) -> float:
-        """The seconds for which a caller that waits leaves the work to the agent's thread."""
-        return min(seconds, _SOON) if self._eager else seconds
-
     def _enqueue(self, job: Callable[[], None]) -> None:
         with self._queue_lock:
             if self._closed:
                 raise _closed()
             self._jobs.append(job)
         self.advance()
-        if not self._eager or (self._transfers.posted and self._sleeps):
+        if not self.eager or (self._transfers.posted and self._sleeps):
             self._wakeup.set()
 
     def _call(self, work: Callable[[], T]) -> T:
@@ -589,15 +578,11 @@ class Agent:
         self._enqueue(job)
         return answer.result()
 
-    def post(self, postings: list[Posting], bytes_: int) -> Write:
-        """Post one write of descriptor lists, each to one peer."""
-        return self.begin(Write(self, bytes_, tuple(peer for *_, peer in postings)), lambda: postings)
-
     def begin(self, write: Write, postings: Callable[[], Sequence[Posting]]) -> Write:
         """Post a write in its turn."""
 
         def job() -> None:
-            self._posted_lately = self._eager
+            self._posted_lately = self.eager
             self._transfers.begin(write, postings)
 
         self._enqueue(job)

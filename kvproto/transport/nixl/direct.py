@@ -11,7 +11,6 @@ import numpy as np
 
 from kvproto.copying.program import CopyProgram, IntArray, Runs
 from kvproto.errors import LocalError, RemoteError, bad
-from kvproto.transport.base import Copying
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 
@@ -56,7 +55,7 @@ def descriptors(
     return {key: tuple(map(np.concatenate, zip(*parts, strict=True))) for key, parts in pieces.items()}  # type: ignore[misc]
 
 
-class DirectWrite(Copying):
+class DirectWrite:
     """A copy program as descriptor lists, posted once its rows are there; memory and peers by region id."""
 
     stream = None
@@ -70,7 +69,7 @@ class DirectWrite(Copying):
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """`ready` says whether the rows are there."""
-        self._agent, self._bytes, self._postings = agent, program.bytes, list[Posting]()
+        self._agent, self.bytes, self._postings = agent, program.bytes, list[Posting]()
         self._ready = ready
         self._write: Write | None = None
         bases = ({i: region.memory.address for i, region in side.items()} for side in (sources, sinks))
@@ -84,11 +83,8 @@ class DirectWrite(Copying):
 
     def post(self) -> Write:
         """Begin to write; ready when every byte is at its destination."""
-        return self._agent.post(self._postings, self._bytes)
-
-    @property
-    def bytes(self) -> int:
-        return self._bytes
+        write = Write(self._agent, self.bytes, tuple(peer for *_, peer in self._postings))
+        return self._agent.begin(write, lambda: self._postings)
 
     @property
     def done(self) -> bool:

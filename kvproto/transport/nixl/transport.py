@@ -219,7 +219,6 @@ class NixlTransport(base.Transport):
             self._former = None
 
     def fileno(self) -> int:
-        """Readable when a write has ended since `acknowledge`."""
         return self.agent.fileno()
 
     def acknowledge(self) -> None:

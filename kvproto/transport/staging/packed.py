@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import numpy as np
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import CreditKind, ErrorCode
 
 __all__ = [
     "IncomingStream", "Layer", "Order", "OutgoingStream", "PackedLink", "PackedStream", "Packer", "PendingCopy", "Side",
@@ -73,6 +73,9 @@ class Packer(Protocol):
 
 class PackedLink:
     """At the source: what the streams to one peer share."""
+
+    kind: ClassVar[CreditKind]
+    """The unit of the peer's credit."""
 
     def __init__(self) -> None:
         self.active: set[OutgoingStream] = set()

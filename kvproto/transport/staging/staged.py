@@ -75,7 +75,7 @@ class StagedLink(PackedLink):
     Raises OUT_OF_RANGE if either side has fewer than three slots.
     """
 
-    kind: ClassVar[CreditKind] = CreditKind.STAGING
+    kind = CreditKind.STAGING
 
     def __init__(self, own: Staging, target: Target) -> None:
         super().__init__()
