@@ -8,9 +8,9 @@ computes digests; other processes may use the same back end.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvproto.errors import LocalError
@@ -46,22 +46,17 @@ class BufferPool:
 
     def __init__(self, layout: PageLayout) -> None:
         self._lengths = layout.lengths
-        self._most = SPARE // max(sum(self._lengths.values()), 1)
-        self._lock = Lock()
-        self._spare: list[PageBuffers] = []
+        self._spare = deque[PageBuffers](maxlen=SPARE // max(sum(self._lengths.values()), 1))
 
     def take(self) -> PageBuffers:
         """Buffers for one page, with undefined bytes; buffers that are never returned are freed."""
-        with self._lock:
-            if self._spare:
-                return self._spare.pop()
+        with suppress(IndexError):
+            return self._spare.pop()
         return {group: memoryview(bytearray(length)) for group, length in self._lengths.items()}
 
     def give_back(self, buffers: PageBuffers) -> None:
         """Return buffers that nothing uses any more."""
-        with self._lock:
-            if len(self._spare) < self._most:
-                self._spare.append(buffers)
+        self._spare.append(buffers)
 
 
 class PageStore:

@@ -53,7 +53,6 @@ class BatchStore(Store, Protocol):
     """The number of pages that are best written together; 1: each by itself."""
 
     def put(self, key: str, data: Data) -> None:
-        """Keep these bytes, in place of others under the same key; raises OSError."""
         self.put_all([(key, data)])
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:

@@ -5,7 +5,7 @@ It maps nothing and needs no library, so it works between any two hosts, on host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -27,6 +27,9 @@ FRAME = 128 << 10
 """Bytes of one Data."""
 WINDOW = 2 << 20
 """Bytes that may be on their way to a sink from one source rank."""
+
+
+_buffers = partial(buffers, wanted="memory of the host", kinds=(SharedMemory,))
 
 
 # the source
@@ -188,9 +191,9 @@ class InlineTransport(base.Transport):
         self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
     ) -> base.Exposure:
         """Say that bytes of these regions come as Data; raises NO_TRANSPORT for memory that is not the host's."""
-        buffers = _buffers(memory)
+        views = _buffers(memory)
         receiver = InlineReceiver(self.window)
-        delivery = base.StreamDelivery(receiver, lambda program: PackedStream(program, "sink", buffers))
+        delivery = base.StreamDelivery(receiver, lambda program: PackedStream(program, "sink", views))
         handle = Handle(transport=TransportCode.INLINE, data=b"")
         return base.Exposure(dict.fromkeys(memory, (handle,)), packed=delivery)
 
@@ -220,7 +223,3 @@ class InlineTransport(base.Transport):
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return partial(checksums, program, _buffers(memory), sink)
-
-
-def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return buffers(side, wanted="memory of the host", kinds=(SharedMemory,))

@@ -175,7 +175,6 @@ class NixlTransport(base.Transport):
         connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
-        """Make what the streams of a rank pair share."""
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
