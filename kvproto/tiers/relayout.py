@@ -159,23 +159,24 @@ class RelayoutReader:
         return manifests
 
 
+@attrs.define
 class _Cut:
     """A copy from the objects of an engine's pages into pages of ours, as routes say."""
 
-    def __init__(
-        self,
-        reader: RelayoutReader,
-        engine: _WriterEngine,
-        routes: Sequence[Route],
-        manifests: Mapping[int, Sequence[Manifest]],
-        pages: int,
-        count: int,
-    ) -> None:
-        """`manifests` are by rank of the engine; its first `count` pages fill `pages` of ours."""
-        self._reader, self._engine, self._routes, self._manifests = reader, engine, routes, manifests
-        self._pages, self._count = pages, count
-        self.memory = {group: memoryview(bytearray(n * pages)) for group, n in reader.layout.lengths.items()}
-        """Our pages by group, one after the other."""
+    _reader: RelayoutReader
+    _engine: _WriterEngine
+    _routes: Sequence[Route]
+    _manifests: Mapping[int, Sequence[Manifest]]
+    """By rank of the engine."""
+    _pages: int
+    _count: int
+    """The number of the engine's first pages that fill `_pages` of ours."""
+    memory: dict[int, memoryview] = attrs.field(init=False)
+    """Our pages by group, one after the other."""
+
+    def __attrs_post_init__(self) -> None:
+        lengths = self._reader.layout.lengths
+        self.memory = {group: memoryview(bytearray(n * self._pages)) for group, n in lengths.items()}
 
     def fill(self) -> list[set[int]] | None:
         """Fill our pages; returns the groups that each lacks, or None if a required group is missing or damaged."""

@@ -19,20 +19,7 @@ from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError, bad
 from kvproto.transport.base import Copying
 from kvproto.transport.cuda import kernel
-from kvproto.transport.cuda.driver import (
-    Mark,
-    call,
-    copy_all,
-    current,
-    download,
-    driver,
-    enter,
-    is_done,
-    is_idle,
-    launch_kernel,
-    upload,
-    wait_event,
-)
+from kvproto.transport.cuda.driver import Mark, call, copy_all, current, driver, enter, is_done, is_idle, run
 from kvproto.transport.cuda.kernel import CopyJob, LaunchGroup, PerProgramCache, Prepared, SumTable, UploadedLaunch
 from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
@@ -214,7 +201,8 @@ class _Kernels:
         if function is None:
             compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
             function = self._functions[word, name] = int(compiled.handle)
-        launch_kernel(function, grid, kernel.THREADS, int(stream.handle), ctypes.addressof(places))
+        where = 0, int(stream.handle), ctypes.addressof(places), None  # no shared memory, no further options
+        run("cuLaunchKernel", function, *grid, 1, kernel.THREADS, 1, 1, *where)
 
 
 def _check(jobs: Sequence[CopyJob]) -> None:
@@ -364,7 +352,7 @@ class Copier:
             self._expand(buffers, launch.size, launch.n_maps, launch.most_rows, stream)
         if ahead:
             expanded = Mark(int(self._ahead.handle))  # held, as it is destroyed with its last reference
-            wait_event(int(self.stream.handle), expanded.handle)
+            run("cuStreamWaitEvent", int(self.stream.handle), expanded.handle, 0)
         self.follow(after or ())
 
     def _copy(self, group: LaunchGroup, buffers: LaunchBuffers) -> None:
@@ -376,7 +364,7 @@ class Copier:
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
-        upload(image, buffers.view.ctypes.data, size, int(stream.handle))
+        run("cuMemcpyHtoDAsync_v2", image, buffers.view.ctypes.data, size, int(stream.handle))
         tall = min(-(-most_rows // kernel.THREADS), 4 * self.blocks)
         self._kernels.run(stream, 16, "expand", (tall, n_maps), image)
 
@@ -385,7 +373,7 @@ class Copier:
         if events:
             enter(self._context)
         for event in events:
-            wait_event(int(self.stream.handle), event)
+            run("cuStreamWaitEvent", int(self.stream.handle), event, 0)
 
     def _record(self) -> Event | Mark:
         return self.stream.record(options=self._timing) if self._timing else Mark(int(self.stream.handle))
@@ -443,7 +431,7 @@ class Copier:
             self._expand(buffers, size, table.n_maps, max(m.size for m in program.maps), self._aside)
             for word, offset, count in table.launches:
                 self._kernels.run(self._aside, word, "checksum", (self.blocks, count), at + offset)
-            download(host + totals.start, at + totals.start, size - totals.start, stream)
+            run("cuMemcpyDtoHAsync_v2", host + totals.start, at + totals.start, size - totals.start, stream)
             over = Mark(stream)
 
         def sums() -> Sums:

@@ -20,7 +20,6 @@ from cuda.core import Buffer, Device
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
 from kvproto.transport.cuda.driver import (
-    FAULTS,
     call,
     current,
     driver,
@@ -55,23 +54,12 @@ _FACTS = {
 }
 
 
-def _attribute_at(attribute: driver.CUpointer_attribute, address: int) -> int:
-    """An attribute of an address; 0 if the driver knows none.
-
-    It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
-    """
-    known, value = pointer_attribute(attribute.value, address)
-    if known in FAULTS:  # unlike freed memory, which the driver does not know
-        call((driver.CUresult(known),), "pointer attribute")
-    return value if known == 0 else 0
-
-
 def facts(address: int) -> dict[str, int]:
     """The attributes of the allocation at an address; zeros if there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
     known = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return known | {"device": _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
+    return known | {"device": pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 def allocation_at(address: int) -> int | None:
@@ -176,8 +164,8 @@ class DeviceMemory:
         pieces: list[tuple[int, int]] = []
         at = self.address
         while at < self.address + self.length:
-            base = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
-            size = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
+            base = pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
+            size = pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
             if not base or not size:
                 mine = "mapped device memory"
                 raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, "none", "allocate first")
@@ -197,7 +185,7 @@ class DeviceMemory:
 
     def check(self) -> None:
         """Raise POOL_MOVED if the allocation was freed or replaced."""
-        if _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
+        if pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
