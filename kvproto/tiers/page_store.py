@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvproto.errors import LocalError
+from kvproto.tiers.fsck import delete_page
 from kvproto.tiers.manifest import (
     Data,
     ObjectReferences,
@@ -212,9 +213,7 @@ class PageStore:
         for manifest in evicted:
             self._count("evicted")
             with self._counting_failures():
-                self.store.delete(manifest_key(manifest.id, manifest.geometry))
-                for component in manifest.components:
-                    self.store.delete(object_key(manifest, component))
+                delete_page(self.store, manifest_key(manifest.id, manifest.geometry), manifest)
 
     def _count(self, what: str) -> None:
         with self._lock:

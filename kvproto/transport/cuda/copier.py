@@ -89,13 +89,21 @@ class Series:
     launch: UploadedLaunch
     buffers: LaunchBuffers
     copies: list[DeviceCopy] = attrs.field(factory=list)
-    held: bool = True
-    """Whether other launches may not use the buffers yet."""
 
     def go_on(self, count: int) -> None:
         """Start copies until the first `count` of them have been started."""
-        if count > len(self.copies):
-            self.copier.go_on(self, min(count, len(self.jobs)))
+        copier, count = self.copier, min(count, len(self.jobs))
+        if count <= len(self.copies):
+            return
+        enter(copier._context)
+        with _Whole(copier.streams):
+            for i in range(len(self.copies), count):
+                group = self.launch.groups[i]
+                copier._copy(group, self.buffers)
+                self.copies.append(DeviceCopy(copier._record(), group.bytes, None, self.jobs[i : i + 1]))
+        if count == len(self.jobs):  # so other launches may use the buffers once it is done
+            self.buffers.event = self.copies[-1].event
+            copier._buffers.append(self.buffers)
 
     def finish(self) -> DeviceCopy:
         """Start all copies, and return the last one."""
@@ -328,18 +336,6 @@ class Copier:
         with _Whole(self.streams):
             self._prelude(launch, buffers, after)
         return Series(self, jobs, launch, buffers)
-
-    def go_on(self, series: Series, count: int) -> None:
-        """Start copies of a series until there are `count`."""
-        enter(self._context)
-        with _Whole(self.streams):
-            for i in range(len(series.copies), count):
-                group = series.launch.groups[i]
-                self._copy(group, series.buffers)
-                series.copies.append(DeviceCopy(self._record(), group.bytes, None, series.jobs[i : i + 1]))
-        if count == len(series.jobs) and series.held:
-            series.held, series.buffers.event = False, series.copies[-1].event
-            self._buffers.append(series.buffers)
 
     def _write(self, jobs: Sequence[CopyJob], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
         return kernel.launch(jobs, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
