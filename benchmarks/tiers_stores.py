@@ -1,4 +1,4 @@
-"""Back ends for stored pages beside each other: files, LMDB, and RocksDB; boto3 and obstore against moto's server.
+"""Back ends for stored pages beside each other: files, packs, and RocksDB; boto3 and obstore against moto's server.
 
 512 pages, each an object of 590 KB, one of 74 KB and a manifest of 300 B, written to this disk and read from it.
 
@@ -24,8 +24,8 @@ from moto.server import ThreadedMotoServer
 from tiers import dropped, timed
 
 from kvproto.tiers.file_store import FileStore
-from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
+from kvproto.tiers.pack_store import PackStore
 
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)
 CALLS = 100
@@ -55,8 +55,8 @@ class Rocks:
 STORES: dict[str, Callable[[Path], Any]] = {
     "files": FileStore,
     "files, synced": partial(FileStore, durable=True),
-    "lmdb": LmdbStore,
-    "lmdb, durable": partial(LmdbStore, durable=True),
+    "packs": PackStore,
+    "packs, synced": partial(PackStore, durable=True),
     "rocksdb": partial(Rocks, durable=False),
     "rocksdb, synced": partial(Rocks, durable=True),
 }

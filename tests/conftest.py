@@ -114,7 +114,6 @@ SLOW = {
     "tiers/test_relayout.py::test_whatever_the_sizes_are",
     "tiers/test_relayout.py::test_two_engines_of_other_sizes_write_and_evict_at_once_over_one_folder",
     "tiers/test_storage.py",
-    "tiers/test_stores.py::test_a_writer_that_is_killed_holds_up_nobody[lmdb]",
     "tiers/test_whole.py",
     "tools/test_benchmarks.py::test_a_small_run_ends_well",
     "transport/test_cuda_kernel.py",

@@ -26,7 +26,7 @@ _LEAST = 8
 def add(commands: Any) -> None:
     """Add the command and its options."""
     command = commands.add_parser("tiers", help="list stored pages; verify them, prune them")
-    command.add_argument("place", metavar="PLACE", help="a folder, packs:FOLDER, lmdb:FOLDER or s3://BUCKET/PREFIX")
+    command.add_argument("place", metavar="PLACE", help="a folder, packs:FOLDER or s3://BUCKET/PREFIX")
     command.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     text = "delete damaged pages, and old files that belong to no page"
     command.add_argument("--prune", action="store_true", help=text)
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check a store, delete what was requested, and print; exits with 1 for damaged pages or an unreadable place."""
     scheme, _, rest = args.place.rpartition(":")
-    wants = {"": Path(rest) / "m", "lmdb": Path(rest) / "data.mdb", "packs": Path(rest) / "p"}.get(scheme)
+    wants = {"": Path(rest) / "m", "packs": Path(rest) / "p"}.get(scheme)
     if wants is not None and not wants.exists():
         print(f"error: {args.place}: no cached pages, since there is no {wants}", file=sys.stderr)
         return 1
