@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import _batches, checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
