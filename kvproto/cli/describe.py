@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from kvproto.catalog.tensors import Array, RankMemory
 from kvproto.catalog.vllm import BACKENDS
 from kvproto.cli.plans import read_config
 from kvproto.cli.slices import aligned
-from kvproto.errors import KvprotoError, bad
+from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import DEALS, Parallel
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
 
-__all__ = ["add", "run"]
+__all__ = ["add"]
 
 _KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
@@ -115,19 +114,13 @@ def add(commands: Any) -> None:
     parser.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
     for name, option in (_options() | _engine_options()).items():
         parser.add_argument(name, **option)
+    parser.set_defaults(run=_run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print a Description, or an engine's tensors; returns the exit status."""
-    try:
-        for line in _described(args):
-            print(line)
-    except KvprotoError as error:
-        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for line in _described(args):
+        print(line)
     return 0
 
 
