@@ -148,12 +148,7 @@ def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
         ("groups", limits.MAX_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
-        (
-            "groups",
-            limits.MAX_RUNS,
-            "runs in orders",
-            sum(map(len, orders)),
-        ),
+        ("groups", limits.MAX_RUNS, "runs in orders", sum(map(len, orders))),
         ("ranks", limits.MAX_RANKS, "ranks", len(geometry.ranks)),
         ("ranks", limits.MAX_CLAIMS, "layers times intervals", sum(claims)),
         ("ranks", limits.MAX_RANK_CLAIMS, "layers times intervals on one rank", max(claims, default=0)),

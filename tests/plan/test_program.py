@@ -542,10 +542,10 @@ def test_worked_examples_of_the_spec() -> None:
 
 def test_worked_example_of_two_deals() -> None:
     """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
-    from kvproto.planning.cutting import class_pairs
+    from kvproto.planning.deals import shared_classes
 
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
-    assert len(class_pairs(a, b)) == 8
+    assert len(shared_classes(a, b)) == 8
     assert [t for t in range(48) if t // 4 % 4 == 0 and t // 6 % 2 == 0] == [0, 1, 2, 3, 16, 17]
 
 
