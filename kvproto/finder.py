@@ -64,9 +64,7 @@ class Finder:
         servers = {address: check_seed("sources", Seed(address, key), chosen) for address, key in seeds.items()}
         self._changed = threading.Condition()
         party = Party(named, 0, 0, new_incarnation(time.time(), secrets.randbits(20)))
-        self._node = WatchNode(party, dialer_of(chosen))
-        for address, server in servers.items():
-            self._node.watch(address, server)
+        self._node = WatchNode(party, dialer_of(chosen), servers)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
         self._driver.start()
         self._threaded = chosen.thread
@@ -156,17 +154,12 @@ class Finder:
 class WatchNode:
     """The node of a Finder: sessions with any number of source replicas."""
 
-    def __init__(self, party: Party, dialer: Dialer) -> None:
-        self._party, self._dialer = party, dialer
-        self.endpoints: dict[str, WatchEndpoint] = {}
-        """Endpoints by the address that `watch` was given."""
-        self._servers: dict[str, bytes | None] = {}
-
-    def watch(self, address: str, server: bytes | None = None) -> None:
-        """Watch the replica with a rank that listens at `address`; `server` is its public key."""
-        if address not in self.endpoints:
-            endpoint = self.endpoints[address] = WatchEndpoint(self._party, address)
-            endpoint.advice, self._servers[address] = self._dialer.names.advice, server
+    def __init__(self, party: Party, dialer: Dialer, servers: Mapping[str, bytes | None]) -> None:
+        """Watch the replicas with a rank that listens at each address, by its public key."""
+        self._dialer, self._servers = dialer, servers
+        self.endpoints = {address: WatchEndpoint(party, address) for address in servers}
+        for endpoint in self.endpoints.values():
+            endpoint.advice = dialer.names.advice
             endpoint.dial(time.monotonic())
 
     def turn(self, ready: Collection[int] | None = None) -> list[Any]:

@@ -128,7 +128,9 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
     """The lines to print; raises LocalError, OSError or ValueError."""
     configs = _configs(args)
     own = _own_of(args)
-    parallel = _parallel_of(args)
+    stages = _numbers("pp_layers", args.pp_layers, ",") if args.pp_layers else None
+    dealt = args.interleave, args.origin, stages, args.virtual, _deal("deal", args.deal, ",")
+    parallel = Parallel(args.tp, args.pp, args.cp, args.dcp, *dealt)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise bad("fact", "NAME=VALUE, each name once", " ".join(args.fact))
@@ -163,13 +165,6 @@ def _configs(args: argparse.Namespace) -> list[Config]:
             raise bad("nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(draft)
     return configs + [read_config(path) for path in args.draft]
-
-
-def _parallel_of(args: argparse.Namespace) -> Parallel:
-    """The sizes of all caches; raises LocalError for a list that is not of numbers."""
-    stages = _numbers("pp_layers", args.pp_layers, ",") if args.pp_layers else None
-    deal = _deal("deal", args.deal, ",")
-    return Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages, args.virtual, deal)
 
 
 def _own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

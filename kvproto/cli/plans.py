@@ -16,8 +16,7 @@ import numpy as np
 
 from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
 from kvproto.catalog.config import Config
-from kvproto.cli import slices
-from kvproto.cli.slices import page
+from kvproto.cli.slices import as_json, page, slices, table
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
@@ -26,7 +25,6 @@ from kvproto.planning.compare import unstated
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, differences, plan
-from kvproto.planning.slices import slices as slices_of
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
@@ -121,11 +119,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = _as_json(sink, agreed, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
         if args.slices:
-            data["slices"] = slices.as_json(slices_of(source, sink, agreed))
+            data["slices"] = as_json(slices(source, sink, agreed))
         print(json.dumps(data))
         return 0
     if args.slices:
-        lines = slices.table(slices_of(source, sink, agreed))
+        lines = table(slices(source, sink, agreed))
     else:
         by = f"by {file}" if file else ORIGIN
         picture = _picture(source, sink, agreed, moved, args.first_token, args.tokens)
@@ -270,13 +268,8 @@ def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], or
 
 def _letters(sink: Geometry) -> dict[int, str]:
     """The letter of each group: T for the target, D for the draft, and the last of the name for further groups."""
-    return {g.id: _LETTERS[min(g.model, 7)] if _nth(sink, g.id) == 0 else g.name[-1] for g in sink.groups}
-
-
-def _nth(geometry: Geometry, id: int) -> int:
-    """The index of a group among those of its model."""
-    model = next(g.model for g in geometry.groups if g.id == id)
-    return [g.id for g in geometry.groups if g.model == model].index(id)
+    first = {g.model: g.id for g in reversed(sink.groups)}
+    return {g.id: _LETTERS[min(g.model, 7)] if first[g.model] == g.id else g.name[-1] for g in sink.groups}
 
 
 def _size(value: float) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvproto.finder import Finder
 from kvproto.options import Options
 from kvproto.tiers.fsck import GRACE, StoreReport, check_store, delete_page, prune
 from kvproto.tiers.manifest import manifest_key
-from kvproto.tiers.store import Store, open_store
+from kvproto.tiers.store import open_store
 from kvproto.wire.messages import Manifest
 
 __all__ = ["add"]
@@ -72,7 +72,10 @@ def _tiers(args: argparse.Namespace) -> int:
         if len(spaces) != 1 or len(args.drop) < _LEAST:
             says = f"{len(spaces)} namespaces begin with {args.drop!r}: name one, by {_LEAST} digits at least"
             raise ValueError(says)
-        deleted["dropped"] = _drop(store, report, *spaces)
+        dropped = [page for page in report.pages if page.namespace.hex() in spaces]
+        for page in dropped:
+            delete_page(store, manifest_key(page.id, page.geometry), page)
+        deleted["dropped"] = len(dropped)
     if args.prune:
         deleted["damaged"], deleted["files"] = prune(store, report, args.grace, args.verify)
     if deleted:
@@ -81,21 +84,12 @@ def _tiers(args: argparse.Namespace) -> int:
     return 1 if report.damaged else 0
 
 
-def _drop(store: Store, report: StoreReport, space: str) -> int:
-    pages = [page for page in report.pages if page.namespace.hex() == space]
-    for page in pages:
-        delete_page(store, manifest_key(page.id, page.geometry), page)
-    return len(pages)
-
-
-def _by_kind(report: StoreReport) -> Iterator[tuple[tuple[str, str], list[Manifest]]]:
+def _by_kind(report: StoreReport) -> list[tuple[tuple[str, str], list[Manifest]]]:
     """Pages by namespace and geometry."""
-
-    def kind(page: Manifest) -> tuple[str, str]:
-        return page.namespace.hex(), page.geometry.hex()
-
-    for both, pages in groupby(sorted(report.pages, key=kind), kind):
-        yield both, [*pages]
+    kinds: dict[tuple[str, str], list[Manifest]] = defaultdict(list)
+    for page in report.pages:
+        kinds[page.namespace.hex(), page.geometry.hex()].append(page)
+    return sorted(kinds.items())
 
 
 def _size(pages: list[Manifest]) -> int:
