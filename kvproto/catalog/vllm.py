@@ -13,7 +13,7 @@ from math import lcm
 import attrs
 
 from kvproto.catalog.config import Config
-from kvproto.catalog.setup import Arranged, Make, Setup, cache_kind
+from kvproto.catalog.models import Arranged, Make, Setup, cache_kind
 from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache

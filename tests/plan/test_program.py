@@ -77,7 +77,7 @@ def test_every_byte_against_brute_force(monkeypatch: pytest.MonkeyPatch, seed: i
             )  # fmt: skip
             program = pair.lower(have[number].windows, held.windows)
             with monkeypatch.context() as m:
-                m.setattr("kvproto.copying.rows._FEW", 0)
+                m.setattr("kvproto.copying.lowering._FEW", 0)
                 assert _same(program, pair.lower(have[number].windows, held.windows))
             assert execute(program, there, here) == program.bytes == sum(program.bytes_by_group().values())
             written += program.bytes
