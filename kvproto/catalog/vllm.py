@@ -227,12 +227,7 @@ def _tables(layers: list[_Layer]) -> list[list[_Layer]]:
 
 
 def _divided(
-    caches: list[Cache],
-    tables: list[list[_Layer]],
-    backends: dict[str, Backend],
-    layout: str,
-    block: int,
-    setup: Setup,
+    caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int, setup: Setup
 ) -> Arranged:
     """A group for each cache and block table, and the slabs that hold the tables' layers."""
     divided: list[Cache] = []

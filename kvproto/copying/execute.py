@@ -187,9 +187,9 @@ def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byt
     256 products of two bytes add up to less than 2^24, so no sum is rounded, whatever the order of its additions.
     """
     width, total = data.shape[2], np.zeros(8, np.uint64)
-    if data.size > _scratch.floats.size:
+    if data.size > np.size(getattr(_scratch, "floats", ())):
         _scratch.floats = np.empty(data.size, np.float32)
-    floats = _scratch.floats[: data.size].reshape(-1, width)
+    floats: npt.NDArray[np.float32] = _scratch.floats[: data.size].reshape(-1, width)
     floats[:] = data.reshape(-1, width)
     planes, sums = _weight_bytes(los[0], width), np.empty((len(floats), 8), np.float32)
     step = _GEMM // min(width, _EXACT)
@@ -233,14 +233,8 @@ def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, Bytes]]:
         yield first, np.frombuffer(b"".join(parts), np.uint8)
 
 
-class _Scratch(threading.local):
-    """Floats of one thread that are used again: memory that is fresh costs more to touch than to fill."""
-
-    def __init__(self) -> None:
-        self.floats = np.empty(0, np.float32)
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
+"""Floats of each thread that are used again: memory that is fresh costs more to touch than to fill."""
 
 
 def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summed]:

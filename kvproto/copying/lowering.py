@@ -47,7 +47,9 @@ class Pair:
                 key = (src.id, dst.id, box.source_class, box.sink_class)
                 if key not in numbers:
                     numbers[key] = len(self._maps)
-                    self._maps.append(self._map_spec(src, dst, box))
+                    whole = any(part.encoding for part in dst.parts)
+                    ours, theirs = (not whole and _flat(x.columns[g.id], g) for x, g in ((source, src), (sink, dst)))
+                    self._maps.append(MapSpec(src, dst, box.source_class, box.sink_class, ours, theirs, whole))
                 number = numbers[key]
                 place = (number, box.part, box.layer_lo, box.layer_hi)
                 if place not in parts:
@@ -58,12 +60,6 @@ class Pair:
         self._ops["seed"] = seeds(self._ops)
         self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
         self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
-
-    def _map_spec(self, src: Group, dst: Group, box: Box) -> MapSpec:
-        whole = any(part.encoding for part in dst.parts)
-        source_flat = not whole and _flat(self.source.columns[src.id], src)
-        sink_flat = not whole and _flat(self.sink.columns[dst.id], dst)
-        return MapSpec(src, dst, box.source_class, box.sink_class, source_flat, sink_flat, whole)
 
     @cached_property
     def token_bytes(self) -> int:

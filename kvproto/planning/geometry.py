@@ -29,24 +29,14 @@ __all__ = [
 
 
 def gqa(
-    id: int,
-    name: str,
-    model: int,
-    kv_heads: int,
-    head_bytes: int,
-    page_size: int,
-    dtype: DType = DType.F32,
-    v_head_bytes: int | None = None,
-    **more: Any,
+    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32, **own: Any
 ) -> Group:
     """Paged K and V of multi-head or grouped-query attention, with one lane of `head_bytes` bytes for each KV head.
 
-    Lanes of V have `v_head_bytes` if given. Whether K and V are joint or apart, NHD or HND, padded or not, is stated by
-    the strides of Register, not here.
+    Whether K and V are joint or apart, NHD or HND, padded or not, is stated by the strides of Register, not here.
     """
-    sizes = {"k": head_bytes, "v": v_head_bytes or head_bytes}
-    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p, size in sizes.items())
-    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **own)
 
 
 def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any) -> Group:
