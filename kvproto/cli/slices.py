@@ -15,9 +15,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from kvproto.copying.program import RankLayout
 from kvproto.planning.arrays import Intervals, merged_intervals
 from kvproto.planning.deals import owner
-from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Part, column_names, lane_bytes
+from kvproto.planning.geometry import Geometry, Group, column_names, lane_bytes
 from kvproto.planning.plan import Box, Plan
 
 __all__ = ["HEAD", "PartLanes", "Range", "Slice", "aligned", "as_json", "page", "row", "slices", "table"]
@@ -190,51 +191,43 @@ def slices(source: Geometry, sink: Geometry, plan: Plan) -> Iterator[Slice]:
         for box in route.boxes:
             alike = box.lo, box.hi, box.source_class, box.sink_class, box.source_group
             by_range[route.sink, route.group, box.part, route.source, alike].append(box)
-    sides = [_Side(source), _Side(sink)]
+    sides = [{r.rank: RankLayout(g, r.rank, {}) for r in g.ranks} for g in (source, sink)]
     for (to, group, part, from_, (lo, hi, c, d, home)), boxes in sorted(by_range.items()):
-        dst = sides[1].groups[group]
+        dst = sides[1][to].groups[group]
         name = dst.parts[part].name
         layers = tuple(merged_intervals(sorted((box.layer_lo, box.layer_hi) for box in boxes)))
         whole = Range(layers, (PartLanes(name, ((lo, hi),), lane_bytes(dst.parts[part])),))
-        local = sides[1].local(to, group, name, layers, lo, hi, d)
-        remote = sides[0].local(from_, home, name, layers, lo, hi, c)
+        local = _range(sides[1][to], group, name, layers, lo, hi, d)
+        remote = _range(sides[0][from_], home, name, layers, lo, hi, c)
         yield Slice(to, from_, f"{dst.name}.{name}", whole, local, remote)
 
 
-class _Side:
-    """A Description, looked up by rank and group."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.groups = {g.id: g for g in geometry.groups}
-        self._shares: dict[tuple[int, int], Owns] = {(r.rank, o.group): o for r in geometry.ranks for o in r.owns}
-
-    def local(self, rank: int, group: int, part: str, layers: Intervals, lo: int, hi: int, cp_rank: int) -> Range:
-        """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
-        share, stated = self._shares[rank, group], self.groups[group]
-        names = column_names(stated)
-        columns = [
-            PartLanes(names[i], lanes, p.lane_bytes)
-            for i, p in enumerate(stated.parts)
-            if p.name == part and (lanes := _own(p, [s for s in share.lanes if s.part == i], lo, hi))
-        ]
-        ends = ((int(np.searchsorted(share.layers, a)), b - a) for a, b in layers)
-        order = None if stated.order is None else tuple(stated.order.tolist())
-        local = tuple(merged_intervals((a, a + n) for a, n in ends))
-        return Range(local, tuple(columns), cp_rank, stated.cp_size, stated.interleave, stated.origin, order)
+def _range(rank: RankLayout, group: int, part: str, layers: Intervals, lo: int, hi: int, cp_rank: int) -> Range:
+    """Where a rank holds bytes [lo, hi) of global layers, by its own layers and lanes, counted from 0."""
+    share, stated = rank.shares[group], rank.groups[group]
+    columns = [
+        PartLanes(name, lanes, p.lane_bytes)
+        for i, (name, p) in enumerate(zip(column_names(stated), stated.parts, strict=True))
+        if p.name == part and (lanes := _own(rank, group, i, lo, hi))
+    ]
+    ends = ((int(np.searchsorted(share.layers, a)), b - a) for a, b in layers)
+    order = None if stated.order is None else tuple(stated.order.tolist())
+    local = tuple(merged_intervals((a, a + n) for a, n in ends))
+    return Range(local, tuple(columns), cp_rank, stated.cp_size, stated.interleave, stated.origin, order)
 
 
-def _own(part: Part, spans: Iterable[LaneSpan], lo: int, hi: int) -> Intervals:
+def _own(rank: RankLayout, group: int, index: int, lo: int, hi: int) -> Intervals:
     """The part of bytes [lo, hi) of a lane axis that a column holds, in bytes along the rank's own lanes of it."""
+    part = rank.groups[group].parts[index]
     whole, size, at = lane_bytes(part), part.lane_bytes, part.at or 0
-    before, held = 0, []
-    for span in spans:
-        first, last = max(span.lo, lo // whole), min(span.hi, -(-hi // whole))
+    held = []
+    for begin, end, local in rank.spans(group, index, lo // whole, -(-hi // whole)):
+        first, last = max(begin, lo // whole), min(end, -(-hi // whole))
         # adjacent lanes of a whole part are one interval; those of a section are not
         pieces = [(first, last)] if size == whole else [(lane, lane + 1) for lane in range(first, last)]
         for a, b in pieces:
             x, y = max(lo, a * whole + at), min(hi, (b - 1) * whole + at + size)
             if x < y:
-                skip = (before + a - span.lo) * size - a * whole - at
+                skip = (local + a - begin) * size - a * whole - at
                 held.append((x + skip, y + skip))
-        before += span.hi - span.lo
     return tuple(merged_intervals(sorted(held)))
