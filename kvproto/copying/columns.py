@@ -351,11 +351,7 @@ def _check_group(at: str, group: Group, share: Owns, regions: Mapping[int, Regio
 
 
 def _doubtful(
-    group: Group,
-    lanes: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    regions: Mapping[int, Region],
-    own: Columns,
+    group: Group, lanes: IntArray, sizes: IntArray, regions: Mapping[int, Region], own: Columns
 ) -> npt.NDArray[np.bool_]:
     """The entries, as bool [entries], that `_check_entry` must look at: all that it refuses, and few others."""
     part = np.arange(own.region.size) % len(group.parts)

@@ -150,7 +150,18 @@ def owned_within(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray
 
     `lo` is not below the origin.
     """
-    return global_rows(group, cp_rank, owned_before(group, cp_rank, lo), owned_before(group, cp_rank, hi))
+    if hi <= lo:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if group.cp_size == 1:
+        return np.array([lo]), np.array([hi - lo])
+    run, origin = deal(group)
+    turn = run * runs(group)
+    a = np.arange((lo - origin) // turn, -(-(hi - origin) // turn), dtype=np.int64) * turn + origin
+    a = a + cp_rank * run if _in_turn(group) else np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()
+    b = np.minimum(a + run, hi)
+    a = np.maximum(a, lo)
+    kept = b > a
+    return a[kept], (b - a)[kept]
 
 
 def global_rows(group: Group, cp_rank: int, lo: int, hi: int) -> tuple[IntArray, IntArray]:

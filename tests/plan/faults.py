@@ -232,9 +232,9 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "pages_of_a_long_prompt_by_count", "copying/lowering.py", "base = owned_before(group, cp_rank, begin) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
-        "tokens_by_position", "planning/deals.py", "return global_rows(group, ", "group = attrs.evolve(group, origin=lo * group.tokens_per_row); return global_rows(group, "),
+        "tokens_by_position", "planning/deals.py", "turn = run * runs(group)", "turn, origin = run * runs(group), lo"),
     "runs of a table are dealt in turn": (
-        "tokens_by_a_table", "planning/deals.py", "turn * table.order.size + table.of(cp_rank)[of_turn]", "nth * group.cp_size + cp_rank"),
+        "tokens_by_a_table", "planning/deals.py", "np.add.outer(a, _turn(group).of(cp_rank) * run).ravel()", "a + cp_rank * run"),
     "a rank's rows without those of its earlier runs": (
         "tokens_by_a_table", "planning/deals.py", "table.taken[table.order[nth]] + table.nth[nth])", "table.taken[table.order[nth]])"),
 }  # fmt: skip
