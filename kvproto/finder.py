@@ -80,21 +80,23 @@ class Finder:
         space = None if names is None else namespace(names)
         chains: dict[tuple[bytes, int], Chain] = {}
 
-        def ids(known: SinkCatalogue) -> tuple[int, list[bytes]]:
+        def lengths(known: SinkCatalogue) -> dict[int, int]:
+            """The tier of the page that ends each length, in tokens, at which a rank can continue."""
             head = known.head
             assert head is not None
             key = space or bytes(head.namespace), head.page
             if key not in chains:
                 chains[key] = Chain(*key)
                 chains[key].extend(tokens)
-            return head.page, chains[key].ids(KeyForm(head.form))
+            ids = enumerate(chains[key].ids(KeyForm(head.form)), 1)
+            return {0: int(Tier.DEVICE)} | {n * head.page: known.pages[id] for n, id in ids if id in known.pages}
 
         def ask() -> list[Held]:
             engines = []
             for address, endpoint in self._node.endpoints.items():
                 party, known = endpoint.party(), endpoint.known()
                 if party is not None and known is not None:
-                    ranks = [_lengths(catalogue, *ids(catalogue)) for catalogue in known.values()]
+                    ranks = [lengths(catalogue) for catalogue in known.values()]
                     common = {n: max(rank[n] for rank in ranks) for n in ranks[0] if all(n in rank for rank in ranks)}
                     near = max((n for n, tier in common.items() if tier == Tier.DEVICE), default=0)
                     pages = sum(len(catalogue.pages) for catalogue in known.values())
@@ -207,9 +209,3 @@ class WatchNode:
             endpoint.goodbye(reason)
         self._flush()
         self._dialer.close()
-
-
-def _lengths(known: SinkCatalogue, page: int, ids: list[bytes]) -> dict[int, int]:
-    """The tier of the page that ends each length, in tokens, at which a rank can continue."""
-    tiers = {n * page: known.pages[id] for n, id in enumerate(ids, 1) if id in known.pages}
-    return tiers | {0: int(Tier.DEVICE)}
