@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items, placeholder_items
-from kvproto.copying.grants import check_grants
+from kvproto.copying.grants import check_grants, granted_until, lacks_items, no_items, placeholder_items
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import ProtocolError
