@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import zmq
 
+pytest.register_assert_rewrite("tests.errors")  # so that it shows what an error had instead
 os.umask(0o022)  # an allow-list that its group may write to is refused
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # torch and numpy: other workers have the cores
 

@@ -12,6 +12,7 @@ from kvproto.events import Freed
 from kvproto.wire.enums import ErrorCode
 from tests.door.doors import PROMPT, STEPPED, Two, two
 from tests.door.test_inline import FRAME, PAGES, large
+from tests.errors import raises
 
 SOON = 20.0
 """Seconds in which something must happen."""
@@ -81,9 +82,8 @@ def leave(_: object) -> None:
 
 def ended(sink: Sink) -> None:
     """Every call raises the error that ended the thread, and no source is ready."""
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.ABORTED):
         sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-    assert caught.value.code == ErrorCode.ABORTED
     with pytest.raises(LocalError):
         sink.drain()
     assert sink.ready == frozenset()
@@ -114,7 +114,6 @@ def test_callbacks_that_nobody_takes_end_all_handles(tmp_path: Path) -> None:
         pool.shutdown()
         request.finish({"kv": [3, 1, 2]})
         assert first.wait(SOON) is not None
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path="Options.callbacks"):
             other.wait(SOON)
-        assert caught.value.path == "Options.callbacks"
         ended(both.sink)

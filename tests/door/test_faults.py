@@ -21,6 +21,7 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.sink.node import SinkNode
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 from tests.processes import FORKED, imported
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
@@ -106,10 +107,9 @@ def test_how_long_a_fetch_waits_for_its_request(
     with (
         Source("prefill", filled(), address, Options(ticket_wait=source)),
         Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, Options(ticket_wait=sink)) as asking,
+        raises(KvprotoError, code=ErrorCode[code]),
     ):
-        with pytest.raises(KvprotoError) as caught:
-            asking.fetch(new_ticket("prefill", deadline=deadline), PROMPT, {"kv": [9, 0, 5]}).wait(60)
-        assert caught.value.code == ErrorCode[code]
+        asking.fetch(new_ticket("prefill", deadline=deadline), PROMPT, {"kv": [9, 0, 5]}).wait(60)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
@@ -168,9 +168,8 @@ def test_a_source_that_is_killed_and_comes_back(tmp_path: Path) -> None:
         while not connected:
             connected = [e for e in sink.events() if isinstance(e, told.Connected)]
         os.kill(first.pid or 0, signal.SIGKILL)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.PEER_LOST):
             found.wait(30)
-        assert caught.value.code == ErrorCode.PEER_LOST
         first.join(10)
         second, conn = spawned(prefill, address)
         found = fetch(conn)
@@ -242,17 +241,15 @@ def test_a_source_drains(tmp_path: Path) -> None:
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
         both.until(lambda: both.source._node.tickets.unasked() == [unasked])
         both.source.drain()
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.source.request(new_ticket("prefill"), PROMPT)
-        assert caught.value.code == ErrorCode.DRAINING
         both.until(lambda: unasked.done)
         assert not both.source.drained
         asked.finish({"kv": [3, 1, 2]})
         assert found.wait(10).bytes == {0: 320}
         both.until(lambda: both.source.drained)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.sink.fetch(ticket, PROMPT, {"kv": [10, 11, 12]}).wait(10)
-        assert caught.value.code == ErrorCode.DRAINING
         both.source.close()
         both.until(lambda: any(isinstance(e, told.Disconnected) for e in both.told))
         with Source("prefill", both.source.pool, address_in(tmp_path)) as both.source:
@@ -264,9 +261,8 @@ def test_a_sink_drains(tmp_path: Path) -> None:
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
         both.sink.drain()
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [10, 11, 12]})
-        assert caught.value.code == ErrorCode.DRAINING
         assert not both.sink.drained
         request.finish({"kv": [3, 1, 2]})
         assert found.wait(10).bytes == {0: 320}

@@ -11,6 +11,7 @@ from kvproto.net import Dialer, read_keys
 from kvproto.wire import encode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ping
+from tests.errors import raises
 
 from .doors import GEOMETRY, PAGES, PROMPT, Two, filled, rows
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
@@ -20,9 +21,8 @@ def refused(both: Two, code: ErrorCode) -> KvprotoError:
     """A fetch that fails with this code."""
     found = ask(both, [1, 2, 4])
     both.until(lambda: found.done)
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=code) as caught:
         found.wait(0)
-    assert caught.value.code == code
     return caught.value
 
 
@@ -83,9 +83,8 @@ def test_a_welcome_that_leads_to_another_key(tmp_path: Path) -> None:
         while not found.done:
             for each_door in (source, impostor, sink):
                 each_door.step(0.002)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.WRONG_PEER):
             found.wait(0)
-        assert caught.value.code == ErrorCode.WRONG_PEER
         assert not impostor._node.endpoint.sessions
 
 
@@ -216,9 +215,8 @@ def test_keys_that_cannot_be_used(tmp_path: Path, change, path: str, words: str)
 def test_a_seed_without_a_key(tmp_path: Path) -> None:
     decode = host(tmp_path, "decode")
     for seed in ("tcp://127.0.0.1:7100", Seed("tcp://127.0.0.1:7100", "short")):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path="key"):
             Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": seed}, decode.options)
-        assert caught.value.path == "key"
 
 
 def test_keys_and_insecure_are_one_too_many(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from kvproto import Options
 from kvproto import events as told
 from kvproto.errors import LocalError, RemoteError
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 from .late import LAYERS, OURS, POISON, TABLES, TOKENS, WINDOWED, gone, late
 
@@ -152,9 +153,8 @@ def test_what_a_source_cannot_mean(tmp_path: Path, case: str) -> None:
     with late(tmp_path) as both:
         (request,), found = both.begin(cached={"window": 16})
         request.computed(FREED, 24, since={"window": 16})
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=code, path=path):
             request.computed(tables, 24, **more)
-        assert (refused.value.code, refused.value.path) == (code, path)
         request.finish(FREED)
         found.wait(10)
         both.check({"window": 16})
@@ -164,9 +164,8 @@ def test_null_pages_of_a_source_that_does_not_say_so(tmp_path: Path) -> None:
     """A page that is named twice is no page of this request."""
     with late(tmp_path) as both:
         (request,), _ = both.begin()
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.ITEM_ALIAS, path='pages["window"]') as refused:
             request.finish(FREED)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.ITEM_ALIAS, 'pages["window"]')
         assert "[0] and [1]" in refused.value.yours
         assert "`since`" in refused.value.advice
 
@@ -218,9 +217,8 @@ def test_any_prefill_that_gives_pages_up(tmp_path: Path, seed: int) -> None:
         last = {name: max(each[name] for each in held) for name in WINDOWED}
         behind = {name: number for name, number in last.items() if first[name] < number and first[name] < TOKENS}
         if behind.keys() - set(may):
-            with pytest.raises(RemoteError) as refused:
+            with raises(RemoteError, code=ErrorCode.NOT_HELD):
                 found.wait(0)
-            assert refused.value.code == ErrorCode.NOT_HELD
             return
         assert found.wait(0).since == behind
         for layer in range(LAYERS):

@@ -36,6 +36,7 @@ from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, places, rows, two
+from tests.errors import raises
 
 HERE, THERE = [3, 4, 5], [6, 7, 8]
 WAYS = {
@@ -103,9 +104,8 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     old = pair.source.pool
     sleeping = pair.source.sleep()
     pair.until(lambda: fetch.done and request.done and sleeping.done)
-    with pytest.raises(RemoteError) as lost:
+    with raises(RemoteError, code=ErrorCode.POOL_MOVED):
         fetch.wait(0)
-    assert lost.value.code == ErrorCode.POOL_MOVED
     assert fetch.pages_free
     old.close()
     pair.source.wake(filled())
@@ -174,13 +174,11 @@ def test_the_same_pool_wakes_again(pair: Two) -> None:
 def test_calls_that_need_a_pool_or_need_none(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as pair:
         for door in (pair.sink, pair.source):
-            with pytest.raises(LocalError) as awake:
+            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.wake(another())
-            assert awake.value.code == ErrorCode.UNEXPECTED_MESSAGE
             door.sleep()
-            with pytest.raises(LocalError) as asleep:
+            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.sleep()
-            assert asleep.value.code == ErrorCode.UNEXPECTED_MESSAGE
         with pytest.raises(LocalError) as fetch:
             pair.sink.fetch(pair.ticket, PROMPT, {"kv": THERE})
         with pytest.raises(LocalError) as request:
@@ -260,9 +258,8 @@ def test_a_fetch_that_waits_for_its_source_writes_no_pool_that_has_moved(tmp_pat
             source.request(made, PROMPT).finish({"kv": HERE})
             pair = Two(source, sink)
             pair.until(lambda: moved.done and fetch.done)
-            with pytest.raises(KvprotoError) as caught:
+            with raises(KvprotoError, code=ErrorCode.POOL_MOVED):
                 fetch.wait(0)
-            assert caught.value.code == ErrorCode.POOL_MOVED
             hand_over(pair)
             assert not rows(old, THERE).any()
 

@@ -16,6 +16,7 @@ from kvproto.net.admission import ClientLoad
 from kvproto.net.keys import check_public
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
+from tests.errors import raises
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
@@ -180,9 +181,8 @@ def test_what_a_key_may_be(tmp_path: Path, party: Party, role: Role) -> None:
 )
 def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None:
     """KVP-NET-ALLOW."""
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.NOT_ALLOWED) as caught:
         allowed(tmp_path / "allow.toml").check(KEY.encode(), party, role)
-    assert caught.value.code == ErrorCode.NOT_ALLOWED
     assert "decode ranks [0, 1] as SINK" in caught.value.mine
 
 
@@ -205,9 +205,8 @@ def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None
 )
 def test_an_allow_list_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
     path = tmp_path / "allow.toml"
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=f"{path}: {at}" if at else str(path)):
         allowed(path, text)
-    assert caught.value.path == (f"{path}: {at}" if at else str(path))
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
@@ -361,6 +360,5 @@ def test_sources_of_a_file(tmp_path: Path) -> None:
 def test_sources_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(text)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=f"{path}: {at}" if at else str(path)):
         read_sources(path)
-    assert caught.value.path == (f"{path}: {at}" if at else str(path))

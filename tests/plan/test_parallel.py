@@ -12,6 +12,7 @@ from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode
+from tests.errors import raises
 
 TARGET = Cache.gqa("target", 8, kv_heads=8, head_dim=4, page=4)
 LATENT = Cache.mla("latent", 8, latent=6, rope=2, page=4)
@@ -81,9 +82,8 @@ def test_sizes_are_refused_by_name_with_what_is_right(sizes: dict[str, Any], pat
 
 
 def test_a_cache_without_layers_is_refused_wherever_it_stands() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="specs[1].layers"):
         lay_out([TARGET, Cache.mla("none", [], latent=6, rope=2, page=4)], Parallel(pp=2))
-    assert caught.value.path == "specs[1].layers"
 
 
 def test_virtual_stages_give_each_rank_several_chunks_of_layers() -> None:
@@ -136,9 +136,8 @@ STATES = Cache.mamba1("m", 1, channels=6, state=2, kernel=4)[0]
     ],
 )
 def test_sizes_of_one_cache_that_its_ranks_cannot_have(make: Any, sizes: dict[str, int], path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         lay_out([make()], Parallel(**sizes))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 @pytest.mark.parametrize("cache", [Cache.page_scales("rows", 1, of="latent", page=16),
@@ -224,9 +223,8 @@ def test_four_bit_caches_are_half_as_long_and_have_their_scales(block: int, scal
     ],
 )  # fmt: skip
 def test_half_a_byte_is_nobodys(make: Any, path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         make()
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 def test_describe_knows_four_bit_formats_by_name() -> None:

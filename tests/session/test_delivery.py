@@ -35,6 +35,7 @@ from kvproto.wire.messages import (
     Unregister,
     Welcome,
 )
+from tests.errors import raises
 from tests.session.driver import World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
@@ -317,9 +318,8 @@ def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
         session.limits = attrs.evolve(before, **limits)
         for _ in range(limits.get("max_transfers", 0)):
             world.asked(finished=False)
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, code=code):
             world.asked(finished=False)
-        assert caught.value.code == code
         session.limits = before
     assert len(world.of(Transfer)) == 2
 
@@ -432,9 +432,8 @@ def test_a_suspect_source_is_asked_for_nothing_new_and_recovers() -> None:
         1,
         1,
     ]
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.BUSY):
         world.asked(finished=False)
-    assert caught.value.code == ErrorCode.BUSY
     assert not world.events("d0", "Lost")
     assert not world.events("s0", "Released")
     world.keep = world.hear

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvproto.errors import WireError
 from kvproto.wire import decode, decode_struct, encode, messages, tables
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 from tests.wire.frames import DONE_ACK, GOLDEN, GOODBYE, MESSAGES, extended, frame, grant, objects, register, transfer
 
 SECOND = "0206 0301 0401"
@@ -92,9 +93,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_refusal(case: str) -> None:
     data, code, path = CASES[case]
-    with pytest.raises(WireError) as caught:
+    with raises(WireError, code=code, path=path):
         decode(data)
-    assert (caught.value.code, caught.value.path) == (code, path)
 
 
 def test_every_malformed_code_has_a_case() -> None:
@@ -117,37 +117,32 @@ ARRAYS = {
 def test_array_refusal(case: str) -> None:
     code, data, error = ARRAYS[case]
     body = msgpack.packb({1: 0, 2: 0, 3: 1, 4: 1, 5: msgpack.ExtType(code, data)})
-    with pytest.raises(WireError) as caught:
+    with raises(WireError, code=error, path="items"):
         decode_struct(messages.Grants, body)
-    assert (caught.value.code, caught.value.path) == (error, "items")
 
 
 @pytest.mark.parametrize("ext", ["c7010105", "c80001 0105", "c7020200 01"])
 def test_ext_that_has_a_shorter_form(ext: str) -> None:
-    with pytest.raises(WireError) as caught:
+    with raises(WireError, code=ErrorCode.NOT_CANONICAL, path="items"):
         decode_struct(messages.Grants, bytes.fromhex("85 0100 0200 0301 0401 05" + ext))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NOT_CANONICAL, "items")
 
 
 def test_paths_of_nested_fields() -> None:
     good = encode(register(77))
     at = good.rindex(b"\x03\x4d")
-    with pytest.raises(WireError) as caught:
+    with raises(WireError, code=ErrorCode.OUT_OF_RANGE, path="regions[2].length"):
         decode(good[: at + 1] + b"\x00" + good[at + 2 :])
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "regions[2].length")
 
 
 def test_truncation_at_every_byte() -> None:
     for message in (transfer(grant([1, 300])), register()):
         whole = encode(message)
         for n in range(len(whole)):
-            with pytest.raises(WireError) as caught:
+            with raises(WireError, code=ErrorCode.TRUNCATED, path="@length"):
                 decode(whole[:n])
-            assert (caught.value.code, caught.value.path) == (ErrorCode.TRUNCATED, "@length")
             if n >= 16:
-                with pytest.raises(WireError) as caught:
+                with raises(WireError, code=ErrorCode.TRUNCATED):
                     decode(frame(message.TYPE, whole[16:n]))
-                assert caught.value.code == ErrorCode.TRUNCATED
 
 
 @settings(max_examples=400, deadline=None)

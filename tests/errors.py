@@ -1,0 +1,15 @@
+"""The errors that a test expects, by their fields."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], **fields: Any) -> Iterator[Any]:
+    """As `pytest.raises` does, an error of this kind, whose fields are just these: `code`, `path`, `mine`, `yours`, `advice`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert {name: getattr(caught.value, name) for name in fields} == fields
