@@ -73,9 +73,7 @@ class Epochs(EpochWorld):
             source.expect(made, CONTENT, self.now)
             if finished:
                 source.finish(bytes(made.key))
-        number = self.transfer("d0", made, CONTENT)
-        self.run()
-        return number
+        return self.fetch("d0", made, CONTENT)
 
     def give_back(self, exposed: Exposed, at_once: bool = False) -> None:
         self.sink_.give_back(exposed, at_once, self.now)
@@ -559,8 +557,7 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     owner = session.part(Owner)
     owner.unregister(owner.epochs[1], True, world.now)
     world.run()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.POOL_MOVED, Proof.PROVEN)]
     assert owner.epochs == {}
     assert not world.sinks["d0"].ready
     pool = world.kept["s0"]

@@ -71,8 +71,7 @@ class Inline(World):
     def ask(self, name: str = "d0", late: bool = False) -> SinkTransfer:
         """A request that is finished; its stream is a byte shorter for each token with which a late window begins."""
         made, source, sink = ticket(), self.sources["s0"], self.sinks[name]
-        source.expect(made, CONTENT, self.now)
-        source.finish(bytes(made.key))
+        source.prefill(made, CONTENT, self.now)
         asked = grants(self.pools[name], 6)
         asked[0] = attrs.evolve(asked[0], late=late or None)
 
@@ -155,8 +154,7 @@ def test_lying_data_touches_nothing_and_costs_its_transfer_alone(
     world.data(0, STREAM[:SIZE])
     world.data(offset, b"!" * size, last)
     assert world.errors() == [(code, Data.TYPE)]
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert world.lost() == [(code, Proof.PROVEN)]
     assert world.pages[0] == STREAM[:SIZE] + bytes(LENGTH - SIZE)
     assert len(world.events("s0", "Released")) == 1
     for name in ("d1", "d0"):
@@ -182,8 +180,7 @@ def test_done_before_the_last_data_loses_the_transfer() -> None:
     world.ask()
     world.data(0, STREAM[:SIZE])
     world.serve()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.OUT_OF_RANGE, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.OUT_OF_RANGE, Proof.PROVEN)]
     world.still_serves()
 
 
@@ -195,8 +192,7 @@ def test_data_outside_a_transfer_is_refused_and_counted(state: str) -> None:
         world.still_serves()
     total = world.totals()[-1]
     data = Data(session=world.session(), sequence=1, attempt=1, offset=0, data=b"!" * SIZE, last=False)
-    world.sinks["d0"].receive("s0", encode(data), world.now)
-    world.run()
+    world.hears("d0", data)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Data.TYPE)]
     assert world.totals()[-1] >= (total or 0) + SIZE
     assert not world.events("d0", "Lost")
@@ -374,8 +370,7 @@ def test_nonsense_in_data_and_credit_costs_nobody_else_anything(seed: int) -> No
         world.pass_time(3.0)
     ended = world.events("bad", "Arrived") + world.events("bad", "Lost")
     assert len({e.transfer for e in ended}) == len(ended) == 6
-    world.sink("good", geometry(1), engine="good")
-    world.run()
+    world.join("good", geometry(1), engine="good")
     world.still_serves("good")
 
 

@@ -159,8 +159,7 @@ def test_nothing_is_said_of_what_is_of_use_once_all_is_granted() -> None:
 
 def test_a_transfer_after_prefill_hears_so_in_accepted() -> None:
     world, made = IntentWorld(), ticket()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     world.times[Progress] = 0
     bare = {g: attrs.evolve(grant, items=None) for g, grant in world.pages.items()}
     number = world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
@@ -426,8 +425,7 @@ def test_an_intent_that_is_never_granted_ends_at_its_deadline() -> None:
     world = IntentWorld()
     world.ask(deadline=5)
     world.pass_time(5.0)
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.DEADLINE, Proof.PROVEN)]
     assert len(world.events("s0", "Expired")) == 1
     world.serves()
 
@@ -462,8 +460,7 @@ def test_data_before_everything_is_granted_is_refused() -> None:
     assert not [m for _, m in world.frames if isinstance(m, Grant)]  # a part is of no use here
     (transfer,) = [m for _, m in world.frames if isinstance(m, Transfer)]
     data = Data(session=transfer.session, sequence=1, attempt=1, offset=0, data=b"12345678", last=False)
-    world.sinks["d0"].receive("s0", encode(data), 0.0)
-    world.run()
+    world.hears("d0", data)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path) == (ErrorCode.UNEXPECTED_MESSAGE, "sequence")
 
@@ -471,8 +468,7 @@ def test_data_before_everything_is_granted_is_refused() -> None:
 def test_packed_bytes_come_after_the_grant() -> None:
     world = type("Intents", (Inline,), {"features": (*Inline.features, Feature.INTENT)})()
     made, pages, found = ticket(), grants(world.pools["d0"], TOKENS), bytearray(25)
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     bare = {g: attrs.evolve(grant, items=None) for g, grant in pages.items()}
     number = world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()
@@ -494,8 +490,7 @@ class PullIntent(PullWorld):
 def test_where_the_sink_pulls_it_needs_no_grant() -> None:
     """KVP-INT-PULL, KVP-INT-ITEMS: the offer comes as ever; a Grant is UNEXPECTED_MESSAGE."""
     world, made = PullIntent(geometry(1)).ready(), ticket()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     bare = {g: attrs.evolve(grant, items=None) for g, grant in grants(world.pools["d0"], TOKENS).items()}
     world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()

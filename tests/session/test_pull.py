@@ -103,8 +103,7 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
         return world.hear(to, frame)
 
     world.keep = damaged
-    sink = world.sink("d0", geometry(1))
-    world.run()
+    sink = world.join("d0", geometry(1))
     assert not any(session.open for session in world.sources["s0"].sessions.values())
     assert sink.over
     assert len(world.events("d0", "Disconnected")) == 1
@@ -113,9 +112,7 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
 def asked(world: PullWorld, deadline: float = 60.0) -> int:
     """A request that is finished and asked for by every sink rank; the number of the last."""
     made = ticket(deadline)
-    for source in world.sources.values():
-        source.expect(made, CONTENT, world.now)
-        source.finish(bytes(made.key))
+    world.prefill(made, CONTENT)
     numbers = [world.transfer(name, made, CONTENT) for name in world.sinks]
     world.run()
     return numbers[-1]
@@ -209,8 +206,7 @@ def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     changes, code, path = LIES[lie]
     world = PullWorld(geometry(1))
     twist(world, Register, **changes)
-    world.sink("d0", geometry(1))
-    world.run()
+    world.join("d0", geometry(1))
     for name, by_us in (("d0", True), ("s0", False)):
         (event,) = world.events(name, "Refused")
         assert (event.error.code, event.error.path, event.by_us) == (code, path, by_us)
@@ -240,8 +236,7 @@ def test_memory_that_cannot_be_mapped() -> None:
 
 def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     world = World(geometry(1))
-    world.sink("d0", geometry(1))
-    world.run()
+    world.join("d0", geometry(1))
     (session,) = world.sources["s0"].sessions.values()
     pool, described = world.pools["d0"], session.described
     session.request(
@@ -269,8 +264,7 @@ BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
 
 def nothing_was_read(world: PullWorld, code: ErrorCode) -> None:
     assert not world.events("d0", "Offered")
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert world.lost() == [(code, Proof.PROVEN)]
     assert not world.of(Pulled)
     assert len(world.events("s0", "Released")) == 1
 
@@ -317,8 +311,7 @@ def test_done_in_place_of_an_offer_is_refused() -> None:
         session=event.session, request=99, sequence=1, attempt=1, writer=0, groups=event.transfer.writers, bytes=1,
         outcome=Outcome.CONTINUE, handoff=(),
     )  # fmt: skip
-    world.sinks["d0"].receive("s0", encode(done), 0.0)
-    world.run()
+    world.hears("d0", done)
     nothing_was_read(world, ErrorCode.UNEXPECTED_MESSAGE)
 
 
@@ -389,8 +382,7 @@ def test_a_copy_that_outlives_its_lease_is_lost() -> None:
     assert sink.may_read(event.attempt, world.now)
     sink.read(event.attempt, 1, world.now + 10.0)
     world.run()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.DEADLINE, Proof.PROVEN)]
     assert not world.of(Pulled)
     serves_another(world)
 
@@ -424,8 +416,7 @@ def test_the_failure_of_one_rank_ends_the_offer_of_another() -> None:
     (serve,) = world.events("s1", "TransferRequested")
     world.sources["s1"].failed(serve, RemoteError(ErrorCode.INTERNAL, "", "", ""), 0.0)
     world.run()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.INTERNAL, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.INTERNAL, Proof.PROVEN)]
     assert not world.sinks["d0"].wanted(world.events("d0", "Offered")[0].attempt)
     serves_another(world)
 
@@ -445,8 +436,7 @@ def test_goodbye_of_a_source_while_it_is_read() -> None:
     assert not world.events("d0", "Lost")
     sink.read(first.attempt, 1, world.now)
     world.run()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.PEER_LOST, Proof.PROVEN)]
 
 
 def test_goodbye_of_a_sink_gives_back_what_it_was_lent() -> None:
@@ -463,10 +453,8 @@ def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     world = ready(1)
     made = ticket(300.0)
     source = world.sources["s0"]
-    source.expect(made, CONTENT, 0.0)
-    source.finish(bytes(made.key))
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    source.prefill(made, CONTENT, 0.0)
+    world.fetch("d0", made, CONTENT)
     world.serve(lease=200.0)
     world.keep = lambda to, frame: 0
     for now in (10.0, 40.0, 199.0):  # Ping, then no Pong: given up
@@ -487,8 +475,7 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
     world.run()
     assert len(world.events("d0", "Offered")) == 1
     world.read("d0")
-    world.sinks["d0"].receive("s0", encode(offer), world.now)
-    world.run()
+    world.hears("d0", offer)
     assert [m.bytes for m in world.of(Pulled)] == [1, 1]
     assert len(world.events("d0", "Arrived")) == 1
 
@@ -512,8 +499,7 @@ def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
     number = asked(world)
     (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)
-    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
-    world.run()
+    world.abort("d0", number)
     assert not world.events("d0", "Offered")
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     world.pass_time(60.0)
@@ -542,17 +528,14 @@ def test_lost_and_doubled_frames_change_nothing(random: Any, rate: float) -> Non
     world.keep = lossy
     world.sink("d0", geometry(1))
     made = ticket(300.0)
-    for source in world.sources.values():
-        source.expect(made, CONTENT, 0.0)
-        source.finish(bytes(made.key))
+    world.prefill(made, CONTENT)
     sent = False
     for step in range(120):
         world.keep = lossy if step < 12 else lambda to, frame: 1
         world.run()
         if world.sinks["d0"].ready and not world.sinks["d0"].suspect and not sent:
             sent = True
-            world.transfer("d0", made, CONTENT)
-            world.run()
+            world.fetch("d0", made, CONTENT)
         for address in world.sources:
             for event in world.events(address, "TransferRequested"):
                 if world.sources[address].active(event):

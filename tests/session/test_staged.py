@@ -62,9 +62,7 @@ class Staged(World):
         with which its late window of the target begins.
         """
         made = ticket()
-        for source in self.sources.values():
-            source.expect(made, CONTENT, self.now)
-            source.finish(bytes(made.key))
+        self.prefill(made, CONTENT)
         sink = self.sinks[name]
         asked = grants(self.pools[name], 6)
         asked[0] = attrs.evolve(asked[0], late=late or None)
@@ -250,8 +248,7 @@ def test_done_before_the_last_chunk_loses_the_transfer() -> None:
     world.chunk(0, 0, SLOT)
     world.serve()
     world.happen()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.OUT_OF_RANGE, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.OUT_OF_RANGE, Proof.PROVEN)]
 
 
 def test_what_cannot_be_unpacked_loses_the_transfer() -> None:
@@ -261,8 +258,7 @@ def test_what_cannot_be_unpacked_loses_the_transfer() -> None:
     world.serve()
     world.events_[0].error = LocalError(ErrorCode.POOL_MOVED, "", "", "")
     world.happen()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.POOL_MOVED, Proof.PROVEN)]
     assert not world.events("d0", "Arrived")
 
 
@@ -290,8 +286,7 @@ def test_a_refused_chunk_costs_its_transfer_alone(
     assert world.errors() == [(code, Chunk.TYPE)]
     assert not world.events("d0", "Lost")  # bytes are being unpacked into its pages
     world.happen()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (code, Proof.PROVEN)
+    assert world.lost() == [(code, Proof.PROVEN)]
     assert len(world.events("s0", "Released")) == 1
     still_serves(world, "d1")
     assert not world.events("d1", "ProtocolError")
@@ -303,8 +298,7 @@ def test_a_chunk_that_crosses_an_abort_returns_its_slot() -> None:
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.chunk(3, 0, SLOT)  # before the source hears of it
     assert not world.errors()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.ABORTED, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.ABORTED, Proof.PROVEN)]
     assert world.credits()[1:] == [[3]]
 
 
@@ -315,8 +309,7 @@ def test_pages_are_free_when_our_own_unpacking_is_over_whatever_the_source_can_p
     (serve,) = world.events("s0", "TransferRequested")
     source.copying(serve)
     world.chunk(0, 0, SLOT)
-    world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
-    world.run()
+    world.abort("d0", number)
     source.failed(serve, RemoteError(ErrorCode.PEER_LOST, "", "", ""), world.now, Proof.UNPROVABLE)
     world.run()
     assert not world.events("d0", "Lost")
@@ -328,16 +321,13 @@ def test_a_copy_of_pages_that_cannot_be_proved_stays_so_when_it_is_aborted_again
     world = World(geometry(1))
     sink, made = world.sink("d0", geometry(1)), ticket()
     world.run()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
+    world.fetch("d0", made, CONTENT)
     (serve,) = world.events("s0", "TransferRequested")
     world.sources["s0"].copying(serve)
     world.sources["s0"].failed(serve, LocalError(ErrorCode.TRANSPORT_FAILED, "", "", ""), 0.0, Proof.UNPROVABLE)
     world.run()  # Failed, then Abort, then Drained
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)
+    assert world.lost() == [(ErrorCode.TRANSPORT_FAILED, Proof.UNPROVABLE)]
     assert sink.ready
 
 
@@ -409,8 +399,7 @@ def test_credit_of_another_kind_is_refused() -> None:
 def test_credit_before_registered_is_refused() -> None:
     world = Staged(sinks=0)
     world.accept = lambda address, session: None  # type: ignore[method-assign]
-    world.sink("d0", geometry(1))
-    world.run()
+    world.join("d0", geometry(1))
     assert world.from_sink(credit(world, 0)) == ErrorCode.UNEXPECTED_MESSAGE
 
 
@@ -425,8 +414,7 @@ class Unstaged(Staged):
     def __init__(self) -> None:
         super().__init__(sinks=0)
         self.transport = Transport.SHM
-        self.sink("d0", geometry(1))
-        self.run()
+        self.join("d0", geometry(1))
 
     def staging(self, name: str, pool: Pool) -> Any:
         def registration(source: int) -> Any:
@@ -444,8 +432,7 @@ def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
     world.ask()
     (session,) = world.sources["s0"].sessions
     chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=SLOT, last=False)
-    world.sinks["d0"].receive("s0", encode(chunk), world.now)
-    world.run()
+    world.hears("d0", chunk)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
     world.ask()
@@ -461,8 +448,7 @@ def test_a_chunk_outside_a_transfer_is_refused(state: str) -> None:
     if state == "over":
         still_serves(world, "d0")
     chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=1, last=False)
-    world.sinks["d0"].receive("s0", encode(chunk), world.now)
-    world.run()
+    world.hears("d0", chunk)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert not world.events("d0", "Lost")
 
@@ -480,8 +466,7 @@ def test_a_source_that_takes_what_was_not_offered_is_refused(
     monkeypatch.setattr(Staged, "features", features)
     world = Staged(sinks=0)
     world.transport = transport
-    sink = world.sink("d0", geometry(1))
-    world.run()
+    sink = world.join("d0", geometry(1))
     assert not sink.ready
     assert sink.refused is not None
     assert sink.refused.code == code
@@ -505,6 +490,5 @@ def test_nonsense_in_chunks_and_credits_costs_nobody_else_anything(seed: int) ->
         world.pass_time(3.0)
     ended = world.events("bad", "Arrived") + world.events("bad", "Lost")
     assert len({e.transfer for e in ended}) == len(ended) == 6
-    world.sink("good", geometry(1), engine="good")
-    world.run()
+    world.join("good", geometry(1), engine="good")
     still_serves(world, "good")
