@@ -89,31 +89,23 @@ def ended(sink: Sink) -> None:
     assert sink.ready == frozenset()
 
 
-def test_a_callback_that_exits_ends_all_handles(tmp_path: Path) -> None:
-    with two(tmp_path, Options()) as both:
+@pytest.mark.parametrize(
+    ("callback", "ends"),
+    [(leave, {"code": ErrorCode.ABORTED}), (lambda _: None, {"path": "Options.callbacks"})],
+    ids=["one that exits", "an executor that was shut down"],
+)
+def test_callbacks_that_end_a_thread_end_all_handles(tmp_path: Path, callback: Any, ends: dict[str, Any]) -> None:
+    pool = None if callback is leave else ThreadPoolExecutor(1)
+    with two(tmp_path, Options(), Options(callbacks=pool and pool.submit)) as both:
         both.until(lambda: both.sink.ready)
         other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
         request = both.source.request(both.ticket, PROMPT)
-        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=leave)
+        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=callback)
+        if pool is not None:
+            pool.shutdown()
         request.finish({"kv": [3, 1, 2]})
         assert first.wait(SOON) is not None
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, **ends) as caught:
             other.wait(SOON)
-        assert (caught.value.code, "SystemExit" in caught.value.yours) == (ErrorCode.ABORTED, True)
-        ended(both.sink)
-
-
-def test_callbacks_that_nobody_takes_end_all_handles(tmp_path: Path) -> None:
-    """Such as of an executor that was shut down, or of a loop that is closed."""
-    pool = ThreadPoolExecutor(1)
-    with two(tmp_path, Options(), Options(callbacks=pool.submit)) as both:
-        both.until(lambda: both.sink.ready)
-        other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-        request = both.source.request(both.ticket, PROMPT)
-        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=lambda _: None)
-        pool.shutdown()
-        request.finish({"kv": [3, 1, 2]})
-        assert first.wait(SOON) is not None
-        with raises(LocalError, path="Options.callbacks"):
-            other.wait(SOON)
+        assert ("SystemExit" in caught.value.yours) == (callback is leave)
         ended(both.sink)

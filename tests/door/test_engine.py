@@ -45,20 +45,11 @@ def test_one_transport_may_be_named_as_it_is() -> None:
     assert Options(transports="shm").transports == ("shm",)
 
 
-def test_a_rank_that_takes_part_in_no_transfer_releases_its_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_rank_that_takes_part_in_no_transfer_releases_its_request(tmp_path: Path, finished: bool) -> None:
     with two(tmp_path, Options()) as both:
         request = both.source.request(both.ticket, PROMPT)
-        request.computed({"kv": [3]}, 4)
-        request.release()
-        over = request.wait(5)
-        assert isinstance(over, told.Freed)
-        assert over.routed == ()
-
-
-def test_a_rank_that_takes_part_in_no_transfer_releases_a_request_that_it_has_finished(tmp_path: Path) -> None:
-    with two(tmp_path, Options()) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        request.finish({"kv": [3, 1, 2]})
+        request.finish({"kv": [3, 1, 2]}) if finished else request.computed({"kv": [3]}, 4)
         request.release()
         over = request.wait(5)
         assert isinstance(over, told.Freed)

@@ -67,21 +67,23 @@ def test_who_asks_for_what_is_gone_is_refused_with_the_number(
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_late_window_gets_what_there_is(tmp_path: Path, options: Options) -> None:
+@pytest.mark.parametrize(
+    ("asked", "held", "since"),
+    [
+        ({"cached": {"window": 3}, "late": {"window"}}, FREED, 18),
+        ({"late": True}, {**TABLES, "window": [0] * 7}, TOKENS),
+    ],
+    ids=["some", "nothing"],
+)
+def test_a_late_window_gets_what_there_is(
+    tmp_path: Path, options: Options, asked: dict[str, Any], held: dict[str, list[int]], since: int
+) -> None:
     """KVP-GRANT-LATE: what is before is not touched."""
     with late(tmp_path, options) as both:
-        (request,), found = both.begin(cached={"window": 3}, late={"window"})
-        request.finish(FREED, since={"window": 18})
-        assert found.wait(10).since == {"window": 18}
-        both.check({"window": 18})
-
-
-def test_a_late_window_of_which_nothing_is_left(tmp_path: Path) -> None:
-    with late(tmp_path) as both:
-        (request,), found = both.begin(late=True)
-        request.finish({**TABLES, "window": [0] * 7}, since={"window": TOKENS})
-        assert found.wait(10).since == {"window": TOKENS}
-        both.check({"window": TOKENS})
+        (request,), found = both.begin(**asked)
+        request.finish(held, since={"window": since})
+        assert found.wait(10).since == {"window": since}
+        both.check({"window": since})
 
 
 def test_pages_are_given_up_while_the_prompt_is_computed(tmp_path: Path) -> None:

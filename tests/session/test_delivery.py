@@ -625,30 +625,20 @@ def test_a_sequence_that_was_done_has_no_other_attempt() -> None:
     world.serves()
 
 
-def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes() -> None:
-    """KVP-END-UNSEEN: sequence 2 is aborted before it comes; sequence 1 keeps the record alive."""
+@pytest.mark.parametrize(("over", "code"), [(False, ErrorCode.ABORTED), (True, ErrorCode.STALE_TRANSFER)])
+def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes(over: bool, code: ErrorCode) -> None:
+    """KVP-END-UNSEEN, KVP-TRN-STALE: sequence 2 is aborted before it comes; sequence 1 keeps the record alive until it is over too."""
     world = Heard()
-    world.asked(finished=False)
+    world.asked(finished=over)
     (transfer,) = world.of(Transfer)
     head = {"session": transfer.session, "sequence": 2, "attempt": 1}
     (drained,) = world.say(Abort(request=70, reason="", **head))
     assert drained.proof == Proof.PROVEN
+    if over:
+        world.serve()
+        assert world.sources["s0"].sessions[transfer.session].low_water == 2
     (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
-
-
-def test_an_unseen_attempt_that_was_aborted_is_stale_once_its_sequence_is_over() -> None:
-    """KVP-END-UNSEEN, KVP-TRN-STALE: nothing keeps a record of sequence 2 alive once sequence 1 is over too."""
-    world = Heard()
-    world.asked()
-    (transfer,) = world.of(Transfer)
-    head = {"session": transfer.session, "sequence": 2, "attempt": 1}
-    (drained,) = world.say(Abort(request=70, reason="", **head))
-    assert drained.proof == Proof.PROVEN
-    world.serve()
-    assert world.sources["s0"].sessions[transfer.session].low_water == 2
-    (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.STALE_TRANSFER)
+    assert (type(failed), failed.code) == (Failed, code)
 
 
 def test_drained_waits_for_the_copy() -> None:

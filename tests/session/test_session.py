@@ -261,24 +261,16 @@ def test_grant_that_lies_is_failed_and_the_next_is_served(grant: str) -> None:
     assert len(world.events("d0", "Arrived")) == 1
 
 
-def test_frame_of_an_unknown_session_has_no_effect() -> None:
-    world = ready(1)
-    source = world.sources["s0"]
-    source.receive("d0", encode(Abort(session=7, request=1, sequence=1, attempt=1, reason="")), 0.0)
-    ((conn, frame),) = source.to_send(0.0)
+@pytest.mark.parametrize("conn", ["d0", "thief"], ids=["unknown", "of another connection"])
+def test_a_session_that_is_not_of_this_connection_cannot_be_used(conn: str) -> None:
+    """KVP-SES-UNKNOWN."""
+    source = ready(1).sources["s0"]
+    number = 7 if conn == "d0" else next(iter(source.sessions))
+    source.receive(conn, encode(Abort(session=number, request=1, sequence=1, attempt=1, reason="")), 0.0)
+    ((to, frame),) = source.to_send(0.0)
     answer = decode(frame)
     assert isinstance(answer, Error)
-    assert (conn, answer.code) == ("d0", ErrorCode.UNKNOWN_SESSION)
-
-
-def test_session_of_another_connection_cannot_be_used() -> None:
-    """KVP-SES-UNKNOWN."""
-    world = ready(1)
-    source = world.sources["s0"]
-    (number,) = source.sessions
-    source.receive("thief", encode(Abort(session=number, request=1, sequence=1, attempt=1, reason="")), 0.0)
-    ((conn, frame),) = source.to_send(0.0)
-    assert (conn, decode(frame).code) == ("thief", ErrorCode.UNKNOWN_SESSION)  # type: ignore[union-attr]
+    assert (to, answer.code) == (conn, ErrorCode.UNKNOWN_SESSION)
 
 
 def test_drained_covers_what_was_never_seen_and_refuses_it_later() -> None:

@@ -132,10 +132,15 @@ def test_streams_arrive_whole_in_any_order_of_events(own: int, theirs: int, size
     assert all(s.done for s in senders)
 
 
-def test_three_slots_are_under_way_at_once() -> None:
+def sending(size: int) -> tuple[World, StagedSender]:
+    """A stream of so many bytes, with credit for every slot."""
     world = World()
     world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(50), world.events))
+    return world, StagedSender(world.link, Bytes(bytearray(size), world.events))
+
+
+def test_three_slots_are_under_way_at_once() -> None:
+    _, sender = sending(50)
     for _ in range(5):
         assert sender.step() == []
     assert sender.under_way == 3
@@ -149,9 +154,7 @@ def test_a_credit_of_very_many_slots_is_taken_at_once() -> None:
 
 
 def test_chunks_come_in_order_though_writes_do_not() -> None:
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    world, sender = sending(21)
     for _ in range(3):
         sender.step()
     world.happen()
@@ -175,9 +178,7 @@ def test_an_empty_stream_has_no_chunk() -> None:
 
 
 def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(50), world.events))
+    world, sender = sending(50)
     for _ in range(3):
         sender.step()
     world.events[0].happen()
@@ -225,6 +226,14 @@ def granted() -> World:
     return world
 
 
+def returned(world: World) -> list[int]:
+    """The slots of the sink's next credit."""
+    credit = world.receiver.credit(1)
+    assert credit is not None
+    assert credit.slots is not None
+    return [int(slot) for slot in credit.slots]
+
+
 CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=False)
 
 
@@ -261,10 +270,7 @@ def test_no_slot_is_returned_before_it_is_unpacked() -> None:
     world.receiver.chunk(CHUNK)
     assert world.receiver.credit(1) is None
     world.happen()
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0]
+    assert returned(world) == [0]
 
 
 def test_a_chunk_of_a_transfer_that_is_over_returns_its_slot() -> None:
@@ -274,10 +280,7 @@ def test_a_chunk_of_a_transfer_that_is_over_returns_its_slot() -> None:
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1, offset=7))
     world.happen()
     assert world.receiver.close(1, 1)
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0, 1]
+    assert returned(world) == [0, 1]
 
 
 def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
@@ -304,10 +307,7 @@ def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_
     world.receiver.chunk(attrs.evolve(CHUNK, last=True))
     with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED):
         world.receiver.complete(1, 1)
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0]
+    assert returned(world) == [0]
 
 
 @pytest.mark.parametrize("slots", [[1, 1], [2, 1, 2]])
@@ -349,9 +349,7 @@ def test_a_stream_that_ends_early_is_refused() -> None:
 
 def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:
     """KVP-STG-FIRST: a node says Done where this says so, and sends what `step` returns before."""
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    world, sender = sending(21)
     given: list[bool] = []
     while not any(given):
         assert not sender.done

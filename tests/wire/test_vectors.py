@@ -60,6 +60,8 @@ def test_there_are_enough_and_each_has_its_own_name() -> None:
     assert sum("error" in case for _, case in rows) >= 0.45 * len(rows)
     assert len({(name, case["id"]) for name, case in rows}) == len(rows)
     assert all(case["note"] for _, case in rows)
+    malformed = {code.name for code in ErrorCode if code.error_class == "malformed"}
+    assert malformed <= {case.get("error") for _, case in rows}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "-" in p.stem], ids=lambda p: p.stem)
