@@ -13,7 +13,8 @@ import hypothesis
 import pytest
 import zmq
 
-pytest.register_assert_rewrite("tests.errors")  # so that it shows what an error had instead
+pytest.register_assert_rewrite("tests.commands", "tests.errors")  # so that they show what came instead
+
 os.umask(0o022)  # an allow-list that its group may write to is refused
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # torch and numpy: other workers have the cores
 
@@ -163,6 +164,12 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")  # how long an example takes is no finding
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command of kvproto, and says what it printed."""
+    return import_module("tests.commands").Ran(capsys)
 
 
 def _left_open(context: Any) -> None:

@@ -9,23 +9,22 @@ import pytest
 import zmq
 
 from kvproto import Seed, read_sources
-from kvproto.cli.main import main
 from kvproto.errors import LocalError, RemoteError
 from kvproto.net import AllowList, make_keys, read_keys
 from kvproto.net.admission import ClientLoad
 from kvproto.net.keys import check_public
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
+from tests.commands import Ran
 from tests.errors import raises
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 
-def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, ran: Ran) -> None:
     """KVP-NET-SECRET."""
     folder = tmp_path / "keys"
-    assert main(["keygen", str(folder)]) == 0
-    public = capsys.readouterr().out.strip()
+    public = ran("keygen", folder).strip()
     assert (folder / "public.key").read_text() == f"{public}\n"
     assert os.stat(folder).st_mode & 0o777 == 0o700
     assert os.stat(folder / "secret.key").st_mode & 0o777 == 0o600
@@ -36,17 +35,15 @@ def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, capsys: p
     assert pair.secret.decode() not in repr(pair)
 
 
-def test_keygen_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_writes_over_nothing(tmp_path: Path, ran: Ran) -> None:
     made = make_keys(tmp_path)
-    assert main(["keygen", str(tmp_path)]) == 1
-    assert "secret.key" in capsys.readouterr().err
+    assert "secret.key" in ran("keygen", tmp_path, status=1)
     assert read_keys(tmp_path) == made
 
 
-def test_keygen_that_fails_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_that_fails_leaves_nothing_behind(tmp_path: Path, ran: Ran) -> None:
     (tmp_path / "public.key").write_text(f"{KEY}\n")
-    assert main(["keygen", str(tmp_path)]) == 1
-    assert "public.key" in capsys.readouterr().err
+    assert "public.key" in ran("keygen", tmp_path, status=1)
     assert os.listdir(tmp_path) == ["public.key"]
     assert (tmp_path / "public.key").read_text() == f"{KEY}\n"
 
