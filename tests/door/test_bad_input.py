@@ -343,8 +343,7 @@ def test_a_ticket_that_is_used_twice_at_the_source(both: Two) -> None:
 
 def test_a_ticket_that_is_used_twice_at_the_sink(both: Two) -> None:
     """Clause KVP-TKT-USED: one ticket, one sequence."""
-    request = both.source.request(both.ticket, PROMPT)
-    first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    request, first = both.asked([9, 0, 5])
     again = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})
     request.finish({"kv": [3, 1, 2]})
     first.wait(10)
@@ -518,8 +517,7 @@ def test_a_fetch_that_failed_holds_nothing_of_whoever_asked_for_its_result(tmp_p
 
 def test_handles_after_close(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         waiting = threading.Thread(target=_wait_in_vain, args=(found,))
         waiting.start()
         both.sink.close()

@@ -20,9 +20,7 @@ SOON = 20.0
 
 def prefilled(both: Two) -> tuple[Request, Any]:
     """A request that a sink waits for, and whose prefill is over; from now on the sink says nothing."""
-    ticket = new_ticket("prefill")
-    request = both.source.request(ticket, PROMPT)
-    fetch = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+    request, fetch = both.asked([9, 0, 5], new_ticket("prefill"))
     both.until(lambda: request.state is not None and request.state.asking())
     request.finish({"kv": [3, 1, 2]})
     for _ in range(5):
@@ -58,9 +56,8 @@ def test_a_stream_that_waits_for_its_sink_is_stopped(tmp_path: Path) -> None:
         for _ in range(5):
             both.source.step(0.0)
         assert isinstance(request.result, Freed)
-        both.until(lambda: fetch.done)
         with pytest.raises(KvprotoError, match="needs its pages"):
-            fetch.wait(0)
+            both.ends(fetch)
         both.until(lambda: fetch.pages_free)
 
 
@@ -68,9 +65,7 @@ def test_a_failed_request_costs_the_next_nothing(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as both:
         request, _ = prefilled(both)
         request.fail("given up")
-        ticket = new_ticket("prefill")
-        after = both.source.request(ticket, PROMPT)
-        fetch = both.sink.fetch(ticket, PROMPT, {"kv": [6, 7, 8]})
+        after, fetch = both.asked([6, 7, 8], new_ticket("prefill"))
         after.finish({"kv": [3, 1, 2]})
         both.until(lambda: fetch.done and after.done and request.done)
         assert fetch.result is not None
@@ -99,8 +94,7 @@ def test_callbacks_that_end_a_thread_end_all_handles(tmp_path: Path, callback: A
     with two(tmp_path, Options(), Options(callbacks=pool and pool.submit)) as both:
         both.until(lambda: both.sink.ready)
         other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-        request = both.source.request(both.ticket, PROMPT)
-        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=callback)
+        request, first = both.asked([9, 0, 5], on_done=callback)
         if pool is not None:
             pool.shutdown()
         request.finish({"kv": [3, 1, 2]})

@@ -31,8 +31,7 @@ def test_computed_copies_nothing_in_the_thread_of_the_engine(tmp_path: Path) -> 
 @pytest.mark.parametrize("options", [Options(), STEPPED])
 def test_a_request_that_is_over_takes_further_words_without_harm(tmp_path: Path, options: Options) -> None:
     with two(tmp_path, options) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: found.done and request.done)
         request.computed({"kv": [3]}, 4)

@@ -55,8 +55,7 @@ STAGES: dict[str, Callable[[Two, Request, Fetch], object]] = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_abort(tmp_path: Path, options: Options, stage: str) -> None:
     with two(tmp_path, options) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         STAGES[stage](both, request, found)
         found.abort("the client is gone")
         both.until(lambda: found.done)
@@ -74,8 +73,7 @@ def test_an_abort(tmp_path: Path, options: Options, stage: str) -> None:
 
 def test_what_the_source_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.fail("no free pages")
         with pytest.raises(KvprotoError, match="no free pages"):
             found.wait(10)
@@ -87,8 +85,7 @@ def test_a_ticket_that_runs_out_frees_the_pages(tmp_path: Path, options: Options
     with two(tmp_path, options) as both:
         request = both.source.request(new_ticket("prefill", deadline=0.05), PROMPT)
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: request.done)
-        assert isinstance(request.wait(0), told.Expired)
+        assert isinstance(both.ends(request), told.Expired)
         served(both)
 
 
@@ -223,8 +220,7 @@ def test_a_source_that_is_restarted(tmp_path: Path) -> None:
 
 def test_a_source_that_closes_while_a_request_is_under_way(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
         both.source.close()
         with pytest.raises(KvprotoError):
@@ -258,8 +254,7 @@ def test_a_source_drains(tmp_path: Path) -> None:
 
 def test_a_sink_drains(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         both.sink.drain()
         with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [10, 11, 12]})
@@ -322,8 +317,7 @@ def test_without_a_descriptor_memory_is_refused_and_a_sink_registers_what_it_has
 def test_a_fork(tmp_path: Path) -> None:
     """In the child each call says so, and the parent's requests go on."""
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         child = os.fork()
         if not child:
             calls = (lambda: found.wait(5), lambda: request.wait(5), lambda: request.finish({"kv": [3, 1, 2]}),

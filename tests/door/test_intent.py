@@ -185,8 +185,7 @@ def test_pages_that_cannot_be_are_refused_and_good_ones_are_taken(tmp_path: Path
         assert not found.done
         assert found.grant({"kv": [1, 2, 3]})
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
-        found.wait(0)
+        both.ends(found)
         assert (rows(both.sink.pool, [1, 2, 3]) == rows(both.source.pool, [3, 1, 2])).all()
 
 
@@ -247,9 +246,8 @@ def test_an_intent_that_is_never_granted_ends_with_its_ticket(tmp_path: Path) ->
         request = both.source.request(ticket, PROMPT)
         found = both.sink.fetch(ticket, PROMPT)
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
         with pytest.raises(RemoteError) as lost:
-            found.wait(0)
+            both.ends(found)
         assert (lost.value.code, found.pages_free) == (ErrorCode.DEADLINE, True)
 
 
@@ -300,9 +298,8 @@ def test_an_intent_outlives_a_move_and_not_a_sleep(tmp_path: Path) -> None:
         found = both.sink.fetch(ticket, PROMPT)
         both.turn()
         both.sink.sleep()
-        both.until(lambda: found.done)
         with raises(KvprotoError, code=ErrorCode.POOL_MOVED):
-            found.wait(0)
+            both.ends(found)
         assert not found.grant({"kv": [9, 0, 5]})
 
 
@@ -440,6 +437,5 @@ def test_pages_that_are_granted_while_an_offer_is_given_back_are_not_read(tmp_pa
         both.until(lambda: wanted)
         found.abort()
         found.grant({"kv": [1, 2, 3]})
-        both.until(lambda: found.done)
         with raises(KvprotoError, code=ErrorCode.ABORTED):
-            found.wait(0)
+            both.ends(found)

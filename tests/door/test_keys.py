@@ -20,9 +20,8 @@ from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
 def refused(both: Two, code: ErrorCode) -> KvprotoError:
     """A fetch that fails with this code."""
     found = ask(both, [1, 2, 4])
-    both.until(lambda: found.done)
     with raises(KvprotoError, code=code) as caught:
-        found.wait(0)
+        both.ends(found)
     return caught.value
 
 
@@ -167,8 +166,7 @@ def test_a_key_is_revoked(tmp_path: Path) -> None:
             assert "canary" in over[0].peer
             assert "NOT_ALLOWED" in over[0].reason
             request.finish({"kv": [3, 1, 2]})
-            both.until(lambda: request.done)
-            assert isinstance(request.wait(0), told.Undelivered)
+            assert isinstance(both.ends(request), told.Undelivered)
             other.until(lambda: under_way.done)
             assert not rows(sink.pool, [6, 7, 8]).any()
             with pytest.raises(KvprotoError, match="NOT_ALLOWED"):
@@ -187,9 +185,8 @@ def test_a_rank_is_revoked(tmp_path: Path) -> None:
         allow(prefill, [entry(decode, more="ranks = [5]")])
         both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
         found = ask(both)
-        both.until(lambda: found.done)
         with pytest.raises(KvprotoError):
-            found.wait(0)
+            both.ends(found)
         refused(both, ErrorCode.NOT_ALLOWED)
 
 

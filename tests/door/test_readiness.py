@@ -44,8 +44,7 @@ def until(sink: Sink, condition: Callable[[], object], *sources: Source) -> list
 
 def test_pages_that_hold_a_request_are_free(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        fetch = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, fetch = both.asked([9, 0, 5])
         assert not fetch.pages_free
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: fetch.done)

@@ -58,8 +58,7 @@ def hand_over(pair: Two, table: list[int] = THERE) -> None:
     request = pair.source.request(made, PROMPT)
     request.finish({"kv": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": table})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
     assert np.array_equal(rows(pair.sink.pool, table), rows(pair.source.pool, HERE))
     pair.until(lambda: request.done)
 
@@ -83,8 +82,7 @@ def test_a_sink_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     assert pair.sink.asleep
     with pytest.raises(LocalError):
         old.close()
-    pair.until(lambda: sleeping.done)
-    assert isinstance(sleeping.wait(0), PoolFree)
+    assert isinstance(pair.ends(sleeping), PoolFree)
     old.close()
     pair.sink.wake(another())
     hand_over(pair)
@@ -115,9 +113,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
 def test_what_is_under_way_ends_in_the_old_pool_when_a_sink_moves(pair: Two) -> None:
     """KVP-EPO-RISE."""
     hand_over(pair)
-    made = new_ticket("prefill")
-    request = pair.source.request(made, PROMPT)
-    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    request, fetch = pair.asked(THERE, new_ticket("prefill"))
     pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
     old = pair.sink.pool
     moved = pair.sink.move(another())
@@ -213,9 +209,7 @@ def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(f"kvproto.{without}.node.features_of", fewer)
     with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
         hand_over(pair)
-        made = new_ticket("prefill")
-        request = pair.source.request(made, PROMPT)
-        fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+        request, fetch = pair.asked(THERE, new_ticket("prefill"))
         pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
         moved = pair.sink.move(another())
         hand_over(pair)
@@ -430,8 +424,7 @@ def hand_over_both(pair: Two) -> None:
     made = new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE, "draft": THERE})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
     for group in ("kv", "draft"):
         for part in ("k", "v"):
             there, here = (pool.array(group, 0, part) for pool in (pair.sink.pool, pair.source.pool))
@@ -476,8 +469,7 @@ def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     pair.source.wake(whole)
     pair.until(lambda: planned(pair))
     hand_over_target(pair)
-    request = pair.source.request(made, PROMPT)
-    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    request, fetch = pair.asked(THERE, made)
     pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
     moved, old = pair.sink.move(with_draft()), pair.sink.pool
     hand_over_both(pair)
@@ -556,8 +548,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
         made = new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-        pair.until(lambda: fetch.done)
-        fetch.wait(0)
+        pair.ends(fetch)
         assert np.array_equal(rows(pair.sink.pool, THERE), rows(pair.source.pool, HERE))
 
 
@@ -572,8 +563,7 @@ def hand_over_target(pair: Two) -> None:
     made = new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
 
 
 def test_a_source_gains_a_rank(tmp_path: Path) -> None:
