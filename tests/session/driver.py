@@ -20,9 +20,9 @@ from kvproto.session.records import Answer, SinkAttempt, SinkTransfer, SourceAtt
 from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
 from kvproto.session.tickets import TicketState
-from kvproto.wire import encode
+from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
-from kvproto.wire.messages import Done, Grants, HandOff, Offer, Register, Ticket, Transfer
+from kvproto.wire.messages import Done, Error, Grants, HandOff, Offer, Register, Ticket, Transfer
 from tests.pools import allocate, memory
 
 PAGES = 8
@@ -451,8 +451,37 @@ class World:
                 self.done(address, event)
         self.run()
 
+    def go_on(self) -> None:
+        """Answer whatever is asked."""
+        for address in self.sources:
+            self.serve(address)
+
     def events(self, name: str, kind: str) -> list[Any]:
         return [e for e in self.told[name] if type(e).__name__ == kind]
+
+
+class Hearing(World):
+    """One that keeps what was said, by its receiver."""
+
+    def __init__(self, source: Geometry) -> None:
+        super().__init__(source)
+        self.heard: list[tuple[str, Any]] = []
+        self.keep = self.hear
+
+    def hear(self, to: str, frame: bytes) -> int:
+        self.heard.append((to, decode(frame)))
+        return 1
+
+    def of(self, kind: type, to: str | None = None) -> list[Any]:
+        return [m for t, m in self.heard if isinstance(m, kind) and to in (None, t)]
+
+    def errors(self, to: str = "s0") -> list[tuple[ErrorCode, int | None]]:
+        return [(error.code, error.about) for error in self.of(Error, to)]
+
+    def from_sink(self, message: Any, name: str = "d0") -> None:
+        """Give the source a message of a sink."""
+        self.sources["s0"].receive(name, encode(message), self.now)
+        self.run()
 
 
 class EpochWorld(World):

@@ -36,28 +36,17 @@ from kvproto.wire.messages import (
     Welcome,
 )
 from tests.errors import raises
-from tests.session.driver import World, geometry, grants, ticket
+from tests.session.driver import Hearing, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 
 
-class Heard(World):
-    """A world that keeps what was said, by its receiver."""
-
+class Heard(Hearing):
     def __init__(self, tp: int = 1, sinks: int = 1) -> None:
         super().__init__(geometry(tp))
-        self.heard: list[tuple[str, Any]] = []
-        self.keep = self.hear
         for rank in range(sinks):
             self.sink(f"d{rank}", geometry(sinks), rank)
         self.run()
-
-    def hear(self, to: str, frame: bytes) -> int:
-        self.heard.append((to, decode(frame)))
-        return 1
-
-    def of(self, kind: type, to: str | None = None) -> list[Any]:
-        return [m for t, m in self.heard if isinstance(m, kind) and to in (None, t)]
 
     def say(self, message: Any, name: str = "d0") -> list[Any]:
         """Give the source a message of a sink; its answers."""

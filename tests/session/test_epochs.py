@@ -432,13 +432,13 @@ def test_each_epoch_has_its_own_slots() -> None:
     world = StagedEpochs()
     first = world.sinks["d0"].exposed
     assert first is not None
-    assert [m.epoch for _, m in world.frames if isinstance(m, Credit)] == [None]
+    assert [credit.epoch for credit in world.of(Credit)] == [None]
     before = world.ask()
     world.chunk(0, 0, 7)
     old = world.events("s0", "TransferRequested")[-1]
     world.sinks["d0"].expose(world.another("d0"), world.now)
     world.run()
-    granted = [(m.epoch, m.slots.tolist()) for _, m in world.frames if isinstance(m, Credit)]
+    granted = [(credit.epoch, credit.slots.tolist()) for credit in world.of(Credit)]
     assert granted == [(None, [*range(SLOTS)]), (2, [*range(SLOTS)])]
     after = world.ask()
     world.stream()
@@ -469,7 +469,7 @@ def test_each_epoch_counts_its_own_data() -> None:
 
 
 def _said(world: Any) -> list[Any]:
-    return [m for _, m in world.frames]
+    return [m for _, m in world.heard]
 
 
 @pytest.mark.parametrize("first", ["the answer to Abort", "Unregistered"])

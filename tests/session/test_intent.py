@@ -457,8 +457,8 @@ def test_data_before_everything_is_granted_is_refused() -> None:
     part = {g: attrs.evolve(grant, count=0, items=ids()) for g, grant in pages.items()}
     world.sinks["d0"].grant(number, part, 0.0, {0: lambda begins: Whole(bytearray(25))})
     world.run()
-    assert not [m for _, m in world.frames if isinstance(m, Grant)]  # a part is of no use here
-    (transfer,) = [m for _, m in world.frames if isinstance(m, Transfer)]
+    assert not world.of(Grant)  # a part is of no use here
+    (transfer,) = world.of(Transfer)
     data = Data(session=transfer.session, sequence=1, attempt=1, offset=0, data=b"12345678", last=False)
     world.hears("d0", data)
     (lost,) = world.events("d0", "Lost")

@@ -1,5 +1,7 @@
 """The lifecycle, frame by frame, without sockets or clocks."""
 
+from typing import Any
+
 import attrs
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from kvproto.wire import decode, encode
 from kvproto.wire.enums import DType, ErrorCode, Feature, Proof
 from kvproto.wire.messages import Abort, Describe, DoneAck, Drained, Error, Failed, Handle, Region, Register, Transfer
 from tests.session.driver import World, geometry, ticket
+from tests.session.test_pull import PullWorld
 from tests.steps import least_steps
 
 CONTENT = b"c" * 32
@@ -296,27 +299,26 @@ def test_drained_covers_what_was_never_seen_and_refuses_it_later() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.floats(0.0, 0.6))
-def test_lost_and_doubled_frames_change_nothing(random: object, rate: float) -> None:
+@pytest.mark.parametrize("made", [World, PullWorld])
+def test_lost_and_doubled_frames_change_nothing(made: type[World], random: Any, rate: float) -> None:
     """Every frame may be lost or come twice; resends under the same id bring the same end."""
-    world, made = World(geometry(2)), ticket(deadline=300)
-    keep = lambda to, frame: 0 if (x := random.random()) < rate else 2 if x > 0.9 else 1  # type: ignore[attr-defined] # noqa: E731
-    world.keep = keep
+    world, request = made(geometry(2)), ticket(deadline=300)
+    lossy = lambda to, frame: 0 if (x := random.random()) < rate else 2 if x > 0.9 else 1  # noqa: E731
+    world.keep = lossy
     world.sink("d0", geometry(1))
-    world.prefill(made, CONTENT)
+    world.prefill(request, CONTENT)
     asked = False
     for step in range(120):
-        world.keep = keep if step < 12 else lambda to, frame: True
-        world.run()
-        for address in world.sources:
-            world.serve(address)
+        world.keep = lossy if step < 12 else lambda to, frame: 1
+        world.go_on()
         if world.sinks["d0"].ready and not world.sinks["d0"].suspect and not asked:
             asked = True
-            world.transfer("d0", made, CONTENT)
+            world.transfer("d0", request, CONTENT)
         if world.events("d0", "Arrived"):
             break
         world.pass_time(1.0)
     assert len(world.events("d0", "Arrived")) == 1
-    world.keep = lambda to, frame: True
+    world.keep = lambda to, frame: 1
     for _ in range(4):
         world.pass_time(2.5)
     assert [len(world.events(a, "Released")) for a in world.sources] == [1, 1]
@@ -391,18 +393,21 @@ def test_every_pair_outside_the_tables_is_illegal() -> None:
                     next_transfer(step, name, Feature)
 
 
-def test_nothing_is_kept_of_what_is_over() -> None:
-    world = ready(1, 2)
+@pytest.mark.parametrize("made", [World, PullWorld])
+def test_nothing_is_kept_of_what_is_over(made: type[World]) -> None:
+    world = made(geometry(1)).ready(2)
     source = world.sources["s0"]
     for _ in range(100):
-        made = ticket()
-        source.prefill(made, CONTENT, world.now)
+        for told in world.told.values():
+            told.clear()
+        request = ticket()
+        source.prefill(request, CONTENT, world.now)
         for name in world.sinks:
-            world.transfer(name, made, CONTENT)
-        world.serve()
+            world.transfer(name, request, CONTENT)
+        world.go_on()
     assert not len(source.tickets)
     for session in source.sessions.values():
-        assert (session.attempts, session.low_water) == ({}, 100)
+        assert (session.attempts, session._pending, session.low_water) == ({}, {}, 100)
     for sink in world.sinks.values():
         assert not sink.transfers
         for peer in sink.sessions.values():
