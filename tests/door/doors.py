@@ -60,9 +60,9 @@ class Two:
         self.ticket: Ticket = new_ticket(source.name)
         self.told: list[Event] = []
 
-    def turn(self) -> None:
-        """A turn of those that have no thread; their events are kept."""
-        for door in (self.source, self.sink):
+    def turn(self, times: int = 1) -> None:
+        """Turns of those that have no thread; their events are kept."""
+        for door in (self.source, self.sink) * times:
             self.told += door.events() if door.options.thread else door.step(0.005)
 
     def asked(self, pages: list[int], made: Ticket | None = None, **fetch: Any) -> tuple[Request, Fetch]:

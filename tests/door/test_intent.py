@@ -44,8 +44,7 @@ def test_pages_are_claimed_when_they_are_of_use(tmp_path: Path, way: str, spans:
             run.compute(tokens)
             pages = -(-tokens // PAGE["sink"]) if spans and way == "push" else 0
             both.until(lambda pages=pages: len(run.ours.get("kv", [])) >= pages)
-            for _ in range(8):
-                both.turn()
+            both.turn(8)
             held.append(len(run.ours.get("kv", [])) - pages)
             both.untouched()
         assert held == [0, 0, 0]
@@ -87,13 +86,11 @@ def test_pages_by_events_and_not_yet(tmp_path: Path) -> None:
         last = {event.fetch: event for event in both.of(PagesWanted)}
         assert last[second.fetch].pages == {"kv": 5, "rows": 5, "ring": 1, "state": 1, "seen": 2}
         assert first.fetch.grant(first.give(last[first.fetch]))
-        both.until(lambda: first.fetch.done)
-        first.arrived()
+        first.arrives()
         assert second.give(last[second.fetch]) is None
         first.back()
         assert second.fetch.grant(second.give(last[second.fetch]))
-        both.until(lambda: second.fetch.done)
-        second.arrived()
+        second.arrives()
         both.untouched()
 
 
@@ -220,8 +217,7 @@ def test_an_aborted_fetch_gives_back_what_it_was_granted(tmp_path: Path, granted
         run.back()
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))
         run.finish()
-        both.until(lambda: run.fetch.done)
-        run.arrived()
+        run.arrives()
 
 
 def test_a_source_that_is_gone_keeps_what_was_granted_in_quarantine(tmp_path: Path) -> None:
@@ -266,12 +262,10 @@ def test_a_peer_that_knows_less_is_served_all_the_same(
         both.until(lambda: bool(both.sink.ready))
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))
         run.compute(20)
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         assert bool(run.ours) == (Feature.INTENT in missing)
         run.finish()
-        both.until(lambda: run.fetch.done)
-        run.arrived()
+        run.arrives()
         assert [event.tokens for event in both.of(PagesWanted)] == [TOKENS]
 
 
@@ -281,11 +275,9 @@ def test_an_intent_outlives_a_move_and_not_a_sleep(tmp_path: Path) -> None:
         request = both.source.request(both.ticket, PROMPT)
         found, pool = both.sink.fetch(both.ticket, PROMPT), both.sink.pool
         both.until(lambda: [e for e in both.told if isinstance(e, Connected)])
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         withdrawal = both.sink.move(Pool.allocate(GEOMETRY, 16))
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         assert not withdrawal.done
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: [e for e in both.told if isinstance(e, PagesWanted)])
@@ -398,8 +390,7 @@ def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -
         request = both.source.request(both.ticket, PROMPT)
         fetch = both.sink.fetch(both.ticket, PROMPT)
         both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0].endpoint.transfers)
-        for _ in range(5):
-            both.turn()
+        both.turn(5)
         request.finish({"kv": [3, 1, 2]})
         both.source.step()
         both.source.close()

@@ -80,8 +80,7 @@ def test_a_source_that_is_not_eagerly_greeted_waits_for_a_fetch(tmp_path: Path) 
         for _ in range(2):
             with Source("prefill", filled(), address_in(tmp_path), STEPPED) as source:
                 both = Two(source, sink)
-                for _ in range(20):
-                    both.turn()
+                both.turn(20)
                 assert not sink.ready
                 fetch = sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
                 source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
@@ -107,8 +106,7 @@ def test_a_source_that_is_disconnected_is_not_greeted_again(tmp_path: Path) -> N
     with two(tmp_path, STEPPED) as both:
         both.until(lambda: both.sink.ready)
         both.sink.disconnect("prefill")
-        for _ in range(50):
-            both.turn()
+        both.turn(50)
         assert not both.sink.ready
         assert not both.source._node.endpoint.sessions
 

@@ -235,8 +235,7 @@ def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tm
                 sink.connect("prefill", address=address)
                 pair.turn()
                 sink.wake(another())
-                for _ in range(20):
-                    pair.turn()
+                pair.turn(20)
                 source.wake(filled())
                 hand_over(pair)
 
@@ -340,8 +339,7 @@ def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) ->
         pair.until(lambda: pair.source._node.busy)
         calls = {"sink": pair.sink.sleep, "source": pair.source.sleep, "move": lambda: pair.sink.move(another())}
         end = calls[who]()
-        for _ in range(60):
-            pair.turn()
+        pair.turn(60)
         assert not end.done
         assert end.holders
         with pytest.raises(TimeoutError, match="held by"):
