@@ -8,8 +8,10 @@ import pytest
 
 
 @contextmanager
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], **fields: Any) -> Iterator[Any]:
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, **fields: Any
+) -> Iterator[Any]:
     """As `pytest.raises` does, an error of this kind, whose fields are just these: `code`, `path`, `mine`, `yours`, `advice`."""
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=match) as caught:
         yield caught
     assert {name: getattr(caught.value, name) for name in fields} == fields

@@ -19,6 +19,7 @@ from kvproto_captures.compare import compare
 from kvproto_captures.fleet import Fleet
 from kvproto_captures.interpreter import read, resolve
 from kvproto_captures.tables import engines, words
+from tests.errors import raises
 
 from .shelf import CAPTURES, lines, one
 
@@ -106,9 +107,8 @@ def test_a_word_said_wrongly_does_not_fit_the_buffers(said: dict[str, str], path
     [({"tp": "8"}, "say tp"), ({"mood": "8"}, "say"), ({"page": "x"}, "say page"), ({"dtype": "int5"}, "say dtype")],
 )
 def test_what_cannot_be_said_is_refused(said: dict[str, str], path: str) -> None:
-    with pytest.raises(LocalError) as refused:
+    with raises(LocalError, path=path):
         fleet("sglang-live.jsonl", said=said)
-    assert refused.value.path == path
 
 
 @pytest.mark.parametrize(("word", "value"), [("kv_heads", "3"), ("head_dim", "32"), ("layers", "7")])
@@ -126,9 +126,8 @@ def test_a_word_said_otherwise_than_the_config_has_it(word: str, value: str) -> 
 
 
 def test_a_capture_that_states_otherwise_than_the_config() -> None:
-    with pytest.raises(LocalError, match="FIELD_CONFLICT at messages") as refused:
+    with raises(LocalError, match="FIELD_CONFLICT at messages", mine="8, by config.json", yours="4"):
         fleet("vllm-live.log", said={"page": "16"}).describe(CONFIG)
-    assert (refused.value.mine, refused.value.yours) == ("8, by config.json", "4")
 
 
 def test_a_word_without_an_effect_is_refused() -> None:

@@ -111,9 +111,8 @@ def test_sides_that_mean_different_axes_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_stand_for_tokens_without_a_word() -> None:
-    with pytest.raises(LocalError, match="not 'tokens'") as refused:
+    with raises(LocalError, match="not 'tokens'", path="'kv'.along", yours="'tokens'"):
         Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("tokens")
-    assert (refused.value.path, refused.value.yours) == ("'kv'.along", "'tokens'")
 
 
 @pytest.mark.parametrize(("axes", "known"), [({"image": 0}, "axes of ['image']"), ({}, "none, as all caches")])
@@ -182,9 +181,8 @@ def test_what_a_source_cannot_mean(tmp_path: Path) -> None:
         with pytest.raises(LocalError) as refused:
             request.computed(TABLES, 4, since={"cross": 1})
         assert refused.value.path == 'since["cross"]'  # none of its rows is there yet
-        with pytest.raises(LocalError, match="by name and not by axis") as refused:
+        with raises(LocalError, match="by name and not by axis", path='since["image"]'):
             request.computed(TABLES, 4, since={"image": 1})
-        assert refused.value.path == 'since["image"]'
 
 
 @pytest.mark.parametrize(

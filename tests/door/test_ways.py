@@ -14,6 +14,7 @@ from kvproto import Fetch, Options, Pool, Prompt, Request, Sink, Source, new_tic
 from kvproto import events as told
 from kvproto.asyncio import drive, wait
 from kvproto.errors import ErrorCode, LocalError
+from tests.errors import raises
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, left_over, rows, two
 
@@ -163,9 +164,8 @@ def test_asyncio_says_that_nothing_drives_a_sink(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("kvproto.asyncio._IDLE", 0.001)
     with two(tmp_path, Options(), STEPPED) as both:
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        with pytest.raises(LocalError, match="drive") as caught:
+        with raises(LocalError, match="drive", code=ErrorCode.UNEXPECTED_MESSAGE, path="Sink 'decode'"):
             asyncio.run(asyncio.wait_for(wait(found), 30))
-        assert (caught.value.code, caught.value.path) == (ErrorCode.UNEXPECTED_MESSAGE, "Sink 'decode'")
 
 
 def test_asyncio_waits_for_a_sink_that_its_engine_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +198,8 @@ def test_asyncio_with_wrong_arguments(tmp_path: Path) -> None:
             (lambda: enter(wrong), "rank"),
             (lambda: enter(both.sink), "drive"),
         ):
-            with pytest.raises(LocalError) as caught:
+            with raises(LocalError, path=path):
                 asyncio.run(call())
-            assert caught.value.path == path
         hand_over(both, [3, 1, 2], [9, 0, 5])
 
 

@@ -78,9 +78,8 @@ def test_a_key_file_that_cannot_be(tmp_path: Path, text: bytes | None, mode: int
     if text is not None:
         path.write_bytes(text)
         path.chmod(mode)
-    with pytest.raises(LocalError, match=right) as caught:
+    with raises(LocalError, match=right, path=str(path)) as caught:
         read_keys(tmp_path)
-    assert caught.value.path == str(path)
     assert KEY not in str(caught.value)
 
 
@@ -89,9 +88,8 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     made = make_keys(folder)
     folder.chmod(0o707)
-    with pytest.raises(LocalError, match="chmod go-w") as caught:
+    with raises(LocalError, match="chmod go-w", path=str(folder)):
         read_keys(folder)
-    assert caught.value.path == str(folder)
     folder.chmod(0o770)
     with pytest.raises(LocalError, match=r"no other user may write to, got mode 0770"):
         read_keys(folder)
@@ -106,9 +104,8 @@ def test_the_public_key_is_that_of_the_secret(tmp_path: Path) -> None:
     made, other = make_keys(tmp_path / "ours"), make_keys(tmp_path / "other")
     public = tmp_path / "ours" / "public.key"
     public.write_bytes(other.public + b"\n")
-    with pytest.raises(LocalError, match=r"the public key of secret\.key") as caught:
+    with raises(LocalError, match=r"the public key of secret\.key", path=str(public)) as caught:
         read_keys(tmp_path / "ours")
-    assert caught.value.path == str(public)
     assert made.public.decode() in str(caught.value)
     public.unlink()
     assert read_keys(tmp_path / "ours") == made
@@ -129,9 +126,8 @@ def test_what_another_user_owns_is_not_trusted(tmp_path: Path, whose: str) -> No
         (tmp_path / name).write_text(LIST)
     os.chown(tmp_path / whose, 65534, -1)
     reads: dict[str, Callable[[Path], object]] = {"allow.toml": AllowList, "sources.toml": read_sources}
-    with pytest.raises(LocalError, match="one of user 65534") as caught:
+    with raises(LocalError, match="one of user 65534", path=str(tmp_path / whose)):
         reads.get(whose, lambda path: read_keys(tmp_path))(tmp_path / whose)
-    assert caught.value.path == str(tmp_path / whose)
 
 
 LIST = f"""
@@ -214,9 +210,8 @@ def test_a_list_that_others_may_write_to(tmp_path: Path, mode: int, caplog: pyte
     found = allowed(path)
     path.write_text("")
     path.chmod(mode)
-    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+    with raises(LocalError, match=f"no other user may write to, got mode {mode:04o}", path=str(path)):
         AllowList(path)
-    assert caught.value.path == str(path)
     assert not found.renew(10)
     assert "its earlier content applies" in caplog.text
     assert found.knows(KEY.encode())
@@ -239,9 +234,8 @@ def test_sources_that_others_may_write(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(f'[[source]]\nengine = "p"\naddress = "tcp://a:1"\nkey = "{KEY}"')
     path.chmod(mode)
-    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+    with raises(LocalError, match=f"no other user may write to, got mode {mode:04o}", path=str(path)):
         read_sources(path)
-    assert caught.value.path == str(path)
     path.chmod(0o644)
     assert read_sources(path) == {("p", 0): Seed("tcp://a:1", KEY)}
 

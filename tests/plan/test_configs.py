@@ -55,9 +55,8 @@ def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any, says
 
 @pytest.mark.parametrize("more", [{"is_encoder_decoder": True, "num_hidden_layers": 32}, {"decoder_layers": 32}])
 def test_an_encoder_decoder_is_refused_by_name(more: dict[str, Any]) -> None:
-    with pytest.raises(LocalError, match=r"encoder-decoders are not read.*got whisper") as caught:
+    with raises(LocalError, match=r"encoder-decoders are not read.*got whisper", path="config.is_encoder_decoder"):
         describe({"model_type": "whisper", "d_model": 1280, "decoder_attention_heads": 20, **more})
-    assert caught.value.path == "config.is_encoder_decoder"
 
 
 def test_a_list_of_layers_names_those_of_the_model() -> None:

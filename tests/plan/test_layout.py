@@ -141,9 +141,8 @@ def test_describe_says_which_caches_are_dealt() -> None:
 def test_describe_refuses_names_of_no_cache_and_lists_those_that_there_are(
     named: dict[str, list[str]], path: str, says: str
 ) -> None:
-    with pytest.raises(LocalError, match=says) as caught:
+    with raises(LocalError, match=says, code=ErrorCode.OUT_OF_RANGE, path=path):
         describe(PRESETS["deepseek-v3.2"][0], parallel=Parallel(tp=2, dcp=2), **named)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 @pytest.mark.parametrize(
