@@ -49,15 +49,13 @@ def test_who_asks_for_what_is_gone_is_refused_with_the_number(
             request.computed(FREED, 20, since={"window": 16})
         else:
             request.finish(FREED, since={"window": 16})
-        with pytest.raises(RemoteError) as refused:
+        said = {"code": ErrorCode.NOT_HELD, "path": "grants[1].first"}
+        with raises(RemoteError, **said, mine="tokens from 16 on", yours="tokens from 15 on"):
             found.wait(10)
-        error = refused.value
-        assert (error.code, error.path) == (ErrorCode.NOT_HELD, "grants[1].first")
-        assert (error.mine, error.yours) == ("tokens from 16 on", "tokens from 15 on")
         assert found.pages_free
         if not asked_first:
             (lost,) = request.wait(10).lost.values()
-            assert (lost.code, lost.path) == (error.code, error.path)
+            assert {"code": lost.code, "path": lost.path} == said
             assert not [e for e in both.sources[0].events() if isinstance(e, told.Unwanted)]
         both.poison()
         (request,), found = both.begin()

@@ -43,6 +43,10 @@ def granted(group: Group, items: list[int]) -> Grants:
 
 def refused(geometry: Geometry, columns: tuple[Columns, ...], grants: tuple[Grants, ...]) -> RemoteError | None:
     check_columns(geometry, 0, regions({0: LENGTH}), columns)
+    return told(geometry, columns, grants)
+
+
+def told(geometry: Geometry, columns: tuple[Columns, ...], grants: tuple[Grants, ...]) -> RemoteError | None:
     try:
         check_grants(geometry, 0, {c.group: c for c in columns}, tuple(c.group for c in columns), grants)
     except RemoteError as error:
@@ -241,14 +245,6 @@ def in_turn(layers: int, items: int, groups: int = 2) -> tuple[Geometry, tuple[C
     pages = np.random.default_rng(0).permutation(groups * items).reshape(groups, items)
     grants = tuple(granted(g, some.tolist()) for g, some in zip(held, pages, strict=True))
     return engine(*((g, layers) for g in held)), columns, grants
-
-
-def told(geometry: Geometry, columns: tuple[Columns, ...], grants: tuple[Grants, ...]) -> RemoteError | None:
-    try:
-        check_grants(geometry, 0, {c.group: c for c in columns}, tuple(c.group for c in columns), grants)
-    except RemoteError as error:
-        return error
-    return None
 
 
 def test_columns_that_lie_together_are_compared_as_one() -> None:

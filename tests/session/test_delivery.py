@@ -224,17 +224,8 @@ def test_an_unknown_error_code_is_internal() -> None:
     world = Heard()
     world.asked(finished=False)
     (transfer,) = world.of(Transfer)
-    failed = Failed(
-        session=transfer.session,
-        request=transfer.request,
-        sequence=1,
-        attempt=1,
-        code=0xABCD,
-        path="",
-        mine="",
-        yours="",
-    )
-    world.hears("d0", failed)
+    ids = {name: getattr(transfer, name) for name in ("session", "request", "sequence", "attempt")}
+    world.hears("d0", Failed(**ids, code=0xABCD, path="", mine="", yours=""))
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
 
 
