@@ -11,7 +11,7 @@ import pytest
 def raises(
     kind: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, **fields: Any
 ) -> Iterator[Any]:
-    """As `pytest.raises` does, an error of this kind, whose fields are just these: `code`, `path`, `mine`, `yours`, `advice`."""
+    """As `pytest.raises` does, an error of this kind, whose `code`, `path`, `mine`, `yours` and `advice` are these."""
     with pytest.raises(kind, match=match) as caught:
         yield caught
     assert {name: getattr(caught.value, name) for name in fields} == fields

@@ -1,4 +1,4 @@
-"""The driver for live engines: the reference passes, and what is no engine is an error; without NIXL it says what it lacks."""
+"""The driver for live engines: the reference passes, what is no engine is an error, and what NIXL is missing for is said."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_what_is_computed_goes_once(stage: Stage) -> None:
     ("asked", "least", "ratio", "before", "after", "sent"),
     [
         ({}, 2 * LAYER, 0, (TOKENS, (0, 1)), (TOKENS, (1, 2)), [((0, 2), 2 * LAYER)]),
-        # 8 of 11 are cached: they count neither as waiting nor as to come (KVP-HND-WINDOW: the hand-off's window says nothing)
+        # 8 of 11 are cached, which do not count (KVP-HND-WINDOW: the hand-off's window says nothing)
         ({"first": 8}, 1, 1, (8, (0, 3)), (10, (0, 3)), [((0, 3), 3 * 40 * 2)]),
         ({"incremental": False}, 1, 0, (TOKENS, (0, 3)), None, [(None, 3 * LAYER + DRAFT)]),
     ],

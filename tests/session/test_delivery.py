@@ -607,7 +607,7 @@ def test_a_sequence_that_was_done_has_no_other_attempt() -> None:
 
 @pytest.mark.parametrize(("over", "code"), [(False, ErrorCode.ABORTED), (True, ErrorCode.STALE_TRANSFER)])
 def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes(over: bool, code: ErrorCode) -> None:
-    """KVP-END-UNSEEN, KVP-TRN-STALE: sequence 2 is aborted before it comes; sequence 1 keeps the record alive until it is over too."""
+    """KVP-END-UNSEEN, KVP-TRN-STALE: 2 is aborted before it comes; 1 keeps the record alive until it is over too."""
     world = Heard()
     world.asked(finished=over)
     (transfer,) = world.of(Transfer)

@@ -120,7 +120,7 @@ class Engine:
         return fetch.take()
 
     def turn(self, *tokens: int, step: bool = True, windows: int = 0, after: bool = False) -> PageLease:
-        """A request from its beginning to its end, and with `after` the step in which its pages are copied; its lease, which is over."""
+        """A request from its beginning to its end, with `after` the step that copies its pages; its lease, which is over."""
         chain = self.chain(*tokens)
         lease = self.cache.open(chain, -(-len(tokens) // PAGE))
         assert lease is not None
