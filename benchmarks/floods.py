@@ -25,10 +25,10 @@ from kvproto.net import AllowList, Listener, make_keys
 DESCRIPTORS, SECONDS, FRAME = 1024, 3.0, 1 << 20
 
 
-def connections(port: int) -> None:
+def connections(port: int, seconds: float) -> None:
     """Open connections as fast as possible, and send nothing on them."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    held, until = [], time.monotonic() + SECONDS
+    held, until = [], time.monotonic() + seconds
     while time.monotonic() < until and len(held) < 8 * DESCRIPTORS:
         made = socket.socket()
         made.setblocking(False)
@@ -37,7 +37,7 @@ def connections(port: int) -> None:
     time.sleep(max(until - time.monotonic(), 0))
 
 
-def endless(port: int) -> None:
+def endless(port: int, seconds: float) -> None:
     """Send one endless message of frames of 1 MiB; by hand, as ZeroMQ sends no message before it is whole."""
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -46,14 +46,16 @@ def endless(port: int) -> None:
         came = b""
         while b"READY" not in came:
             came += made.recv(1 << 12)
-        frame, until = b"\x03" + struct.pack(">Q", FRAME) + bytes(FRAME), time.monotonic() + SECONDS
+        frame, until = b"\x03" + struct.pack(">Q", FRAME) + bytes(FRAME), time.monotonic() + seconds
         while time.monotonic() < until:
             made.sendall(frame)
 
 
-def beside(flood: Callable[[int], None], port: int, listener: Listener, look: Callable[[], int]) -> int:
-    """The most that `look` saw while the flood ran and the listener had its turns."""
-    process = multiprocessing.get_context("spawn").Process(target=flood, args=(port,))
+def beside(
+    flood: Callable[[int, float], None], port: int, seconds: float, listener: Listener, look: Callable[[], int]
+) -> int:
+    """The most that `look` saw while the flood ran for so long and the listener had its turns."""
+    process = multiprocessing.get_context("spawn").Process(target=flood, args=(port, seconds))
     process.start()
     most = 0
     while process.is_alive():
@@ -71,7 +73,8 @@ def resident() -> int:
 
 def main() -> None:
     """Measure, print, keep."""
-    args = arguments(__doc__, "floods").parse_args()
+    args = arguments(__doc__, "floods", quick="few of everything, to see that it works").parse_args()
+    seconds = SECONDS / 15 if args.quick else SECONDS
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))
     with tempfile.TemporaryDirectory() as folder:
@@ -82,18 +85,18 @@ def main() -> None:
         with contextlib.closing(Listener("tcp://127.0.0.1:*", keys=server, allow=AllowList(path))) as listener:
             port = int(listener.address.rpartition(":")[2])
             counted = listener._connections
-            most = beside(connections, port, listener, lambda: counted.count)
+            most = beside(connections, port, seconds, listener, lambda: counted.count)
     with contextlib.closing(Listener("tcp://127.0.0.1:*", insecure=True)) as listener:
         before, port = resident(), int(listener.address.rpartition(":")[2])
-        grown = beside(endless, port, listener, resident) - before
-        until = time.monotonic() + 2
+        grown = beside(endless, port, seconds, listener, resident) - before
+        until = time.monotonic() + min(seconds, 2)
         while time.monotonic() < until:
             select.select(listener.filenos(), [], [], 0.1)
             list(listener.receive())
         after = resident() - before
     found = {
-        "connections": {"descriptors": DESCRIPTORS, "limit": counted.most, "most_at_once": most, "seconds": SECONDS},
-        "endless_message": {"seconds": SECONDS, "grown_bytes": grown, "left_bytes": after},
+        "connections": {"descriptors": DESCRIPTORS, "limit": counted.most, "most_at_once": most, "seconds": seconds},
+        "endless_message": {"seconds": seconds, "grown_bytes": grown, "left_bytes": after},
     }
     print(found)
     keep(args.out, facts() | found)

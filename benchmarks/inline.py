@@ -27,6 +27,7 @@ PAGE, TOKEN = 64, 32 << 10
 GEOMETRY = lay_out([Cache.gqa("kv", 8, kv_heads=8, head_dim=128, page=PAGE)])
 """TOKEN bytes a token, in runs of 128 KiB."""
 MOVED, LONG = 64 << 20, 1 << 30
+QUICK = 4 << 20, 128 << 20
 SHORT = Prompt([1])
 
 
@@ -46,14 +47,14 @@ def addresses(stack: ExitStack, kind: str) -> list[str]:
         return [f"tcp://127.0.0.1:{end.getsockname()[1]}" for end in free]
 
 
-def prefill(conn: Connection, places: list[str], window: int) -> None:
+def prefill(conn: Connection, places: list[str], window: int, moved: int, long: int) -> None:
     """Two sources, without and with VERIFY, and bare frames."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(places[0])
     with ExitStack() as stack:
         sources = []
-        for verify, bytes_ in ((False, LONG), (True, MOVED)):
+        for verify, bytes_ in ((False, long), (True, moved)):
             pool = Pool.allocate(GEOMETRY, bytes_ // TOKEN // PAGE)
             pool.array("kv", 0, "k")[:] = 7
             source = Source(f"prefill-{verify}", pool, places[1 + verify], options(verify, window))
@@ -77,7 +78,9 @@ def prefill(conn: Connection, places: list[str], window: int) -> None:
 class Decode:
     """Sinks of one source each, and a bare socket."""
 
-    def __init__(self, conn: Connection, stack: ExitStack, places: list[str], window: int) -> None:
+    def __init__(
+        self, conn: Connection, stack: ExitStack, places: list[str], window: int, moved: int, long: int
+    ) -> None:
         self._conn = conn
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bare = self._context.socket(zmq.DEALER)
@@ -85,7 +88,7 @@ class Decode:
         stack.callback(self._context.term)
         stack.callback(self._bare.close, linger=0)
         self.sinks = []
-        sizes = ("long", 0, LONG // TOKEN // PAGE + 1), ("verified", 1, MOVED // TOKEN // PAGE), ("other", 0, 1)
+        sizes = ("long", 0, long // TOKEN // PAGE + 1), ("verified", 1, moved // TOKEN // PAGE), ("other", 0, 1)
         for name, which, pages in sizes:
             seed = {f"prefill-{bool(which)}": places[1 + which]}
             sink = Sink(name, Pool.allocate(GEOMETRY, pages), seed, options(bool(which), window))
@@ -129,44 +132,45 @@ class Decode:
         return time.perf_counter() - begin
 
 
-def measured(kind: str, rounds: int, window: int) -> dict[str, Any]:
+def measured(kind: str, rounds: int, window: int, moved: int, long: int) -> dict[str, Any]:
     """Rates in GB/s and latencies in seconds over one kind of address."""
     figures: dict[str, Any] = {"bare": [], "inline": [], "verified": [], "alone": {}, "beside": {}}
     with ExitStack() as stack:
         places = addresses(stack, kind)
-        conn = stack.enter_context(child(prefill, places, window))
+        conn = stack.enter_context(child(prefill, places, window, moved, long))
         conn.recv()
-        decode = Decode(conn, stack, places, window)
+        decode = Decode(conn, stack, places, window, moved, long)
         for i in range(rounds + 1):  # the first one warms up
             seconds = {
-                "bare": decode.bare(MOVED),
-                "inline": decode.inline(0, MOVED),
-                "verified": decode.inline(1, MOVED),
+                "bare": decode.bare(moved),
+                "inline": decode.inline(0, moved),
+                "verified": decode.inline(1, moved),
             }
             for way, took in seconds.items():
                 if i:
-                    figures[way].append(round(MOVED / took / 1e9, 4))
+                    figures[way].append(round(moved / took / 1e9, 4))
         for sink, name in ((0, "same"), (2, "other")):
             decode.short(sink)
             figures["alone"][name] = [decode.short(sink) for _ in range(100)]
             figures["beside"][name] = []
-            pages = list(range(LONG // TOKEN // PAGE))
-            long = decode.fetch(0, decode.ready(0, LONG // TOKEN, pages), pages)
-            while not long.done:
+            pages = list(range(long // TOKEN // PAGE))
+            fetch = decode.fetch(0, decode.ready(0, long // TOKEN, pages), pages)
+            while not fetch.done:
                 figures["beside"][name].append(decode.short(sink))
             figures["beside"][name].pop()  # it may have outlived the stream
-            long.wait(0)
+            fetch.wait(0)
         conn.send(None)
     return figures
 
 
 def main() -> int:
     """Measure, print, keep."""
-    parser = arguments(__doc__, "inline", rounds=5)
+    parser = arguments(__doc__, "inline", rounds=5, quick="few of everything, to see that it works")
     parser.add_argument("--window", type=int, default=WINDOW, help="bytes that may be on their way")
     args = parser.parse_args()
     head = {"benchmark": "inline", "unit": "GB/s; seconds"} | facts() | {"zmq": zmq.zmq_version()}
-    figures: dict[str, Any] = {kind: measured(kind, args.rounds, args.window) for kind in ("ipc", "tcp")}
+    moved, long = QUICK if args.quick else (MOVED, LONG)
+    figures: dict[str, Any] = {kind: measured(kind, args.rounds, args.window, moved, long) for kind in ("ipc", "tcp")}
     for kind, of in figures.items():
         rates = ", ".join(f"{way} {np.median(of[way]):.2f}" for way in ("bare", "inline", "verified"))
         print(f"{kind}: {rates} GB/s, medians")
@@ -175,7 +179,7 @@ def main() -> int:
                 p50, p99 = np.percentile(of[when][who], (50, 99)) * 1e3
                 count = len(of[when][who])
                 print(f"  short request, {who} sink, {when}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, n {count}")
-    sizes = {"bytes": MOVED, "long": LONG, "frame": FRAME, "window": args.window}
+    sizes = {"bytes": moved, "long": long, "frame": FRAME, "window": args.window}
     keep(args.out, head | sizes | figures)
     return 0
 

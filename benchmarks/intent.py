@@ -55,15 +55,15 @@ class Held:
         self.free += self.tables.pop(key)
 
 
-def measured(way: str, source: Source, sink: Sink) -> dict[str, float]:
-    """Run all requests in one way."""
+def measured(way: str, source: Source, sink: Sink, requests: int) -> dict[str, float]:
+    """Run so many requests in one way."""
     held, prompt, began = Held(), Prompt(range(TOKENS)), time.monotonic()
     made = []
 
     def give(wanted: PagesWanted) -> dict[str, list[int]]:
         return held.claim(wanted.fetch.ticket, wanted.pages["kv"])
 
-    for _ in range(REQUESTS):
+    for _ in range(requests):
         ticket = new_ticket("prefill")
         request = source.request(ticket, prompt)
         if way == "at once":
@@ -92,7 +92,8 @@ def measured(way: str, source: Source, sink: Sink) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and keep what was measured if requested."""
-    args = arguments(__doc__, "intent", rounds=5).parse_args()
+    args = arguments(__doc__, "intent", rounds=5, quick="few of everything, to see that it works").parse_args()
+    requests = 2 if args.quick else REQUESTS
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
@@ -101,17 +102,17 @@ def main() -> None:
             Source("prefill", Pool.allocate(GEOMETRY, PAGES), address, options) as source,
             Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink,
         ):
-            measured("at once", source, sink)
+            measured("at once", source, sink, requests)
             for _ in range(args.rounds):
                 for way in WAYS:
-                    found[way].append(measured(way, source, sink))
+                    found[way].append(measured(way, source, sink, requests))
     ways: dict[str, Any] = {}
     for way, rounds in found.items():
         figures = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
         ways[way] = {name: round(value, 2) for name, value in figures.items()}
         shown = "  ".join(f"{name} {value:8.2f}" for name, value in figures.items())
         print(f"{way:8}  {shown}")
-    sizes = {"requests": REQUESTS, "tokens": TOKENS, "chunk": CHUNK, "forward_seconds": FORWARD, "page_tokens": PAGE}
+    sizes = {"requests": requests, "tokens": TOKENS, "chunk": CHUNK, "forward_seconds": FORWARD, "page_tokens": PAGE}
     sizes |= {"pages_a_request": TOKENS // PAGE, "bytes_a_request": TOKENS << 12, "rounds": args.rounds}
     keep(args.out, facts() | sizes | {"ways": ways})
 

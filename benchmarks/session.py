@@ -145,12 +145,12 @@ class Floor:
         return [(took, took) for took in seconds]
 
 
-def latency(rounds: int, count: int) -> dict[str, Any]:
-    """Samples in seconds of every way over every kind of address; all ways are measured in turn in every round."""
+def latency(kinds: int, rounds: int, count: int) -> dict[str, Any]:
+    """Samples in seconds of every way over so many kinds of address; all ways are measured in turn in every round."""
     answers: dict[str, Any] = {}
     with ExitStack() as stack:
         ways: dict[str, Callable[[int], list[tuple[float, float]]]] = {}
-        for kind in ("curve", "ipc"):
+        for kind in ("curve", "ipc")[:kinds]:
             for name, thread in WAYS.items():
                 source = far(stack, kind, thread=True)
                 sink = stack.enter_context(source.place.sink(thread=thread))
@@ -165,7 +165,7 @@ def latency(rounds: int, count: int) -> dict[str, Any]:
             answers[f"{kind} frames"] = frames
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for way in ways.values():
-            way(200)
+            way(2 * count)
         for _ in range(rounds):
             for name, way in ways.items():
                 samples[name] += way(count)
@@ -244,7 +244,7 @@ def held(rounds: int, number: int) -> dict[str, Any]:
                             sink.fetch(ticket(first + s * _AT_ONCE + n), PROMPT, {"kv": [n]})
                     until(lambda tap=tap: len(tap.accepted) == _HELD)  # type: ignore[misc]
             transfers = Transfers(stack.enter_context(source.place.sink()), source, True)
-            transfers(200)
+            transfers(2 * number)
             ways[way] = source, transfers
         for _ in range(rounds):
             for way, (source, transfers) in ways.items():
@@ -323,7 +323,7 @@ def floods(rounds: int, number: int) -> dict[str, Any]:
     with ExitStack() as stack:
         mine, elsewhere = far(stack), far(stack)
         transfers = Transfers(stack.enter_context(mine.place.sink()), mine, True)
-        transfers(200)
+        transfers(number)
         for _ in range(rounds):
             answers.setdefault("alone", []).extend(took for took, _ in transfers(number))
             for kind in ("garbage", "requests"):
@@ -487,23 +487,23 @@ def _recovery(stack: ExitStack) -> dict[str, float]:
     return answers
 
 
-def frames(ways: int) -> dict[str, Any]:
+def frames(ways: int, kinds: int) -> dict[str, Any]:
     """The frames are made by the tests, which are imported for this part alone."""
     from session_frames import frames
 
-    return frames(ways)
+    return frames(ways, kinds)
 
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[int, ...], tuple[int, ...]]] = {
-    "latency": (latency, (30, 100), (1, 20)),
+    "latency": (latency, (2, 30, 100), (1, 1, 20)),
     "many": (many, (500, 2000), (8, 32)),
     "held": (held, (20, 100), (1, 20)),
-    "floods": (floods, (10, 200), (1, 20)),
+    "floods": (floods, (10, 200), (1, 5)),
     "messages": (messages, (1_000_000,), (1_024,)),
     "transfers": (transfers, (100_000,), (2_000,)),
     "sessions": (sessions, (10_000,), (40,)),
     "recovery": (recovery, (3,), (1,)),
-    "frames": (frames, (6,), (1,)),
+    "frames": (frames, (6, 64), (1, 4)),
 }
 """What measures each part, with which numbers, and with which in a quick run, which only shows that it works."""
 
@@ -551,7 +551,7 @@ def main() -> int:
     grown = []
     for name in args.parts or PARTS:
         measure, full, quick = PARTS[name]
-        numbers = quick if args.quick else full if args.number is None else (args.number,)
+        numbers = quick if args.quick else full if args.number is None else (*full[:-1], args.number)
         began, before = time.monotonic(), facts() | {"ahead": ahead()}
         answers = measure(*numbers)
         print(f"{name}: {time.monotonic() - began:.0f} s, load {before['load']} before")

@@ -65,11 +65,11 @@ def heard(endpoint: Any, conn: str, frame: bytes, now: float) -> float:
     return time.thread_time() - begun
 
 
-def measured(way: str, receiver: str, state: str) -> Iterator[dict[str, Any]]:
+def measured(way: str, receiver: str, state: str, kinds: int) -> Iterator[dict[str, Any]]:
     """Each frame, heard by a pair of its own."""
     wrong = Wrong(way)
     wrong.serves()
-    for kind in [each for each in MESSAGES if SENDERS[each] != receiver]:
+    for kind in [each for each in MESSAGES if SENDERS[each] != receiver][:kinds]:
         for n in range(len([*greatest(wrong.message(kind, 1))])):
             best: dict[str, Any] = {"seconds": float("inf")}
             for traced in (False, False, True):
@@ -98,12 +98,12 @@ def measured(way: str, receiver: str, state: str) -> Iterator[dict[str, Any]]:
                 yield best
 
 
-def frames(ways: int) -> dict[str, Any]:
-    """The slowest frame of each message by so many ways; `bytes` and `memory` are its length and what it takes."""
+def frames(ways: int, kinds: int) -> dict[str, Any]:
+    """The slowest frame of each message by so many ways, of so many messages that each side hears; `bytes` and `memory` are its length and what it takes."""
     worst: dict[str, dict[str, Any]] = {}
     count, heaviest = 0, 0
     for way, receiver, state in product(list(WAYS)[:ways], ("source", "sink"), _STATES):
-        for row in measured(way, receiver, state):
+        for row in measured(way, receiver, state, kinds):
             count, heaviest = count + 1, max(heaviest, row["memory"])
             if row["seconds"] > worst.get(row["message"], {"seconds": -1.0})["seconds"]:
                 worst[row["message"]] = row

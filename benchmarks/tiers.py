@@ -9,7 +9,7 @@ What is written counts when it would survive a loss of power, for 16 blocks at a
 - `one file`: blocks one after the other in one new file, which is synced after each 16. One thread, as fio's sequential jobs.
 - `one file, direct`: the same past the page cache of the system, 8 blocks at a time, as fio's jobs with --direct=1 --iodepth=8.
 - `plain files`: a new file for each block; each 16 files are synced, and then their folder. Four threads.
-- `files`, `packs`, `lmdb`: `PageStore` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
+- `files`, `packs`: `PageStore` over the durable back ends, by four threads that take what waits, as `Tiers` does. Pages are read into
   memory that earlier rounds have used, as `Tiers` uses it again.
 """
 
@@ -33,7 +33,6 @@ from harness import arguments, facts, keep
 
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.index import Index
-from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
@@ -187,7 +186,6 @@ def measure(chain: Chain, rounds: int) -> dict[str, Any]:
         "plain files": lambda root: PlainFiles(root, pages),
         "files": lambda root: Stored(FileStore(root, durable=True), chain),
         "packs": lambda root: Stored(PackStore(root, durable=True), chain),
-        "lmdb": lambda root: Stored(LmdbStore(root, durable=True), chain),
     }
     took: dict[str, dict[str, list[float]]] = {way: {name: [] for name in makes} for way in ("write", "read")}
     names = [*makes]
@@ -232,7 +230,7 @@ def random_prompt(seed: int, pages: int) -> Chain:
     return prompt
 
 
-def measure_index(prompts: int = INDEXED // PREFIX) -> dict[str, float]:
+def measure_index(prompts: int) -> dict[str, float]:
     """Memory and lookups of an index that is full of prompts of 512 pages, with a target and a draft."""
     before, index = resident(), Index(LAYOUT, prompts * PREFIX)
     for seed in range(prompts):
@@ -262,10 +260,10 @@ def resident() -> int:
 
 def main() -> int:
     """Measure, print, keep."""
-    args = arguments(__doc__, "tiers", rounds=15).parse_args()
-    index = measure_index()
+    args = arguments(__doc__, "tiers", rounds=15, quick="few of everything, to see that it works").parse_args()
+    index = measure_index(8 if args.quick else INDEXED // PREFIX)
     print("index: " + ", ".join(f"{name} {figure:,}" for name, figure in index.items()))
-    disk = measure(random_prompt(0, STORED), args.rounds)
+    disk = measure(random_prompt(0, 2 * GROUP if args.quick else STORED), args.rounds)
     for way, rates in disk["mb_s"].items():
         print(f"{way}, MB/s: " + ", ".join(f"{name} {rate:,}" for name, rate in rates.items()))
     keep(args.out, facts() | {"page_tokens": PAGE, "index": index, "disk": disk})

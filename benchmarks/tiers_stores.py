@@ -1,4 +1,4 @@
-"""Back ends for stored pages beside each other: files, LMDB, and RocksDB; boto3 and obstore against moto's server.
+"""Back ends for stored pages beside each other: files, packs, and RocksDB; boto3 and obstore against moto's server.
 
 512 pages, each an object of 590 KB, one of 74 KB and a manifest of 300 B, written to this disk and read from it.
 
@@ -24,8 +24,8 @@ from moto.server import ThreadedMotoServer
 from tiers import dropped, timed
 
 from kvproto.tiers.file_store import FileStore
-from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.object_store import ObjectStore
+from kvproto.tiers.pack_store import PackStore
 
 PAGES, SIZES = 512, (8 * 64 * 1152, 64 * 1152, 300)
 CALLS = 100
@@ -55,18 +55,18 @@ class Rocks:
 STORES: dict[str, Callable[[Path], Any]] = {
     "files": FileStore,
     "files, synced": partial(FileStore, durable=True),
-    "lmdb": LmdbStore,
-    "lmdb, durable": partial(LmdbStore, durable=True),
+    "packs": PackStore,
+    "packs, synced": partial(PackStore, durable=True),
     "rocksdb": partial(Rocks, durable=False),
     "rocksdb, synced": partial(Rocks, durable=True),
 }
 
 
-def measure(make: Callable[[Path], Any]) -> dict[str, float]:
+def measure(make: Callable[[Path], Any], pages: int) -> dict[str, float]:
     """Rates in MB/s, and the time to find 512 manifests."""
     data = [np.random.default_rng(g).bytes(size) for g, size in enumerate(SIZES)]
-    keys = [f"o/{i:064x}.{'ab' * 32}.{g}.{'cd' * 32}" for i in range(PAGES) for g in range(len(SIZES))]
-    total, figures = PAGES * sum(SIZES) / 1e6, {}
+    keys = [f"o/{i:064x}.{'ab' * 32}.{g}.{'cd' * 32}" for i in range(pages) for g in range(len(SIZES))]
+    total, figures = pages * sum(SIZES) / 1e6, {}
     with TemporaryDirectory(dir=".") as name, ThreadPoolExecutor(4) as pool:
         store = make(root := Path(name) / "store")
         figures["write_mb_s"] = total / timed(lambda: [store.put(key, data[i % 3]) for i, key in enumerate(keys)])
@@ -83,7 +83,7 @@ def measure(make: Callable[[Path], Any]) -> dict[str, float]:
     return {key: round(value, 2 if value < 10 else 0) for key, value in figures.items()}
 
 
-def clients() -> dict[str, dict[str, float]]:
+def clients(count: int) -> dict[str, dict[str, float]]:
     """Milliseconds a call, of both clients, against one server in this process."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
@@ -103,17 +103,19 @@ def clients() -> dict[str, dict[str, float]]:
     for name, (put, get) in calls.items():
         for size in (SIZES[0], SIZES[2]):
             data, row = bytes(size), rows.setdefault(name, {})
-            puts = timed(lambda put=put, data=data: [put(f"o/{i}", data) for i in range(CALLS)])
-            gets = timed(lambda get=get: [get(f"o/{i}") for i in range(CALLS)])
-            row |= {f"put_{size}_ms": round(1e3 * puts / CALLS, 1), f"get_{size}_ms": round(1e3 * gets / CALLS, 1)}
+            puts = timed(lambda put=put, data=data: [put(f"o/{i}", data) for i in range(count)])
+            gets = timed(lambda get=get: [get(f"o/{i}") for i in range(count)])
+            row |= {f"put_{size}_ms": round(1e3 * puts / count, 1), f"get_{size}_ms": round(1e3 * gets / count, 1)}
     server.stop()
     return rows
 
 
 def main() -> int:
     """Measure, print, keep."""
-    args = arguments(__doc__, "tiers_stores").parse_args()
-    figures = {"pages": PAGES, "stores": {name: measure(make) for name, make in STORES.items()}, "s3": clients()}
+    args = arguments(__doc__, "tiers_stores", quick="few of everything, to see that it works").parse_args()
+    pages, calls = (4, 2) if args.quick else (PAGES, CALLS)
+    stores = {name: measure(make, pages) for name, make in STORES.items()}
+    figures = {"pages": pages, "stores": stores, "s3": clients(calls)}
     print(json.dumps(figures, indent=1))
     keep(args.out, facts() | figures)
     return 0

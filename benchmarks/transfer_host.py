@@ -74,7 +74,7 @@ def packed(
     conn: Connection, agent: Agent, link: StagedLink, sequence: int, run: int, made: CopyProgram, own: Registered
 ) -> float:
     """Seconds from the first byte that is gathered to the last one that is scattered."""
-    conn.send((sequence, run, made.maps[0].size * made.ops["lane_bytes"][0] // run))
+    conn.send((sequence, run, int(made.maps[0].size * made.ops["lane_bytes"][0]) // run))
     assert conn.recv() is None
     begin = time.perf_counter()
     sender = StagedSender(link, PackedStream(made, "source", {0: memoryview(own.memory.buffer)}))  # type: ignore[arg-type]
@@ -104,6 +104,7 @@ def main() -> int:
     """Measure, print, keep."""
     parser = arguments(__doc__, "transfer_host", rounds=7)
     parser.add_argument("--slot", type=int, default=8 << 20, help="bytes of a staging slot")
+    parser.add_argument("--runs", type=int, nargs="*", default=list(RUNS), help="their lengths in bytes")
     args = parser.parse_args()
     head = (
         {"benchmark": "transfer_host", "unit": "GB/s"} | facts("nixl") | {"ucx_tls": os.environ.get("UCX_TLS", "all")}
@@ -118,7 +119,7 @@ def main() -> int:
             f"{name:>{w}}" for name, w in (("descriptors", 14), ("ceiling", 10), ("direct", 10), ("packed", 10))
         )
         print(f"{'run':>10}{heads}{'of ceiling':>12}  GB/s, medians")
-        for run in RUNS:
+        for run in args.runs:
             whole, fewer = MOVED // run, min(MOVED // run, MOST_DESCRIPTORS)
             all_runs, some_runs = program(run, whole), program(run, fewer)
             row: dict[str, Any] = {"ceiling": [], "direct": [], "packed": [], "descriptors": fewer}
@@ -135,9 +136,9 @@ def main() -> int:
                         row[way].append(round(rate / 1e9, 4))
             ceiling, one, other = (median(row[way]) for way in ("ceiling", "direct", "packed"))
             print(f"{run:10}{fewer:14}{ceiling:10.2f}{one:10.2f}{other:10.2f}{other / ceiling:12.2f}")
-        short, top = str(RUNS[0]), median(s for row in samples.values() for s in row["ceiling"])
-        costs = Costs(RUNS[0] / median(samples[short]["direct"]) / 1e9, top * 1e9, 0.5)
-        for run in RUNS:
+        short, top = str(args.runs[0]), median(s for row in samples.values() for s in row["ceiling"])
+        costs = Costs(args.runs[0] / median(samples[short]["direct"]) / 1e9, top * 1e9, 0.5)
+        for run in args.runs:
             samples[str(run)]["chosen"] = choose(program(run, 4).runs(), costs).value
         chosen = {run: row["chosen"] for run, row in samples.items()}
         print(f"descriptor {costs.descriptor * 1e6:.2f} us; chosen: {chosen}")

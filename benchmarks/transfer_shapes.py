@@ -166,10 +166,10 @@ def wire_latency() -> dict[str, list[float]]:
         pass
     samples = []
     for _ in range(200):
-        spin(0.01, dialer.receive)
+        spin(0.01, lambda: list(dialer.receive()))
         began = time.perf_counter()
         listener.send(first[0][0], bytes(80))
-        while not dialer.receive():
+        while not list(dialer.receive()):
             pass
         samples.append(time.perf_counter() - began)
     dialer.close(), listener.close()

@@ -11,7 +11,6 @@ import sys
 import time
 from typing import Any
 
-from kvproto.events import Arrived, Sent
 from kvproto_vllm.releases import TransferResults
 from tools.engines.vllm_corrupting import CorruptingConnector
 
@@ -38,7 +37,7 @@ class _Ordering:
 
 
 class Ours(_Ordering, CorruptingConnector):
-    """Says how long copies took, as both ends saw them."""
+    """Says when loads begin, and when they have arrived."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._bound.loads:
@@ -50,13 +49,6 @@ class Ours(_Ordering, CorruptingConnector):
         if results.finished_recving:
             print(f"{time.monotonic():.6f} arrived {len(results.finished_recving)}", file=sys.stderr, flush=True)
         return results
-
-    def _log(self, events: list[Any]) -> None:
-        for event in events:
-            if isinstance(event, Sent | Arrived):
-                name, ms = type(event).__name__, event.seconds * 1e3
-                print(f"{time.monotonic():.6f} {name} {event.bytes} bytes {ms:.3f} ms", file=sys.stderr, flush=True)
-        super()._log(events)
 
 
 class Nothing(Ours):

@@ -20,11 +20,10 @@ import attrs
 import numpy as np
 from harness import arguments, facts, keep
 
-from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.grants import check_grants
+from kvproto.copying.columns import Overlaps
+from kvproto.copying.grants import check_grants, cut_to_begins
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
-from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Group, Owns, Part, Rank, decode_geometry, encode_geometry, mla, owns
 from kvproto.planning.plan import plan

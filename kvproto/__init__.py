@@ -11,41 +11,26 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Block": "planning.cache",
-    "Cache": "planning.cache",
-    "DType": "wire.enums",
-    "Finder": "finder",
-    "Geometry": "planning.geometry",
-    "Group": "planning.geometry",
-    "ItemKind": "wire.enums",
-    "KvprotoError": "errors",
-    "LocalError": "errors",
-    "Options": "options",
-    "Parallel": "planning.layout",
-    "Plan": "planning.plan",
-    "Pool": "rank.pool",
-    "Prompt": "prompt",
-    "RemoteError": "errors",
-    "Fetch": "sink",
-    "Request": "source",
-    "Seed": "net.addresses",
-    "Sink": "sink",
-    "Source": "source",
-    "Ticket": "prompt",
-    "Tiers": "tiers",
-    "Withdrawal": "rank.handles",
-    "allocate": "transport.memory",
-    "lay_out": "planning.layout",
-    "local_row": "planning.deals",
-    "most_before": "planning.deals",
-    "new_ticket": "prompt",
-    "owned_before": "planning.deals",
-    "owner": "planning.deals",
-    "plan": "planning.plan",
-    "read_sources": "net.addresses",
-    "read_ticket": "prompt",
-    "write_ticket": "prompt",
+    "errors": ("KvprotoError", "LocalError", "RemoteError"),
+    "finder": ("Finder",),
+    "net.addresses": ("Seed", "read_sources"),
+    "options": ("Options",),
+    "planning.cache": ("Block", "Cache"),
+    "planning.deals": ("local_row", "most_before", "owned_before", "owner"),
+    "planning.geometry": ("Geometry", "Group"),
+    "planning.layout": ("Parallel", "lay_out"),
+    "planning.plan": ("Plan", "plan"),
+    "prompt": ("Prompt", "Ticket", "new_ticket", "read_ticket", "write_ticket"),
+    "rank.handles": ("Withdrawal",),
+    "rank.pool": ("Pool",),
+    "sink": ("Fetch", "Sink"),
+    "source": ("Request", "Source"),
+    "tiers": ("Tiers",),
+    "transport.memory": ("allocate",),
+    "wire.enums": ("DType", "ItemKind"),
 }
+"""Public names by the module that defines them."""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 if TYPE_CHECKING:
     from kvproto.errors import KvprotoError, LocalError, RemoteError
@@ -112,8 +97,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import kvproto` itself is cheap."""
-    if name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module 'kvproto' has no attribute {name!r}")
-    found = getattr(import_module(f"kvproto.{_MODULES[name]}"), name)
+    found = getattr(import_module(f"kvproto.{_HOMES[name]}"), name)
     globals()[name] = found
     return found

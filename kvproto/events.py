@@ -94,16 +94,6 @@ class PagesWanted:
     pages: Mapping[str, int]
 
 
-# Events of both
-
-
-@attrs.frozen
-class PoolFree:
-    """The end of all use of a pool that `sleep` or `move` took back: its memory may be freed."""
-
-    withdrawal: Withdrawal
-
-
 # Events of a Source
 
 
@@ -191,6 +181,13 @@ class Expired:
 
 
 # Events of both
+
+
+@attrs.frozen
+class PoolFree:
+    """The end of all use of a pool that `sleep` or `move` took back: its memory may be freed."""
+
+    withdrawal: Withdrawal
 
 
 @attrs.frozen

@@ -64,9 +64,7 @@ class Finder:
         servers = {address: check_seed("sources", Seed(address, key), chosen) for address, key in seeds.items()}
         self._changed = threading.Condition()
         party = Party(named, 0, 0, new_incarnation(time.time(), secrets.randbits(20)))
-        self._node = WatchNode(party, dialer_of(chosen))
-        for address, server in servers.items():
-            self._node.watch(address, server)
+        self._node = WatchNode(party, dialer_of(chosen), servers)
         self._driver = Driver(self._node, f"Finder {named!r}", self._deliver, chosen.thread, chosen.callbacks)
         self._driver.start()
         self._threaded = chosen.thread
@@ -82,21 +80,23 @@ class Finder:
         space = None if names is None else namespace(names)
         chains: dict[tuple[bytes, int], Chain] = {}
 
-        def ids(known: SinkCatalogue) -> tuple[int, list[bytes]]:
+        def lengths(known: SinkCatalogue) -> dict[int, int]:
+            """The tier of the page that ends each length, in tokens, at which a rank can continue."""
             head = known.head
             assert head is not None
             key = space or bytes(head.namespace), head.page
             if key not in chains:
                 chains[key] = Chain(*key)
                 chains[key].extend(tokens)
-            return head.page, chains[key].ids(KeyForm(head.form))
+            ids = enumerate(chains[key].ids(KeyForm(head.form)), 1)
+            return {0: int(Tier.DEVICE)} | {n * head.page: known.pages[id] for n, id in ids if id in known.pages}
 
         def ask() -> list[Held]:
             engines = []
             for address, endpoint in self._node.endpoints.items():
                 party, known = endpoint.party(), endpoint.known()
                 if party is not None and known is not None:
-                    ranks = [_lengths(catalogue, *ids(catalogue)) for catalogue in known.values()]
+                    ranks = [lengths(catalogue) for catalogue in known.values()]
                     common = {n: max(rank[n] for rank in ranks) for n in ranks[0] if all(n in rank for rank in ranks)}
                     near = max((n for n, tier in common.items() if tier == Tier.DEVICE), default=0)
                     pages = sum(len(catalogue.pages) for catalogue in known.values())
@@ -156,17 +156,12 @@ class Finder:
 class WatchNode:
     """The node of a Finder: sessions with any number of source replicas."""
 
-    def __init__(self, party: Party, dialer: Dialer) -> None:
-        self._party, self._dialer = party, dialer
-        self.endpoints: dict[str, WatchEndpoint] = {}
-        """Endpoints by the address that `watch` was given."""
-        self._servers: dict[str, bytes | None] = {}
-
-    def watch(self, address: str, server: bytes | None = None) -> None:
-        """Watch the replica with a rank that listens at `address`; `server` is its public key."""
-        if address not in self.endpoints:
-            endpoint = self.endpoints[address] = WatchEndpoint(self._party, address)
-            endpoint.advice, self._servers[address] = self._dialer.names.advice, server
+    def __init__(self, party: Party, dialer: Dialer, servers: Mapping[str, bytes | None]) -> None:
+        """Watch the replicas with a rank that listens at each address, by its public key."""
+        self._dialer, self._servers = dialer, servers
+        self.endpoints = {address: WatchEndpoint(party, address) for address in servers}
+        for endpoint in self.endpoints.values():
+            endpoint.advice = dialer.names.advice
             endpoint.dial(time.monotonic())
 
     def turn(self, ready: Collection[int] | None = None) -> list[Any]:
@@ -214,9 +209,3 @@ class WatchNode:
             endpoint.goodbye(reason)
         self._flush()
         self._dialer.close()
-
-
-def _lengths(known: SinkCatalogue, page: int, ids: list[bytes]) -> dict[int, int]:
-    """The tier of the page that ends each length, in tokens, at which a rank can continue."""
-    tiers = {n * page: known.pages[id] for n, id in enumerate(ids, 1) if id in known.pages}
-    return tiers | {0: int(Tier.DEVICE)}

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvproto import KvprotoError, local_row, most_before, owned_before, owner
 from kvproto.copying.execute import checksums, execute
+from kvproto.copying.grants import begins_of, cut_to_begins, held_from
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
-from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
 from kvproto.session.inline import Came

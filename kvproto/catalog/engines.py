@@ -12,8 +12,18 @@ import attrs
 
 from kvproto.catalog import vllm
 from kvproto.catalog.config import Config, number, text
-from kvproto.catalog.models import with_windows
-from kvproto.catalog.setup import Arranged, KvDtype, Make, Setup, cache_kind, caches, check_heads, kv_dtype, model_dtype
+from kvproto.catalog.models import (
+    Arranged,
+    KvDtype,
+    Make,
+    Setup,
+    cache_kind,
+    check_heads,
+    dtype_of,
+    model_dtype,
+    stored_caches,
+    with_windows,
+)
 from kvproto.catalog.tensors import RankMemory, Slab, rank_memory
 from kvproto.errors import bad, check_type
 from kvproto.planning.cache import Cache
@@ -78,7 +88,7 @@ def pools(
         raise bad("backend", "none, as only vllm's pools depend on it", setup.backend)
     if setup.state_layout != "SD" and engine != "vllm":
         raise bad("state_layout", "SD, except for vllm", setup.state_layout)
-    kv = kv_dtype(setup.kv_dtype, row.dtypes, setup)
+    kv = dtype_of(setup.kv_dtype, row.dtypes, setup)
     parallel = attrs.evolve(setup.parallel, tp=tp // setup.dp)
     backend, layout = setup.backend or next(iter(kv.backends), None), setup.layout or next(iter(kv.layouts), None)
     setup = attrs.evolve(setup, parallel=parallel, page=setup.page or kv.page, backend=backend, layout=layout)
@@ -86,7 +96,7 @@ def pools(
     dtype = setup.state_dtype
 
     def make(page: int) -> list[Cache]:
-        return caches(configs, page, kv, (lambda _: dtype) if dtype else row.state)
+        return stored_caches(configs, page, kv, (lambda _: dtype) if dtype else row.state)
 
     arranged = row.arrange(make, setup, text(target))
     for cache in arranged.caches:

@@ -78,19 +78,6 @@ class _PlacedPart:
     stride: dict[str, int] = attrs.field(factory=dict)
 
 
-@attrs.define
-class _Regions:
-    """Allocations by name, with ascending ids; they grow to hold their contents."""
-
-    sizes: dict[str, int] = attrs.field(factory=dict)
-    ids: dict[str, int] = attrs.field(factory=dict)
-
-    def hold(self, name: str, size: int) -> int:
-        """The id of a region of at least `size` bytes."""
-        self.sizes[name] = max(self.sizes.get(name, 0), size)
-        return self.ids.setdefault(name, len(self.ids))
-
-
 def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Mapping[int, int]) -> RankMemory:
     """The tensors and columns of one rank, with `items[id]` blocks or slots of each group.
 
@@ -99,7 +86,7 @@ def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Map
     groups = {g.id: g for g in geometry.groups}
     shares = next(r.owns for r in geometry.ranks if r.rank == rank)
     owned = {o.group: o for o in shares if KINDS[groups[o.group].kind].has_memory}
-    regions, arrays = _Regions(), dict[str, Array]()
+    regions, sizes, arrays = dict[str, int](), dict[str, int](), dict[str, Array]()  # ids of regions, bytes, views
     places: dict[int, dict[tuple[int, int], _Place]] = {id: {} for id in owned}
     for slab in slabs:
         split, _, inner = slab.order.rpartition("|")
@@ -114,14 +101,16 @@ def rank_memory(geometry: Geometry, rank: int, slabs: Iterable[Slab], items: Map
             parts = laid[ids]
             for part in parts:
                 name = slab.name + f".{layer}" * ("L" in split) + f".{part.name}" * ("P" in split)
-                region = regions.hold(slab.arena or name, slab.offset + part.span)
+                where = slab.arena or name
+                region = regions.setdefault(where, len(regions))
+                sizes[where] = max(sizes.get(where, 0), slab.offset + part.span)
                 at = slab.offset + part.offset + part.stride.get("L", 0) * place
                 places[ids[part.nth]][layer, part.index] = region, at, part.stride
                 if name not in arrays:
                     shown = [p for p in parts if p is part or "P" not in split]
                     arrays[name] = _view(name, inner, shown, region, slab.offset)
     columns = tuple(_columns(groups[id], share, items[id], places[id]) for id, share in owned.items())
-    return RankMemory(tuple(regions.sizes.items()), tuple(arrays.values()), columns)
+    return RankMemory(tuple(sizes.items()), tuple(arrays.values()), columns)
 
 
 def _strides(slab: Slab, inner: str, held: Sequence[tuple[Group, Owns]], layers: int, items: int) -> list[_PlacedPart]:

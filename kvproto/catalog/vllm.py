@@ -7,12 +7,13 @@ Layers that need equal blocks share a block table; hybrids have several tables w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import lcm
 
 import attrs
 
 from kvproto.catalog.config import Config
-from kvproto.catalog.setup import Arranged, Make, Setup, cache_kind
+from kvproto.catalog.models import Arranged, Make, Setup, cache_kind
 from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad
 from kvproto.planning.cache import Cache
@@ -226,12 +227,7 @@ def _tables(layers: list[_Layer]) -> list[list[_Layer]]:
 
 
 def _divided(
-    caches: list[Cache],
-    tables: list[list[_Layer]],
-    backends: dict[str, Backend],
-    layout: str,
-    block: int,
-    setup: Setup,
+    caches: list[Cache], tables: list[list[_Layer]], backends: dict[str, Backend], layout: str, block: int, setup: Setup
 ) -> Arranged:
     """A group for each cache and block table, and the slabs that hold the tables' layers."""
     divided: list[Cache] = []
@@ -259,40 +255,40 @@ def _divided(
             name = group.name if len(homes) == 1 else f"{group.name} {n}"
             layers = tuple(layer.layer for layer in tables[t] if c in layer.caches)
             divided.append(attrs.evolve(cache, group=attrs.evolve(group, name=name), layers=layers))
-    return Arranged(divided, _BlockTables(tables, ids, divided, pieces).slabs, pieces)
+    return Arranged(divided, partial(_slabs, tables, ids, divided, pieces), pieces)
 
 
-@attrs.frozen
-class _BlockTables:
-    """The layers of each block table, and the groups of their caches."""
+def _slabs(
+    tables: list[list[_Layer]],
+    of: Mapping[tuple[int, int], int],
+    groups: list[Cache],
+    pieces: Mapping[int, int],
+    geometry: Geometry,
+    rank: int,
+    blocks: int,
+) -> list[Slab]:
+    """The slabs of the tables' layers; `of` has group ids by index of the cache and of the table.
 
-    tables: list[list[_Layer]]
-    ids: Mapping[tuple[int, int], int]
-    """Group ids by index of the cache and of the table."""
-    groups: list[Cache]
-    pieces: Mapping[int, int]
-    """Items of a block, by group id, if more than one."""
-
-    def slabs(self, geometry: Geometry, rank: int, blocks: int) -> list[Slab]:
-        """All tables begin at byte 0; within one, layers of another size follow the others."""
-        owned = {o.group: set(o.layers.tolist()) for r in geometry.ranks if r.rank == rank for o in r.owns}
-        mine = [
-            [layer for layer in table if all(layer.layer in owned.get(self.ids[c, t], ()) for c in layer.caches)]
-            for t, table in enumerate(self.tables)
-        ]
-        widest = max(sum(layer.page for layer in table) for table in mine)
-        slabs = []
-        for t, table in enumerate(mine):
-            offset = 0
-            shapes: dict[tuple[str, int, tuple[str, bool]], list[_Layer]] = {}
-            for layer in table:
-                shapes.setdefault((layer.order, layer.page, layer.table), []).append(layer)
-            for (order, page, _), layers in shapes.items():
-                places = tuple((layer.layer, tuple(self.ids[c, t] for c in layer.caches)) for layer in layers)
-                ids = dict.fromkeys(id for _, of_layer in places for id in of_layer)
-                outermost = order.startswith("B")
-                least = 0 if ids.keys() & self.pieces.keys() else page, widest if outermost else 0
-                name = "+".join(dict.fromkeys(self.groups[id].group.name for id in ids))
-                slabs.append(Slab(name, order, places, *least, "kv", offset))
-                offset += len(layers) * page * (1 if outermost else blocks)
-        return slabs
+    All tables begin at byte 0; within one, layers of another size follow the others.
+    """
+    owned = {o.group: set(o.layers.tolist()) for r in geometry.ranks if r.rank == rank for o in r.owns}
+    mine = [
+        [layer for layer in table if all(layer.layer in owned.get(of[c, t], ()) for c in layer.caches)]
+        for t, table in enumerate(tables)
+    ]
+    widest = max(sum(layer.page for layer in table) for table in mine)
+    slabs = []
+    for t, table in enumerate(mine):
+        offset = 0
+        shapes: dict[tuple[str, int, tuple[str, bool]], list[_Layer]] = {}
+        for layer in table:
+            shapes.setdefault((layer.order, layer.page, layer.table), []).append(layer)
+        for (order, page, _), layers in shapes.items():
+            places = tuple((layer.layer, tuple(of[c, t] for c in layer.caches)) for layer in layers)
+            ids = dict.fromkeys(id for _, of_layer in places for id in of_layer)
+            outermost = order.startswith("B")
+            least = 0 if ids.keys() & pieces.keys() else page, widest if outermost else 0
+            name = "+".join(dict.fromkeys(groups[id].group.name for id in ids))
+            slabs.append(Slab(name, order, places, *least, "kv", offset))
+            offset += len(layers) * page * (1 if outermost else blocks)
+    return slabs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from kvproto.catalog.tensors import Array, RankMemory
 from kvproto.catalog.vllm import BACKENDS
 from kvproto.cli.plans import read_config
 from kvproto.cli.slices import aligned
-from kvproto.errors import KvprotoError, bad
+from kvproto.errors import bad
 from kvproto.planning.cache import BLOCK_SCALED
 from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import DEALS, Parallel
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
 
-__all__ = ["add", "run"]
+__all__ = ["add"]
 
 _KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]
@@ -115,19 +114,13 @@ def add(commands: Any) -> None:
     parser.add_argument("config", nargs="?", type=Path, help="a Hugging Face config.json")
     for name, option in (_options() | _engine_options()).items():
         parser.add_argument(name, **option)
+    parser.set_defaults(run=_run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Print a Description, or an engine's tensors; returns the exit status."""
-    try:
-        for line in _described(args):
-            print(line)
-    except KvprotoError as error:
-        print(f"error: {error.between('wanted', 'found', ' ')}", file=sys.stderr)
-        return 1
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for line in _described(args):
+        print(line)
     return 0
 
 
@@ -135,7 +128,9 @@ def _described(args: argparse.Namespace) -> Iterator[str]:
     """The lines to print; raises LocalError, OSError or ValueError."""
     configs = _configs(args)
     own = _own_of(args)
-    parallel = _parallel_of(args)
+    stages = _numbers("pp_layers", args.pp_layers, ",") if args.pp_layers else None
+    dealt = args.interleave, args.origin, stages, args.virtual, _deal("deal", args.deal, ",")
+    parallel = Parallel(args.tp, args.pp, args.cp, args.dcp, *dealt)
     pairs = [fact.partition("=")[::2] for fact in args.fact]
     if any("=" not in fact for fact in args.fact) or len(dict(pairs)) < len(pairs):
         raise bad("fact", "NAME=VALUE, each name once", " ".join(args.fact))
@@ -170,13 +165,6 @@ def _configs(args: argparse.Namespace) -> list[Config]:
             raise bad("nextn", "num_nextn_predict_layers in the config", "none")
         configs.append(draft)
     return configs + [read_config(path) for path in args.draft]
-
-
-def _parallel_of(args: argparse.Namespace) -> Parallel:
-    """The sizes of all caches; raises LocalError for a list that is not of numbers."""
-    stages = _numbers("pp_layers", args.pp_layers, ",") if args.pp_layers else None
-    deal = _deal("deal", args.deal, ",")
-    return Parallel(args.tp, args.pp, args.cp, args.dcp, args.interleave, args.origin, stages, args.virtual, deal)
 
 
 def _own_of(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvproto import __version__
-from kvproto.cli import describe, find, plans, probe, tiers, top
-from kvproto.errors import KvprotoError, LocalError
+from kvproto.cli import describe, plans, probe, tiers, top
+from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
 
@@ -34,25 +34,19 @@ _KNOWN = {"import": "read a capture of another engine's messages"}
 """Commands of packages that come with kvproto."""
 
 
-_COMMANDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (describe, ("describe",)),
-    (plans, ("check", "plan")),
-    (probe, ("probe",)),
-    (tiers, ("tiers",)),
-    (find, ("find",)),
-    (top, ("top", "tail")),
-)
-"""Modules with `add` and `run`, and the commands that they add."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    args = parser().parse_args(argv)
     try:
-        status = _main(argv)
+        status: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # as with `kvproto ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (KvprotoError, OSError, ValueError) as error:
+        said = error.between("wanted", "found", " ") if isinstance(error, KvprotoError) else error
+        print(f"error: {said}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -74,10 +68,8 @@ def parser() -> argparse.ArgumentParser:
         "--bytes", action="store_true", help="print every byte with its meaning, up to the first that is wrong"
     )
     show.set_defaults(run=partial(_decode, parser))
-    for module, names in _COMMANDS:
+    for module in (describe, plans, probe, tiers, top):
         module.add(commands)
-        for name in names:
-            commands.choices[name].set_defaults(run=module.run)
     keys = commands.add_parser("keygen", help="make the CURVE keys of an engine")
     folder = "folder for secret.key and public.key; created if missing"
     keys.add_argument("folder", metavar="DIR", type=Path, help=folder)
@@ -113,12 +105,6 @@ def _absent(reason: str, args: argparse.Namespace) -> int:
     return 1
 
 
-def _main(argv: list[str] | None) -> int:
-    args = parser().parse_args(argv)
-    status: int = args.run(args)
-    return status
-
-
 def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for code in [_code(line, text) for text in args.code] or ErrorCode:
         print(f"0x{code:04x} {code.name:<22} {code.error_class:<13} {code.recovery:<12} {code.__doc__}")
@@ -129,12 +115,7 @@ def _keygen(args: argparse.Namespace) -> int:
     """Make the keys of one engine and print the public one; returns the exit status."""
     from kvproto.net import make_keys  # imported here, as the other commands need no ZeroMQ
 
-    try:
-        pair = make_keys(args.folder)
-    except LocalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(pair.public.decode())
+    print(make_keys(args.folder).public.decode())
     return 0
 
 

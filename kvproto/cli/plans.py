@@ -5,27 +5,49 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
+
 from kvproto.calibration import ORIGIN, Cost, advise, estimates, load_costs, reference_costs
 from kvproto.catalog.config import Config
-from kvproto.cli import slices
-from kvproto.cli.page import page
-from kvproto.cli.programs import as_data, programs, shown, spreads
-from kvproto.copying.program import CopyProgram, Runs
+from kvproto.cli.slices import as_json, page, slices, table
+from kvproto.copying.grants import items_needed
+from kvproto.copying.lowering import Pair
+from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError
 from kvproto.planning.compare import unstated
 from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, differences, plan
-from kvproto.planning.slices import slices as slices_of
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
 
-__all__ = ["REFUSED", "add", "chosen", "compatible", "read_config", "read_geometry", "run"]
+__all__ = [
+    "REFUSED",
+    "Moved",
+    "Request",
+    "Spread",
+    "add",
+    "advise_spread",
+    "as_data",
+    "chosen",
+    "compatible",
+    "programs",
+    "read_config",
+    "read_geometry",
+    "run",
+    "shown",
+    "spread",
+    "spreads",
+]
 
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""
@@ -72,18 +94,14 @@ def add(commands: Any) -> None:
             parser.add_argument(name, action="store_true", help=what)
         for name, option in _PLAN_OPTIONS.items() if command == "plan" else ():
             parser.add_argument(name, **option)
+        parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one of the two commands; returns the exit status."""
-    try:
-        source, sink = read_geometry(args.source), read_geometry(args.sink)
-        file = args.costs if args.command == "plan" else None
-        costs = load_costs(file) if file else reference_costs()
-    except KvprotoError as error:
-        return _failed(error.between("wanted", "found", " "))
-    except (OSError, ValueError) as error:
-        return _failed(error)
+    source, sink = read_geometry(args.source), read_geometry(args.sink)
+    file = args.costs if args.command == "plan" else None
+    costs = load_costs(file) if file else reference_costs()
     features = chosen(args)
     try:
         agreed = plan(source, sink, features)
@@ -92,26 +110,20 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "check":
         return compatible(agreed, differences(source, sink), unstated(source, sink), args.json)
     request = args.first_token, args.tokens, (args.source_layout, args.sink_layout)
-    try:
-        moved = programs(source, sink, agreed, request)
-        rules = spreads(source, sink, features, request, costs)
-    except KvprotoError as error:
-        return _failed(error.between("wanted", "found", " "))
+    moved = programs(source, sink, agreed, request)
+    rules = spreads(source, sink, features, request, costs)
     if args.html is not None:
         sizes = {pair: program.bytes for pair, program in moved.items()}
-        try:
-            args.html.write_text(page(source, sink, agreed, sizes, _letters(sink), args.tokens))
-        except OSError as error:
-            return _failed(error)
+        args.html.write_text(page(source, sink, agreed, sizes, _letters(sink), args.tokens))
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         data = _as_json(sink, agreed, moved, costs) | {"rules": as_data(rules), "costs": str(file) if file else ORIGIN}
         if args.slices:
-            data["slices"] = slices.as_json(slices_of(source, sink, agreed))
+            data["slices"] = as_json(slices(source, sink, agreed))
         print(json.dumps(data))
         return 0
     if args.slices:
-        lines = slices.table(slices_of(source, sink, agreed))
+        lines = table(slices(source, sink, agreed))
     else:
         by = f"by {file}" if file else ORIGIN
         picture = _picture(source, sink, agreed, moved, args.first_token, args.tokens)
@@ -119,11 +131,6 @@ def run(args: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     return 0
-
-
-def _failed(error: object) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
 
 
 def chosen(args: argparse.Namespace) -> list[Feature]:
@@ -261,13 +268,8 @@ def _costed(moved: dict[tuple[int, int], CopyProgram], costs: Sequence[Cost], or
 
 def _letters(sink: Geometry) -> dict[int, str]:
     """The letter of each group: T for the target, D for the draft, and the last of the name for further groups."""
-    return {g.id: _LETTERS[min(g.model, 7)] if _nth(sink, g.id) == 0 else g.name[-1] for g in sink.groups}
-
-
-def _nth(geometry: Geometry, id: int) -> int:
-    """The index of a group among those of its model."""
-    model = next(g.model for g in geometry.groups if g.id == id)
-    return [g.id for g in geometry.groups if g.model == model].index(id)
+    first = {g.model: g.id for g in reversed(sink.groups)}
+    return {g.id: _LETTERS[min(g.model, 7)] if first[g.model] == g.id else g.name[-1] for g in sink.groups}
 
 
 def _size(value: float) -> str:
@@ -276,3 +278,127 @@ def _size(value: float) -> str:
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
         value /= 1000
     return ""
+
+
+Moved = dict[tuple[int, int], CopyProgram]
+"""The program of each routed (source, sink) rank pair."""
+Request = tuple[int, int, Sequence[str]]
+"""The first token, the number of tokens, and NHD or HND for each side."""
+_RULES: dict[str, tuple[Feature, ...]] = {"even": (), "few": (Feature.FEW_SOURCES,), "one": (Feature.SPREAD_ONE,)}
+
+
+def programs(source: Geometry, sink: Geometry, made: Plan, request: Request) -> Moved:
+    """The program of each routed rank pair; raises KvprotoError for a request that is not possible."""
+    first, tokens, layouts = request
+    sides = [
+        {r.rank: _side(g, r.rank, first, tokens, layout == "HND") for r in g.ranks}
+        for g, layout in zip((source, sink), layouts, strict=True)
+    ]
+    found = {}
+    for a, b in sorted({(r.source, r.sink) for r in made.routes}):
+        (here, from_), (there, to) = sides[0][a], sides[1][b]
+        found[a, b] = Pair(made.between(a, b), here, there).lower(from_, to)
+    return found
+
+
+def _side(
+    geometry: Geometry, rank: int, first: int, tokens: int, heads_first: bool
+) -> tuple[RankLayout, dict[int, Window]]:
+    groups = {g.id: g for g in geometry.groups}
+    dice = np.random.default_rng(rank)
+    windows, counts = {}, {}
+    for share in next(r for r in geometry.ranks if r.rank == rank).owns:
+        group = groups[share.group]
+        count = tokens
+        if KINDS[group.kind].wraps:
+            count = min(tokens, group.rows * group.tokens_per_row)
+        need = items_needed(group, share.cp_rank, first + tokens - count, count)
+        counts[group.id] = max(2 * need, 1)
+        windows[group.id] = Window(first + tokens - count, count, dice.permutation(counts[group.id])[:need])
+    return RankLayout(geometry, rank, columns_without_gaps(geometry, rank, counts, heads_first)[0]), windows
+
+
+ANSWER = 300e-6
+"""Seconds that a sink rank spends on each source that it awaits, in addition to the bytes: benchmarks/spread.py."""
+SHARE = 0.7
+"""The share of a source's time that it can send before requests wait for one another."""
+
+
+@attrs.frozen
+class Spread:
+    """The cost of a rule of election for one request that one sink replica fetches."""
+
+    rule: str
+    """"even", "few" or "one", as in `kvproto.Options.spread`."""
+    awaited: int
+    """Sources of the sink rank that awaits most."""
+    source: float
+    """Seconds that the busiest source sends."""
+    sink: float
+    """Seconds that the busiest sink rank receives."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the request by itself: the busier side, then the answers."""
+        return max(self.source, self.sink) + self.awaited * ANSWER
+
+    @property
+    def rate(self) -> float:
+        """The requests a second up to which they hardly wait for each other at the source."""
+        return SHARE / self.source if self.source else float("inf")
+
+
+def spread(rule: str, pairs: Mapping[tuple[int, int], Runs], costs: Sequence[Cost]) -> Spread:
+    """Cost a rule by the runs of each (source, sink) rank pair, each moved the fastest way."""
+    sides = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for pair, runs in pairs.items():
+        seconds = estimates(runs, costs)[0].seconds
+        for side, rank in zip(sides, pair, strict=True):
+            side[rank].append(seconds)
+    source, sink = (max(map(sum, side.values()), default=0.0) for side in sides)
+    return Spread(rule, max(map(len, sides[1].values()), default=0), source, sink)
+
+
+def advise_spread(rules: Iterable[Spread]) -> str:
+    """Which rule serves a request fastest, and up to which rate of requests it does."""
+    ranked = sorted(rules, key=lambda rule: (round(rule.seconds, 6), -rule.rate))
+    fastest, most = ranked[0], max(ranked, key=lambda rule: rule.rate)
+    if fastest.rate >= most.rate:
+        return f"{fastest.rule}: the fastest, and no rule bears more requests"
+    bounds = f"{fastest.rate:,.0f} requests a second from one source replica", f"up to {most.rate:,.0f}"
+    return f"{fastest.rule} up to {bounds[0]}, {most.rule} beyond, {bounds[1]}"
+
+
+def spreads(
+    source: Geometry, sink: Geometry, features: Collection[Feature], request: Request, costs: Sequence[Cost]
+) -> list[Spread]:
+    """The cost of a request by each rule of election; empty if all rules make the same plan."""
+    others = set(features) - {Feature.FEW_SOURCES, Feature.SPREAD_ONE}
+    plans = {name: plan(source, sink, {*others, *chosen}) for name, chosen in _RULES.items()}
+    if len({made.digest for made in plans.values()}) == 1:
+        return []
+    found = []
+    for name, made in plans.items():
+        runs = {pair: program.runs() for pair, program in programs(source, sink, made, request).items()}
+        found.append(spread(name, runs, costs))
+    return found
+
+
+def as_data(found: Sequence[Spread]) -> dict[str, dict[str, float]]:
+    """The costs by rule as JSON data; times are in seconds."""
+    return {
+        rule.rule: {"awaited": rule.awaited, "source_s": rule.source, "request_s": rule.seconds, "rate": rule.rate}
+        for rule in found
+    }
+
+
+def shown(found: Sequence[Spread]) -> Iterator[str]:
+    """A table of the rules, and advice on which to use when."""
+    if not found:
+        return
+    yield ""
+    yield "rules of election:  awaits   busiest source     one request   requests a second, at most"
+    for rule in found:
+        times = f"{rule.source * 1e3:14.3f} ms {rule.seconds * 1e3:12.3f} ms"
+        yield f"  {rule.rule:<18}{rule.awaited:6} {times} {rule.rate:28,.0f}"
+    yield f"  advice: {advise_spread(found)}"

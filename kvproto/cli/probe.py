@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvproto.calibration import LEAST_MEMORY, Probe, probe, save
-from kvproto.errors import KvprotoError
 from kvproto.transport import names
 
-__all__ = ["SLOW", "add", "run"]
+__all__ = ["SLOW", "add"]
 
 SLOW = 4
 """The exit status if a path is slower than it should be."""
@@ -33,20 +32,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--transport", nargs="+", action="extend", choices=names(), metavar="NAME", help=only)
     memory = f"memory of all pools together, at least {LEAST_MEMORY >> 20} (default %(default)s)"
     parser.add_argument("--memory", type=int, default=512, metavar="MB", help=memory)
+    parser.set_defaults(run=_run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Measure, print and save; returns the exit status."""
-    try:
-        with _quiet(), _progress() as tell:
-            results = probe(args.transport, args.quick, args.memory << 20, tell)
-        if args.out is not None:
-            save(results, args.out)
-            print(f"wrote {args.out}", file=sys.stderr)
-    except (KvprotoError, OSError) as error:
-        reason = error.between("wanted", "found", " ") if isinstance(error, KvprotoError) else error
-        print(f"error: {reason}", file=sys.stderr)
-        return 1
+    with _quiet(), _progress() as tell:
+        results = probe(args.transport, args.quick, args.memory << 20, tell)
+    if args.out is not None:
+        save(results, args.out)
+        print(f"wrote {args.out}", file=sys.stderr)
     for line in [json.dumps(results.to_dict())] if args.json else _table(results):
         print(line)
     return SLOW if results.slow() else 0

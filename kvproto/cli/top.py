@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
+import os
 import selectors
+import socket
+import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto.cli.feeds import FeedReader, Line, line_text, lines_of, plain
-from kvproto.errors import KvprotoError
 from kvproto.observability.names import BASE, BUCKETS
+from kvproto.wire.plain import read_json
 
-__all__ = ["add", "run"]
+__all__ = ["add"]
 
 
 def add(commands: Any) -> None:
@@ -34,32 +37,29 @@ def add(commands: Any) -> None:
     top = commands.add_parser("top", help="watch Sources and Sinks at work, in a terminal")
     top.add_argument("feed", nargs="+", metavar="ADDRESS|FILE", help=where)
     top.add_argument("--once", action="store_true", help="watch for two seconds, print the state, and exit")
+    tail.set_defaults(run=_run)
+    top.set_defaults(run=_run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """Follow feeds until all of them end; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be able to show all names
-    try:
-        with selectors.DefaultSelector() as selector:
-            feeds = [FeedReader.open(path, selector) for path in args.feed]
-            if args.command == "tail":
-                return _tail(feeds, selector, args.json)
-            return _top(feeds, selector, args.once)
-    except (OSError, ValueError, KvprotoError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 0
+    with contextlib.suppress(KeyboardInterrupt), selectors.DefaultSelector() as selector:
+        feeds = [_FeedReader.open(path, selector) for path in args.feed]
+        if args.command == "tail":
+            _tail(feeds, selector, args.json)
+        else:
+            _top(feeds, selector, args.once)
+    return 0
 
 
-def _tail(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, whole: bool) -> int:
-    for _, line in lines_of(feeds, selector, None):
+def _tail(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, whole: bool) -> None:
+    for _, line in _lines_of(feeds, selector, None):
         if whole:
             print(json.dumps(line), flush=True)
         elif line["kind"] != "metrics":
-            print(line_text(line), flush=True)
-    return 0
+            print(_line_text(line), flush=True)
 
 
 _EVERY = 1.0
@@ -150,8 +150,8 @@ _NARROW = 120
 _WIDE = ("peers", "per s", "p50", "refused", "resends")
 
 
-def _top(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, once: bool) -> int:
-    """Draw until all feeds end, or only `once`; returns the exit status."""
+def _top(feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, once: bool) -> None:
+    """Draw until all feeds end, or only `once`."""
     if importlib.util.find_spec("rich") is None:
         raise ValueError("top draws with rich: pip install 'kvproto[cli]'")
     from rich.console import Console, Group
@@ -168,16 +168,16 @@ def _top(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, once: bo
             table.add_column(name, justify="left" if name in ("engine", "role") else "right", no_wrap=name == "engine")
         for state in states.values():
             troubled = state.total("kvproto_suspects") or state.total("kvproto_quarantined_pages")
-            cells = (Text(plain(_COLUMNS[name](state))) for name in shown)
+            cells = (Text(_plain(_COLUMNS[name](state))) for name in shown)
             table.add_row(*cells, style="yellow" if troubled else "")
         return Group(table, Text(), *map(Text, latest[-_LATEST:]))
 
     def look(until: float | None) -> None:
-        for feed, line in lines_of(feeds, selector, until):
+        for feed, line in _lines_of(feeds, selector, until):
             if line["kind"] == "metrics":
                 states[id(feed)].hear(line)
             elif line.get("level") not in ("DEBUG", None):  # the table shows what goes well
-                latest.append(line_text(line))
+                latest.append(_line_text(line))
                 del latest[:-_LATEST]
         for feed in feeds:
             states[id(feed)].ended = feed.live and feed.ended
@@ -188,10 +188,111 @@ def _top(feeds: Sequence[FeedReader], selector: selectors.BaseSelector, once: bo
     if once or not console.is_terminal:
         look(time.monotonic() + 2.2 * _EVERY)
         console.print(drawn(), soft_wrap=True)
-        return 0
+        return
     with Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
         while not all(feed.ended for feed in feeds):
             look(time.monotonic() + _EVERY)
             live.update(drawn(), refresh=True)
     console.print(drawn())
-    return 0
+
+
+Line = dict[str, Any]
+_LONGEST = 1 << 20
+"""The most bytes in a line."""
+
+
+@attrs.define(eq=False)
+class _FeedReader:
+    """A feed that is followed, or read from a file."""
+
+    path: str
+    file: Any
+    live: bool
+    rest: bytes = b""
+    ended: bool = False
+
+    @classmethod
+    def open(cls, path: str, selector: selectors.BaseSelector) -> _FeedReader:
+        """Open a socket, which is registered with the selector, or a file; raises OSError."""
+        path = path.removeprefix("ipc://")
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return cls(path, open(path, "rb"), False)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            raise OSError(f"{path}: {error.strerror}: it has no writer, or eight followers already") from error
+        feed = cls(path, connection, True)
+        selector.register(connection, selectors.EVENT_READ, feed)
+        return feed
+
+    def take(self) -> Iterator[Line]:
+        """The lines that have come; raises ValueError if this is not a feed."""
+        try:
+            data = self.file.recv(1 << 16) if self.live else self.file.read(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > _LONGEST:
+            raise ValueError(f"{self.path}: a line is longer than {_LONGEST} bytes: this is no feed of kvproto")
+        for text in filter(None, lines):
+            line = read_json(text, self.path)
+            if not _is_line(line):
+                raise ValueError(f"{self.path}: this is no feed of kvproto")
+            yield line
+
+
+def _is_line(line: Any) -> bool:
+    """Whether an object has the form of a line in a feed."""
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if kind == "metrics":
+        samples = line.get("samples")
+        return _is_number(line.get("time")) and isinstance(samples, list) and all(map(_is_sample, samples))
+    return kind == "lost" or (kind == "event" and _is_number(line.get("time")))
+
+
+def _is_sample(sample: Any) -> bool:
+    if not isinstance(sample, dict) or not isinstance(sample.get("name"), str):
+        return False
+    labels, value = sample.get("labels"), sample.get("value")
+    numbers = value if isinstance(value, list) and len(value) == len(BUCKETS) + 2 else [value]
+    return isinstance(labels, dict) and set(BASE) <= labels.keys() and all(map(_is_number, numbers))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e15
+
+
+def _lines_of(
+    feeds: Sequence[_FeedReader], selector: selectors.BaseSelector, until: float | None
+) -> Iterator[tuple[_FeedReader, Line]]:
+    """The lines of all feeds as they come, until a time of `time.monotonic`, if given, or until all have ended."""
+    for feed in feeds:
+        while not (feed.live or feed.ended):
+            yield from ((feed, line) for line in feed.take())
+    while not all(feed.ended for feed in feeds):
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        for key, _ in selector.select(left):
+            yield from ((key.data, line) for line in key.data.take())
+            if key.data.ended:
+                selector.unregister(key.fileobj)
+
+
+def _line_text(line: Line) -> str:
+    """A line as text: time, level, event, then its other fields."""
+    if line["kind"] == "lost":
+        return _plain(f"... {line.get('lines')} lines were lost, as this was too slow")
+    clock = time.strftime("%H:%M:%S", time.localtime(float(line.get("time", 0))))
+    who = f"{line.get('engine')}/{line.get('replica')}/{line.get('rank')}"
+    rest = {k: v for k, v in line.items() if k not in ("kind", "time", "level", "event", *BASE)}
+    fields = " ".join(f"{k}={v:.6f}" if isinstance(v, float) else f"{k}={v}" for k, v in rest.items())
+    return _plain(f"{clock} {line.get('level'):<7} {who} {line.get('role')} {line.get('event')} {fields}".rstrip())
+
+
+def _plain(text: str) -> str:
+    """Text on one line, with escapes in place of terminal control characters (KVP-SEE-TEXT)."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -9,7 +9,7 @@ both sides, as the sections of a transposed part do, run as one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby, islice
 from operator import itemgetter
@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap, Side
+from kvproto.planning.kinds import KINDS
+from kvproto.wire.messages import Group
 
-__all__ = ["checksums", "execute", "seeds"]
+__all__ = ["PageSums", "checksums", "execute", "page_sums", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -185,9 +187,9 @@ def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byt
     256 products of two bytes add up to less than 2^24, so no sum is rounded, whatever the order of its additions.
     """
     width, total = data.shape[2], np.zeros(8, np.uint64)
-    if data.size > _scratch.floats.size:
+    if data.size > np.size(getattr(_scratch, "floats", ())):
         _scratch.floats = np.empty(data.size, np.float32)
-    floats = _scratch.floats[: data.size].reshape(-1, width)
+    floats: npt.NDArray[np.float32] = _scratch.floats[: data.size].reshape(-1, width)
     floats[:] = data.reshape(-1, width)
     planes, sums = _weight_bytes(los[0], width), np.empty((len(floats), 8), np.float32)
     step = _GEMM // min(width, _EXACT)
@@ -231,14 +233,8 @@ def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, Bytes]]:
         yield first, np.frombuffer(b"".join(parts), np.uint8)
 
 
-class _Scratch(threading.local):
-    """Floats of one thread that are used again: memory that is fresh costs more to touch than to fill."""
-
-    def __init__(self) -> None:
-        self.floats = np.empty(0, np.float32)
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
+"""Floats of each thread that are used again: memory that is fresh costs more to touch than to fill."""
 
 
 def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summed]:
@@ -314,3 +310,54 @@ _SAME = [
     n for n, name in enumerate(_FIELDS) if n not in _OFFSETS and name not in ("model", "layer", "part", "lo", "seed")
 ]
 """The fields that operations of a batch share."""
+
+
+@attrs.frozen(eq=False)
+class PageSums:
+    """Checksums of one group's share of a program, layer by layer."""
+
+    layers: tuple[int, ...]
+    pages: tuple[int, ...]
+    """Numbers of the sink's pages, counted from the one that holds token 0; (0,) if rows cannot be told apart."""
+    values: npt.NDArray[np.uint64]
+    """Sums [layers * pages]."""
+
+    def first_difference(self, others: npt.NDArray[np.uint64] | None) -> str:
+        """The first layer and page whose sum differs from the other side's, in words; a missing sum differs."""
+        if others is None or others.size != self.values.size:
+            return f"{self.values.size} sums of pages wanted, {0 if others is None else others.size} came"
+        wrong = np.flatnonzero(others != self.values)
+        if not wrong.size:
+            return "none of its pages differs"
+        layer, page = divmod(int(wrong[0]), len(self.pages))
+        return f"layer {self.layers[layer]}, page {self.pages[page]}; {wrong.size} of {self.values.size} differ"
+
+
+def page_sums(
+    program: CopyProgram, groups: Mapping[int, Group], checksums: Callable[[CopyProgram], Mapping[int, int]]
+) -> Generator[None, None, dict[int, PageSums]]:
+    """Compute the sums of each sink group that moves a row in a program, one of them in each step.
+
+    `groups` are the sink's, by id. `checksums` returns those of a program by group, as transports do, and is called
+    once for each layer and page. Clause KVP-VERIFY-PAGES.
+    """
+    sums = {}
+    for id in np.unique(program.ops["group"]).tolist():
+        ops = program.ops[program.ops["group"] == id]
+        maps = [program.maps[i] for i in np.unique(ops["map"]).tolist()]
+        rows = np.concatenate([m.global_rows for m in maps])
+        if not rows.size:
+            continue
+        group, layers = groups[id], tuple(np.unique(ops["layer"]).tolist())
+        apart = KINDS[group.kind].paged and not any(m.whole for m in maps)
+        pages = tuple(np.unique(rows // group.rows).tolist()) if apart else (0,)
+        step = group.rows * group.tokens_per_row
+        values = []
+        for layer in layers:
+            of_layer = attrs.evolve(program, ops=ops[ops["layer"] == layer])
+            for page in pages:
+                part = of_layer.select(tokens=(page * step, (page + 1) * step)) if apart else of_layer
+                values.append(checksums(part).get(id, 0))
+                yield
+        sums[id] = PageSums(layers, pages, np.array(values, np.uint64))
+    return sums

@@ -1,22 +1,36 @@
-"""Checks of the grants of a Transfer or an Offer, and the number of items that a window of tokens needs."""
+"""Grants of items: their checks, items that are granted after their Transfer, and windows that begin late.
+
+With feature INTENT items are granted at once, with SPANS piece by piece. The grants so far have windows that begin with
+the Transfer's and end where the last Grant said. They are complete when they end with the Transfer's and no item is
+missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.scaling import check_scales
+from kvproto.copying.columns import Overlaps, check_scales
+from kvproto.copying.program import RankLayout
 from kvproto.errors import RemoteError
-from kvproto.planning.geometry import Geometry, Group, owned_before
+from kvproto.planning.axes import TOKENS, axis_of
+from kvproto.planning.deals import deal, owned_before, runs
+from kvproto.planning.geometry import Geometry, Group
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_ITEMS
+from kvproto.planning.plan import Route
 from kvproto.wire.enums import ErrorCode, ItemKind
-from kvproto.wire.messages import Columns, Grants, UIntArray
+from kvproto.wire.messages import Begin, Columns, Grants, UIntArray
 
-__all__ = ["check_grants", "distinct", "items_by_now", "items_needed", "rows_of", "size_of"]
+__all__ = [
+    "all_granted", "begins_of", "check_grants", "cut_to_begins", "distinct", "granted_below", "granted_until",
+    "held_from", "items_before", "items_by_now", "items_needed", "lacks_items", "newly_granted", "no_items",
+    "placeholder_items", "rows_of", "size_of", "with_grant",
+]  # fmt: skip
 
 
 def items_needed(group: Group, cp_rank: int, first: int, count: int) -> int:
@@ -144,3 +158,156 @@ def distinct(items: UIntArray | npt.NDArray[np.int64]) -> bool:
         return len(set(items.tolist())) == items.size
     ordered = np.sort(items)
     return bool((ordered[1:] != ordered[:-1]).all())
+
+
+_NO_ITEMS = np.empty(0, np.uint32)
+
+
+def lacks_items(side: RankLayout, grants: Sequence[Grants]) -> bool:
+    """Whether grants of a rank leave out all the items that they need, and need some (KVP-INT-ITEMS)."""
+    lacking = [g.items is None for g in grants if _need(side, g, g)]
+    return bool(lacking) and all(lacking)
+
+
+def no_items(side: RankLayout, asked: Sequence[Grants]) -> tuple[Grants, ...]:
+    """The grants of a Transfer's windows before its first Grant: no tokens and no items."""
+    return tuple(
+        attrs.evolve(g, count=0, items=_NO_ITEMS) if KINDS[side.groups[g.group].kind].has_memory else g for g in asked
+    )
+
+
+def placeholder_items(side: RankLayout, grants: Sequence[Grants]) -> tuple[Grants, ...]:
+    """The grants with placeholder items, for callers that need only their number."""
+    return tuple(attrs.evolve(g, items=np.arange(_need(side, g, g), dtype=np.uint32)) for g in grants)
+
+
+def all_granted(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> bool:
+    """Whether everything that was requested is granted."""
+    return all(g.count == a.count and size_of(g) == _need(side, a, a) for g, a in zip(granted, asked, strict=True))
+
+
+def with_grant(
+    side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants], more: Sequence[Grants], spans: bool
+) -> tuple[Grants, ...]:
+    """The grants of `asked` after a Grant with `more`, whose items are checked elsewhere.
+
+    Raises BAD_GRANT for other groups or windows (KVP-INT-WINDOW, KVP-SPN-GROW).
+    """
+    if tuple(g.group for g in more) != tuple(g.group for g in asked):
+        mine, yours = (f"groups {tuple(g.group for g in grants)}" for grants in (asked, more))
+        advice = "name the groups of the Transfer, by ascending id"
+        raise RemoteError(ErrorCode.BAD_GRANT, "grants", mine, yours, advice)
+    granted_now = []
+    for i, (before, all_, new) in enumerate(zip(granted, asked, more, strict=True)):
+        if not KINDS[side.groups[all_.group].kind].has_memory:  # its window says nothing (KVP-HND-WINDOW)
+            granted_now.append(all_)
+            continue
+        least = before.count if spans else all_.count
+        same = all(getattr(new, name) == getattr(all_, name) for name in ("first", "valid", "state_after"))
+        if not (same and bool(new.late) == bool(all_.late) and least <= new.count <= all_.count):
+            ends = f"{least} to {all_.count}" if least < all_.count else str(all_.count)
+            mine = f"first {all_.first}, count {ends}, valid {all_.valid}"
+            yours = f"first {new.first}, count {new.count}, valid {new.valid}"
+            advice = "keep the windows of the Transfer" + ", each as long as before at least" * spans
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}]", mine, yours, advice)
+        items = [grant.items for grant in (before, new) if grant.items is not None and grant.items.size]
+        joined = np.concatenate(items) if items else _NO_ITEMS
+        granted_now.append(attrs.evolve(all_, count=new.count, items=joined))
+    return tuple(granted_now)
+
+
+def newly_granted(before: Sequence[Grants], now: Sequence[Grants]) -> tuple[Grants, ...]:
+    """The contents of a Grant after `before`: the windows of `now`, and the items that are new."""
+    return tuple(
+        attrs.evolve(g, items=None if g.items is None else g.items[size_of(old) :])
+        for old, g in zip(before, now, strict=True)
+    )
+
+
+def granted_below(side: RankLayout, asked: Sequence[Grants], tokens: int, end: int) -> tuple[Grants, ...]:
+    """The part of these grants that tokens below `tokens` need; all of them if `tokens` reaches `end`.
+
+    Slots, opaque pages and pages of other axes move when prefill is over, and so are granted last.
+    """
+    if tokens >= end:
+        return tuple(asked)
+    below = []
+    for grant in asked:
+        group = side.groups[grant.group]
+        if KINDS[group.kind].has_memory:
+            count = min(max(tokens - grant.first, 0), grant.count) if _moves_early(group) else 0
+            part = attrs.evolve(grant, count=count)
+            items = None if grant.items is None else grant.items[: _need(side, part, grant)]
+            grant = attrs.evolve(part, items=items)
+        below.append(grant)
+    return tuple(below)
+
+
+def granted_until(side: RankLayout, granted: Sequence[Grants], asked: Sequence[Grants]) -> int | None:
+    """The token below which every row that may move before prefill is over has its item; None if all of them do."""
+    ends = [
+        g.first + g.count
+        for g, a in zip(granted, asked, strict=True)
+        if g.count < a.count and _moves_early(side.groups[g.group])
+    ]
+    return min(ends, default=None)
+
+
+def _moves_early(group: Group) -> bool:
+    """Whether rows of a group may move before prefill is over."""
+    kind, whole = KINDS[group.kind], any(part.encoding for part in group.parts)
+    return kind.has_memory and not kind.is_state and not whole and axis_of(group) == TOKENS
+
+
+def _need(side: RankLayout, grant: Grants, asked: Grants) -> int:
+    return items_by_now(side.groups[grant.group], side.shares[grant.group].cp_rank, grant, asked)
+
+
+def items_before(group: Group, cp_rank: int, first: int) -> int:
+    """Number of a cp rank's items before the first one of a window that begins with token `first`."""
+    return owned_before(group, cp_rank, rows_of(group, first, 0)[0]) // group.rows if KINDS[group.kind].paged else 0
+
+
+def held_from(routes: Iterable[Route], groups: Mapping[int, Group], since: Mapping[int, int]) -> dict[int, int]:
+    """By the sink's group id: the first token from which the source holds the rows of every layer (KVP-GRANT-HELD).
+
+    `groups` are the sink's by id, and `since` has the first token held by the source's group id. Groups held from token
+    0 on are left out. A row, or an opaque item, is held whole or not at all.
+    """
+    firsts = ((route.group, max((since.get(b.source_group, 0) for b in route.boxes), default=0)) for route in routes)
+    return {id: _next_start(groups[id], first) for id, first in firsts if first}
+
+
+def _next_start(group: Group, first: int) -> int:
+    """The next token at which a row begins; with opaque items, a turn of the deal and an item of every cp rank."""
+    step, origin = group.tokens_per_row, 0
+    if any(part.encoding for part in group.parts):
+        run, begin = deal(group)
+        turn = run * runs(group)
+        shares = (owned_before(group, cp_rank, begin + turn) for cp_rank in range(group.cp_size))
+        turns = math.lcm(*(group.rows // math.gcd(group.rows, share) for share in shares))
+        step, origin = step * turn * turns, step * begin
+    return origin + -(-max(first - origin, 0) // step) * step
+
+
+def begins_of(held: Mapping[int, int], grants: Iterable[Grants]) -> tuple[Begin, ...]:
+    """The Begins of Done, for late windows that begin before the token that `held_from` found (KVP-GRANT-LATE)."""
+    return tuple(
+        Begin(group=g.group, first=min(held[g.group], g.first + g.count))
+        for g in grants
+        if g.late and g.first < min(held.get(g.group, 0), g.first + g.count)
+    )
+
+
+def cut_to_begins(layout: RankLayout, grants: Sequence[Grants], begins: Mapping[int, int]) -> tuple[Grants, ...]:
+    """A rank's grants, cut to begin at the token that `begins` has for their group, if any."""
+    return tuple(_from(layout, g, begins[g.group]) if g.group in begins else g for g in grants)
+
+
+def _from(layout: RankLayout, grant: Grants, first: int) -> Grants:
+    group, cp_rank = layout.groups[grant.group], layout.shares[grant.group].cp_rank
+    count, items = grant.first + grant.count - first, grant.items
+    if items is not None:
+        skip = items_before(group, cp_rank, first) - items_before(group, cp_rank, grant.first)
+        items = items[skip : skip + items_needed(group, cp_rank, first, count)]
+    return attrs.evolve(grant, first=first, count=count, items=items)

@@ -107,15 +107,6 @@ Reach = tuple[int, int, int]
 """The lowest number of all items and rows, the highest item, and the highest row; 0, -1 and -1 if there are none."""
 
 
-def _reach(item: IntArray, row: IntArray, rows: IntArray, few: tuple[list[int], ...] | None) -> Reach:
-    if not len(rows):
-        return 0, -1, -1
-    if few is None:
-        return int(min(item.min(), row.min())), int(item.max()), int((row + rows).max()) - 1
-    items, firsts, lengths = few
-    return min(min(items), min(firsts)), max(items), max(map(add, firsts, lengths)) - 1
-
-
 @attrs.frozen(eq=False)
 class RowMap:
     """Runs of rows that are contiguous on both sides: five arrays [runs], and two [pieces] of global rows."""
@@ -156,14 +147,21 @@ class RowMap:
     @cached_property
     def source_reach(self) -> Reach:
         """Extent of the source's places."""
-        few = None if self.numbers is None else (self.numbers[0], self.numbers[1], self.numbers[4])
-        return _reach(self.source_item, self.source_row, self.rows, few)
+        return self._reach(0)
 
     @cached_property
     def sink_reach(self) -> Reach:
         """Extent of the sink's places."""
-        few = None if self.numbers is None else self.numbers[2:]
-        return _reach(self.sink_item, self.sink_row, self.rows, few)
+        return self._reach(2)
+
+    def _reach(self, side: int) -> Reach:
+        if not len(self.rows):
+            return 0, -1, -1
+        if self.numbers is None:
+            item, row = self.places[side : side + 2]
+            return int(min(item.min(), row.min())), int(item.max()), int((row + self.rows).max()) - 1
+        items, firsts, lengths = self.numbers[side], self.numbers[side + 1], self.numbers[4]
+        return min(min(items), min(firsts)), max(items), max(map(add, firsts, lengths)) - 1
 
     @cached_property
     def global_rows(self) -> IntArray:

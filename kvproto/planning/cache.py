@@ -85,9 +85,7 @@ _LEAST = {"model": 0, "rope": 0, "scratch_rows": 0}
 _NO_NUMBERS = ("name", "layers", "parts", "blocks", "part", "split", "axis", "of")
 
 
-def _checked(
-    make: Callable[Concatenate[type[Cache], P], T],
-) -> Callable[Concatenate[type[Cache], P], T]:
+def _checked(make: Callable[Concatenate[type[Cache], P], T]) -> Callable[Concatenate[type[Cache], P], T]:
     """Raise LocalError, naming the argument, for a number that is too small or a dtype that is no `DType`."""
 
     @wraps(make)
@@ -148,9 +146,8 @@ class Cache:
         named = {"tp": tp, "cp": cp, "stages": stages, "virtual": virtual} | deals
         own = tuple((name, size) for name, size in named.items() if size is not None)
         deals_it = (cp or 1) > 1 or (dcp or 1) > 1 or any(x is not None for x in (interleave, origin, deal))
-        if wrong := [name for name, size in deals.items() if size is not None and not KINDS[self.group.kind].paged]:
-            path = f"{self.group.name!r}.over.{wrong[0]}"
-            raise bad(path, "pages, as tokens are dealt by rows", "items of another kind")
+        for name in (name for name, size in deals.items() if size is not None):
+            self._check_paged(f"over.{name}")
         dealt = True if deals_it and self.dealt is None and KINDS[self.group.kind].paged else self.dealt
         return attrs.evolve(self, own=own, copies=copies, dealt=dealt)
 
@@ -163,9 +160,12 @@ class Cache:
 
         Raises LocalError(OUT_OF_RANGE) for items that are not pages.
         """
-        if not KINDS[self.group.kind].paged:
-            raise bad(f"{self.group.name!r}.sharded", "pages, as tokens are dealt by rows", "items of another kind")
+        self._check_paged("sharded")
         return attrs.evolve(self, dealt=True)
+
+    def _check_paged(self, method: str) -> None:
+        if not KINDS[self.group.kind].paged:
+            raise bad(f"{self.group.name!r}.{method}", "pages, as tokens are dealt by rows", "items of another kind")
 
     def along(self, axis: str) -> Cache:
         """The same cache with rows that stand for positions of `axis`, such as "image", instead of tokens.

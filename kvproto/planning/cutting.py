@@ -20,15 +20,7 @@ from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
 from kvproto.wire.enums import ErrorCode
 
-__all__ = [
-    "Cutter",
-    "OwnedInterval",
-    "OwnedIntervals",
-    "class_pairs",
-    "common_layers",
-    "opaque_families",
-    "owned_intervals",
-]
+__all__ = ["Cutter", "OwnedInterval", "OwnedIntervals", "common_layers", "opaque_families", "owned_intervals"]
 
 
 _SHOWN = 8
@@ -169,7 +161,7 @@ class Cutter:
     _units: dict[tuple[int, int, int], int | None] = attrs.field(factory=dict)
     """`_share_unit` by the ids of both groups and the index of the part."""
     _pairs: dict[tuple[int, int], tuple[tuple[int, int], ...]] = attrs.field(factory=dict)
-    """`class_pairs` by the ids of both groups."""
+    """`shared_classes` by the ids of both groups."""
     _spent: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_MOST, 0))
 
     def elect(self, ordinal: int, features: Collection[int]) -> tuple[PieceTable, ShareTable]:
@@ -189,9 +181,11 @@ class Cutter:
         check_pair(src, dst, part)
         self._units[src.id, dst.id, index] = _share_unit(src, dst, part)
         if (src.id, dst.id) not in self._pairs:
-            if src.cp_size * dst.cp_size <= MAX_CLASS_PAIRS:
-                self._spend("pieces", sum(runs(g) for g in (src, dst) if g.cp_size > 1), dst, index)
-            self._pairs[src.id, dst.id] = class_pairs(src, dst)
+            if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
+                path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
+                raise PlanError(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
+            self._spend("pieces", sum(runs(g) for g in (src, dst) if g.cp_size > 1), dst, index)
+            self._pairs[src.id, dst.id] = shared_classes(src, dst)
 
     def cut(self, family: Family, layers: Layers, part: int) -> None:
         """Add the pieces of intervals that have the same layers, after `pair` for their groups.
@@ -266,13 +260,3 @@ def _text(layers: Layers) -> str:
     one = len(layers) == 1 and layers[0][1] - layers[0][0] == 1
     spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in layers)
     return f"layer{'s' * (not one)} {spans}"
-
-
-def class_pairs(src: Group, dst: Group) -> tuple[tuple[int, int], ...]:
-    """Pairs (source cp rank, sink cp rank) that share a row at all. Raises ROW_MISMATCH (KVP-PLAN-DEALS)."""
-    if src.cp_size == dst.cp_size == 1:
-        return ((0, 0),)
-    if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
-        path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
-        raise PlanError(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
-    return shared_classes(src, dst)

@@ -186,6 +186,8 @@ def shared_classes(source: Group, sink: Group) -> tuple[tuple[int, int], ...]:
     A deal repeats after each turn, so runs of the two sides share a row if they meet modulo the greatest common divisor
     of both turns.
     """
+    if source.cp_size == sink.cp_size == 1:
+        return ((0, 0),)
     both = gcd(*(deal(g)[0] * runs(g) for g in (source, sink)))
     if source.cp_size * runs(sink) <= sink.cp_size * runs(source):
         meets = _meeting(source, sink, both)

@@ -29,24 +29,14 @@ __all__ = [
 
 
 def gqa(
-    id: int,
-    name: str,
-    model: int,
-    kv_heads: int,
-    head_bytes: int,
-    page_size: int,
-    dtype: DType = DType.F32,
-    v_head_bytes: int | None = None,
-    **more: Any,
+    id: int, name: str, model: int, kv_heads: int, head_bytes: int, page_size: int, dtype: DType = DType.F32, **own: Any
 ) -> Group:
     """Paged K and V of multi-head or grouped-query attention, with one lane of `head_bytes` bytes for each KV head.
 
-    Lanes of V have `v_head_bytes` if given. Whether K and V are joint or apart, NHD or HND, padded or not, is stated by
-    the strides of Register, not here.
+    Whether K and V are joint or apart, NHD or HND, padded or not, is stated by the strides of Register, not here.
     """
-    sizes = {"k": head_bytes, "v": v_head_bytes or head_bytes}
-    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p, size in sizes.items())
-    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **more)
+    parts = tuple(Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=head_bytes) for p in ("k", "v"))
+    return _group(id, name, model, ItemKind.PAGE, page_size, parts, **own)
 
 
 def mla(id: int, name: str, model: int, row_bytes: int, page_size: int, dtype: DType = DType.F32, **more: Any) -> Group:
@@ -148,12 +138,7 @@ def _check_size(geometry: Geometry, groups: Mapping[int, Group]) -> None:
     claims = [sum(_intervals(groups.get(share.group), share) for share in rank.owns) for rank in geometry.ranks]
     for path, most, of, number in (
         ("groups", limits.MAX_PARTS, "parts", sum(len(g.parts) for g in geometry.groups)),
-        (
-            "groups",
-            limits.MAX_RUNS,
-            "runs in orders",
-            sum(map(len, orders)),
-        ),
+        ("groups", limits.MAX_RUNS, "runs in orders", sum(map(len, orders))),
         ("ranks", limits.MAX_RANKS, "ranks", len(geometry.ranks)),
         ("ranks", limits.MAX_CLAIMS, "layers times intervals", sum(claims)),
         ("ranks", limits.MAX_RANK_CLAIMS, "layers times intervals on one rank", max(claims, default=0)),

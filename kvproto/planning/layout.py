@@ -151,16 +151,16 @@ def lay_out(
         for name, value in (stated or {}).items():
             check_type(path, name, str, "names of facts, each a str")
             check_type(f"{path}[{name!r}]", value, str, "the value as text, a str")
-    placed = [_PlacedCache.of(specs, id, sizes, depth) for id in range(len(specs))]
+    placed = [_placed(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
-        tuple(share for cache in placed if (share := cache.share(stage, nth)) is not None)
+        tuple(share for _, share_of in placed if (share := share_of(stage, nth)) is not None)
         for stage in range(sizes.pp)
         for nth in range(sizes.cp * sizes.tp)
     ]
     geometry = Geometry(
         replica=replica,
         facts=g.facts(facts or {}, warn),
-        groups=tuple(cache.group for cache in placed),
+        groups=tuple(group for group, _ in placed),
         ranks=tuple(Rank(rank=i, owns=shares) for i, shares in enumerate(ranks)),
     )
     try:
@@ -170,63 +170,52 @@ def lay_out(
     return geometry
 
 
-@attrs.frozen
-class _PlacedCache:
+_Share = Callable[[int, int], Owns | None]
+"""The share of the nth rank of a pipeline stage; None if it has no layers, or the rank does not hold the cache."""
+
+
+def _placed(specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> tuple[Group, _Share]:
     """A cache on the ranks of an engine."""
+    spec, path = specs[id], f"specs[{id}]"
+    sizes, group, dealt = _own(spec, path, engine), attrs.evolve(spec.group, id=id), _dealt(spec)
+    number, held = sizes.cp if sizes.cp > 1 else sizes.dcp, sizes.cp * sizes.tp
+    if number > 1 and dealt:
+        for name in ("interleave", "origin"):
+            if getattr(sizes, name) % group.tokens_per_row:
+                whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
+                advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
+                raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
+        order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
+        interleave, origin = sizes.interleave, sizes.origin
+        group = attrs.evolve(group, cp_size=number, interleave=interleave, origin=origin, order=order)
+    stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
+    if _staged(spec):
+        deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
+        all_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
+        bounds = sizes.bounds(all_, f"{path}.over." if spec.own else "")
+        for stage in range(engine.pp):
+            chunks = bounds[stage :: engine.pp]
+            stages[stage] = tuple(i for i in spec.layers if any(lo <= i < hi for lo, hi in chunks))
+    else:
+        stages[-1] = spec.layers
 
-    spec: Cache
-    group: Group
-    sizes: Parallel
-    """The sizes of this cache: the engine's, or its own."""
-    layers: tuple[tuple[int, ...], ...]
-    """Layers of the cache on each pipeline stage."""
-    ranks: int
-    """Ranks of a pipeline stage."""
-
-    @classmethod
-    def of(cls, specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None) -> _PlacedCache:
-        spec, path = specs[id], f"specs[{id}]"
-        sizes, group = _own(spec, path, engine), attrs.evolve(spec.group, id=id)
-        dealt = sizes.cp if sizes.cp > 1 else sizes.dcp
-        if dealt > 1 and _dealt(spec):
-            for name in ("interleave", "origin"):
-                if getattr(sizes, name) % group.tokens_per_row:
-                    whole = f"a multiple of {group.tokens_per_row} tokens, a row of {group.name!r}"
-                    advice = f"deal whole rows, all caches' or by Cache.over({name}=), or store this cache replicated()"
-                    raise LocalError(ErrorCode.OUT_OF_RANGE, name, whole, str(getattr(sizes, name)), advice)
-            order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
-            interleave, origin = sizes.interleave, sizes.origin
-            group = attrs.evolve(group, cp_size=dealt, interleave=interleave, origin=origin, order=order)
-        stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
-        if _staged(spec):
-            deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
-            all_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
-            bounds = sizes.bounds(all_, f"{path}.over." if spec.own else "")
-            for stage in range(engine.pp):
-                chunks = bounds[stage :: engine.pp]
-                stages[stage] = tuple(i for i in spec.layers if any(lo <= i < hi for lo, hi in chunks))
-        else:
-            stages[-1] = spec.layers
-        return cls(spec, group, sizes, tuple(stages), engine.cp * engine.tp)
-
-    def share(self, stage: int, nth: int) -> Owns | None:
-        """The share of the nth rank of a stage; None if it has no layers, or the rank does not hold the cache."""
-        held = self.sizes.cp * self.sizes.tp
-        nth = nth * held // self.ranks if self.spec.copies else nth
-        if not self.layers[stage] or nth >= held:
+    def share(stage: int, nth: int) -> Owns | None:
+        nth = nth * held // (engine.cp * engine.tp) if spec.copies else nth
+        if not stages[stage] or nth >= held:
             return None
-        cp, tp = divmod(nth, self.sizes.tp)
-        dealt, dcp = _dealt(self.spec), self.sizes.dcp
-        ranks, rank = (self.sizes.tp // dcp, tp // dcp) if dealt else (self.sizes.tp, tp)
+        cp, tp = divmod(nth, sizes.tp)
+        ranks, rank = (sizes.tp // sizes.dcp, tp // sizes.dcp) if dealt else (sizes.tp, tp)
         spans = []
-        for p, blocks in enumerate(self.spec.blocks):
+        for p, blocks in enumerate(spec.blocks):
             start = 0
             for block in blocks:
                 lo, hi = block.cut(rank, ranks)
                 spans.append(LaneSpan(part=p, lo=start + lo, hi=start + hi))
                 start += block.lanes
-        cp_rank = (cp if self.sizes.cp > 1 else tp % dcp) if dealt else 0
-        return attrs.evolve(g.owns(self.group, self.layers[stage]), lanes=tuple(spans), cp_rank=cp_rank)
+        cp_rank = (cp if sizes.cp > 1 else tp % sizes.dcp) if dealt else 0
+        return attrs.evolve(g.owns(group, stages[stage]), lanes=tuple(spans), cp_rank=cp_rank)
+
+    return group, share
 
 
 def _own(spec: Cache, path: str, engine: Parallel) -> Parallel:

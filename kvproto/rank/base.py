@@ -19,7 +19,7 @@ from kvproto.events import Event, PoolFree
 from kvproto.observability.counts import Counts, MetricSample, sample
 from kvproto.observability.feed import FeedServer
 from kvproto.observability.names import BASE
-from kvproto.observability.observer import Observer
+from kvproto.observability.records import Observer
 from kvproto.options import Options
 from kvproto.planning.axes import TOKENS
 from kvproto.planning.geometry import Geometry

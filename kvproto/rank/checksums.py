@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
 
-from kvproto.copying.page_sums import PageSums, page_sums
+from kvproto.copying.execute import PageSums, page_sums
 from kvproto.copying.program import CopyProgram
 from kvproto.rank.registration import PeerMapping
 from kvproto.transport.base import Regions, Transport

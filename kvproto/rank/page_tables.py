@@ -10,10 +10,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.grants import distinct, items_needed, rows_of
+from kvproto.copying.columns import scaling
+from kvproto.copying.grants import distinct, items_before, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.copying.scaling import scaling
-from kvproto.copying.window_start import items_before
 from kvproto.errors import LocalError, check_type, check_whole, type_name, wrong_type
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of, lengths_of
 from kvproto.planning.geometry import Group

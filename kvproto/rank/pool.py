@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.aliasing import overlapping
+from kvproto.copying.columns import overlapping
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, type_name
 from kvproto.planning.geometry import Geometry, Group, column_names, validate

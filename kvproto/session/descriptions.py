@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.copying.aliasing import Overlaps
+from kvproto.copying.columns import Overlaps
 from kvproto.errors import PlanError, RemoteError, WireError
 from kvproto.planning.geometry import Geometry, decode_geometry, digest, encode_geometry
 from kvproto.planning.kinds import KINDS

@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvproto.copying.deferred_grants import all_granted, granted_until, lacks_items, newly_granted, no_items, with_grant
-from kvproto.copying.grants import check_grants
+from kvproto.copying.grants import (
+    all_granted,
+    check_grants,
+    granted_until,
+    lacks_items,
+    newly_granted,
+    no_items,
+    with_grant,
+)
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.session import limits

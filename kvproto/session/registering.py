@@ -15,8 +15,7 @@ from typing import Any
 
 import attrs
 
-from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import Overlaps, check_columns
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import ProtocolError
 from kvproto.session import limits

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from kvproto.copying.window_start import held_from
+from kvproto.copying.grants import held_from
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Declined, Event, Unwanted
 from kvproto.planning.axes import NO_AXES, axis_of, length_of

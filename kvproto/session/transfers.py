@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvproto.copying.deferred_grants import granted_until, lacks_items, no_items, placeholder_items
-from kvproto.copying.grants import check_grants
+from kvproto.copying.grants import check_grants, granted_until, lacks_items, no_items, placeholder_items
 from kvproto.copying.program import RankLayout
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import ProtocolError
@@ -131,10 +130,11 @@ class SourceTransfers(Extension):
             if theirs not in ours:
                 raise RemoteError(ErrorCode.BAD_GRANT, field, _either(ours), str(theirs), advice)
         assert epoch is not None  # it is one of those that are open
-        side = RankLayout(described.sink, described.ranks[1], epoch.columns)
-        named = tuple(g.group for g in message.grants) == described.groups
-        left_out = named and any(grant.items is None for grant in message.grants)
-        left_out = left_out and Feature.INTENT in session.features and lacks_items(side, message.grants)
+        side = left_out = None
+        if any(grant.items is None for grant in message.grants) and Feature.INTENT in session.features:
+            side = RankLayout(described.sink, described.ranks[1], epoch.columns)
+            named = tuple([grant.group for grant in message.grants]) == described.groups
+            left_out = named and lacks_items(side, message.grants)
         check_grants(
             described.sink,
             described.ranks[1],
@@ -142,10 +142,10 @@ class SourceTransfers(Extension):
             described.groups,
             message.grants,
             epoch.overlaps,
-            left_out=left_out,
+            left_out=bool(left_out),
         )
         attempt.epoch, attempt.granted = epoch, message.grants
-        if left_out:
+        if side is not None and left_out:
             attempt.whole = Feature.PULL in session.features  # nobody but the sink writes its items
             attempt.granted = (placeholder_items if attempt.whole else no_items)(side, message.grants)
             attempt.end = None if attempt.whole else granted_until(side, attempt.granted, message.grants)

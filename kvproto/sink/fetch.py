@@ -9,9 +9,7 @@ from typing import Protocol
 import attrs
 import numpy as np
 
-from kvproto.copying.deferred_grants import granted_below
-from kvproto.copying.grants import items_by_now
-from kvproto.copying.window_start import items_before
+from kvproto.copying.grants import granted_below, items_before, items_by_now
 from kvproto.errors import KvprotoError, LocalError, RemoteError, check_type, check_whole, type_name
 from kvproto.events import Arrived, Lost, PagesFree, PagesWanted
 from kvproto.planning.kinds import KINDS

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import numpy as np
 
-from kvproto.copying.grants import items_needed
+from kvproto.copying.execute import PageSums
+from kvproto.copying.grants import cut_to_begins, items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.page_sums import PageSums
 from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
-from kvproto.copying.window_start import cut_to_begins
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS

@@ -8,10 +8,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.grants import items_needed, rows_of
+from kvproto.copying.grants import begins_of, cut_to_begins, held_from, items_before, items_needed, rows_of
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
-from kvproto.copying.window_start import begins_of, cut_to_begins, held_from, items_before
 from kvproto.errors import RemoteError
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of
 from kvproto.planning.geometry import Group, owned_before

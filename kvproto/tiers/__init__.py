@@ -8,7 +8,7 @@ A page goes from the device through the host to storage, and back:
 * `host_copies`: copies between the device and the host.
 * `storage_io`, `workers`: threads between the host and storage.
 * `page_store`, `manifest`: pages as keys and bytes in a store, checked at every read.
-* `store`, with `file_store`, `pack_store`, `lmdb_store`, `object_store`: the back ends.
+* `store`, with `file_store`, `pack_store`, `object_store`: the back ends.
 * `relayout`: pages in storage that other geometries wrote.
 * `fsck`: the check behind `kvproto tiers`.
 """

@@ -1,40 +1,28 @@
-"""Pages in files, one for each key, written by the system or by NIXL (`pip install 'kvproto[nixl]'`)."""
+"""Pages in files, one for each key."""
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
-from importlib import import_module
-from io import FileIO
 from itertools import groupby, islice
 from math import inf
 from pathlib import Path
-from threading import local
-from typing import Any
 
-import numpy as np
-
-from kvproto.errors import LocalError
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 from kvproto.tiers.workers import Workers
-from kvproto.wire.enums import ErrorCode
 
-__all__ = ["FileStore", "NixlFileStore", "make_folders", "sync_folder", "write_whole"]
+__all__ = ["FileStore", "make_folders", "sync_folder", "write_whole"]
 
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""
 SYNCS = 16
 """Threads that sync."""
-_SOON, _LATE = 20e-6, 1e-3
-"""Seconds between looks at a transfer of NIXL: the pause doubles up to the latter."""
 
 
 class FileStore(BatchStore, IntoStore):
@@ -87,15 +75,12 @@ class FileStore(BatchStore, IntoStore):
                     drafts.append((f"{self._root}/t/{secrets.token_hex(12)}", self._path(key)))
                     file = os.open(drafts[-1][0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                     stack.callback(os.close, file)
-                    self._fill(file, data)
+                    write_whole(file, data)
                     if self.durable:
                         syncs.append(self._syncing().submit(os.fsync, file))
             finally:
                 wait_for(syncs)  # a file must stay open while a thread syncs it
             _join(syncs)
-
-    def _fill(self, file: int, data: Data) -> None:
-        write_whole(file, data)
 
     def _rename(self, drafts: Sequence[tuple[str, str]]) -> None:
         """Give files of one kind their names, which with `durable` survive a loss of power."""
@@ -117,27 +102,18 @@ class FileStore(BatchStore, IntoStore):
         return workers or self._sync_workers.setdefault(os.getpid(), Workers(SYNCS, inf, 0))
 
     def get(self, key: str) -> bytes | None:
-        with suppress(FileNotFoundError), open(self._path(key), "rb", buffering=0) as file:
-            return self._read(file)
+        with suppress(FileNotFoundError):
+            return Path(self._path(key)).read_bytes()
         return None
 
     def get_into(self, key: str, room: memoryview) -> int | None:
+        """See `IntoStore`; one more than there is room for stands for all greater numbers."""
         with suppress(FileNotFoundError), open(self._path(key), "rb", buffering=0) as file:
-            return self._read_into(file.fileno(), room)
+            at, more = 0, bytearray(1)
+            while at <= len(room) and (count := os.readv(file.fileno(), [room[at:], more])):
+                at += count
+            return at
         return None
-
-    def _read(self, file: FileIO) -> bytes:
-        return file.readall()
-
-    def _read_into(self, file: int, room: memoryview) -> int:
-        """Read a file into `room`, and return how many bytes it has, or one more than there is room for."""
-        at, more = 0, bytearray(1)
-        while at <= len(room):
-            count = os.readv(file, [room[at:], more] if at < len(room) else [more])
-            at += count
-            if not count:
-                break
-        return at
 
     def delete(self, key: str) -> None:
         with suppress(FileNotFoundError):
@@ -170,80 +146,6 @@ class FileStore(BatchStore, IntoStore):
     def _path(self, key: str) -> str:
         kind, _, name = key.partition("/")
         return f"{self._root}/{key}" if kind == "t" else f"{self._root}/{kind}/{name[:2]}/{name}"
-
-
-class NixlFileStore(FileStore):
-    """A `FileStore` whose bytes NIXL moves, with an agent for each thread.
-
-    Names, renames, syncs and the layout on the disk are those of `FileStore`: either reads what the other wrote. NIXL
-    is given descriptors of open files, so that a file gets the name that readers look for once it is whole.
-    """
-
-    def __init__(self, root: Path, durable: bool = False) -> None:
-        """Makes the folder; raises OSError, and LocalError if NIXL or its plug-in is missing."""
-        try:
-            self._api = import_module("nixl._bindings")
-        except ImportError as error:
-            wants = "pip install 'kvproto[nixl]'"
-            raise LocalError(ErrorCode.NO_TRANSPORT, "storage", wants, f"{error}") from error
-        self._of_thread = local()
-        try:
-            self._agent()
-        except Exception as error:  # NIXL's own classes have no other base
-            wants, advice = "NIXL's plug-in POSIX", "use a plain folder: what is stored is the same"
-            raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}", advice) from error
-        super().__init__(root, durable)
-
-    def _read(self, file: FileIO) -> bytes:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        self._move(self._api.NIXL_READ, data, file.fileno())
-        return bytes(data)
-
-    def _read_into(self, file: int, room: memoryview) -> int:
-        size = os.fstat(file).st_size
-        if size <= len(room):
-            self._move(self._api.NIXL_READ, room[:size], file)
-        return size
-
-    def _fill(self, file: int, data: Data) -> None:
-        self._move(self._api.NIXL_WRITE, data, file)
-
-    def _agent(self) -> tuple[str, Any, list[int]]:
-        """The name of this thread's agent, the agent, and its back end."""
-        if not hasattr(self._of_thread, "agent"):
-            name, config = f"kvproto-{secrets.token_hex(16)}", self._api.nixlAgentConfig()
-            config.useProgThread = config.useListenThread = False
-            agent = self._api.nixlAgent(name, config)
-            self._of_thread.agent = name, agent, [agent.createBackend("POSIX", {})]
-        named: tuple[str, Any, list[int]] = self._of_thread.agent
-        return named
-
-    def _move(self, way: Any, data: Data, file: int) -> None:
-        """Move all bytes of a file, from its beginning; raises OSError."""
-        size = memoryview(data).nbytes
-        if not size:
-            return
-        api, (name, agent, posix) = self._api, self._agent()
-        address = np.frombuffer(data, np.uint8).ctypes.data
-        places = [(api.DRAM_SEG, (address, size, 0)), (api.FILE_SEG, (0, size, file))]
-        with ExitStack() as stack:
-            try:
-                for segment, place in places:
-                    registered = api.nixlRegDList(segment, [(*place, "")])
-                    agent.registerMem(registered, posix)
-                    stack.callback(agent.deregisterMem, registered, posix)
-                here, there = (api.nixlXferDList(segment, [place]) for segment, place in places)
-                handle = agent.createXferReq(way, here, there, name, b"", posix)
-                stack.callback(agent.releaseXferReq, handle)
-                status, pause = agent.postXferReq(handle, b""), _SOON
-                while status == api.NIXL_IN_PROG:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LATE)
-                    status = agent.getXferStatus(handle)
-            except Exception as error:
-                raise OSError(errno.EIO, f"NIXL: {error}") from error
-            if status != api.NIXL_SUCCESS:
-                raise OSError(errno.EIO, f"NIXL: {status}")
 
 
 def _raise(error: OSError) -> None:

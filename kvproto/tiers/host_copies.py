@@ -19,7 +19,7 @@ from kvproto.errors import LocalError
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Box, Route
-from kvproto.tiers.page_layout import PageLayout
+from kvproto.tiers.page_layout import PageLayout, row_bytes
 from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
@@ -118,7 +118,7 @@ def _rows(group: Group, share: Owns, length: int) -> int:
 
 def _width(group: Group, share: Owns) -> int:
     """The bytes of a row over all layers that the rank has."""
-    return sum((span.hi - span.lo) * group.parts[span.part].lane_bytes for span in share.lanes) * len(share.layers)
+    return row_bytes(group, share) * len(share.layers)
 
 
 def as_pool(side: RankLayout, lengths: Mapping[int, int], slots: int) -> RankLayout:

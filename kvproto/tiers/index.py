@@ -272,11 +272,6 @@ class Index:
         """The slot of a readable page."""
         return self._by_id.get(id)
 
-    def retire(self, id: bytes) -> int:
-        """Remove a page and its descendants; returns how many. Readers keep their slots."""
-        slot = self._by_id.get(id)
-        return 0 if slot is None else self._remove(slot)
-
     def evict(self, count: int) -> int:
         """Remove least recently used pages, and their descendants, until `count` slots are FREE; returns how many."""
         before = self.slots.free
@@ -285,6 +280,7 @@ class Index:
         return self.slots.free - before
 
     def _remove(self, slot: int) -> int:
+        """Remove a page and its descendants; returns how many. Readers keep their slots."""
         removed = [(id, below) for below in self._subtree(slot) if (id := self._ids[below]) is not None]
         self.on_evict(removed)
         self._unlink(slot)

@@ -12,10 +12,11 @@ from kvproto.errors import LocalError, WireError
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire import decode_struct
-from kvproto.wire.enums import ErrorCode
+from kvproto.wire.enums import ErrorCode, KeyForm
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Data", "ObjectReferences", "make_manifest", "manifest_key", "matches", "object_key", "parse_manifest"]
+__all__ = ["Data", "ObjectReferences", "make_manifest", "manifest_key", "matches", "names", "object_key"]
+__all__ += ["parse_manifest"]
 
 Data = bytes | bytearray | memoryview
 _FIELDS = [field.name for field in attrs.fields(PageComponent)]
@@ -59,15 +60,16 @@ def make_manifest(layout: PageLayout, chain: Chain, i: int, data: Mapping[int, D
     )
 
 
-def parse_manifest(data: Data, layout: PageLayout, chain: Chain, i: int) -> Manifest | None:
+def parse_manifest(data: Data | None, layout: PageLayout, chain: Chain, i: int) -> Manifest | None:
     """The manifest of page i, or None if its page counts as absent (KVP-TIER-MISS, KVP-TIER-PARTS)."""
-    try:
-        manifest = decode_struct(Manifest, bytes(data))
-    except WireError:
-        return None
-    wanted = (chain.ids(layout.form)[i], layout.form, chain.own[i], chain.previous(i), chain.space)
-    stated = (manifest.id, manifest.form, manifest.own, manifest.previous, manifest.namespace)
-    return manifest if stated == wanted and matches(manifest, layout) else None
+    manifest = ObjectReferences().add(manifest_key(chain.ids(layout.form)[i], layout.geometry), data)
+    return manifest if manifest and names(manifest, layout.form, chain, i) and matches(manifest, layout) else None
+
+
+def names(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
+    """Whether a manifest names page i of a prompt, with ids of this form (KVP-TIER-MISS)."""
+    stated = manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page
+    return stated == (form, chain.own[i], chain.previous(i), chain.space, chain.page)
 
 
 def matches(manifest: Manifest, layout: PageLayout) -> bool:

@@ -14,7 +14,7 @@ from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = ["PageComponent", "PageLayout", "page_layout", "single_rank", "usable_lengths"]
+__all__ = ["PageComponent", "PageLayout", "page_layout", "row_bytes", "single_rank", "usable_lengths"]
 
 
 @attrs.frozen
@@ -88,11 +88,12 @@ def _component(group: Group, share: Owns, page: int, ahead: bool, reach: int | N
         raise PlanError(ErrorCode.AXIS_MISMATCH, f"groups[{group.name}]", "rows of the prompt's tokens", group.axis)
     form = KeyForm.AHEAD if ahead else KeyForm.OWN
     rule = LengthRule.WINDOW if reach else LengthRule.PREFIX if KINDS[group.kind].paged else LengthRule.STATE
-    length = _rows(group, share, page) * len(share.layers) * _row_bytes(group, share)
+    length = _rows(group, share, page) * len(share.layers) * row_bytes(group, share)
     return PageComponent(group.id, form, rule, length, reach)
 
 
-def _row_bytes(group: Group, share: Owns) -> int:
+def row_bytes(group: Group, share: Owns) -> int:
+    """The bytes of a row in one layer that a rank owns; raises PlanError for a group with an encoding."""
     if any(part.encoding for part in group.parts):
         raise PlanError(ErrorCode.LAYOUT_OPAQUE, f"groups[{group.name}]", "bytes that strides describe", "an encoding")
     return sum((lane.hi - lane.lo) * group.parts[lane.part].lane_bytes for lane in share.lanes)

@@ -8,12 +8,13 @@ computes digests; other processes may use the same back end.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from kvproto.errors import LocalError
+from kvproto.tiers.fsck import delete_page
 from kvproto.tiers.manifest import (
     Data,
     ObjectReferences,
@@ -46,22 +47,17 @@ class BufferPool:
 
     def __init__(self, layout: PageLayout) -> None:
         self._lengths = layout.lengths
-        self._most = SPARE // max(sum(self._lengths.values()), 1)
-        self._lock = Lock()
-        self._spare: list[PageBuffers] = []
+        self._spare = deque[PageBuffers](maxlen=SPARE // max(sum(self._lengths.values()), 1))
 
     def take(self) -> PageBuffers:
         """Buffers for one page, with undefined bytes; buffers that are never returned are freed."""
-        with self._lock:
-            if self._spare:
-                return self._spare.pop()
+        with suppress(IndexError):
+            return self._spare.pop()
         return {group: memoryview(bytearray(length)) for group, length in self._lengths.items()}
 
     def give_back(self, buffers: PageBuffers) -> None:
         """Return buffers that nothing uses any more."""
-        with self._lock:
-            if len(self._spare) < self._most:
-                self._spare.append(buffers)
+        self._spare.append(buffers)
 
 
 class PageStore:
@@ -178,7 +174,7 @@ class PageStore:
         """Read the manifest of page i from the back end, where another process may have changed it."""
         id = chain.ids(self.layout.form)[i]
         data = get_manifest(self.store, manifest_key(id, self.layout.geometry))
-        manifest = None if data is None else parse_manifest(data, self.layout, chain, i)
+        manifest = parse_manifest(data, self.layout, chain, i)
         if manifest is None:
             self._forget(id + self.layout.geometry)
         else:
@@ -217,9 +213,7 @@ class PageStore:
         for manifest in evicted:
             self._count("evicted")
             with self._counting_failures():
-                self.store.delete(manifest_key(manifest.id, manifest.geometry))
-                for component in manifest.components:
-                    self.store.delete(object_key(manifest, component))
+                delete_page(self.store, manifest_key(manifest.id, manifest.geometry), manifest)
 
     def _count(self, what: str) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from kvproto.errors import U32, KvprotoError, PlanError, check_whole
 from kvproto.planning.geometry import Geometry, decode_geometry, encode_geometry
 from kvproto.planning.plan import Route, plan
 from kvproto.tiers.host_copies import as_pool
-from kvproto.tiers.manifest import ObjectReferences, manifest_key, object_key
+from kvproto.tiers.manifest import ObjectReferences, manifest_key, names, object_key
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
 from kvproto.tiers.store import Store, get_manifest
@@ -147,7 +147,11 @@ class RelayoutReader:
                     continue
                 key = manifest_key(chain.ids(form)[i], geometry)
                 manifest = ObjectReferences().add(key, get_manifest(self.store, key))
-                if manifest is not None and _right(manifest, form, chain, i):
+                if (
+                    manifest
+                    and names(manifest, form, chain, i)
+                    and (form is KeyForm.AHEAD or not _looks_ahead(manifest))
+                ):
                     manifests.append(manifest)
                     break
             else:
@@ -155,23 +159,24 @@ class RelayoutReader:
         return manifests
 
 
+@attrs.define
 class _Cut:
     """A copy from the objects of an engine's pages into pages of ours, as routes say."""
 
-    def __init__(
-        self,
-        reader: RelayoutReader,
-        engine: _WriterEngine,
-        routes: Sequence[Route],
-        manifests: Mapping[int, Sequence[Manifest]],
-        pages: int,
-        count: int,
-    ) -> None:
-        """`manifests` are by rank of the engine; its first `count` pages fill `pages` of ours."""
-        self._reader, self._engine, self._routes, self._manifests = reader, engine, routes, manifests
-        self._pages, self._count = pages, count
-        self.memory = {group: memoryview(bytearray(n * pages)) for group, n in reader.layout.lengths.items()}
-        """Our pages by group, one after the other."""
+    _reader: RelayoutReader
+    _engine: _WriterEngine
+    _routes: Sequence[Route]
+    _manifests: Mapping[int, Sequence[Manifest]]
+    """By rank of the engine."""
+    _pages: int
+    _count: int
+    """The number of the engine's first pages that fill `_pages` of ours."""
+    memory: dict[int, memoryview] = attrs.field(init=False)
+    """Our pages by group, one after the other."""
+
+    def __attrs_post_init__(self) -> None:
+        lengths = self._reader.layout.lengths
+        self.memory = {group: memoryview(bytearray(n * self._pages)) for group, n in lengths.items()}
 
     def fill(self) -> list[set[int]] | None:
         """Fill our pages; returns the groups that each lacks, or None if a required group is missing or damaged."""
@@ -254,9 +259,6 @@ class _Cut:
         return memory
 
 
-def _right(manifest: Manifest, form: KeyForm, chain: Chain, i: int) -> bool:
-    """Whether a manifest is that of page i of a prompt, with ids of this form."""
-    ahead = any(component.form is KeyForm.AHEAD for component in manifest.components)
-    wanted = (form, chain.own[i], chain.previous(i), chain.space, chain.page)
-    stated = (manifest.form, manifest.own, manifest.previous, manifest.namespace, manifest.page)
-    return stated == wanted and (form is KeyForm.AHEAD or not ahead)  # it may lack the component that looks ahead
+def _looks_ahead(manifest: Manifest) -> bool:
+    """Whether a page has a component that looks ahead, which its OWN id does not cover."""
+    return any(component.form is KeyForm.AHEAD for component in manifest.components)

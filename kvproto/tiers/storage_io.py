@@ -124,8 +124,9 @@ class StorageRead:
         finally:
             with self._lock:
                 taken, self._buffers = self._buffers, None
-            for buffers in taken or ():
-                self._give_back(buffers)
+            if self._io:
+                for buffers in taken or ():
+                    self._io.buffers.give_back(buffers)
 
     def _read(self, i: int) -> dict[int, Data] | None:
         """Read page i in a thread, unless one before it is missing; the last call reads the rest in other layouts."""
@@ -141,13 +142,9 @@ class StorageRead:
             self._left -= 1
             others = None if self._left or self._stop == self._end else self._io.others
         if buffers is not None:  # nothing was read into them, or the read has ended
-            self._give_back(buffers)
+            self._io.buffers.give_back(buffers)
         if others:
             with suppress(OSError):
                 first = self._stop
                 self._rest, self._rest_from = others.read(self._chain, first), first
         return data
-
-    def _give_back(self, buffers: PageBuffers) -> None:
-        assert self._io is not None
-        self._io.buffers.give_back(buffers)

@@ -53,7 +53,6 @@ class BatchStore(Store, Protocol):
     """The number of pages that are best written together; 1: each by itself."""
 
     def put(self, key: str, data: Data) -> None:
-        """Keep these bytes, in place of others under the same key; raises OSError."""
         self.put_all([(key, data)])
 
     def put_all(self, pairs: Iterable[tuple[str, Data]]) -> None:
@@ -72,37 +71,29 @@ class IntoStore(Store, Protocol):
         """Read a key into `room`; returns how many bytes it has, or any number above `len(room)`. Raises OSError."""
 
 
-_BACK_ENDS = {
-    "s3": ("object_store", "ObjectStore", "objects"),
-    "gs": ("object_store", "ObjectStore", "objects"),
-    "az": ("object_store", "ObjectStore", "objects"),
-    "lmdb": ("lmdb_store", "LmdbStore", "lmdb"),
-    "nixl": ("file_store", "NixlFileStore", "nixl"),
-    "packs": ("pack_store", "PackStore", "packs"),
-}
-"""Module, class and extra of kvproto, by the first word of a name; any other name is a folder of files."""
-
-
 def open_store(place: Path | str | Store, durable: bool = False) -> Store:
-    """The store at a place: a folder, `packs:FOLDER`, `lmdb:FOLDER`, `nixl:FOLDER`, or the URL of an object store.
+    """The store at a place: a folder, `packs:FOLDER`, or the URL of an object store.
 
-    With `durable`, writes to files, packs and LMDB survive a loss of power once they have returned; object stores
-    always promise that. Raises LocalError if a library is not installed, and OSError.
+    With `durable`, writes to files and packs survive a loss of power once they have returned; object stores always
+    promise that. Raises LocalError if a library is not installed, and OSError.
     """
     if not isinstance(place, Path | str):
         return place
-    scheme, colon, rest = str(place).partition(":")
-    files = "file_store", "FileStore", ""
-    if isinstance(place, Path) or not colon or scheme not in _BACK_ENDS:
-        (module, name, extra), rest = files, str(place)
+    scheme, colon, folder = ("", "", "") if isinstance(place, Path) else place.partition(":")
+    if colon and scheme in ("lmdb", "nixl"):  # which it once was, so nobody means a folder of that name
+        wants = "a folder, packs:FOLDER or the URL of an object store"
+        raise LocalError(ErrorCode.OUT_OF_RANGE, "storage", wants, str(place))
+    store: Store
+    if colon and scheme in ("s3", "gs", "az"):
+        try:
+            store = import_module("kvproto.tiers.object_store").ObjectStore.at(place)
+        except ImportError as error:
+            wants = "pip install 'kvproto[objects]'"
+            raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}") from error
+    elif colon and scheme == "packs":
+        store = import_module("kvproto.tiers.pack_store").PackStore(Path(folder), durable)
     else:
-        module, name, extra = _BACK_ENDS[scheme]
-    try:
-        back_end = getattr(import_module(f"kvproto.tiers.{module}"), name)
-    except ImportError as error:
-        wants = f"pip install 'kvproto[{extra}]'"
-        raise LocalError(ErrorCode.TRANSPORT_FAILED, "storage", wants, f"{error}") from error
-    store: Store = back_end.at(place) if extra == "objects" else back_end(Path(rest), durable)
+        store = import_module("kvproto.tiers.file_store").FileStore(Path(place), durable)
     return store
 
 

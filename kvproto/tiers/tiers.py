@@ -46,7 +46,7 @@ class Tiers(PageCache):
         """Keep pages of `page` tokens in the pool, `host` of them in host memory, and others in `storage`.
 
         `names` state what computes the pages (KVP-TIER-NAMESPACE). `storage` is a folder, `packs:FOLDER`,
-        `lmdb:FOLDER`, the URL of an object store, or a Store, and holds at most `most` bytes (0: without limit). With
+        the URL of an object store, or a Store, and holds at most `most` bytes (0: without limit). With
         `durable`, pages in files survive a loss of power once they are stored. `ahead` names the groups whose rows also
         depend on the next token, and `windows` states the window of a group in tokens. Slot s of the pool is items
         [s * k, (s + 1) * k) of each group, where k items hold a page. For a pool on a GPU, `stream` is the handle of

@@ -17,13 +17,13 @@ import attrs
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.bench import Absent, BenchJob, CostedWay, Floor, Measured
-from kvproto.transport.staging.packed import Layer, Packer
+from kvproto.transport.staging.packed import Layer, PackedLink, Packer
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
 __all__ = [
-    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Link", "Mapped", "Memory",
+    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory",
     "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
     "bells", "connect_each", "no_handle",
 ]  # fmt: skip
@@ -200,13 +200,6 @@ class Capabilities:
     """Bytes whose checksums one call computes: about a millisecond's worth, as nothing else happens meanwhile."""
 
 
-class Link(Protocol):
-    """At the source: what the packed streams to one peer share."""
-
-    kind: ClassVar[CreditKind]
-    """The unit of the peer's credit."""
-
-
 class Receiver(Protocol):
     """At the sink: the packed streams of one peer, as its session reads them."""
 
@@ -255,7 +248,7 @@ class Connection:
     """A peer's regions as this process reaches them, by region id."""
 
     mapped: dict[int, Mapped] = attrs.Factory(dict)
-    link: Link | None = None
+    link: PackedLink | None = None
     """Set if bytes are packed, because the peer's pages cannot be written directly."""
     ended: Callable[[], bool] | None = None
     """Says whether the peer's process has ended; None if that cannot be seen from here."""
@@ -434,10 +427,10 @@ class Provider(ABC):
         return [], []
 
 
-def no_handle(path: str, code: TransportCode, wanted: str = "") -> RemoteError:
+def no_handle(path: str, code: TransportCode) -> RemoteError:
     """The refusal of a region that has no handle of a transport."""
     advice = "use a transport that both sides have"
-    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", wanted or code.name, "none", advice)
+    return RemoteError(ErrorCode.NO_TRANSPORT, f"{path}.handles", code.name, "none", advice)
 
 
 def _place(memory: Memory) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from msgpack import ExtType, packb, unpackb
 
 from kvproto.wire import enums, tables
-from kvproto.wire.fields import DTYPES, count_values, ends, handler, integers
+from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
 from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
@@ -42,7 +42,7 @@ _DOUBTS = (_Doubt, Fault, AttributeError, KeyError, TypeError, ValueError)
 def read_canonical(name: str, body: bytes) -> Any:
     """The message or struct of a body of at most LARGEST bytes; None leaves the verdict to the strict reader."""
     try:
-        fields = unpackb(body, strict_map_key=False, ext_hook=_ext, max_map_len=_LONGEST)
+        fields = unpackb(body, strict_map_key=False, ext_hook=ext, max_map_len=_LONGEST)
         value = _READERS[name](fields)
         if packb(fields) != body:
             return None
@@ -52,10 +52,6 @@ def read_canonical(name: str, body: bytes) -> Any:
     if len(body) > tables.MAX_VALUES and hasattr(value, "TYPE") and count_values(fields) > tables.MAX_VALUES:
         return None
     return value
-
-
-def _ext(code: int, data: bytes) -> Any:
-    return tuple.__new__(ExtType, (code, data))  # ExtType() itself would check again what C has read
 
 
 def _struct_reader(name: str) -> Read:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from typing import Any, TypeVar
 
-from kvproto.errors import LocalError
+from kvproto.errors import LocalError, WireError
 from kvproto.wire import messages, tables
 from kvproto.wire.canonical import LARGEST, read_canonical
 from kvproto.wire.enums import ErrorCode
@@ -34,7 +34,9 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 _ENVELOPE = struct.Struct("<4sBBHHHI")
 _MESSAGES: dict[int, type[Any]] = {cls.TYPE: cls for cls in CLASSES.values() if hasattr(cls, "TYPE")}
+_UNKNOWN_FLAGS = 0xFF & ~tables.KNOWN_FLAGS
 _MAJORS = {cls: tables.FROZEN_MAJOR if cls.__name__ in tables.FROZEN else tables.MAJOR for cls in _MESSAGES.values()}
+_KNOWN = {(tables.MAGIC, _MAJORS[cls], number): cls for number, cls in _MESSAGES.items()}
 
 
 def encode(message: messages.Message, grease: int | None = None, minor: int = tables.MINOR) -> bytes:
@@ -76,24 +78,32 @@ def decode(frame: Buffer) -> messages.Message:
 
 def message_class(view: Buffer) -> type[Any]:
     """The class that an envelope announces; raises WireError if the envelope alone is a reason to refuse the frame."""
+    if len(view) >= tables.HEADER_BYTES:
+        magic, major, _, number, flags, _, length = _ENVELOPE.unpack_from(view)
+        cls = _KNOWN.get((magic, major, number))
+        if cls is not None and not flags & _UNKNOWN_FLAGS and length <= tables.MAX_BODY:
+            return cls
+    raise _refusal(view)
+
+
+def _refusal(view: Buffer) -> WireError:
+    """The first reason to refuse an envelope, in the order of framing.md."""
     start = bytes(view[:4])
     if not tables.MAGIC.startswith(start):
-        raise refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
+        return refuse(ErrorCode.BAD_MAGIC, "@magic", tables.MAGIC.hex(), start.hex())
     if len(view) < tables.HEADER_BYTES:
-        raise refuse(ErrorCode.TRUNCATED, "@length", f"{tables.HEADER_BYTES} bytes", f"{len(view)} bytes")
+        return refuse(ErrorCode.TRUNCATED, "@length", f"{tables.HEADER_BYTES} bytes", f"{len(view)} bytes")
     _, major, _, number, flags, _, length = _ENVELOPE.unpack_from(view)
     if major not in (tables.FROZEN_MAJOR, tables.MAJOR):
-        raise refuse(ErrorCode.UNSUPPORTED_VERSION, "@major", tables.MAJOR, major)
+        return refuse(ErrorCode.UNSUPPORTED_VERSION, "@major", tables.MAJOR, major)
     cls = _MESSAGES.get(number)
     if cls is None:
-        raise refuse(ErrorCode.UNKNOWN_MESSAGE, "@type", "a type of v1", f"{number:#06x}")
+        return refuse(ErrorCode.UNKNOWN_MESSAGE, "@type", "a type of v1", f"{number:#06x}")
     if major != _MAJORS[cls]:
-        raise refuse(ErrorCode.UNSUPPORTED_VERSION, "@major", f"{_MAJORS[cls]} for {cls.__name__}", major)
-    if flags & 0xFF & ~tables.KNOWN_FLAGS:
-        raise refuse(ErrorCode.UNKNOWN_FLAG, "@flags", f"{tables.KNOWN_FLAGS:#06x}", f"{flags:#06x}")
-    if length > tables.MAX_BODY:
-        raise refuse(ErrorCode.TOO_LARGE, "@length", tables.MAX_BODY, length)
-    return cls
+        return refuse(ErrorCode.UNSUPPORTED_VERSION, "@major", f"{_MAJORS[cls]} for {cls.__name__}", major)
+    if flags & _UNKNOWN_FLAGS:
+        return refuse(ErrorCode.UNKNOWN_FLAG, "@flags", f"{tables.KNOWN_FLAGS:#06x}", f"{flags:#06x}")
+    return refuse(ErrorCode.TOO_LARGE, "@length", tables.MAX_BODY, length)
 
 
 def decode_struct(cls: type[T], buffer: Buffer) -> T:

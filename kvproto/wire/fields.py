@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from msgpack import ExtType
 
 from kvproto.wire import tables
 
-__all__ = ["BITS", "DTYPES", "count_values", "ends", "handler", "integers"]
+__all__ = ["BITS", "DTYPES", "count_values", "ends", "ext", "handler", "integers"]
 
 Handler = TypeVar("Handler")
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
@@ -67,3 +68,8 @@ def ends(values: np.ndarray[Any, Any]) -> tuple[int, int]:
         numbers = values.tolist()
         return min(numbers), max(numbers)
     return (0 if values.dtype.kind == "u" else int(values.min())), int(values.max())
+
+
+def ext(code: int, data: bytes) -> ExtType:
+    """An ExtType of a code and bytes that are known to be right, which its constructor would check again."""
+    return tuple.__new__(ExtType, (code, data))

@@ -11,7 +11,7 @@ from msgpack import ExtType, packb
 from kvproto.errors import LocalError
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.fields import DTYPES, count_values, ends, handler, integers
+from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, integers
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
@@ -203,7 +203,7 @@ def _numbers(widest: int, low: int, high: int) -> Write:
             raise Fault(ErrorCode.OUT_OF_RANGE, f"{low}..{high} elements", f"{array.size} elements")
         width = 1 if most < 0x100 else 2 if most < 0x10000 else 4 if most < 0x100000000 else 8
         code = tables.ARRAY_CODES[width]
-        return ExtType(code, array.astype(DTYPES[code], copy=False).tobytes())
+        return ext(code, array.astype(DTYPES[code], copy=False).tobytes())
 
     return write
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvproto.calibration import Cost
 from kvproto.catalog.models import PRESETS, Parallel, describe
-from kvproto.cli.programs import ANSWER, SHARE, Spread, advise_spread, spread
+from kvproto.cli.plans import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
 from kvproto.transport.bench import Constants
 from kvproto.wire import to_json

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvproto.copying.grants import begins_of, cut_to_begins, held_from
 from kvproto.copying.program import RankLayout
-from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
 from kvproto.planning.plan import Box, Route

@@ -66,7 +66,7 @@ def test_a_prompt_that_no_device_could_hold_is_refused_and_the_next_is_answered(
     assert engine.tiers.device.slots.free + engine.tiers.device.slots.idle == 4
 
 
-@pytest.mark.parametrize("place", ["", "lmdb:"])
+@pytest.mark.parametrize("place", ["", "packs:"])
 def test_an_engine_finds_the_conversation_of_another_with_other_pages(tmp_path: Path, place: str) -> None:
     """One prefills and answers, the other goes on from its pages of another length, whose tokens are those of one engine."""
     first, second, alone = (

@@ -20,7 +20,7 @@ from kvproto.source.node import SourceNode
 from kvproto.source.prefill import Computed
 from kvproto.source.progress import Available, CopyStep, SendProgress
 from kvproto.transport.base import Move
-from kvproto.transport.cuda.kernel import Table, Work, launch, sizes, table
+from kvproto.transport.cuda.kernel import CopyJob, Prepared, Table, launch, sizes, table
 from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from tests.node.any_two import FEW, AnyTwo, small_world
@@ -63,7 +63,7 @@ def test_parts_of_any_program_add_up_to_it(seed: int) -> None:
 
 def run(ops: Table, part: CopyStep, there: dict[tuple[int, int], Available] | None, here: Any, regions: Any) -> int:
     """Execute a part; none of its rows may need a token that is not there, and a launch of the table writes as much."""
-    work = Work(ops, 0, part.program.maps, part.layers)
+    work = CopyJob(Prepared(ops, 0), part.program.maps, part.layers)
     assert launch([work], np.zeros(sizes([work])[0], np.uint8), 0, 0).bytes == part.bytes
     program = part.program if part.layers is None else part.program.select(layers=range(*part.layers))
     for op in program.ops:

@@ -120,7 +120,7 @@ def test_a_peer_cannot_fill_the_disk(
 ) -> None:
     """KVP-SEE-TEXT: a few records a second of what peers do, and how many were left out."""
     seconds = [100.0]
-    monkeypatch.setattr("kvproto.observability.observer.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("kvproto.observability.records.time.monotonic", lambda: seconds[0])
     with two(tmp_path, STEPPED) as both, stranger(f"ipc://{tmp_path}/prefill") as bad:
         connected(both)
         for number in (300, 301):

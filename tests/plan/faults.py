@@ -220,16 +220,16 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "layers pair by position": (
         "layers_by_position", "copying/lowering.py", "np.searchsorted(share.layers, layers)", "np.arange(layers.size)"),
     "the last n pages": (
-        "pages_by_count", "copying/rows.py", "window.items[low : high + 1].tolist()", "window.items[-1 - high + low :].tolist()"),
+        "pages_by_count", "copying/lowering.py", "window.items[low : high + 1].tolist()", "window.items[-1 - high + low :].tolist()"),
     "the first n pages": (
-        "pages_by_count", "copying/rows.py", "base = -(-window.first // group.tokens_per_row) // group.rows",
+        "pages_by_count", "copying/lowering.py", "base = -(-window.first // group.tokens_per_row) // group.rows",
         "base = lo // group.rows"),
     "the last n pages of many": (
-        "pages_of_a_long_prompt_by_count", "copying/rows.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
+        "pages_of_a_long_prompt_by_count", "copying/lowering.py", "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base",
         "low, high = int(head[0]) - base, int((local[-1] + length[-1] - 1) // group.rows) - base\n"
         "    low, high, base = items.size - 1 - high + low, items.size - 1, base - (items.size - 1 - high)"),
     "the first n pages of many": (
-        "pages_of_a_long_prompt_by_count", "copying/rows.py", "base = owned_before(group, cp_rank, begin) // group.rows",
+        "pages_of_a_long_prompt_by_count", "copying/lowering.py", "base = owned_before(group, cp_rank, begin) // group.rows",
         "base = int(local[0]) // group.rows"),
     "tokens are dealt from the window's first": (
         "tokens_by_position", "planning/deals.py", "turn = run * runs(group)", "turn, origin = run * runs(group), lo"),

@@ -6,7 +6,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.aliasing import Overlaps
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import Overlaps, check_columns
 from kvproto.copying.grants import check_grants
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Group, Rank, gqa, mla, owns

@@ -13,7 +13,7 @@ from kvproto.catalog.config import Config
 from kvproto.catalog.engines import ENGINES, Pools, Setup, pools
 from kvproto.catalog.tensors import RankMemory, rank_memory
 from kvproto.catalog.vllm import BACKENDS, LAYOUTS
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair

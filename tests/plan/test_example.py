@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.planning.geometry import decode_geometry, digest
 from kvproto.planning.plan import plan
 from kvproto.wire import decode

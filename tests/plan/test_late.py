@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.grants import items_needed, rows_of
+from kvproto.copying.grants import begins_of, cut_to_begins, held_from, items_needed, rows_of
 from kvproto.copying.program import RankLayout
-from kvproto.copying.window_start import begins_of, cut_to_begins, held_from
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, owned_before, owner, owns
 from kvproto.planning.plan import Box, Route
 from kvproto.rank.pool import columns_without_gaps

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.copying.execute import checksums, execute
+from kvproto.copying.execute import PageSums, checksums, execute, page_sums
 from kvproto.copying.lowering import Pair
-from kvproto.copying.page_sums import PageSums, page_sums
 from kvproto.copying.program import RankLayout, Window
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan

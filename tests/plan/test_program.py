@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import _batches, checksums, execute
 from kvproto.copying.grants import check_grants, items_needed
 from kvproto.copying.lowering import Pair, lower
@@ -78,7 +78,7 @@ def test_every_byte_against_brute_force(monkeypatch: pytest.MonkeyPatch, seed: i
             )  # fmt: skip
             program = pair.lower(have[number].windows, held.windows)
             with monkeypatch.context() as m:
-                m.setattr("kvproto.copying.rows._FEW", 0)
+                m.setattr("kvproto.copying.lowering._FEW", 0)
                 assert _same(program, pair.lower(have[number].windows, held.windows))
             assert execute(program, there, here) == program.bytes == sum(program.bytes_by_group().values())
             written += program.bytes
@@ -536,10 +536,10 @@ def test_worked_examples_of_the_spec() -> None:
 
 def test_worked_example_of_two_deals() -> None:
     """planning.md: CP 4 with interleave 4 to DCP 2 with interleave 6."""
-    from kvproto.planning.cutting import class_pairs
+    from kvproto.planning.deals import shared_classes
 
     a, b = attrs.evolve(PAGES, cp_size=4, interleave=4), attrs.evolve(PAGES, cp_size=2, interleave=6)
-    assert len(class_pairs(a, b)) == 8
+    assert len(shared_classes(a, b)) == 8
     assert [t for t in range(48) if t // 4 % 4 == 0 and t // 6 % 2 == 0] == [0, 1, 2, 3, 16, 17]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import checksums
 from kvproto.copying.grants import check_grants
 from kvproto.copying.lowering import lower

@@ -4,8 +4,8 @@ import attrs
 import numpy as np
 import pytest
 
+from kvproto.copying.lowering import MapSpec, row_map
 from kvproto.copying.program import IntArray, Window
-from kvproto.copying.rows import MapSpec, row_map
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Group, gqa
 from kvproto.wire.enums import ErrorCode

@@ -7,10 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproto import Cache, DType, Parallel, lay_out
-from kvproto.cli.slices import as_json, row
+from kvproto.cli.slices import Range, Slice, as_json, row, slices
 from kvproto.planning.geometry import Geometry, LaneSpan, validate
 from kvproto.planning.plan import plan
-from kvproto.planning.slices import Range, Slice, slices
 from tests.plan import oracle
 from tests.plan.test_spreading import odd_world
 from tests.plan.worlds import caches, side

@@ -37,8 +37,8 @@ MUTANTS = {
     "a section is read where the whole would be": ("copying/lowering.py", "begin = lane * whole + at\n", "begin = lane * whole\n"),
     "sections count lanes from the first of all": ("copying/lowering.py", "(local + lane - first) * stride", "lane * stride"),
     "a lane that is cut in its middle begins at its begin": ("copying/lowering.py", "lanes * piece.stride + within, stride", "lanes * piece.stride, stride"),
-    "opaque pages move their live rows": ("copying/rows.py", "rows = np.full(ours.size, group.rows)", "rows = np.full(ours.size, max(group.rows - 1, 1))"),
-    "rings do not wrap": ("copying/rows.py", "if kind.wraps:  # one item, which wraps", "if kind.wraps and not len(row):"),
+    "opaque pages move their live rows": ("copying/lowering.py", "rows = np.full(ours.size, group.rows)", "rows = np.full(ours.size, max(group.rows - 1, 1))"),
+    "rings do not wrap": ("copying/lowering.py", "if kind.wraps:  # one item, which wraps", "if kind.wraps and not len(row):"),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.copying.column_checks import check_columns
+from kvproto.copying.columns import check_columns
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import Pair

@@ -148,7 +148,7 @@ def test_chunks_that_are_lost_with_their_connection_cost_no_slot() -> None:
         with pytest.raises(RemoteError) as broken:
             sender.step()
         assert broken.value.code == ErrorCode.PEER_LOST
-        while sender.abort() is None:
+        while sender.stop() is None:
             world.happen()
         world.sources["s0"].failed(asked, broken.value, world.now)
         world.run()
@@ -170,10 +170,10 @@ def test_a_slot_that_is_still_written_when_it_is_granted_again() -> None:
     assert sorted(world.link.granted) == [2, 3]
     with pytest.raises(RemoteError, match="connection broke"):
         sender.step()
-    assert sender.abort() is None
+    assert sender.stop() is None
     assert sorted(world.link.granted) == [2, 3]
     world.happen()
-    while sender.abort() is None:
+    while sender.stop() is None:
         world.happen()
     assert sorted(world.link.granted) == list(range(SLOTS))
 

@@ -13,8 +13,7 @@ import boto3
 from moto.server import ThreadedMotoServer
 from obstore.store import MemoryStore, S3Store
 
-from kvproto.tiers.file_store import FileStore, NixlFileStore
-from kvproto.tiers.lmdb_store import LmdbStore
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.store import Store
@@ -22,7 +21,7 @@ from tests.tiers.schedules import Memory
 
 __all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]
 
-STORES = ("memory", "files", "packs", "nixl", "lmdb", "objects", "s3")
+STORES = ("memory", "files", "packs", "objects", "s3")
 """`objects` are in obstore's own memory."""
 BUCKET = "pages"
 KEYS = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "none", "AWS_REGION": "us-east-1"}
@@ -53,12 +52,8 @@ def opened(kind: str, root: Path | None = None) -> Iterator[Store]:
             yield Memory()
         elif kind == "files":
             yield FileStore(root)
-        elif kind == "nixl":
-            yield NixlFileStore(root)
         elif kind == "packs":
             yield PackStore(root)
-        elif kind == "lmdb":
-            yield LmdbStore(root)
         elif kind == "objects":
             yield ObjectStore(MemoryStore())
         else:

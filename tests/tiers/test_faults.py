@@ -16,9 +16,8 @@ from kvproto import DType, Parallel, lay_out
 from kvproto.copying.lowering import Pair
 from kvproto.copying.program import RankLayout
 from kvproto.planning.plan import Route
-from kvproto.tiers import host_copies, lmdb_store
+from kvproto.tiers import host_copies, pack_store
 from kvproto.tiers.file_store import FileStore
-from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import Data, make_manifest, manifest_key, object_key
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_ids import Chain
@@ -35,7 +34,7 @@ from tests.tiers.test_storage import PROMPT, in_child, length
 NOBODY = 65534
 
 
-@pytest.fixture(params=["memory", "files", "packs", "nixl", "lmdb", "objects"])
+@pytest.fixture(params=["memory", "files", "packs", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with opened(request.param, tmp_path) as one:
         yield one
@@ -109,7 +108,7 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("jump", [-1e9, 1e9], ids=["back", "ahead"])
-@pytest.mark.parametrize("kind", [FileStore, LmdbStore, PackStore])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_a_clock_that_jumps_never_costs_a_whole_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float, kind: Kind
 ) -> None:
@@ -122,7 +121,7 @@ def test_a_clock_that_jumps_never_costs_a_whole_page(
         store.put(object_key(manifest, component), page(PROMPT, 1)[component.group])
     now = time.time()
     if kind is not FileStore:
-        monkeypatch.setattr(lmdb_store.time, "time", lambda: now + jump)
+        monkeypatch.setattr(pack_store.time, "time", lambda: now + jump)
     else:  # the file system's clock is another now than when these were written
         for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
             os.utime(path, (now - jump, now - jump))

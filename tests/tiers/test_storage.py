@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.file_store import FileStore, NixlFileStore
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.fsck import check_store
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.pack_store import PackStore
@@ -153,7 +153,7 @@ def test_an_object_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     assert length(other) == 0
 
 
-@pytest.mark.parametrize("kind", [FileStore, NixlFileStore, PackStore])
+@pytest.mark.parametrize("kind", [FileStore, PackStore])
 def test_a_disk_that_is_full_keeps_what_it_has(tmp_path: Path, kind: Kind) -> None:
     """The kernel lets files grow to ten bytes, which tears a write in the middle."""
     assert PageStore(kind(tmp_path), LAYOUT).write(PROMPT, 0, page(PROMPT, 0))
@@ -266,7 +266,7 @@ def test_marks_the_wrong_way_round_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("memory", 100), ("files", 50), ("packs", 50), ("nixl", 50), ("lmdb", 50), ("objects", 50), ("s3", 2)],
+    [("memory", 100), ("files", 50), ("packs", 50), ("objects", 50), ("s3", 2)],
 )
 def test_schedules_of_faults(kind: str, count: int, tmp_path: Path) -> None:
     met = Counter[str]()

@@ -1,13 +1,10 @@
-"""What every back end promises, and what is special to LMDB and to object stores."""
+"""What every back end promises, and what is special to object stores."""
 
 import itertools
 import random
 import socket
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,15 +15,13 @@ import msgpack
 import pytest
 
 from kvproto.errors import LocalError
-from kvproto.tiers.file_store import FileStore, NixlFileStore
+from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.fsck import check_store, prune
-from kvproto.tiers.lmdb_store import LmdbStore
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.store import IntoStore, Store, open_store
-from kvproto.wire.enums import ErrorCode
 from tests.tiers.schedules import LAYOUT, page, prompt, sweep
 from tests.tiers.stores import BUCKET, KEYS, STORES, opened, server
 
@@ -109,15 +104,14 @@ def write_pages(place: str, progress: Connection) -> None:
         progress.send_bytes(b".")
 
 
-@pytest.mark.parametrize("scheme", ["lmdb", "packs"])
-def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) -> None:
+def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
     """KVP-TIER-LAST: at any time of its writes; the others go on with what is whole."""
-    rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"{scheme}:{tmp_path}"), LAYOUT)
-    processes = get_context("forkserver")  # a fork of this process would share what LMDB has open
+    rng, came, page_store = random.Random(1), 0, PageStore(open_store(f"packs:{tmp_path}"), LAYOUT)
+    processes = get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     for _ in range(6):
         progress, end = processes.Pipe(duplex=False)
-        writer = processes.Process(target=write_pages, args=(f"{scheme}:{tmp_path}", end))
+        writer = processes.Process(target=write_pages, args=(f"packs:{tmp_path}", end))
         writer.start()
         end.close()
         for _ in range(rng.randrange(1, 60)):
@@ -132,29 +126,6 @@ def test_a_writer_that_is_killed_holds_up_nobody(tmp_path: Path, scheme: str) ->
             assert page_store.write(PROMPT, i, page(PROMPT, i))
             assert page_store.read(PROMPT, i) == page(PROMPT, i)
     assert came
-
-
-def test_lmdb_that_is_full_keeps_what_it_has(tmp_path: Path) -> None:
-    page_store = PageStore(LmdbStore(tmp_path, room=1 << 17), LAYOUT)
-    prompts = [prompt(n, n, n) for n in range(200)]
-    kept = [page_store.write(each, 0, page(each, 0)) for each in prompts]
-    assert kept[0]
-    assert not kept[-1]
-    assert page_store.counts["failed"] == kept.count(False)
-    for each, there in zip(prompts, kept, strict=True):
-        assert page_store.read(each, 0) == (page(each, 0) if there else None)
-
-
-def test_a_process_opens_a_folder_of_lmdb_once(tmp_path: Path) -> None:
-    first, second = LmdbStore(tmp_path), LmdbStore(tmp_path)
-    first.put(NAMES[0], b"1")
-    assert second.get(NAMES[0]) == b"1"
-
-
-def test_a_damaged_file_of_lmdb_is_an_error_of_storage(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(b"x" * 8192)
-    with pytest.raises(OSError, match=r"."):
-        LmdbStore(tmp_path)
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
@@ -180,8 +151,6 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         tmp_path: FileStore,
         f"{tmp_path}/a": FileStore,
         f"packs:{tmp_path}/d": PackStore,
-        f"lmdb:{tmp_path}/b": LmdbStore,
-        f"nixl:{tmp_path}/c": NixlFileStore,
         f"s3://{BUCKET}/{tmp_path.name}": ObjectStore,
     }
     for place, kind in places.items():
@@ -191,44 +160,20 @@ def test_a_place_is_a_folder_or_a_url(tmp_path: Path, monkeypatch: pytest.Monkey
         assert open_store(place).get(NAMES[0]) == b"1"
 
 
-@pytest.mark.parametrize("place", ["{}", "packs:{}", "lmdb:{}", "nixl:{}"])
+@pytest.mark.parametrize("place", ["{}", "packs:{}"])
 def test_a_place_is_synced_for_whoever_wants_it(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = open_store(place.format(tmp_path), durable=True)
-    if isinstance(made, FileStore | PackStore):
-        assert made.durable
-    else:
-        assert isinstance(made, LmdbStore)
-        assert made._environment.env.flags()["metasync"]
+    assert isinstance(made, FileStore | PackStore)
+    assert made.durable
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.lmdb_store", None)
-    with pytest.raises(LocalError, match=r"kvproto\[lmdb\]"):
-        open_store("lmdb:somewhere")
+    monkeypatch.setitem(__import__("sys").modules, "kvproto.tiers.object_store", None)
+    with pytest.raises(LocalError, match=r"kvproto\[objects\]"):
+        open_store("s3://somewhere")
 
 
-def test_nixl_that_is_not_installed_or_lacks_its_plug_in_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "nixl._bindings", None)
-        with pytest.raises(LocalError, match=r"kvproto\[nixl\]"):
-            open_store(f"nixl:{tmp_path}")
-
-    def lacks(self: NixlFileStore) -> None:
-        raise RuntimeError("no plug-in of that name")
-
-    monkeypatch.setattr(NixlFileStore, "_agent", lacks)
-    with pytest.raises(LocalError, match="plug-in POSIX") as caught:
-        open_store(f"nixl:{tmp_path}")
-    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
-
-
-def test_files_of_nixl_are_those_of_files(tmp_path: Path) -> None:
-    """Either reads what the other wrote, by whatever thread."""
-    stores = FileStore(tmp_path), NixlFileStore(tmp_path)
-    for writer, reader in (stores, stores[::-1]):
-        page_store, other = PageStore(writer, LAYOUT), PageStore(reader, LAYOUT)
-        assert page_store.write_all([(PROMPT, i, page(PROMPT, i)) for i in range(2)]) == [True, True]
-        with ThreadPoolExecutor(2) as pool:
-            assert [*pool.map(partial(other.read, PROMPT), range(2))] == [page(PROMPT, i) for i in range(2)]
+@pytest.mark.parametrize("scheme", ["lmdb", "nixl"])
+def test_a_back_end_that_is_gone_is_no_folder_of_its_name(scheme: str) -> None:
+    with pytest.raises(LocalError, match="packs:FOLDER"):
+        open_store(f"{scheme}:somewhere")

@@ -25,8 +25,9 @@ from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda import kernel
 from kvproto.transport.cuda.kernel import (
     INLINE_BYTES,
+    CopyJob,
+    Prepared,
     UploadedLaunch,
-    Work,
     check,
     inline_launch,
     launch,
@@ -78,7 +79,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 def run(
     kernels: Kernels,
-    works: Sequence[Work],
+    works: Sequence[CopyJob],
     blocks: int,
     long: int = kernel.LONG,
     after: Callable[[int], None] | None = None,
@@ -137,7 +138,7 @@ def test_random_programs(
         part = program if layers is None else program.select(layers=range(*layers))
         execute(part, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
         made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
-        works.append(Work(made, made.ops.ctypes.data, program.maps, layers))
+        works.append(CopyJob(Prepared(made, made.ops.ctypes.data), program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
     image = np.zeros(INLINE_BYTES, np.uint8)
     small = inline_launch(works, image, 1000, long) if direct else None
@@ -165,7 +166,7 @@ def test_layers_of_one_upload_are_there_one_after_the_other(
     ends = sorted({rng.randrange(1, 7), 7})
     cuts = list(zip([0, *ends], ends, strict=False))
     made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
-    works = [Work(made, made.ops.ctypes.data, program.maps, cut) for cut in cuts]
+    works = [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps, cut) for cut in cuts]
     assert sizes(works)[1] == sizes(works[:1])[1], "rows are expanded once"
 
     def after(k: int) -> None:
@@ -207,7 +208,7 @@ def test_words_are_as_wide_as_the_alignment_allows(kernels: Kernels, shift: int)
     at = -(-room.ctypes.data // 16) * 16 - room.ctypes.data + shift
     made = make(room.ctypes.data + at)
     assert [s.word for s in made.shapes] == [{0: 16, 1: 1, 2: 2, 4: 4, 8: 8, 24: 8}[shift]]
-    run(kernels, [Work(made, made.ops.ctypes.data, program.maps)], 3)
+    run(kernels, [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)], 3)
     execute(program, {0: memoryview(here)}, {0: memoryview(there)})
     assert np.array_equal(room[at : at + there.size], there)
     assert not room[:at].any()
@@ -219,7 +220,7 @@ def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: py
     program, here, there, make = plain(rows=90, width=96)
     room = aligned(there.size)
     made = make(room.ctypes.data)
-    launched = run(kernels, [Work(made, made.ops.ctypes.data, program.maps)], 3)
+    launched = run(kernels, [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)], 3)
     assert launched.groups[0].classes[0][2] == 6  # 90 rows of 6 words, 16 rows at a time
     execute(program, {0: memoryview(here)}, {0: memoryview(there)})
     assert np.array_equal(room, there)
@@ -233,9 +234,9 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     program, _, there, make = plain(rows=5, width=96, flat=False)
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
-    check([Work(made, made.ops.ctypes.data, program.maps)])
+    check([CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)])
     with pytest.raises(LocalError) as caught:
-        check([Work(made, made.ops.ctypes.data, [bad])])
+        check([CopyJob(Prepared(made, made.ops.ctypes.data), [bad])])
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
 
 

@@ -212,12 +212,13 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("UCX_TLS", "tcp")
     size = 64 << 20
     with Agent() as agent, started(sink, 3 * size, size) as (process, conn, region):
-        own, peer = agent.register(bytearray(3 * size), size), agent.connect(region, "regions[0]")
+        own = agent.register(bytearray(3 * size), size)
+        peer, other = (agent.connect(region, "regions[0]") for _ in range(2))
         assert written(peer, own.slot(0, 4096))
         os.kill(process.pid or 0, signal.SIGSTOP)
-        patient, hasty = (peer.write(own.slot(i, size), peer.slot(i, size)) for i in range(2))
+        patient, hasty = (to.write(own.slot(i, size), to.slot(i, size)) for i, to in enumerate((peer, other)))
         agent.register(bytearray(1))  # so both are posted
-        hasty.abandon()
+        other.close()
         with pytest.raises(KvprotoError) as caught:
             hasty.wait(LONG)
         assert (caught.value.code, hasty.proof) == (ErrorCode.ABORTED, Proof.UNPROVABLE)
@@ -225,8 +226,9 @@ def test_what_can_be_proved_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None
         os.kill(process.pid or 0, signal.SIGCONT)
         assert patient.wait(LONG)
         assert patient.proof == Proof.PROVEN
-        patient.abandon()
+        peer.close()
         assert patient.proof == Proof.PROVEN
+        peer = agent.connect(region, "regions[0]")
         assert written(peer, own.slot(2, 4096), 2 * size)
         conn.send((0, 1))
         assert conn.recv() == b"\0"
@@ -242,7 +244,7 @@ def test_the_transfers_that_served_last_are_kept(monkeypatch: pytest.MonkeyPatch
         for size in (1, 2, 3, 4, 1, 5, 6):
             assert peer.write(own.slot(0, size), peer.slot(1, size)).wait(LONG)
             assert memory[1024 : 1024 + size] == bytes(range(size))
-        assert [slots.length for slots in agent.cached] == [4, 1, 5, 6]
+        assert [slots.length for slots in agent._transfers.cached] == [4, 1, 5, 6]
 
 
 @needs_nixl
@@ -258,9 +260,9 @@ def test_what_is_under_way_while_keys_are_loaded_anew_is_not_posted_again(monkey
         assert write.proof is None
         agent.connect(other.register(bytearray(8)).region(1), "regions[1]")
         assert write.wait(LONG)
-        assert not agent.cached
+        assert not agent._transfers.cached
         assert peer.write(own.slot(0, 1024), peer.slot(0, 1024)).wait(LONG)
-        assert len(agent.cached) == 1
+        assert len(agent._transfers.cached) == 1
 
 
 @needs_nixl
@@ -281,14 +283,14 @@ def test_transfers_that_are_posted_again_carry_what_the_slots_have_now() -> None
             wanted[to * 4096 : to * 4096 + size] = data
             assert memory == wanted
             if round_ == 199:
-                assert len(agent.cached) == 9
-        assert len(agent.cached) == 27
+                assert len(agent._transfers.cached) == 9
+        assert len(agent._transfers.cached) == 27
         writes = [peer.write(own.slot(0, 4096), peer.slot(1, 4096)) for _ in range(20)]  # each by a transfer of its own
         assert all(w.wait(LONG) for w in writes)
         assert memory[4096:8192] == own.memory.buffer[:4096]  # type: ignore[index]
-        assert len(agent.cached) == 27
+        assert len(agent._transfers.cached) == 27
         own.close()
-        assert not agent.cached
+        assert not agent._transfers.cached
 
 
 @needs_nixl
@@ -301,7 +303,7 @@ def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeyp
             dead = agent.connect(region, "regions[0]")
             for _ in range(3):
                 assert all(dead.write(own.slot(i, 1024), dead.slot(i, 1024)).wait(LONG) for i in range(4))
-            assert len(agent.cached) == 4
+            assert len(agent._transfers.cached) == 4
             process.kill()
             process.join()
             again = [dead.write(own.slot(i, 1024), dead.slot(i, 1024)) for i in range(4)]
@@ -311,7 +313,7 @@ def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeyp
                 assert write.proof is not None
             with raises(KvprotoError, code=ErrorCode.PEER_LOST):
                 written(dead, own.slot(0, 1024))
-            assert not agent.cached
+            assert not agent._transfers.cached
             dead.close()
         with started(sink, 4096, 1024) as (_, conn, region):
             living = agent.connect(region, "regions[0]")
@@ -333,7 +335,7 @@ def test_memory_that_is_closed_is_written_by_no_kept_transfer() -> None:
         for each in (slot, twin.slot(1, 1024)):
             assert peer.write(each, peer.slot(0, 1024)).wait(LONG)
         own.close()
-        assert not agent.cached  # NIXL may have taken the one for the other
+        assert not agent._transfers.cached  # NIXL may have taken the one for the other
         assert peer.write(twin.slot(1, 1024), peer.slot(1, 1024)).wait(LONG)
         twin.close()
         gone = peer.write(slot, peer.slot(0, 1024))
@@ -345,7 +347,7 @@ def test_memory_that_is_closed_is_written_by_no_kept_transfer() -> None:
         assert peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
         assert memory == b"a" * 2048 + b"b" * 1024 + bytes(1024)
         peer.close()
-        assert not agent.cached
+        assert not agent._transfers.cached
         with pytest.raises(KvprotoError):
             peer.write(again.slot(0, 1024), peer.slot(2, 1024)).wait(LONG)
         anew = agent.connect(region, "regions[0]")
@@ -358,22 +360,23 @@ def test_a_transfer_that_was_posted_again_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setenv("UCX_TLS", "tcp")
     size = 64 << 20
     with Agent() as agent, started(sink, size, size) as (process, conn, region):
-        own, peer = agent.register(bytearray(size), size), agent.connect(region, "regions[0]")
+        own = agent.register(bytearray(size), size)
+        other, peer = (agent.connect(region, "regions[0]") for _ in range(2))
         for _ in range(2):
             assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)
-        assert len(agent.cached) == 1
+        assert len(agent._transfers.cached) == 1
         os.kill(process.pid or 0, signal.SIGSTOP)
         write = peer.write(own.slot(0, size), peer.slot(0, size))
         agent.register(bytearray(1))  # so it is posted
-        assert not agent.cached
-        write.abandon()
+        assert not agent._transfers.cached
+        peer.close()
         with pytest.raises(KvprotoError) as caught:
             write.wait(LONG)
         assert (caught.value.code, write.proof) == (ErrorCode.ABORTED, Proof.UNPROVABLE)
-        assert not agent.cached
+        assert not agent._transfers.cached
         os.kill(process.pid or 0, signal.SIGCONT)
         own.memory.buffer[-4:] = b"here"  # type: ignore[index]
-        assert peer.write(own.slot(0, size), peer.slot(0, size)).wait(LONG)
+        assert other.write(own.slot(0, size), other.slot(0, size)).wait(LONG)
         conn.send((size - 4, size))
         assert conn.recv() == b"here"
 

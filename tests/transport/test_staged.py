@@ -183,9 +183,9 @@ def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
         sender.step()
     world.events[0].happen()
     sender.step()
-    assert sender.abort() is None
+    assert sender.stop() is None
     world.happen()
-    assert sender.abort() == Proof.PROVEN
+    assert sender.stop() == Proof.PROVEN
     assert sender.step() == []
     assert (sorted(world.link.free), sorted(world.link.granted)) == ([0, 1, 2], [0, 1, 2, 3])
 
@@ -200,7 +200,7 @@ def test_a_write_that_fails_fails_its_stream_alone() -> None:
     world.events[-1].error = LocalError(ErrorCode.TRANSPORT_FAILED, "")
     with pytest.raises(KvprotoError):
         bad.step()
-    assert bad.abort() == Proof.UNPROVABLE
+    assert bad.stop() == Proof.UNPROVABLE
     assert not bad.done
     good.step()
     world.happen()
@@ -215,7 +215,7 @@ def test_a_pack_that_cannot_begin_loses_no_slot() -> None:
     sender = StagedSender(world.link, Broken(bytearray(20), world.events))
     with pytest.raises(KvprotoError):
         sender.step()
-    assert sender.abort() == Proof.PROVEN
+    assert sender.stop() == Proof.PROVEN
     assert (len(world.link.free), len(world.link.granted)) == (3, 4)
 
 

@@ -15,25 +15,12 @@ import numpy.typing as npt
 from cuda import core
 from cuda.core import Event, Kernel, Stream, StreamOptions
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram
 from kvproto.errors import DeviceFault, LocalError, bad
 from kvproto.transport.base import Copying
 from kvproto.transport.cuda import kernel
-from kvproto.transport.cuda.driver import (
-    Mark,
-    call,
-    copy_all,
-    current,
-    download,
-    driver,
-    enter,
-    is_done,
-    is_idle,
-    launch_kernel,
-    upload,
-    wait_event,
-)
-from kvproto.transport.cuda.kernel import LaunchGroup, PerProgramCache, SumTable, Table, UploadedLaunch, Work
+from kvproto.transport.cuda.driver import Mark, call, copy_all, current, driver, enter, is_done, is_idle, run
+from kvproto.transport.cuda.kernel import CopyJob, LaunchGroup, PerProgramCache, Prepared, SumTable, UploadedLaunch
 from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
 
@@ -54,23 +41,6 @@ class DeviceBytes:
 
     def __del__(self) -> None:
         driver.cuMemFree(self.address)
-
-
-@attrs.frozen(eq=False)
-class Prepared:
-    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
-
-    table: Table
-    memory: DeviceBytes
-
-
-@attrs.frozen
-class CopyJob:
-    """A request's maps for one rank pair; only layers [lo, hi) if given."""
-
-    prepared: Prepared
-    maps: Sequence[RowMap]
-    layers: tuple[int, int] | None = None
 
 
 @attrs.frozen
@@ -119,13 +89,21 @@ class Series:
     launch: UploadedLaunch
     buffers: LaunchBuffers
     copies: list[DeviceCopy] = attrs.field(factory=list)
-    held: bool = True
-    """Whether other launches may not use the buffers yet."""
 
     def go_on(self, count: int) -> None:
         """Start copies until the first `count` of them have been started."""
-        if count > len(self.copies):
-            self.copier.go_on(self, min(count, len(self.jobs)))
+        copier, count = self.copier, min(count, len(self.jobs))
+        if count <= len(self.copies):
+            return
+        enter(copier._context)
+        with _Whole(copier.streams):
+            for i in range(len(self.copies), count):
+                group = self.launch.groups[i]
+                copier._copy(group, self.buffers)
+                self.copies.append(DeviceCopy(copier._record(), group.bytes, None, self.jobs[i : i + 1]))
+        if count == len(self.jobs):  # so other launches may use the buffers once it is done
+            self.buffers.event = self.copies[-1].event
+            copier._buffers.append(self.buffers)
 
     def finish(self) -> DeviceCopy:
         """Start all copies, and return the last one."""
@@ -231,16 +209,15 @@ class _Kernels:
         if function is None:
             compiled = _compiled(self._arch, word, kernel.THREADS, kernel.DEPTH)[_NAMES.index(name)]
             function = self._functions[word, name] = int(compiled.handle)
-        launch_kernel(function, grid, kernel.THREADS, int(stream.handle), ctypes.addressof(places))
+        where = 0, int(stream.handle), ctypes.addressof(places), None  # no shared memory, no further options
+        run("cuLaunchKernel", function, *grid, 1, kernel.THREADS, 1, 1, *where)
 
 
-def _works(jobs: Sequence[CopyJob]) -> list[Work]:
-    """The jobs as works; raises OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
-    if any(len(j.maps) != len(j.prepared.table.bounds) for j in jobs):
+def _check(jobs: Sequence[CopyJob]) -> None:
+    """Raise OUT_OF_RANGE for maps of another program, OUT_OF_REGION for rows beyond the pools."""
+    if any(len(job.maps) != len(job.prepared.table.bounds) for job in jobs):
         raise bad("maps", "as many as the table's program has", "another number")
-    works = [Work(j.prepared.table, j.prepared.memory.address, j.maps, j.layers) for j in jobs]
-    kernel.check(works)
-    return works
+    kernel.check(jobs)
 
 
 @attrs.frozen
@@ -312,7 +289,7 @@ class Copier:
             call(driver.cuMemcpyHtoDAsync(memory.address, table.ops.ctypes.data, table.ops.nbytes, ahead), "upload")
             call(driver.cuStreamSynchronize(ahead), "upload")
         self.load({shape.word for shape in table.shapes})
-        return Prepared(table, memory)
+        return Prepared(table, memory.address, memory)
 
     # copies of whole programs
 
@@ -323,8 +300,8 @@ class Copier:
         if memory is short. After an error nothing is being written, and before the first launch nothing was.
         """
         enter(self._context)
-        works = _works(jobs)
-        few = kernel.inline_launch(works, self._kernels.few, 4 * self.blocks, self._long)
+        _check(jobs)
+        few = kernel.inline_launch(jobs, self._kernels.few, 4 * self.blocks, self._long)
         if few is not None:
             with _Whole(self.streams):
                 began = self._record() if self._timing else None
@@ -332,7 +309,7 @@ class Copier:
                 if few.chunks:
                     self._kernels.run_few(self.stream, few.word, min(few.chunks, self.blocks))
                 return DeviceCopy(self._record(), few.bytes, began, jobs)
-        parts = kernel.parts(works, max(self._slots // 2, 1))
+        parts = kernel.parts(jobs, max(self._slots // 2, 1))
         all_buffers = self._take([kernel.sizes(part) for part in parts])
         began, total = None, 0
         with _Whole(self.streams):
@@ -353,27 +330,15 @@ class Copier:
         Jobs should share their maps, whose rows are then expanded once.
         """
         enter(self._context)
-        works = _works(jobs)
-        (buffers,) = self._take([kernel.sizes(works)])
-        launch = self._write(works, buffers, separate=True)
+        _check(jobs)
+        (buffers,) = self._take([kernel.sizes(jobs)])
+        launch = self._write(jobs, buffers, separate=True)
         with _Whole(self.streams):
             self._prelude(launch, buffers, after)
         return Series(self, jobs, launch, buffers)
 
-    def go_on(self, series: Series, count: int) -> None:
-        """Start copies of a series until there are `count`."""
-        enter(self._context)
-        with _Whole(self.streams):
-            for i in range(len(series.copies), count):
-                group = series.launch.groups[i]
-                self._copy(group, series.buffers)
-                series.copies.append(DeviceCopy(self._record(), group.bytes, None, series.jobs[i : i + 1]))
-        if count == len(series.jobs) and series.held:
-            series.held, series.buffers.event = False, series.copies[-1].event
-            self._buffers.append(series.buffers)
-
-    def _write(self, works: Sequence[Work], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
-        return kernel.launch(works, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
+    def _write(self, jobs: Sequence[CopyJob], buffers: LaunchBuffers, separate: bool = False) -> UploadedLaunch:
+        return kernel.launch(jobs, buffers.view, buffers.image.address, buffers.rows.address, self._long, separate)
 
     def _prelude(self, launch: UploadedLaunch, buffers: LaunchBuffers, after: Sequence[int] | None) -> None:
         """Expand rows while producers compute (`after` are their events), or if None while the part before moves."""
@@ -383,7 +348,7 @@ class Copier:
             self._expand(buffers, launch.size, launch.n_maps, launch.most_rows, stream)
         if ahead:
             expanded = Mark(int(self._ahead.handle))  # held, as it is destroyed with its last reference
-            wait_event(int(self.stream.handle), expanded.handle)
+            run("cuStreamWaitEvent", int(self.stream.handle), expanded.handle, 0)
         self.follow(after or ())
 
     def _copy(self, group: LaunchGroup, buffers: LaunchBuffers) -> None:
@@ -395,7 +360,7 @@ class Copier:
 
     def _expand(self, buffers: LaunchBuffers, size: int, n_maps: int, most_rows: int, stream: Stream) -> None:
         image = buffers.image.address
-        upload(image, buffers.view.ctypes.data, size, int(stream.handle))
+        run("cuMemcpyHtoDAsync_v2", image, buffers.view.ctypes.data, size, int(stream.handle))
         tall = min(-(-most_rows // kernel.THREADS), 4 * self.blocks)
         self._kernels.run(stream, 16, "expand", (tall, n_maps), image)
 
@@ -404,7 +369,7 @@ class Copier:
         if events:
             enter(self._context)
         for event in events:
-            wait_event(int(self.stream.handle), event)
+            run("cuStreamWaitEvent", int(self.stream.handle), event, 0)
 
     def _record(self) -> Event | Mark:
         return self.stream.record(options=self._timing) if self._timing else Mark(int(self.stream.handle))
@@ -462,7 +427,7 @@ class Copier:
             self._expand(buffers, size, table.n_maps, max(m.size for m in program.maps), self._aside)
             for word, offset, count in table.launches:
                 self._kernels.run(self._aside, word, "checksum", (self.blocks, count), at + offset)
-            download(host + totals.start, at + totals.start, size - totals.start, stream)
+            run("cuMemcpyDtoHAsync_v2", host + totals.start, at + totals.start, size - totals.start, stream)
             over = Mark(stream)
 
         def sums() -> Sums:

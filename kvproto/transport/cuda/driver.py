@@ -22,8 +22,8 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "FAULTS", "Mark", "call", "copy_all", "current", "download", "driver", "enable_peer", "enter", "has_nvlink",
-    "is_done", "is_idle", "launch_kernel", "ordinal_of", "pointer_attribute", "upload", "uuid", "wait_event",
+    "Mark", "call", "copy_all", "current", "driver", "enable_peer", "enter", "has_nvlink", "is_done", "is_idle",
+    "ordinal_of", "pointer_attribute", "run", "uuid",
 ]  # fmt: skip
 
 
@@ -151,7 +151,8 @@ def _function(name: str) -> Callable[..., int]:
     return function
 
 
-def _run(name: str, *arguments: object) -> None:
+def run(name: str, *arguments: object) -> None:
+    """Call a function of `_ARGUMENTS`; raises as `call`."""
     code = _function(name)(*arguments)
     if code:
         call((driver.CUresult(code),), name)
@@ -166,27 +167,7 @@ def _finished(name: str, handle: int) -> bool:
 
 def enter(context: int) -> None:
     """Make a context current in this thread."""
-    _run("cuCtxSetCurrent", context)
-
-
-def launch_kernel(function: int, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
-    """Launch a kernel; `parameters` is the address of an array of pointers to its parameters."""
-    _run("cuLaunchKernel", function, *grid, 1, threads, 1, 1, 0, stream, parameters, None)
-
-
-def upload(address: int, host: int, size: int, stream: int) -> None:
-    """Copy `size` bytes from the host to the device in the stream's order."""
-    _run("cuMemcpyHtoDAsync_v2", address, host, size, stream)
-
-
-def download(host: int, address: int, size: int, stream: int) -> None:
-    """Copy `size` bytes from the device to pinned memory of the host in the stream's order."""
-    _run("cuMemcpyDtoHAsync_v2", host, address, size, stream)
-
-
-def wait_event(stream: int, event: int) -> None:
-    """Make later work of the stream wait for the event."""
-    _run("cuStreamWaitEvent", stream, event, 0)
+    run("cuCtxSetCurrent", context)
 
 
 def is_idle(stream: int) -> bool:
@@ -199,10 +180,16 @@ def is_done(event: int) -> bool:
     return _finished("cuEventQuery", int(event))
 
 
-def pointer_attribute(which: int, address: int) -> tuple[int, int]:
-    """The driver's code (0: success) and the value of a pointer attribute of at most 64 bits."""
+def pointer_attribute(which: driver.CUpointer_attribute, address: int) -> int:
+    """An attribute of an address, of at most 64 bits; 0 if the driver knows none. Raises DeviceFault.
+
+    It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
+    """
     value = ctypes.c_uint64()
-    return _function("cuPointerGetAttribute")(ctypes.addressof(value), which, address), value.value
+    code = _function("cuPointerGetAttribute")(ctypes.addressof(value), which.value, address)
+    if code in FAULTS:  # unlike freed memory, which the driver does not know
+        call((driver.CUresult(code),), "pointer attribute")
+    return 0 if code else value.value
 
 
 class Mark:
@@ -210,13 +197,13 @@ class Mark:
 
     def __init__(self, stream: int) -> None:
         event = ctypes.c_void_p()
-        _run("cuEventCreate", ctypes.addressof(event), _UNTIMED)
+        run("cuEventCreate", ctypes.addressof(event), _UNTIMED)
         self.handle = int(event.value or 0)
         self.record(stream)
 
     def record(self, stream: int) -> None:
         """Record it again, behind all work that the stream has now."""
-        _run("cuEventRecord", self.handle, stream)
+        run("cuEventRecord", self.handle, stream)
 
     def __del__(self) -> None:
         if getattr(self, "handle", 0):

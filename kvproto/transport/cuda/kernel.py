@@ -24,9 +24,9 @@ from kvproto.transport.staging.packed import Side
 from kvproto.wire.enums import ErrorCode
 
 __all__ = [
-    "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "INLINE_BYTES", "LONG", "SUMMED", "InlineLaunch", "LaunchGroup", "Long",
-    "PerProgramCache", "Shape", "SumTable", "Table", "UploadedLaunch", "Work", "check", "inline_launch", "launch",
-    "parts", "sizes", "sum_table", "table", "write_runs",
+    "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "INLINE_BYTES", "LONG", "SUMMED", "CopyJob", "InlineLaunch", "LaunchGroup",
+    "Long", "PerProgramCache", "Prepared", "Shape", "SumTable", "Table", "UploadedLaunch", "check", "inline_launch",
+    "launch", "parts", "sizes", "sum_table", "table", "write_runs",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -230,22 +230,30 @@ class UploadedLaunch:
         return sum(group.bytes for group in self.groups)
 
 
-@attrs.frozen
-class Work:
-    """A prepared table, its address on the device, and one request's maps."""
+@attrs.frozen(eq=False)
+class Prepared:
+    """A rank pair's table of operations on the device; valid while both sides' regions stay mapped."""
 
     table: Table
     address: int
+    memory: object = None
+    """What holds it on the device, freed with this object."""
+
+
+@attrs.frozen
+class CopyJob:
+    """A request's maps for one rank pair; only layers [lo, hi) if given."""
+
+    prepared: Prepared
     maps: Sequence[RowMap]
     layers: tuple[int, int] | None = None
-    """Only layers [lo, hi)."""
 
 
 _FIRST_RUNS, _GROWTH = 8192, 3
 """The host writes 8,192 runs in some 100 us while the GPU copies the part before; each part costs the GPU 40 us."""
 
 
-def parts(works: Sequence[Work], most: int) -> list[Sequence[Work]]:
+def parts(works: Sequence[CopyJob], most: int) -> list[Sequence[CopyJob]]:
     """The same works, cut between runs into launches: works of many runs become several, at most `most`."""
     runs = sum(len(m.rows) for w in works for m in w.maps)
     cuts, size = [0], _FIRST_RUNS
@@ -265,10 +273,10 @@ def _share(m: RowMap, a: int, b: int, of: int) -> RowMap:
     return attrs.evolve(m, **{name: getattr(m, name)[share] for name in names})
 
 
-def check(works: Sequence[Work]) -> None:
+def check(works: Sequence[CopyJob]) -> None:
     """Raise OUT_OF_REGION if a map names an item or row beyond the pools."""
     for work in _apart(works):
-        for m, extents in zip(work.maps, work.table.bounds, strict=True):
+        for m, extents in zip(work.maps, work.prepared.table.bounds, strict=True):
             (low, *here), (lowest, *there) = m.source_reach, m.sink_reach
             high = here + there
             if low < 0 or lowest < 0 or any(map(ge, high, extents)):
@@ -282,28 +290,28 @@ def check(works: Sequence[Work]) -> None:
 _PLACE_NAMES = ("source item", "source row", "sink item", "sink row")
 
 
-def sizes(works: Sequence[Work]) -> tuple[int, int]:
+def sizes(works: Sequence[CopyJob]) -> tuple[int, int]:
     """The most bytes of image and of rows that `launch` needs."""
     apart = _apart(works)
     runs = sum(len(m.rows) for w in apart for m in w.maps)
     maps = sum(len(w.maps) for w in apart)
-    cuts = sum(len(w.table.shapes) * (2 + _cuts(w)) for w in works)
+    cuts = sum(len(w.prepared.table.shapes) * (2 + _cuts(w)) for w in works)
     rows = sum(m.size for w in apart for m in w.maps)
     return up(maps * MAP.itemsize) + up(cuts * CLASS.itemsize) + up(runs * RUN_BYTES + 16), rows * 16 + 16
 
 
-def _apart(works: Sequence[Work]) -> list[Work]:
+def _apart(works: Sequence[CopyJob]) -> list[CopyJob]:
     """The works that do not share the maps of the work before."""
     return [w for i, w in enumerate(works) if not i or w.maps is not works[i - 1].maps]
 
 
-def _cuts(work: Work) -> int:
-    most = max((work.maps[s.map].size * s.words * s.units for s in work.table.shapes), default=0)
+def _cuts(work: CopyJob) -> int:
+    most = max((work.maps[s.map].size * s.words * s.units for s in work.prepared.table.shapes), default=0)
     return most // MOST
 
 
 def launch(
-    works: Sequence[Work],
+    works: Sequence[CopyJob],
     image: npt.NDArray[np.uint8],
     image_at: int,
     rows_at: int,
@@ -335,9 +343,9 @@ def launch(
             m, width = work.maps[shape.map], shape.words * shape.units
             totals[group] += m.size * shape.word * width * (hi - lo)
             if _is_long(work, shape, lo, hi, long):
-                engine[group].append(Long(work.table.ops[lo:hi], m, shape.word * shape.words))
+                engine[group].append(Long(work.prepared.table.ops[lo:hi], m, shape.word * shape.words))
                 continue
-            ops = work.address + lo * OP.itemsize
+            ops = work.prepared.address + lo * OP.itemsize
             for skip in range(0, m.size, MOST // width):
                 rows = min(MOST // width, m.size - skip)
                 chunks = -(-rows * width // (THREADS * DEPTH))
@@ -381,7 +389,7 @@ class InlineLaunch:
 
 
 def inline_launch(
-    works: Sequence[Work], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG
+    works: Sequence[CopyJob], image: npt.NDArray[np.uint8], most_chunks: int, long: int = LONG
 ) -> InlineLaunch | None:
     """Write a launch of at most FEW_CLASSES of one word and FEW_RUNS to `image` [INLINE_BYTES]; None if it is larger.
 
@@ -400,7 +408,7 @@ def inline_launch(
         for shape, lo, hi in _wanted(work):
             rows, width = work.maps[shape.map], shape.words * shape.units
             chunks = -(-rows.size * width // (THREADS * DEPTH))
-            ops, place = work.address + lo * OP.itemsize, begins[k, shape.map]
+            ops, place = work.prepared.address + lo * OP.itemsize, begins[k, shape.map]
             big = first + chunks * (hi - lo) > most_chunks or _is_long(work, shape, lo, hi, long)
             if number == FEW_CLASSES or big or word not in (0, shape.word) or rows.size * width > MOST:
                 return None
@@ -421,20 +429,20 @@ def inline_launch(
     return InlineLaunch(word or WORDS[0], first, total)
 
 
-def _is_long(work: Work, shape: Shape, lo: int, hi: int, long: int) -> bool:
+def _is_long(work: CopyJob, shape: Shape, lo: int, hi: int, long: int) -> bool:
     """Whether the runs are long enough for the copy engine, which starts each of them separately."""
     m, width = work.maps[shape.map], shape.word * shape.words
-    if shape.units > 1 or m.size * width < long or not work.table.joined[lo:hi].all():
+    if shape.units > 1 or m.size * width < long or not work.prepared.table.joined[lo:hi].all():
         return False
     return int(m.rows.min()) * width >= long
 
 
-def _wanted(work: Work) -> Iterator[tuple[Shape, int, int]]:
+def _wanted(work: CopyJob) -> Iterator[tuple[Shape, int, int]]:
     """Shapes with rows to copy, and their operations for the wanted layers."""
-    for shape in work.table.shapes:
+    for shape in work.prepared.table.shapes:
         lo, hi = shape.start, shape.stop
         if work.layers is not None:
-            lo, hi = (shape.start + int(np.searchsorted(work.table.layers[lo:hi], x)) for x in work.layers)
+            lo, hi = (shape.start + int(np.searchsorted(work.prepared.table.layers[lo:hi], x)) for x in work.layers)
         if hi > lo and work.maps[shape.map].size:
             yield shape, lo, hi
 

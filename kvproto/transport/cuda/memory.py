@@ -20,7 +20,6 @@ from cuda.core import Buffer, Device
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport.cuda.descriptors import fetch, offer, withdraw
 from kvproto.transport.cuda.driver import (
-    FAULTS,
     call,
     current,
     driver,
@@ -55,23 +54,12 @@ _FACTS = {
 }
 
 
-def _attribute_at(attribute: driver.CUpointer_attribute, address: int) -> int:
-    """An attribute of an address; 0 if the driver knows none.
-
-    It is read without cuda-python, whose wrapper is slower and in some releases gets one attribute wrong.
-    """
-    known, value = pointer_attribute(attribute.value, address)
-    if known in FAULTS:  # unlike freed memory, which the driver does not know
-        call((driver.CUresult(known),), "pointer attribute")
-    return value if known == 0 else 0
-
-
 def facts(address: int) -> dict[str, int]:
     """The attributes of the allocation at an address; zeros if there is none."""
     names = list(_FACTS.values())
     values = call(driver.cuPointerGetAttributes(len(names), names, address), "pointer attributes")
     known = {name: int(value or 0) for name, value in zip(_FACTS, values, strict=True)}
-    return known | {"device": _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
+    return known | {"device": pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}
 
 
 def allocation_at(address: int) -> int | None:
@@ -151,11 +139,11 @@ class DeviceMemory:
             if self._shared is None:
                 self._shared = _share(pieces)
             body = [self._shared[0], [list(piece) for piece in self._shared[1]]]
-            handles.append(_encode(_VIRTUAL, self.address - pieces[0].base, sum(p.size for p in pieces), body))
+            handles.append(_encode(_VIRTUAL, self.address - pieces[0][0], sum(size for _, size in pieces), body))
         if allowed & _FABRIC_TYPE.value and has_fabric(self.device):
             pieces = self._pieces()
-            size = sum(p.size for p in pieces)
-            handles.append(_encode(_FABRIC, self.address - pieces[0].base, size, _share_fabric(pieces)))
+            fabric = [(bytes(_export(base, _FABRIC_TYPE).data), size) for base, size in pieces]
+            handles.append(_encode(_FABRIC, self.address - pieces[0][0], sum(size for _, size in pieces), fabric))
         if not handles:
             mine, yours = "memory of cuMemAlloc, or with POSIX descriptors", "virtual memory or a memory pool without"
             advice = "allocate with kvproto.transport.memory, or turn expandable segments and stream-ordered pools off"
@@ -171,23 +159,21 @@ class DeviceMemory:
             namespace=pid_namespace(),
         )
 
-    def _pieces(self) -> list[VirtualAllocation]:
-        """The allocations that the region spans, in order."""
-        pieces: list[VirtualAllocation] = []
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Address and bytes of the allocations that the region spans, in order, as they are mapped here."""
+        pieces: list[tuple[int, int]] = []
         at = self.address
         while at < self.address + self.length:
-            base = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
-            size = _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
+            base = pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at)
+            size = pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at)
             if not base or not size:
                 mine = "mapped device memory"
                 raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, "none", "allocate first")
-            pieces.append(VirtualAllocation(base, size))
+            pieces.append((base, size))
             at = base + size
         if len(pieces) > _MOST_PIECES:
-            mine, advice = (
-                f"at most {_MOST_PIECES} allocations",
-                "allocate the pool at once, with kvproto.transport.memory",
-            )
+            mine = f"at most {_MOST_PIECES} allocations"
+            advice = "allocate the pool at once, with kvproto.transport.memory"
             raise LocalError(ErrorCode.NO_TRANSPORT, "regions.handles", mine, str(len(pieces)), advice)
         return pieces
 
@@ -199,7 +185,7 @@ class DeviceMemory:
 
     def check(self) -> None:
         """Raise POOL_MOVED if the allocation was freed or replaced."""
-        if _attribute_at(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
+        if pointer_attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, self.address) != self._known["buffer"]:
             raise LocalError(ErrorCode.POOL_MOVED, "regions.base", "the registered allocation", "another, or none")
 
     def forget(self) -> None:
@@ -334,21 +320,19 @@ def _close(device: int, base: int) -> None:
     call(driver.cuIpcCloseMemHandle(base), "unmap")
 
 
-def _map_virtual(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _OpenAllocation:
+def _open_virtual(device: int, body: tuple[str, list[tuple[bytes, int]]]) -> _OpenAllocation:
     path, pieces = body
-    mapping = _VirtualMap(device, [(partial(_by_descriptor, path, token), size) for token, size in pieces])
-    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
+    return _map(device, [(partial(_by_descriptor, path, token), size) for token, size in pieces])
 
 
-def _map_fabric(device: int, body: list[tuple[bytes, int]]) -> _OpenAllocation:
-    mapping = _VirtualMap(device, [(partial(_by_fabric, data), size) for data, size in body])
-    return _OpenAllocation(mapping.base, mapping.size, mapping.close)
+def _open_fabric(device: int, body: list[tuple[bytes, int]]) -> _OpenAllocation:
+    return _map(device, [(partial(_by_fabric, data), size) for data, size in body])
 
 
 _OPEN: dict[int, Callable[[int, Any], _OpenAllocation]] = {
     _LEGACY: _open_legacy,
-    _VIRTUAL: _map_virtual,
-    _FABRIC: _map_fabric,
+    _VIRTUAL: _open_virtual,
+    _FABRIC: _open_fabric,
 }
 
 
@@ -380,40 +364,27 @@ def _failed(path: str, mine: str, yours: str) -> RemoteError:
 # peer needs
 
 
-@attrs.frozen
-class VirtualAllocation:
-    """One allocation, as it is mapped at its owner."""
-
-    base: int
-    size: int
-
-
 def has_fabric(device: int) -> bool:
     """Whether a GPU supports FABRIC handles, by its attribute."""
     known = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
     return bool(call(driver.cuDeviceGetAttribute(known, device), "FABRIC"))
 
 
-def _export(piece: VirtualAllocation, type_: driver.CUmemAllocationHandleType) -> Any:
-    handle = call(driver.cuMemRetainAllocationHandle(piece.base), "allocation")
+def _export(base: int, type_: driver.CUmemAllocationHandleType) -> Any:
+    handle = call(driver.cuMemRetainAllocationHandle(base), "allocation")
     try:
         return call(driver.cuMemExportToShareableHandle(handle, type_, 0), "handle to share")
     finally:
         call(driver.cuMemRelease(handle), "release")
 
 
-def _share(pieces: Sequence[VirtualAllocation]) -> tuple[str, list[tuple[bytes, int]]]:
+def _share(pieces: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[bytes, int]]]:
     """Offer allocations to peers: the place to fetch them from, and for each the bytes that name it and its length."""
     path, offered = "", []
-    for piece in pieces:
-        path, token = offer(int(_export(piece, _DESCRIPTOR_TYPE)))
-        offered.append((token, piece.size))
+    for base, size in pieces:
+        path, token = offer(int(_export(base, _DESCRIPTOR_TYPE)))
+        offered.append((token, size))
     return path, offered
-
-
-def _share_fabric(pieces: Sequence[VirtualAllocation]) -> list[tuple[bytes, int]]:
-    """Export allocations to the NVLink domain: for each its handle, 64 bytes, and its length."""
-    return [(bytes(_export(piece, _FABRIC_TYPE).data), piece.size) for piece in pieces]
 
 
 def _by_descriptor(path: str, token: bytes) -> Any:
@@ -432,42 +403,40 @@ def _by_fabric(data: bytes) -> Any:
     return call(driver.cuMemImportFromShareableHandle(int(handle.getPtr()), _FABRIC_TYPE), "import")
 
 
-class _VirtualMap:
-    """A peer's allocations, one after the other, as kernels of one device see them.
+def _map(device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> _OpenAllocation:
+    """Map a peer's allocations, one after the other, for kernels of one device.
 
     `pieces` has for each allocation a function that makes the driver's handle of it, and its length in bytes.
     """
+    current(device)
+    size = sum(size for _, size in pieces)
+    base = int(call(driver.cuMemAddressReserve(size, 0, 0, 0), "address range"))
+    parts: list[tuple[int, int]] = []
 
-    def __init__(self, device: int, pieces: Sequence[tuple[Callable[[], Any], int]]) -> None:
+    def close() -> None:
         current(device)
-        self._device, self._mapped = device, 0
-        self.size = sum(size for _, size in pieces)
-        self.base = int(call(driver.cuMemAddressReserve(self.size, 0, 0, 0), "address range"))
-        self._parts: list[tuple[int, int]] = []
-        try:
-            for get, size in pieces:
-                handle = get()
-                at = self.base + self._mapped
-                try:
-                    call(driver.cuMemMap(at, size, 0, handle, 0), "mapping")
-                finally:
-                    call(driver.cuMemRelease(handle), "release")
-                self._parts.append((at, size))
-                self._mapped += size
-            access = driver.CUmemAccessDesc()
-            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = device
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            call(driver.cuMemSetAccess(self.base, self.size, [access], 1), "access")
-        except BaseException:
-            with suppress(LocalError):
-                self.close()
-            raise
+        for part in parts:
+            call(driver.cuMemUnmap(*part), "unmap")
+        parts.clear()
+        call(driver.cuMemAddressFree(base, size), "address range")
 
-    def close(self) -> None:
-        """Unmap; no kernel may be running that uses it."""
-        current(self._device)
-        for at, size in self._parts:
-            call(driver.cuMemUnmap(at, size), "unmap")
-        self._parts = []
-        call(driver.cuMemAddressFree(self.base, self.size), "address range")
+    try:
+        at = base
+        for get, length in pieces:
+            handle = get()
+            try:
+                call(driver.cuMemMap(at, length, 0, handle, 0), "mapping")
+            finally:
+                call(driver.cuMemRelease(handle), "release")
+            parts.append((at, length))
+            at += length
+        access = driver.CUmemAccessDesc()
+        access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call(driver.cuMemSetAccess(base, size, [access], 1), "access")
+    except BaseException:
+        with suppress(LocalError):
+            close()
+        raise
+    return _OpenAllocation(base, size, close)

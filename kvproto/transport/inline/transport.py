@@ -5,7 +5,7 @@ It maps nothing and needs no library, so it works between any two hosts, on host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.transport import base
 from kvproto.transport.shm.memory import SharedMemory, buffers
-from kvproto.transport.staging.packed import PackedStream, Packer
+from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, PackedLink, PackedStream, Packer
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Data, Handle, Region
@@ -27,6 +27,9 @@ FRAME = 128 << 10
 """Bytes of one Data."""
 WINDOW = 2 << 20
 """Bytes that may be on their way to a sink from one source rank."""
+
+
+_buffers = partial(buffers, wanted="memory of the host", kinds=(SharedMemory,))
 
 
 # the source
@@ -46,61 +49,39 @@ class DataPiece:
         return Data(session=session, sequence=sequence, attempt=attempt, offset=self.offset, data=data, last=self.last)
 
 
-class InlineLink:
+class InlineLink(PackedLink):
     """The credit of one session, in bytes that may still be sent, which its streams share."""
 
-    kind: ClassVar[CreditKind] = CreditKind.INLINE
-
-    def __init__(self) -> None:
-        self.room = 0
-        self.active: set[InlineStream] = set()
-        """Streams with bytes that are still to be packed."""
+    kind = CreditKind.INLINE
+    room = 0
 
     def allow(self, bytes: int) -> None:
         """Let this many more bytes be packed."""
         self.room += bytes
 
     def restart(self) -> None:
-        """Forget all credit; streams that have begun fail, as what they sent may be lost (KVP-INL-BROKEN)."""
+        """See `PackedLink` (KVP-INL-BROKEN)."""
         self.room = 0
-        for stream in self.active:
-            stream.broken = stream.begun
+        super().restart()
 
 
-class InlineStream(base.Stream):
-    """A packed stream that is under way; a `Copying` and its own `Stream`. Each poll of `done` packs what may go."""
+class InlineStream(OutgoingStream):
+    """A `Copying` and its own `Stream`. Each poll of `done` packs what may go."""
 
-    def __init__(self, link: InlineLink, packer: PackedStream, grows: bool) -> None:
-        self._link, self._packer, self.bytes = link, packer, packer.length
-        self._at, self._allowed = 0, 0 if grows else packer.length
+    def __init__(self, link: InlineLink, packer: Packer, grows: bool) -> None:
+        super().__init__(link, packer, grows)
+        self._link = link
         self._pieces: list[DataPiece] = []
-        self.broken = False
-        """Whether bytes of it may be lost."""
-        if packer.length:
-            link.active.add(self)
 
     @property
     def stream(self) -> InlineStream:
+        """Itself."""
         return self
-
-    @property
-    def begun(self) -> bool:
-        """Whether any of its bytes was packed."""
-        return self._at > 0
-
-    @property
-    def left(self) -> int:
-        return self.bytes - self._at
-
-    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int]) -> None:
-        self._allowed = self.bytes if layers is None else max(self._allowed, self._packer.prefix_bytes(layers))
 
     @property
     def done(self) -> bool:
         """Whether every byte is packed, after packing what credit allows; raises PEER_LOST."""
-        if self.broken:
-            yours = f"{self._at} of {self.bytes} bytes sent when the connection broke"
-            raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
+        self._check()
         if self.left:
             link = self._link
             share = min(link.room, max(link.room // len(link.active), FRAME))  # of what is left (KVP-INL-TURN)
@@ -119,6 +100,7 @@ class InlineStream(base.Stream):
         self._at += size
 
     def take(self) -> list[DataPiece]:
+        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -131,15 +113,6 @@ class InlineStream(base.Stream):
 # the sink
 
 
-@attrs.define
-class _IncomingStream:
-    """One transfer's stream from one source."""
-
-    packer: Packer
-    at: int = 0
-    error: KvprotoError | None = None
-
-
 class InlineReceiver:
     """Streams from one source; transfers are named by (sequence, attempt)."""
 
@@ -150,11 +123,11 @@ class InlineReceiver:
     def __init__(self, window: int) -> None:
         self.window = window
         """Bytes that may be on their way, of all streams."""
-        self._streams: dict[tuple[int, int], _IncomingStream] = {}
+        self._streams: dict[tuple[int, int], IncomingStream] = {}
 
     def open(self, sequence: int, attempt: int, packer: Packer) -> None:
         """Expect the Data of a transfer, which `packer` unpacks into its pages."""
-        self._streams[sequence, attempt] = _IncomingStream(packer)
+        self._streams[sequence, attempt] = IncomingStream(packer)
 
     def data(self, data: Data) -> None:
         """Unpack the next bytes; those of a transfer that is not open are dropped.
@@ -165,18 +138,10 @@ class InlineReceiver:
         stream = self._streams.get((data.sequence, data.attempt))
         if stream is None:
             return
-        end, length = data.offset + len(data.data), stream.packer.length
-        error = None
-        if data.offset != stream.at or end > length:
-            error = ErrorCode.OUT_OF_RANGE, "offset", f"{stream.at} of {length}", f"{data.offset} to {end}"
-        elif data.last != (end == length):
-            error = ErrorCode.FIELD_CONFLICT, "last", f"{end == length}", f"{data.last}"
-        if error:
-            raise RemoteError(*error, "send the bytes of the stream in order, once")
-        stream.at = end
+        stream.advance(data.offset, len(data.data), data.last)
         try:
             stream.packer.unpack(data.offset, data.data)
-        except KvprotoError as fault:  # ours, not the peer's: `finish` tells it
+        except KvprotoError as fault:  # `finish` tells it
             stream.error = fault.kept()
 
     def finish(self, sequence: int, attempt: int) -> bool:
@@ -184,9 +149,7 @@ class InlineReceiver:
         stream = self._streams[sequence, attempt]
         if stream.error:
             raise stream.error.again()
-        if stream.at < stream.packer.length:
-            mine, yours = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send all Data before Done")
+        stream.check_end()
         return True
 
     def close(self, sequence: int, attempt: int) -> bool:
@@ -228,9 +191,9 @@ class InlineTransport(base.Transport):
         self, memory: base.Regions, next_id: int, program: CopyProgram, runs: Callable[[], Runs]
     ) -> base.Exposure:
         """Say that bytes of these regions come as Data; raises NO_TRANSPORT for memory that is not the host's."""
-        buffers = _buffers(memory)
+        views = _buffers(memory)
         receiver = InlineReceiver(self.window)
-        delivery = base.StreamDelivery(receiver, lambda program: PackedStream(program, "sink", buffers))
+        delivery = base.StreamDelivery(receiver, lambda program: PackedStream(program, "sink", views))
         handle = Handle(transport=TransportCode.INLINE, data=b"")
         return base.Exposure(dict.fromkeys(memory, (handle,)), packed=delivery)
 
@@ -260,7 +223,3 @@ class InlineTransport(base.Transport):
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return partial(checksums, program, _buffers(memory), sink)
-
-
-def _buffers(side: Mapping[int, base.Memory | base.Mapped]) -> dict[int, memoryview]:
-    return buffers(side, wanted="memory of the host", kinds=(SharedMemory,))

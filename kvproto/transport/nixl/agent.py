@@ -22,7 +22,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -53,13 +53,6 @@ _MOST_CACHED = 1 << 14
 # memory
 
 
-@attrs.frozen
-class Slot(ByteRange):
-    """The first bytes of a staging slot."""
-
-    owner: Slotted | None = attrs.field(default=None, repr=False, eq=False)
-
-
 class Slotted:
     """Memory that may be divided into equal staging slots."""
 
@@ -69,14 +62,14 @@ class Slotted:
         """Bytes of each slot; 0 if there is none."""
         self.slots = memory.length // slot_bytes if slot_bytes else 0
         """Number of staging slots."""
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, ByteRange] = {}
 
     def slot(self, number: int, length: int) -> ByteRange:
         """The first bytes of a staging slot."""
         known = self._slots.get(number)
         if known is None or known.length != length:
             part = self.memory.part(number * self.slot_bytes, length)
-            known = self._slots[number] = Slot(part.address, length, part.kind, part.device, part.buffer, self)
+            known = self._slots[number] = attrs.evolve(part, owner=self)
         return known
 
 
@@ -132,10 +125,9 @@ class Peer(Slotted):
         if source.length != to.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{source.length} bytes", f"{to.length} bytes", "")
         slots = None
-        if isinstance(source, Slot) and isinstance(to, Slot) and to.owner is self:
-            own = source.owner
-            if isinstance(own, Registered) and own.agent is self.agent:
-                slots = SlotPair(own, source.address, self, to.address, source.length)
+        own = source.owner
+        if to.owner is self and isinstance(own, Registered) and own.agent is self.agent:
+            slots = SlotPair(own, source.address, self, to.address, source.length)
 
         def postings() -> list[Posting]:
             local, remote = (np.array([m.descriptor], np.uint64) for m in (source, to))
@@ -178,14 +170,14 @@ class Write:
 
     def __init__(self, agent: Agent, bytes_: int, peers: tuple[Peer, ...], slots: SlotPair | None = None) -> None:
         self._agent, self.bytes, self.peers, self.slots = agent, bytes_, peers, slots
-        self._proof: Proof | None = None
+        self.proof: Proof | None = None
+        """Once it is over: PROVEN if no byte can arrive any more, else UNPROVABLE."""
         self._error: KvprotoError | None = None
         self._over = False
         """Set last, so that a thread that sees it set sees the others too."""
         self.completed: threading.Event | None = None
         """Wakes threads that wait, if any do."""
         self.handles: list[int] = []
-        self.cancelled = False
 
     def ready(self) -> bool:
         """Whether every byte is at the peer; raises PEER_LOST, TRANSPORT_FAILED or ABORTED if that failed."""
@@ -203,24 +195,14 @@ class Write:
         while not self.ready() and (left := until - time.monotonic()) > 0:
             completed = self._agent.completion_of(self)  # before `_over` is read, which is set before the event
             if not self._over:
-                completed.wait(self._agent.wait_slice(left))
+                # an eager agent's thread seldom looks
+                completed.wait(min(left, _SOON) if self._agent.eager else left)
         return self.ready()
-
-    @property
-    def proof(self) -> Proof | None:
-        """PROVEN if no byte can arrive any more, else UNPROVABLE, once the write is over; None before that."""
-        return self._proof
-
-    def abandon(self) -> None:
-        """Give the write up; `proof` is soon PROVEN if it was complete or never posted, else UNPROVABLE."""
-        self.cancelled = True
-        with contextlib.suppress(KvprotoError):  # a closed agent has ended it
-            self._agent.abandon(self)
 
     def end(self, error: KvprotoError | None, proof: Proof) -> None:
         if self._over:
             return
-        self._proof, self._error = proof, error.kept() if error is not None else None
+        self.proof, self._error = proof, error.kept() if error is not None else None
         self._over = True
         if self.completed is not None:
             self.completed.set()
@@ -273,8 +255,6 @@ class Transfers:
         """Post a write's transfers, cached or new."""
         begun, ready = False, True
         try:
-            if write.cancelled:
-                raise RemoteError(ErrorCode.ABORTED, "", "given up", "not posted", "")
             for peer in write.peers:
                 if peer.lost:
                     raise peer.lost.again()
@@ -350,18 +330,14 @@ class Transfers:
         self._evict(lambda slots: slots.peer.name in names)
         return error
 
-    def abandon(self, write: Write) -> None:
-        """Give a write up, unless it turns out to be complete."""
-        if write in self.posted and not self.poll(write):
-            self._over(write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
-
     def disconnect(self, peer: Peer) -> None:
         """Stop writing this peer's memory; the connection ends with the last memory of its agent."""
         _, peers = self.peers.get(peer.name, (b"", []))
         if peer not in peers:
             return
         for write in [write for write in self.posted if peer in write.peers]:
-            self.abandon(write)
+            if not self.poll(write):
+                self._over(write, RemoteError(ErrorCode.ABORTED, "", "given up", "under way", ""))
         self._evict(lambda slots: slots.peer is peer)
         peers.remove(peer)
         peer.lost = LocalError(ErrorCode.TRANSPORT_FAILED, peer.path, "closed", "a write", "connect first")
@@ -412,7 +388,7 @@ class Agent:
     """Made by the thread, and used by the thread that has the turn, until `_ended`."""
 
     def __init__(self, eager: bool = False) -> None:
-        self._eager = eager
+        self.eager = eager
         self.name = f"kvproto-{secrets.token_hex(16)}"
         self._jobs: deque[Callable[[], None]] = deque()
         self._wakeup = threading.Event()
@@ -482,11 +458,6 @@ class Agent:
         """Whether it has no memory that peers may write, and no peer."""
         return not self._open and not self._transfers.peers
 
-    @property
-    def cached(self) -> Collection[SlotPair]:
-        """The pairs of slots whose transfer is cached, the least recently used first."""
-        return self._transfers.cached
-
     def fileno(self) -> int:
         """Readable when a write has ended since the last `wait`; for poll, select, or a ZeroMQ poller."""
         return self._eventfd
@@ -521,7 +492,7 @@ class Agent:
             started.set_exception(e if isinstance(e, KvprotoError) else _failed("cannot start UCX", e))
             return
         started.set_result(None)
-        soon, late = (_SELDOM, _SELDOM) if self._eager else (_SOON, _LATE)
+        soon, late = (_SELDOM, _SELDOM) if self.eager else (_SOON, _LATE)
         pause = soon
         while not self._closed:
             self._sleeps = True  # before `posted` is read: a thread that posts wakes this one after posting
@@ -568,7 +539,7 @@ class Agent:
 
         It waits for its turn; the thread that has the turn needs the GIL, which waiting releases.
         """
-        if not self._eager:
+        if not self.eager:
             return
         with self._nixl_lock:
             if self._ended:
@@ -583,17 +554,13 @@ class Agent:
             write.completed = write.completed or threading.Event()
             return write.completed
 
-    def wait_slice(self, seconds: float) -> float:
-        """The seconds for which a caller that waits leaves the work to the agent's thread."""
-        return min(seconds, _SOON) if self._eager else seconds
-
     def _enqueue(self, job: Callable[[], None]) -> None:
         with self._queue_lock:
             if self._closed:
                 raise _closed()
             self._jobs.append(job)
         self.advance()
-        if not self._eager or (self._transfers.posted and self._sleeps):
+        if not self.eager or (self._transfers.posted and self._sleeps):
             self._wakeup.set()
 
     def _call(self, work: Callable[[], T]) -> T:
@@ -611,23 +578,15 @@ class Agent:
         self._enqueue(job)
         return answer.result()
 
-    def post(self, postings: list[Posting], bytes_: int) -> Write:
-        """Post one write of descriptor lists, each to one peer."""
-        return self.begin(Write(self, bytes_, tuple(peer for *_, peer in postings)), lambda: postings)
-
     def begin(self, write: Write, postings: Callable[[], Sequence[Posting]]) -> Write:
         """Post a write in its turn."""
 
         def job() -> None:
-            self._posted_lately = self._eager
+            self._posted_lately = self.eager
             self._transfers.begin(write, postings)
 
         self._enqueue(job)
         return write
-
-    def abandon(self, write: Write) -> None:
-        """Give a write up; raises TRANSPORT_FAILED on a closed agent."""
-        self._enqueue(lambda: self._transfers.abandon(write))
 
     def deregister(self, registered: Registered, registration: Any) -> None:
         """Forbid all writes of this memory."""

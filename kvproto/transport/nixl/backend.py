@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from kvproto.copying.execute import checksums
 from kvproto.copying.program import CopyProgram
-from kvproto.errors import LocalError
 from kvproto.transport.base import SUMMED, Memory, Regions
 from kvproto.transport.nixl.handle import ByteRange
-from kvproto.transport.shm.memory import SharedMemory
+from kvproto.transport.shm.memory import SharedMemory, buffers
 from kvproto.transport.staging.packed import PackedStream, Packer, Side
-from kvproto.wire.enums import ErrorCode
 
 __all__ = ["HostBackend", "MemoryBackend"]
+
+
+_buffers = partial(buffers, wanted="host memory", kinds=(SharedMemory,))
 
 
 class MemoryBackend(Protocol):
@@ -75,17 +77,10 @@ class HostBackend(MemoryBackend):
         return ByteRange.of(bytearray(length))
 
     def of(self, memory: Memory) -> ByteRange:
-        return ByteRange.of(_buffer(memory))
+        return ByteRange.of(_buffers({memory.id: memory})[memory.id])
 
     def packer(self, program: CopyProgram, side: Side, memory: Regions, after: Sequence[int] = ()) -> Packer:
-        return PackedStream(program, side, {i: _buffer(m) for i, m in memory.items()})
+        return PackedStream(program, side, _buffers(memory))
 
     def begin_checksums(self, program: CopyProgram, memory: Regions, sink: bool) -> Callable[[], dict[int, int]]:
-        return lambda: checksums(program, {i: _buffer(m) for i, m in memory.items()}, sink)
-
-
-def _buffer(memory: Memory) -> memoryview:
-    if not isinstance(memory, SharedMemory):
-        advice = "give NixlTransport the device of the pool"
-        raise LocalError(ErrorCode.NO_TRANSPORT, "", "host memory", type(memory).__name__, advice)
-    return memory.buffer
+        return partial(checksums, program, _buffers(memory), sink)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 import attrs
@@ -12,7 +12,7 @@ import numpy as np
 from kvproto.copying.program import CopyProgram, IntArray, Runs
 from kvproto.errors import LocalError, RemoteError, bad
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
-from kvproto.wire.enums import ErrorCode, MemoryKind
+from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 
 __all__ = [
     "DEVICE_FLOOR", "Costs", "DirectWrite", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
@@ -56,12 +56,22 @@ def descriptors(
 
 
 class DirectWrite:
-    """A copy program as descriptor lists; memory and peers by region id."""
+    """A copy program as descriptor lists, posted once its rows are there; memory and peers by region id."""
+
+    stream = None
 
     def __init__(
-        self, agent: Agent, program: CopyProgram, sources: Mapping[int, Registered], sinks: Mapping[int, Peer]
+        self,
+        agent: Agent,
+        program: CopyProgram,
+        sources: Mapping[int, Registered],
+        sinks: Mapping[int, Peer],
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`ready` says whether the rows are there."""
         self._agent, self.bytes, self._postings = agent, program.bytes, list[Posting]()
+        self._ready = ready
+        self._write: Write | None = None
         bases = ({i: region.memory.address for i, region in side.items()} for side in (sources, sinks))
         for (from_, to), (here, there, length) in descriptors(program, *bases).items():
             source, peer = sources[from_].memory, sinks[to]
@@ -73,7 +83,19 @@ class DirectWrite:
 
     def post(self) -> Write:
         """Begin to write; ready when every byte is at its destination."""
-        return self._agent.post(self._postings, self.bytes)
+        write = Write(self._agent, self.bytes, tuple(peer for *_, peer in self._postings))
+        return self._agent.begin(write, lambda: self._postings)
+
+    @property
+    def done(self) -> bool:
+        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
+        if self._write is None and self._ready():
+            self._write = self.post()
+        return self._write is not None and self._write.ready()
+
+    def stop(self) -> Proof | None:
+        """The write's proof once it is over; PROVEN if it was never posted."""
+        return Proof.PROVEN if self._write is None else self._write.proof
 
 
 class WriteMode(Enum):

@@ -40,6 +40,8 @@ class ByteRange:
     """CUDA ordinal in this process; 0 on the host."""
     buffer: memoryview | None = attrs.field(default=None, repr=False, eq=False)
     """The same bytes, if they are this process's on the host."""
+    owner: object = attrs.field(default=None, repr=False, eq=False)
+    """The memory whose staging slot begins with them."""
 
     @classmethod
     def of(cls, buffer: Any) -> ByteRange:

@@ -19,15 +19,16 @@ import attrs
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.transport import base
-from kvproto.transport.nixl.agent import Agent, Peer, Registered, Write
+from kvproto.transport.nixl.agent import Agent, Peer, Registered
 from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, DirectWrite, WriteMode, choose, probe, require_fast
+from kvproto.transport.staging.packed import Packer
 from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedReceiver, StagedSender
-from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
+from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["DirectCopy", "NixlTransport", "StagedCopy", "StagedRegion"]
+__all__ = ["NixlTransport", "StagedCopy", "StagedRegion"]
 
 _PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
 """Bytes of a write that measures how fast a GPU is reached; latency would dominate shorter ones."""
@@ -174,24 +175,21 @@ class NixlTransport(base.Transport):
         connection.link, connection.release = link, lambda: self._free(own)
 
     def prepare(self, move: base.Move) -> None:
-        """Make what the streams of a rank pair share."""
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
-    def start(self, moves: Sequence[base.Move]) -> DirectCopy | StagedCopy:
+    def start(self, moves: Sequence[base.Move]) -> DirectWrite | StagedCopy:
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
         link = next((m.link for m in move.sinks.values() if isinstance(m, StagedRegion)), None)
         if link is not None:
             packer = self.backend.packer(move.program, "source", sources, move.after)
-            return StagedCopy(StagedSender(link, packer, move.grows), move.program.bytes, self.backend.happened)
+            return StagedCopy(link, packer, move.grows, self.backend.happened)
         sinks = {i: m for i, m in move.sinks.items() if isinstance(m, Peer)}
         agent = next((peer.agent for peer in sinks.values()), self.agent)
         registered = {i: self._register(m, agent) for i, m in sources.items()}
-        return DirectCopy(
-            DirectWrite(agent, move.program, registered, sinks), lambda: self.backend.happened(move.after)
-        )
+        return DirectWrite(agent, move.program, registered, sinks, lambda: self.backend.happened(move.after))
 
     def begin_checksums(self, program: CopyProgram, memory: base.Regions, sink: bool) -> Callable[[], dict[int, int]]:
         return self.backend.begin_checksums(program, memory, sink)
@@ -220,7 +218,6 @@ class NixlTransport(base.Transport):
             self._former = None
 
     def fileno(self) -> int:
-        """Readable when a write has ended since `acknowledge`."""
         return self.agent.fileno()
 
     def acknowledge(self) -> None:
@@ -286,45 +283,21 @@ def _backend_of(device: int | None) -> MemoryBackend:
 # copies that are under way
 
 
-@attrs.define
-class DirectCopy(base.Copying):
-    """DirectWrite writes that are under way, or that wait for device events."""
+class StagedCopy(StagedSender):
+    """A `Copying` and its own `Stream`."""
 
-    _direct: DirectWrite
-    _ready: Callable[[], bool]
-    """Says whether the rows are there."""
-    _write: Write | None = None
-    stream: None = None
-
-    @property
-    def bytes(self) -> int:
-        return self._direct.bytes
-
-    @property
-    def done(self) -> bool:
-        """As `Copying.done`; raises PEER_LOST, TRANSPORT_FAILED."""
-        if self._write is None:
-            if not self._ready():
-                return False
-            self._write = self._direct.post()
-        return self._write.ready()
-
-    def stop(self) -> Proof | None:
-        """The write's proof once it is over; PROVEN if it was never posted."""
-        return Proof.PROVEN if self._write is None else self._write.proof
-
-
-class StagedCopy(base.Stream):
-    """A packed stream that is under way; a `Copying` and its own `Stream`."""
-
-    def __init__(self, sender: StagedSender, bytes_: int, happened: Callable[[Sequence[int]], bool]) -> None:
-        self._sender, self.bytes, self._happened = sender, bytes_, happened
+    def __init__(
+        self, link: StagedLink, packer: Packer, grows: bool, happened: Callable[[Sequence[int]], bool]
+    ) -> None:
+        super().__init__(link, packer, grows)
+        self._happened = happened
         self._pieces: list[ChunkPiece] = []
         self._coming: deque[tuple[Collection[base.Layer] | None, Sequence[int]]] = deque()
         """Layers, and the device events after which their rows are there."""
 
     @property
     def stream(self) -> StagedCopy:
+        """Itself."""
         return self
 
     @property
@@ -332,24 +305,18 @@ class StagedCopy(base.Stream):
         """Whether every byte is in a slot of the sink, after advancing it; raises PEER_LOST, TRANSPORT_FAILED."""
         # the host polls events: if the device awaited them, chunks of other streams would queue behind them
         while self._coming and self._happened(self._coming[0][1]):
-            self._sender.mark_ready(self._coming.popleft()[0])
+            super().mark_ready(self._coming.popleft()[0])
         while True:
-            before = self._sender.under_way
-            pieces = self._sender.step()
+            before = self.under_way
+            pieces = self.step()
             self._pieces += pieces
-            if not pieces and self._sender.under_way == before:
-                return self._sender.done
+            if not pieces and self.under_way == before:
+                return super().done
 
-    @property
-    def left(self) -> int:
-        return self._sender.left
-
-    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int]) -> None:
+    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int] = ()) -> None:
         self._coming.append((layers, after))
 
     def take(self) -> list[ChunkPiece]:
+        """As `Stream.take`."""
         pieces, self._pieces = self._pieces, []
         return pieces
-
-    def stop(self) -> Proof | None:
-        return self._sender.abort()

@@ -29,22 +29,19 @@ _POLL = 0.01
 _Part = tuple[CopyProgram, Mapping[int, memoryview], Mapping[int, memoryview]]
 
 
-class ShmCopy(base.Copying):
+class ShmCopy:
     """A copy that each poll of `done` continues, so that the caller can do something else in between."""
 
     stream = None
 
     def __init__(self, parts: Iterable[_Part]) -> None:
         self._parts = deque(parts)
-        self._bytes = sum([program.bytes for program, _, _ in self._parts])
+        self.bytes = sum([program.bytes for program, _, _ in self._parts])
         _ = self.done
 
     @property
-    def bytes(self) -> int:
-        return self._bytes
-
-    @property
     def done(self) -> bool:
+        """As `Copying.done`, after copying for some milliseconds."""
         until = time.monotonic() + _POLL
         while self._parts:
             execute(*self._parts.popleft())
@@ -53,6 +50,7 @@ class ShmCopy(base.Copying):
         return not self._parts
 
     def stop(self) -> Proof:
+        """Copy nothing more."""
         self._parts.clear()
         return Proof.PROVEN
 

@@ -19,16 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
-from kvproto.errors import LocalError, bad
-from kvproto.wire.enums import ErrorCode
+from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
+from kvproto.wire.enums import CreditKind, ErrorCode
 
-__all__ = ["Layer", "Order", "PackedStream", "Packer", "PendingCopy", "Side", "StreamColumns"]
+__all__ = [
+    "IncomingStream", "Layer", "Order", "OutgoingStream", "PackedLink", "PackedStream", "Packer", "PendingCopy", "Side",
+    "StreamColumns",
+]  # fmt: skip
 
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""
@@ -65,6 +69,83 @@ class Packer(Protocol):
 
     def unpack(self, offset: int, data: Any) -> PendingCopy:
         """Begin to write stream bytes [offset, offset + length of `data`) to their places; raises OUT_OF_RANGE."""
+
+
+class PackedLink:
+    """At the source: what the streams to one peer share."""
+
+    kind: ClassVar[CreditKind]
+    """The unit of the peer's credit."""
+
+    def __init__(self) -> None:
+        self.active: set[OutgoingStream] = set()
+        """Streams with bytes that are still to be packed or announced."""
+
+    def restart(self) -> None:
+        """Forget all credit; streams that have begun fail, as what they sent may be lost."""
+        for stream in self.active:
+            stream.broken = stream.begun
+
+
+class OutgoingStream:
+    """The source's end of a packed stream that is under way."""
+
+    def __init__(self, link: PackedLink, packer: Packer, grows: bool = False) -> None:
+        """With `grows`, nothing is packed before `mark_ready` says that its rows are there."""
+        self._packer, self.bytes = packer, packer.length
+        self._at, self._allowed = 0, 0 if grows else packer.length
+        self.broken = False
+        """Whether bytes of it may be lost."""
+        if packer.length:
+            link.active.add(self)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of its bytes was packed."""
+        return self._at > 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that have not been started."""
+        return self.bytes - self._at
+
+    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:
+        """Allow packing the rows of these layers, or of all."""
+        self._allowed = self.bytes if layers is None else max(self._allowed, self._packer.prefix_bytes(layers))
+
+    def _check(self) -> None:
+        """Raise PEER_LOST if bytes may be lost."""
+        if self.broken:
+            yours = f"{self._at} of {self.bytes} bytes sent when the connection broke"
+            raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
+
+
+@attrs.define
+class IncomingStream:
+    """The sink's end of a packed stream from one source."""
+
+    packer: Packer
+    at: int = 0
+    error: KvprotoError | None = None
+    """Why unpacking failed: a fault of ours, not the peer's."""
+
+    def advance(self, offset: int, size: int, last: bool) -> None:
+        """Pass the next bytes; raises OUT_OF_RANGE for others, FIELD_CONFLICT for a wrong `last`."""
+        end, length = offset + size, self.packer.length
+        error = None
+        if offset != self.at or end > length:
+            error = ErrorCode.OUT_OF_RANGE, "offset", f"{self.at} of {length}", f"{offset} to {end}"
+        elif last != (end == length):
+            error = ErrorCode.FIELD_CONFLICT, "last", f"{end == length}", f"{last}"
+        if error:
+            raise RemoteError(*error, "send the bytes of the stream in order, once")
+        self.at = end
+
+    def check_end(self) -> None:
+        """Raise OUT_OF_RANGE if bytes are missing when no more come (KVP-STG-END)."""
+        if self.at < self.packer.length:
+            mine, yours = f"a stream of {self.packer.length}", f"Done after {self.at}"
+            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send all bytes before Done")
 
 
 class _CompletedCopy(PendingCopy):

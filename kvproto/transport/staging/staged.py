@@ -17,14 +17,13 @@ earlier write to that slot is over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, RemoteError, bad
-from kvproto.transport.staging.packed import Layer, Packer, PendingCopy
+from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, PackedLink, Packer, PendingCopy
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 
@@ -64,29 +63,22 @@ class ChunkPiece:
 
     def notice(self, session: int, sequence: int, attempt: int) -> Chunk:
         """The notice to send."""
-        return Chunk(
-            session=session,
-            sequence=sequence,
-            attempt=attempt,
-            slot=self.slot,
-            offset=self.offset,
-            bytes=self.bytes,
-            last=self.last,
-        )
+        return Chunk(session=session, sequence=sequence, attempt=attempt, **attrs.asdict(self))
 
 
 # the source
 
 
-class StagedLink:
+class StagedLink(PackedLink):
     """A source's slots, and the slots that the sink of one session has granted, for all transfers of the session.
 
     Raises OUT_OF_RANGE if either side has fewer than three slots.
     """
 
-    kind: ClassVar[CreditKind] = CreditKind.STAGING
+    kind = CreditKind.STAGING
 
     def __init__(self, own: Staging, target: Target) -> None:
+        super().__init__()
         self.own, self.target = own, target
         self.slot_bytes = min(own.slot_bytes, target.slot_bytes, 0xFFFF_FFFF)
         _check_slots(own.slots, own.slot_bytes)
@@ -99,8 +91,6 @@ class StagedLink:
         """The sink's slots that it may grant: at first all, later every slot that a Chunk has named."""
         self._used: set[int] = set()
         """The sink's slots that a stream is packing for or writing."""
-        self.active: set[StagedSender] = set()
-        """Streams with bytes that are still to be announced."""
 
     def grant(self, credit: Credit) -> None:
         """Take a Credit; raises CREDIT for a slot that the sink cannot grant, and grants none then."""
@@ -131,11 +121,10 @@ class StagedLink:
             self.granted.append(slot)
 
     def restart(self) -> None:
-        """Forget all grants; streams that have begun fail, as their Chunks may be lost (KVP-STG-RESUMED)."""
+        """See `PackedLink` (KVP-STG-RESUMED)."""
         self.granted.clear()
         self._away = set(range(self.target.slots))
-        for stream in self.active:
-            stream.broken = stream.begun
+        super().restart()
 
 
 @attrs.define
@@ -148,41 +137,22 @@ class _PieceWrite:
     writing: PendingCopy | None = None
 
 
-class StagedSender:
+class StagedSender(OutgoingStream):
     """One stream through a link: call `step` until `done`, and send what it returns, in order."""
 
     def __init__(self, link: StagedLink, packer: Packer, grows: bool = False) -> None:
-        """With `grows`, nothing is packed before `mark_ready` says that its rows are there."""
-        self._link, self._packer = link, packer
-        self._at, self._allowed = 0, 0 if grows else packer.length
+        super().__init__(link, packer, grows)
+        self._link = link
         self._parts: deque[_PieceWrite] = deque()
         self._writing = 0
         """The number of `_parts`, counted from the first, that are being written."""
         self._stopped = False
         self._lost = False
-        self.broken = False
-        """Whether one of its Chunks may be lost."""
-        if packer.length:
-            link.active.add(self)
-
-    @property
-    def begun(self) -> bool:
-        """Whether any of its bytes was packed."""
-        return self._at > 0
 
     @property
     def done(self) -> bool:
         """Whether every byte is at the sink and its Chunk was returned by `step`."""
-        return not self._stopped and self._at == self._packer.length and not self._parts
-
-    @property
-    def left(self) -> int:
-        """Bytes that have not been started."""
-        return self._packer.length - self._at
-
-    def mark_ready(self, there: Collection[Layer] | None) -> None:
-        """Allow packing the rows of these layers, or of all."""
-        self._allowed = self._packer.length if there is None else max(self._allowed, self._packer.prefix_bytes(there))
+        return not self._stopped and not self.left and not self._parts
 
     @property
     def under_way(self) -> int:
@@ -193,13 +163,11 @@ class StagedSender:
         """Poll pieces under way, and begin one more if slots allow; returns pieces now at the sink, in order.
 
         Pieces are polled up to the first that is not ready. Raises what a write or the packer raises; the transfer has
-        then failed, and `abort` tells what can be proved.
+        then failed, and `stop` tells what can be proved.
         """
         try:
             link, packer = self._link, self._packer
-            if self.broken:
-                yours = f"{self._at} of {packer.length} bytes written when the connection broke"
-                raise RemoteError(ErrorCode.PEER_LOST, "", "the stream to arrive", yours, "make a new ticket")
+            self._check()
             self._post()
             written = self._take()
             left, allowed = self.left, self._allowed - self._at
@@ -240,7 +208,7 @@ class StagedSender:
             self._link.active.discard(self)
         return written
 
-    def abort(self) -> Proof | None:
+    def stop(self) -> Proof | None:
         """Begin nothing more; call again until the result is not None.
 
         PROVEN: no write of this stream can arrive in a slot any more, and the link can use its slots again. UNPROVABLE:
@@ -270,12 +238,7 @@ class StagedSender:
 
 
 @attrs.define
-class _StagedStream:
-    """One transfer's packed stream from one source."""
-
-    packer: Packer
-    at: int = 0
-    error: KvprotoError | None = None
+class _StagedStream(IncomingStream):
     closing: bool = False
     unpacking: deque[tuple[int, PendingCopy]] = attrs.field(factory=deque)
 
@@ -327,23 +290,18 @@ class StagedReceiver:
         if stream is None or stream.closing:
             self._free.add(chunk.slot)
             return
-        end = chunk.offset + chunk.bytes
-        length = stream.packer.length
-        error = None
-        if chunk.bytes > self._own.slot_bytes:
-            error = ErrorCode.OUT_OF_RANGE, "bytes", f"slots of {self._own.slot_bytes} bytes", str(chunk.bytes)
-        elif chunk.offset != stream.at or end > length:
-            error = ErrorCode.OUT_OF_RANGE, "offset", f"{stream.at} of {length}", f"{chunk.offset} to {end}"
-        elif chunk.last != (end == length):
-            error = ErrorCode.FIELD_CONFLICT, "last", f"{end == length}", f"{chunk.last}"
-        if error:
+        try:
+            if chunk.bytes > self._own.slot_bytes:
+                mine, yours = f"slots of {self._own.slot_bytes} bytes", str(chunk.bytes)
+                raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send what a slot holds")
+            stream.advance(chunk.offset, chunk.bytes, chunk.last)
+        except RemoteError:
             self._free.add(chunk.slot)
-            raise RemoteError(*error, "send the bytes of the stream in order, once")
-        stream.at = end
+            raise
         data = self._own.slot(chunk.slot, chunk.bytes)
         try:
             stream.unpacking.append((chunk.slot, stream.packer.unpack(chunk.offset, data)))
-        except KvprotoError as fault:  # ours, not the peer's: `complete` tells it
+        except KvprotoError as fault:  # `complete` tells it
             stream.error = fault.kept()
             self._free.add(chunk.slot)
 
@@ -376,9 +334,7 @@ class StagedReceiver:
     def finish(self, sequence: int, attempt: int) -> bool:
         """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
         stream = self._streams[sequence, attempt]
-        if stream.at < stream.packer.length:
-            mine, yours = f"a stream of {stream.packer.length}", f"Done after {stream.at}"
-            raise RemoteError(ErrorCode.OUT_OF_RANGE, "bytes", mine, yours, "send every Chunk before Done")
+        stream.check_end()
         return self.complete(sequence, attempt)
 
     def close(self, sequence: int, attempt: int) -> bool:

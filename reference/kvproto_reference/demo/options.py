@@ -221,7 +221,7 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--page-size", type=int, default=16, help="tokens per page (default 16)")
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
     add("--host-pages", type=int, default=0, metavar="N", help="keep up to N pages on the host for reuse")
-    stores = "also store them: in a folder, packs:FOLDER, lmdb:FOLDER or s3://BUCKET/PREFIX"
+    stores = "also store them: in a folder, packs:FOLDER or s3://BUCKET/PREFIX"
     add("--storage", metavar="PLACE", help=stores)
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)

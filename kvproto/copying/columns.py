@@ -1,4 +1,4 @@
-"""Overlaps between the columns of a rank, and between the items of one transfer (KVP-GRANT-ALIAS).
+"""Checks of the columns of a rank, and of the items of one transfer, which must not overlap (KVP-GRANT-ALIAS).
 
 Engines let columns share memory: a joint page interleaves layers and parts, and the groups of a unified pool take turns
 in the same bytes. The items that a transfer names must still be disjoint. The work is split so that a transfer costs
@@ -12,22 +12,23 @@ nothing if the layout alone rules out an overlap:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.scaling import Scaling, scaling
 from kvproto.errors import RemoteError
 from kvproto.planning.arrays import IntArray
-from kvproto.planning.geometry import Geometry
+from kvproto.planning.compare import name_of, scaled_by
+from kvproto.planning.geometry import Geometry, Group, Owns
+from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
-from kvproto.wire.messages import Columns, Grants, UIntArray
+from kvproto.wire.messages import Columns, Grants, Region, UIntArray
 
-__all__ = ["Overlaps", "overlapping"]
+__all__ = ["Overlaps", "Scaling", "check_columns", "check_scales", "overlapping", "scaling"]
 
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
@@ -86,6 +87,46 @@ class Overlaps:
                 if left < 0:
                     raise _too_many(of_items.path)
             _compare(spans)
+
+
+Scaling = tuple[tuple[Group, Group], ...]
+"""Groups whose rows are scales of several tokens, each with a group of values that they scale."""
+
+
+def scaling(groups: Iterable[Group], shares: Mapping[int, Owns]) -> Scaling:
+    """The pairs among groups that a rank owns, with its shares by group id; a pair is of one model and has a layer."""
+    groups = tuple(groups)
+    if not any(group.partial for group in groups):
+        return ()
+    values = {
+        (group.model, name_of(part.name), layer): group
+        for group in groups
+        if not group.partial
+        for part in group.parts
+        for layer in shares[group.id].layers.tolist()
+    }
+    pairs = {}
+    for group in groups:
+        for scaled in {scaled_by(part.name) for part in group.parts} if group.partial else ():
+            for layer in shares[group.id].layers.tolist():
+                other = values.get((group.model, scaled, layer)) if scaled else None
+                if other is not None:
+                    pairs[group.id, other.id] = group, other
+    return tuple(pairs.values())
+
+
+def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
+    """Raise BAD_GRANT if windows of pages and of their scales begin apart (KVP-GRANT-SCALES)."""
+    asked = {grant.group: (i, grant) for i, grant in enumerate(grants)}
+    for scales, values in pairs:
+        if not (scales.id in asked and values.id in asked and KINDS[scales.kind].paged and KINDS[values.kind].paged):
+            continue
+        (i, ours), (_, theirs) = asked[scales.id], asked[values.id]
+        origin = max(scales.origin, values.origin)
+        if (ours.count or theirs.count) and max(ours.first, origin) != max(theirs.first, origin):
+            mine = f"{theirs.first}, as of {values.name!r}, whose rows these scale"
+            advice = "request both from where a row of the scales begins"
+            raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].first", mine, str(ours.first), advice)
 
 
 def _too_many(path: str) -> RemoteError:
@@ -267,3 +308,88 @@ def _merged(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     begin, end = begin[order], np.maximum.accumulate(end[order])
     first = np.flatnonzero(np.r_[True, begin[1:] > end[:-1]])
     return begin[first], end[np.r_[first[1:] - 1, end.size - 1]]
+
+
+_ARRAYS = ("region", "offset", "item_stride", "row_stride", "lane_stride")
+_STRIDES = _ARRAYS[2:]
+_ORDER = "state the groups in the order of the Description, and for each layer one entry for each part"
+
+
+def check_columns(
+    geometry: Geometry, rank: int, regions: Mapping[int, Region], columns: tuple[Columns, ...]
+) -> Overlaps:
+    """Check the columns of a rank against its Description, group by group and entry by entry; return their overlaps.
+
+    Raises BAD_COLUMNS (KVP-REG-COLUMNS, KVP-REG-OVERLAP) or OUT_OF_REGION (KVP-REG-REGION) at the first wrong entry.
+    """
+    groups = {g.id: g for g in geometry.groups}
+    shares = [o for r in geometry.ranks if r.rank == rank for o in r.owns if KINDS[groups[o.group].kind].has_memory]
+    if [o.group for o in shares] != [c.group for c in columns]:
+        mine, yours = (f"groups {[x.group for x in sequence]}" for sequence in (shares, columns))
+        raise RemoteError(ErrorCode.BAD_COLUMNS, "columns", mine, yours, _ORDER)
+    for i, (share, own) in enumerate(zip(shares, columns, strict=True)):
+        _check_group(f"columns[{i}]", groups[share.group], share, regions, own)
+    return Overlaps.of(geometry, rank, {c.group: c for c in columns})
+
+
+def _check_group(at: str, group: Group, share: Owns, regions: Mapping[int, Region], own: Columns) -> None:
+    number = share.layers.size * len(group.parts)
+    for name in _ARRAYS:
+        if getattr(own, name).size != number:
+            mine, yours = f"{number} entries", f"{getattr(own, name).size} entries"
+            raise RemoteError(ErrorCode.BAD_COLUMNS, f"{at}.{name}", mine, yours, _ORDER)
+    known = np.isin(own.region, np.array(sorted(regions), np.uint64))
+    if not known.all():
+        k = int(np.flatnonzero(~known)[0])
+        mine = f"a region of the Register, of {sorted(regions)[:8]}"
+        raise RemoteError(ErrorCode.BAD_COLUMNS, f"{at}.region[{k}]", mine, str(int(own.region[k])), "list the region")
+    lanes = np.array([sum(s.hi - s.lo for s in share.lanes if s.part == p) for p in range(len(group.parts))])
+    sizes = np.array([p.lane_bytes for p in group.parts])
+    for k in np.flatnonzero(_doubtful(group, lanes, sizes, regions, own)).tolist():
+        part = k % len(group.parts)
+        _check_entry(at, k, own, group.rows, int(lanes[part]), int(sizes[part]), regions[int(own.region[k])])
+
+
+def _doubtful(
+    group: Group, lanes: IntArray, sizes: IntArray, regions: Mapping[int, Region], own: Columns
+) -> npt.NDArray[np.bool_]:
+    """The entries, as bool [entries], that `_check_entry` must look at: all that it refuses, and few others."""
+    part = np.arange(own.region.size) % len(group.parts)
+    ids, where = np.unique(own.region, return_inverse=True)
+    # float64 holds sums beyond 64 bits too; what it may round is checked exactly
+    length = np.array([regions[int(i)].length for i in ids], np.float64)[where.reshape(-1)]
+    extents = np.stack([np.full(part.size, own.items), np.full(part.size, group.rows), lanes[part]]).astype(np.float64)
+    strides = np.where(extents > 1, np.stack([getattr(own, n) for n in _STRIDES]).astype(np.float64), 0)
+    order = np.argsort(strides, axis=0, kind="stable")
+    strides, extents = np.take_along_axis(strides, order, 0), np.take_along_axis(extents, order, 0)
+    reach, bad = sizes[part].astype(np.float64), np.zeros(part.size, bool)
+    for stride, extent in zip(strides, extents, strict=True):
+        bad |= (extent > 1) & (stride < reach)
+        reach = reach + stride * (extent - 1)
+    return bad | (own.offset.astype(np.float64) + reach > length) | (length >= 1 << 53)
+
+
+def _check_entry(at: str, k: int, own: Columns, rows: int, lanes: int, size: int, region: Region) -> None:
+    """One layer and part, in exact numbers: strides from the innermost axis outwards, then the end of the last item."""
+    values = {name: int(getattr(own, name)[k]) for name in _STRIDES}
+    counted = zip(values, (own.items, rows, lanes), strict=True)
+    axes = sorted((values[name], extent, name) for name, extent in counted if extent > 1)
+    reach, name = size, "offset"
+    for stride, extent, name in axes:
+        path = f"{at}.{name}[{k}]"
+        if stride > region.length:
+            mine, yours = f"at most {region.length} bytes", f"{stride} bytes"
+            raise RemoteError(ErrorCode.OUT_OF_REGION, path, mine, yours, "a stride is the distance between neighbours")
+        if stride < reach:
+            mine, yours = f"at least {reach} bytes, or neighbours overlap", f"{stride} bytes"
+            raise RemoteError(ErrorCode.BAD_COLUMNS, path, mine, yours, f"give each element its own {reach} bytes")
+        reach += stride * (extent - 1)
+    end, offset = int(own.offset[k]) + reach, int(own.offset[k])
+    if end > region.length:
+        inner = reach - axes[-1][0] * (axes[-1][1] - 1) if axes else reach
+        path = f"{at}.offset[{k}]" if offset + inner > region.length or not axes else f"{at}.{name}[{k}]"
+        terms = "".join(f" + {extent - 1} x {n} {stride}" for stride, extent, n in reversed(axes))
+        yours = f"{end}: offset {offset}{terms} + {size}"
+        advice = "check offset, strides and the number of items; the region must hold the last item whole"
+        mine = f"an end of at most {region.length}"
+        raise RemoteError(ErrorCode.OUT_OF_REGION, path, mine, yours, advice)
