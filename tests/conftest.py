@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import zmq
 
+pytest.register_assert_rewrite("tests.commands", "tests.errors")  # so that they show what came instead
+
 os.umask(0o022)  # an allow-list that its group may write to is refused
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # torch and numpy: other workers have the cores
 
@@ -35,9 +37,6 @@ SLOW = {
     "conformance/test_driver.py::test_a_hello_that_says_nothing_makes_an_invalid_run",
     "conformance/test_driver.py::test_what_is_silent_too_often_is_asked_no_more",
     "conformance/test_live.py",
-    "conformance/test_live_staged.py::test_a_fault_is_found_by_the_scenario_that_names_it",
-    "conformance/test_live_staged.py::test_a_suite_without_nixl_says_what_it_could_not_ask",
-    "conformance/test_live_staged.py::test_the_reference_passes",
     "conformance/test_meeting.py",
     "conformance/test_planner.py",
     "conformance/test_prove.py",
@@ -96,16 +95,14 @@ SLOW = {
     "reference",
     "session/test_catalogue.py::test_whatever_is_lost_the_list_is_right_in_the_end",
     "session/test_hostile.py::test_well_formed_nonsense_costs_nobody_else_anything",
-    "session/test_inline.py::test_nonsense_in_data_and_credit_costs_nobody_else_anything",
     "session/test_product.py",
-    "session/test_pull.py::test_lost_and_doubled_frames_change_nothing",
     "session/test_resume.py::test_a_frame_costs_the_same_beside_4096_held_transfers",
     "session/test_resume.py::test_hellos_without_more_cost_nobody_a_session",
     "session/test_resume.py::test_runs_of_one_rank_leave_one_session",
     "session/test_session.py::test_a_frame_costs_the_same_beside_sessions_that_are_over_and_awaited",
     "session/test_session.py::test_lost_and_doubled_frames_change_nothing",
     "session/test_session.py::test_noise_gets_a_typed_answer_and_costs_nobody_anything",
-    "session/test_staged.py::test_nonsense_in_chunks_and_credits_costs_nobody_else_anything",
+    "session/test_staged.py::test_nonsense_in_packed_bytes_and_credits_costs_nobody_else_anything",
     "tiers/test_agreement.py::test_all_ranks_decide_the_same_and_can_do_it",
     "tiers/test_cache.py::test_a_process_ends_while_its_storage_hangs",
     "tiers/test_catalogue.py::test_what_is_told_is_what_is_found",
@@ -162,6 +159,12 @@ hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")  # how long an example takes is no finding
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command of kvproto, and says what it printed."""
+    return import_module("tests.commands").Ran(capsys)
 
 
 def _left_open(context: Any) -> None:

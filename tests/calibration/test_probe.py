@@ -31,6 +31,7 @@ from kvproto.errors import LocalError
 from kvproto.transport.bench import Absent, Constants, Measured, Sample, program
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 MOVED = 128 << 20
 SIZES = [(256, 1), *((n, max(MOVED // n, 1)) for n in LENGTHS)]
@@ -80,9 +81,8 @@ def test_the_fit_is_positive_whatever_was_measured(some: list[Sample]) -> None:
 
 
 def test_nothing_to_fit_is_refused() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE):
         fit([])
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 @given(st.sampled_from(LENGTHS), st.integers(1, 200))
@@ -178,9 +178,8 @@ def test_broken_files_are_refused_with_the_place(case: str, real: Probe, tmp_pat
     at[last] = value
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=code) as caught:
         load_costs(path)
-    assert caught.value.code == code
     assert caught.value.path == f"{path}: {case if 'version' not in case else 'kvproto_probe'}"
 
 
@@ -188,26 +187,23 @@ def test_broken_files_are_refused_with_the_place(case: str, real: Probe, tmp_pat
 def test_files_without_a_field_are_refused(name: str, real: Probe) -> None:
     data = real.to_dict()
     del data[name]
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.MISSING_FIELD, path=name):
         Probe.from_dict(data)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.MISSING_FIELD, name)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "[" * 100_000, '"\\ud800'])
 def test_files_that_are_no_probe_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     path.write_text(text)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=str(path)):
         load(path)
-    assert caught.value.path == str(path)
 
 
 def test_bytes_that_are_no_text_and_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
     for path in (tmp_path / "bytes", tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path=str(path)):
             load(path)
-        assert caught.value.path == str(path)
 
 
 @pytest.mark.parametrize("floor", floors(), ids=lambda f: f"{f.transport} {'gpus' if f.gpus else 'host'}")
@@ -244,9 +240,8 @@ def test_costs_are_those_between_gpus_and_of_the_slowest_pair(tmp_path: Path) ->
 def test_a_file_without_a_way_to_send_gives_no_costs(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     save(result(measured("cuda", "engine", 400e9, "gpu0", "gpu1")), path)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=f"{path}: measured"):
         load_costs(path)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, f"{path}: measured")
 
 
 @given(st.integers(8, 30), st.integers(0, 12))
@@ -271,9 +266,8 @@ def test_advice_needs_no_way_in_particular() -> None:
     "options", [{"transports": ()}, {"transports": ("shm", "carrier pigeon")}, {"memory": 1 << 20}]
 )
 def test_what_cannot_be_probed_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE):
         probe(**options)
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 def test_shm_keeps_to_its_memory_and_loads_no_other_library() -> None:

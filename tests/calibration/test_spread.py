@@ -7,11 +7,11 @@ import pytest
 
 from kvproto.calibration import Cost
 from kvproto.catalog.models import PRESETS, Parallel, describe
-from kvproto.cli.main import main
 from kvproto.cli.plans import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
 from kvproto.transport.bench import Constants
 from kvproto.wire import to_json
+from tests.commands import Ran
 
 LINK = [Cost("link", "copy", Constants(link=1e6, run=1e-3, start=0.5))]
 
@@ -36,18 +36,15 @@ def test_few_sources_pay_until_the_busiest_has_no_time_left() -> None:
     assert advise_spread([even, Spread("few", 8, 0.002, 0.004)]) == "even: the fastest, and no rule bears more requests"
 
 
-def test_plan_says_which_rule_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_which_rule_pays(tmp_path: Path, ran: Ran) -> None:
     config, *drafts = PRESETS["deepseek-v3-eagle3"]
     files = []
     for tp in (8, 4):
         files.append(str(tmp_path / f"{tp}.json"))
         Path(files[-1]).write_text(json.dumps(to_json(describe(config, drafts, Parallel(tp=tp)))))
-    assert main(["plan", *files, "--tokens", "1000", "--json"]) == 0
-    rules = json.loads(capsys.readouterr().out)["rules"]
+    rules = json.loads(ran("plan", *files, "--tokens", "1000", "--json"))["rules"]
     assert {name: rule["awaited"] for name, rule in rules.items()} == {"even": 4, "few": 2, "one": 2}
     assert rules["even"]["source_s"] < rules["few"]["source_s"]
-    assert main(["plan", *files, "--tokens", "1000"]) == 0
-    assert "advice: few up to" in capsys.readouterr().out
+    assert "advice: few up to" in ran("plan", *files, "--tokens", "1000")
     # heads that have one owner each leave nothing to elect
-    assert main(["plan", files[1], files[1], "--tokens", "1000"]) == 0
-    assert "rules of election" not in capsys.readouterr().out
+    assert "rules of election" not in ran("plan", files[1], files[1], "--tokens", "1000")

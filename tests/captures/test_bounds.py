@@ -6,11 +6,11 @@ import pickle
 import msgpack
 import pytest
 
-from kvproto.cli.main import main
 from kvproto.errors import KvprotoError
 from kvproto_captures.capture import messages
 from kvproto_captures.interpreter import read
 from kvproto_captures.pickles import objects
+from tests.commands import Ran
 
 from .shelf import one
 
@@ -105,7 +105,7 @@ def test_what_is_too_many_is_refused_as_it_comes(data: bytes, path: str) -> None
 
 @pytest.mark.parametrize("levels", [30, 100_000])
 def test_json_that_is_deep_is_refused_in_one_line(
-    levels: int, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    levels: int, tmp_path_factory: pytest.TempPathFactory, ran: Ran
 ) -> None:
     file = tmp_path_factory.mktemp("deep") / "config.json"
     file.write_text('{"torch_dtype": ' + "[" * levels + "]" * levels + "}")
@@ -118,18 +118,16 @@ def test_json_that_is_deep_is_refused_in_one_line(
         ["import", str(capture), "--config", str(file), *said],
         ["check", str(file), str(file)],
     ):
-        assert main(args) == 1
-        error = capsys.readouterr().err
+        error = ran(*args, status=1)
         assert f"TOO_DEEP at {file}: wanted 16 levels" in error
         assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("engine", [[], ["--engine", "vllm"], ["--engine", "sglang"], ["--engine", "trtllm"]])
 def test_more_layers_than_any_model_has_are_refused(
-    engine: list[str], tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    engine: list[str], tmp_path_factory: pytest.TempPathFactory, ran: Ran
 ) -> None:
     file = tmp_path_factory.mktemp("layers") / "config.json"
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}
     file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 300_000_000, **sizes}))
-    assert main(["describe", str(file), *engine]) == 1
-    assert "OUT_OF_RANGE at config.num_hidden_layers: wanted at most 4096" in capsys.readouterr().err
+    assert "OUT_OF_RANGE at config.num_hidden_layers: wanted at most 4096" in ran("describe", file, *engine, status=1)

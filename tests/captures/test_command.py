@@ -13,6 +13,7 @@ from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire import from_json, to_json
+from tests.commands import Ran
 
 CAPTURES = Path(__file__).with_name("recordings")
 SGLANG = str(CAPTURES / "sglang-live.jsonl")
@@ -20,9 +21,8 @@ VLLM = str(CAPTURES / "vllm-live.jsonl")
 SAID = ["--say", "page=16", "--say", "dtype=bfloat16", "--say", "kv_heads=8"]
 
 
-def test_import_prints_fields_words_and_what_is_unsaid(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", SGLANG]) == 0
-    said = capsys.readouterr().out
+def test_import_prints_fields_words_and_what_is_unsaid(ran: Ran) -> None:
+    said = ran("import", SGLANG)
     assert "sglang 0.5.23: 4 messages" in said
     assert "  9 dst_kv_item_len          4096" in said
     assert "tp               4  (messages[0].dst_attn_tp_size)" in said
@@ -30,29 +30,25 @@ def test_import_prints_fields_words_and_what_is_unsaid(capsys: pytest.CaptureFix
     assert "The Description follows" not in said
 
 
-def test_import_writes_a_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_writes_a_description(tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     out = tmp_path / "d.json"
     assert main(["import", SGLANG, *SAID, "--fact", "weights.target=r7", "--out", str(out)]) == 0
     made = from_json(Geometry, json.loads(out.read_text()))
     assert (len(made.ranks), made.facts[0].value) == (4, "r7")
     capsys.readouterr()
-    assert main(["import", SGLANG, *SAID, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(ran("import", SGLANG, *SAID, "--json"))
     assert (told["engine"], told["releases"], told["stated"]["head_dim"]) == ("sglang", ["0.5.23"], 64)
     assert [u["word"] for u in told["unsaid"]] == ["pp", "cp"]
     assert len(told["description"]["ranks"]) == 4
 
 
-def test_import_from_a_pipe_and_with_a_config(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_from_a_pipe_and_with_a_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ran: Ran) -> None:
     config = tmp_path / "config.json"
     config.write_text(
         json.dumps({"num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 64, "num_attention_heads": 8})
     )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path(SGLANG).read_bytes())))
-    assert main(["import", "-", "--config", str(config), *SAID[:4]]) == 0
-    assert "The Description follows" in capsys.readouterr().out
+    assert "The Description follows" in ran("import", "-", "--config", config, *SAID[:4])
 
 
 @pytest.mark.parametrize(
@@ -71,31 +67,26 @@ def test_import_from_a_pipe_and_with_a_config(
         ([str(Path(__file__))], "MISSING_FIELD at messages"),
     ],
 )
-def test_import_refuses_in_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", *args]) == 1
-    error = capsys.readouterr().err
+def test_import_refuses_in_one_line(args: list[str], said: str, ran: Ran) -> None:
+    error = ran("import", *args, status=1)
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_check_of_two_captures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", SGLANG, SGLANG]) == 4
-    said = capsys.readouterr().out
+def test_check_of_two_captures(tmp_path: Path, ran: Ran) -> None:
+    said = ran("check", SGLANG, SGLANG, status=4)
     assert "do not differ in what both state" in said
     assert "unsaid by prefill: page, dtype, kv_heads, head_dim, layers" in said
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"num_hidden_layers": 3, "num_key_value_heads": 8, "head_dim": 64}))
-    assert main(["check", SGLANG, SGLANG, "--config", str(config)]) == 4
-    assert "unsaid by prefill: page, dtype (--say" in capsys.readouterr().out
-    assert main(["check", SGLANG, SGLANG, *SAID]) == 0
-    assert "by kvproto, compatible: plan " in capsys.readouterr().out
-    assert main(["check", SGLANG, VLLM, "--json"]) == 3
-    told = json.loads(capsys.readouterr().out)
+    assert "unsaid by prefill: page, dtype (--say" in ran("check", SGLANG, SGLANG, "--config", config, status=4)
+    assert "by kvproto, compatible: plan " in ran("check", SGLANG, SGLANG, *SAID)
+    told = json.loads(ran("check", SGLANG, VLLM, "--json", status=3))
     assert (told["compatible"], told["differences"][0]["path"]) == (False, "engine")
 
 
-def test_check_says_words_of_one_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_words_of_one_side(ran: Ran) -> None:
     said = [
         "--say",
         "dtype=bfloat16",
@@ -106,13 +97,12 @@ def test_check_says_words_of_one_side(capsys: pytest.CaptureFixture[str]) -> Non
         "--say",
         "sink.kv_heads=4",
     ]
-    assert main(["check", SGLANG, VLLM, *said]) == 3
-    out = capsys.readouterr().out
+    out = ran("check", SGLANG, VLLM, *said, status=3)
     assert "prefill sglang 0.5.23; decode vllm 0.32.0" in out
     assert "by kvproto, refused: " in out
 
 
-def test_sides_of_said_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_of_said_words(tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     out = tmp_path / "d.json"
     assert main(["import", SGLANG, *SAID, "--out", str(out)]) == 0
     of_prefill = [word if word == "--say" else f"prefill.{word}" for word in SAID]
@@ -125,60 +115,49 @@ def test_sides_of_said_words(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([SGLANG, SGLANG], "source.page=16", "wanted each name of a side once, found source.page"),
         ([SGLANG, SGLANG], "page", "wanted NAME=VALUE, each name once, found prefill.page=32 page"),
     ):
-        assert main(["check", *sides, "--say", "prefill.page=32", "--say", word]) == 1
-        assert said in capsys.readouterr().err
+        assert said in ran("check", *sides, "--say", "prefill.page=32", "--say", word, status=1)
 
 
-def test_check_of_a_capture_and_a_description(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_capture_and_a_description(tmp_path: Path, ran: Ran) -> None:
     out = tmp_path / "d.json"
     assert main(["import", SGLANG, *SAID, "--out", str(out)]) == 0
     assert main(["check", SGLANG, str(out), *SAID]) == 0
-    assert main(["check", str(out), SGLANG]) == 4
-    assert "unsaid by decode: page, dtype, kv_heads" in capsys.readouterr().out
+    assert "unsaid by decode: page, dtype, kv_heads" in ran("check", out, SGLANG, status=4)
     assert main(["check", str(out), str(out)]) == 0
 
 
-def test_check_takes_plan_features_and_refuses_options_that_say_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_takes_plan_features_and_refuses_options_that_say_nothing(tmp_path: Path, ran: Ran) -> None:
     out, replicated = tmp_path / "d.json", [*SAID[:4], "--say", "kv_heads=2"]
     heads = Cache.gqa("target", 3, kv_heads=2, head_dim=128, page=16)
     out.write_text(json.dumps(to_json(lay_out([heads], Parallel(tp=2)))))
     plans = set()
     for options in ([], ["--spread-one"]):
-        assert main(["check", SGLANG, str(out), *replicated, *options, "--json"]) == 0
-        plans.add(json.loads(capsys.readouterr().out)["plan"])
+        plans.add(json.loads(ran("check", SGLANG, out, *replicated, *options, "--json"))["plan"])
     assert len(plans) == 2
-    assert main(["check", str(out), str(out), "--say", "page=16"]) == 1
-    assert "error: --say is of captures, and both files are Descriptions" in capsys.readouterr().err
+    assert "error: --say is of captures, and both files are Descriptions" in ran(
+        "check", out, out, "--say", "page=16", status=1
+    )
 
 
-def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_cut_capture_names_what_is_wrong(tmp_path: Path, ran: Ran) -> None:
     cut = tmp_path / "cut"
     for data, said in (
         (b"\xff" + bytes(8) + b"\x7f", "TRUNCATED at capture"),
         (b'{"frames": ["00"', "BAD_TYPE at messages[0]"),
     ):
         cut.write_bytes(data)
-        assert main(["check", SGLANG, str(cut)]) == 1
-        assert said.replace("at ", f"at {cut}: ") in capsys.readouterr().err
+        assert said.replace("at ", f"at {cut}: ") in ran("check", SGLANG, cut, status=1)
 
 
-def test_without_the_package_the_command_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_the_command_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     monkeypatch.setattr("kvproto.cli.main.entry_points", lambda group: ())
-    assert main(["import", SGLANG, "--json"]) == 1
-    error = capsys.readouterr().err
+    error = ran("import", SGLANG, "--json", status=1)
     assert error.startswith("error: 'import' of the entry points kvproto.commands: no installed package has it")
     assert "pip install" in error
 
 
-def test_a_package_that_cannot_be_loaded_leaves_the_other_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_cannot_be_loaded_leaves_the_other_commands(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     broken = EntryPoint("weather", "no_such_package:add", "kvproto.commands")
     monkeypatch.setattr("kvproto.cli.main.entry_points", lambda group: (broken,))
     assert main(["errors", "UNKNOWN_TICKET"]) == 0
-    assert main(["weather"]) == 1
-    assert "'weather' of the entry points kvproto.commands: No module named" in capsys.readouterr().err
+    assert "'weather' of the entry points kvproto.commands: No module named" in ran("weather", status=1)

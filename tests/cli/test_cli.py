@@ -13,21 +13,20 @@ from kvproto.cli.main import main
 from kvproto.wire import encode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import DoneAck
+from tests.commands import Ran
 from tests.wire.frames import grant, register, transfer
 
 FRAME = encode(DoneAck(session=5, request=6, sequence=1, attempt=1))
 
 
-def test_decode_hex(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decode", FRAME.hex()]) == 0
-    assert "sequence = 1" in capsys.readouterr().out
+def test_decode_hex(ran: Ran) -> None:
+    assert "sequence = 1" in ran("decode", FRAME.hex())
 
 
-def test_decode_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_file_as_json(tmp_path: Path, ran: Ran) -> None:
     path = tmp_path / "frame"
     path.write_bytes(FRAME)
-    assert main(["decode", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fields"]["session"] == "5"
+    assert json.loads(ran("decode", path, "--json"))["fields"]["session"] == "5"
 
 
 def test_decode_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +34,10 @@ def test_decode_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["decode", "-"]) == 0
 
 
-def test_decode_byte_by_byte(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decode", "--bytes", FRAME.hex()]) == 0
-    assert "23  04 01                                  4 attempt = 1\nDoneAck: good" in capsys.readouterr().out
+def test_decode_byte_by_byte(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
+    assert "23  04 01                                  4 attempt = 1\nDoneAck: good" in ran(
+        "decode", "--bytes", FRAME.hex()
+    )
     assert main(["decode", "--bytes", FRAME[:-1].hex() + "00"]) == 1
     assert "refused: OUT_OF_RANGE at attempt" in capsys.readouterr().out
 
@@ -50,10 +50,11 @@ def test_secrets_are_in_no_dump(capsys: pytest.CaptureFixture[str]) -> None:
             assert not {s for s in ("abababab", "cdefcdef", (1 << 46).to_bytes(8, "big").hex()) if s in said}
 
 
-def test_decode_struct(capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_struct(ran: Ran) -> None:
     assert main(["decode", "--struct", "Version", "8201010200"]) == 0
-    assert main(["decode", "--struct", "Version", "--json", "8201010200"]) == 0
-    assert '{"struct": "Version", "fields": {"major": "1", "minor": "0"}}' in capsys.readouterr().out
+    assert '{"struct": "Version", "fields": {"major": "1", "minor": "0"}}' in ran(
+        "decode", "--struct", "Version", "--json", "8201010200"
+    )
     assert main(["decode", "--struct", "Version", "--bytes", "82010102"]) == 1
     with pytest.raises(SystemExit):
         main(["decode", "--struct", "Nothing", "80"])
@@ -67,19 +68,17 @@ def test_help_and_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "kvproto" in capsys.readouterr().out
 
 
-def test_long_hex_is_not_taken_for_a_file_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_hex_is_not_taken_for_a_file_name(ran: Ran) -> None:
     frame = encode(transfer(*(attrs.evolve(grant([1, 70000]), group=g) for g in range(40))))
-    assert main(["decode", frame.hex(" ")]) == 0
-    said = capsys.readouterr().out
+    said = ran("decode", frame.hex(" "))
     assert "2 first = 0  (u64, token)" in said
     assert "5 items = [    1, 70000] [2]  (array<u32>, item)" in said
 
 
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
-def test_secrets_are_redacted(json_flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_redacted(json_flag: list[str], ran: Ran) -> None:
     for message in (transfer(grant([1])), register()):
-        assert main(["decode", encode(message).hex(), *json_flag]) == 0
-        said = capsys.readouterr().out
+        said = ran("decode", encode(message).hex(), *json_flag)
         assert "(secret)" in said
         assert not {s for s in ("abababab", "cdefcdef", str(1 << 46)) if s in said}
 
@@ -95,16 +94,14 @@ def test_secrets_are_redacted(json_flag: list[str], capsys: pytest.CaptureFixtur
         ("x" * 5000, "File name too long"),
     ],
 )
-def test_bad_input_is_one_sentence(source: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decode", source]) == 1
-    said = capsys.readouterr().err
+def test_bad_input_is_one_sentence(source: str, says: str, ran: Ran) -> None:
+    said = ran("decode", source, status=1)
     assert says in said
     assert said.count("\n") == 1
 
 
-def test_errors_by_name_or_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["errors", "peer_lost", "0x0208"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+def test_errors_by_name_or_number(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
+    first, second = ran("errors", "peer_lost", "0x0208").splitlines()
     assert first.startswith("0x040a PEER_LOST")
     assert second.startswith(f"0x0208 {ErrorCode(0x0208).name}")
     for wrong, said in (("PEER_LOSS", "is it PEER_LOST"), ("0xffff", "see `kvproto errors`")):
@@ -113,9 +110,8 @@ def test_errors_by_name_or_number(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["errors"]) == 0
-    assert "CONTENT_MISMATCH" in capsys.readouterr().out
+def test_errors(ran: Ran) -> None:
+    assert "CONTENT_MISMATCH" in ran("errors")
 
 
 def test_reader_that_has_seen_enough(tmp_path: Path) -> None:

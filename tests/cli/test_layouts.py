@@ -9,9 +9,9 @@ import pytest
 
 from kvproto.catalog.config import text
 from kvproto.catalog.models import specs
-from kvproto.cli.main import main
 from kvproto.wire import from_json
 from kvproto.wire.messages import Columns
+from tests.commands import Ran
 from tools.layout_vectors import APART, CASES, CONFIGS, case
 from tools.specgen.registry import ROOT, SPEC
 
@@ -26,11 +26,10 @@ LLAMA = str(CONFIGS / "llama-3.1-8b.json")
 
 @pytest.mark.parametrize(("command", "printed"), SHOWN)
 def test_the_page_shows_what_the_command_prints(
-    command: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, printed: str, monkeypatch: pytest.MonkeyPatch, ran: Ran
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out == printed
+    assert ran(*command.split()) == printed
 
 
 def test_the_page_shows_every_engine_and_its_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +71,9 @@ def test_layers_that_share_have_the_first_layers_ids() -> None:
     assert found == {"gemma-3n-e4b": [*range(20)], "hunyuan-large": [*range(0, 64, 2)]}
 
 
-def test_tensors_for_programs_are_a_register_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensors_for_programs_are_a_register_s(ran: Ran) -> None:
     options = ["--engine", "vllm", "--tp", "2", "--blocks", "10", "--rank", "1", "--tensors", "--json"]
-    assert main(["describe", LLAMA, *options]) == 0
-    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    made: dict[str, Any] = json.loads(ran("describe", LLAMA, *options))
     columns = from_json(Columns, made["columns"][0])
     tensor = made["tensors"][0]
     assert (tensor["axes"], tensor["shape"]) == (["layer", "block", "token", "head", "byte"], [32, 10, 16, 4, 512])
@@ -105,11 +103,9 @@ def test_tensors_for_programs_are_a_register_s(capsys: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_options_that_nobody_has(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", LLAMA, *options]) == 1
-    assert said in capsys.readouterr().err
+def test_options_that_nobody_has(options: list[str], said: str, ran: Ran) -> None:
+    assert said in ran("describe", LLAMA, *options, status=1)
 
 
-def test_layers_that_engines_may_store_twice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", str(CONFIGS / "hunyuan-large.json"), "--engine", "vllm"]) == 1
-    assert "config.use_cla" in capsys.readouterr().err
+def test_layers_that_engines_may_store_twice_are_refused(ran: Ran) -> None:
+    assert "config.use_cla" in ran("describe", CONFIGS / "hunyuan-large.json", "--engine", "vllm", status=1)

@@ -12,6 +12,7 @@ from kvproto.cli.main import main
 from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
+from tests.commands import Ran
 from tools.specgen.registry import ROOT
 
 
@@ -33,7 +34,7 @@ def files(tmp_path: Path) -> dict[str, str]:
     return made
 
 
-def test_describe_writes_what_check_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_writes_what_check_reads(tmp_path: Path, ran: Ran) -> None:
     config = tmp_path / "config.json"
     config.write_text(
         json.dumps(
@@ -47,67 +48,51 @@ def test_describe_writes_what_check_reads(tmp_path: Path, capsys: pytest.Capture
         )
     )
     for name, options in (("a", ["--tp", "2", "--pp", "3"]), ("b", ["--tp", "4", "--dcp", "2", "--page", "16"])):
-        assert main(["describe", str(config), *options, "--fact", "weights=r7"]) == 0
-        (tmp_path / name).write_text(capsys.readouterr().out)
-    assert main(["check", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "compatible" in capsys.readouterr().out
-    assert main(["plan", str(tmp_path / "a"), str(tmp_path / "b"), "--tokens", "100", "--first-token", "7"]) == 0
-    assert "D3 " in capsys.readouterr().out
+        (tmp_path / name).write_text(ran("describe", config, *options, "--fact", "weights=r7"))
+    assert "compatible" in ran("check", tmp_path / "a", tmp_path / "b")
+    assert "D3 " in ran("plan", tmp_path / "a", tmp_path / "b", "--tokens", "100", "--first-token", "7")
 
 
-def test_describe_states_what_is_dealt_and_from_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_states_what_is_dealt_and_from_where(ran: Ran) -> None:
     options = ["--preset", "deepseek-v3-eagle3", "--tp", "2", "--dcp", "2", "--origin", "5"]
-    assert main(["describe", *options, "--sharded", "draft", "--replicated", "target"]) == 0
-    groups = json.loads(capsys.readouterr().out)["groups"]
+    groups = json.loads(ran("describe", *options, "--sharded", "draft", "--replicated", "target"))["groups"]
     assert {g["name"]: (g["cp_size"], g["origin"]) for g in groups} == {"target": ("1", "0"), "draft": ("2", "5")}
-    assert main(["describe", *options, "--sharded", "eagle"]) == 1
-    assert "sharded: wanted one of target, draft" in capsys.readouterr().err
+    assert "sharded: wanted one of target, draft" in ran("describe", *options, "--sharded", "eagle", status=1)
 
 
-def test_values_without_their_scales_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_without_their_scales_are_refused(tmp_path: Path, ran: Ran) -> None:
     """KVP-PLAN-SCALES: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
     files = []
     for dtype in ("fp8_per_token_head", "fp8"):
         files.append(str(tmp_path / dtype))
-        assert main(["describe", "--preset", "llama-3-70b", "--engine", "vllm", "--kv-dtype", dtype]) == 0
-        (tmp_path / dtype).write_text(capsys.readouterr().out)
-    assert main(["check", *files]) == 3
-    assert "has k and k_scale of layer 0, decode has k alone, no k_scale" in capsys.readouterr().out
+        (tmp_path / dtype).write_text(
+            ran("describe", "--preset", "llama-3-70b", "--engine", "vllm", "--kv-dtype", dtype)
+        )
+    assert "has k and k_scale of layer 0, decode has k alone, no k_scale" in ran("check", *files, status=3)
 
 
-def test_refused_pairs_say_why(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", files["p"], files["l"]]) == 3
-    assert (
-        "refused: IDENTITY_MISMATCH at facts[weights]: prefill has deepseek, decode has llama-3-"
-        in capsys.readouterr().out
+def test_refused_pairs_say_why(files: dict[str, str], ran: Ran) -> None:
+    assert "refused: IDENTITY_MISMATCH at facts[weights]: prefill has deepseek, decode has llama-3-" in ran(
+        "check", files["p"], files["l"], status=3
     )
-    assert main(["check", files["n"], files["d"], "--json"]) == 3
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(ran("check", files["n"], files["d"], "--json", status=3))
     assert (said["compatible"], said["code"], said["path"]) == (False, "PART_MISSING", "groups[draft].parts[k]")
-    assert main(["check", files["n"], files["d"], "--cold-draft"]) == 0
-    assert "draft 1 starts cold" in capsys.readouterr().out
+    assert "draft 1 starts cold" in ran("check", files["n"], files["d"], "--cold-draft")
 
 
-def test_check_names_facts_that_neither_side_states(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", files["p"], files["d"]]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
+def test_check_names_facts_that_neither_side_states(files: dict[str, str], tmp_path: Path, ran: Ran) -> None:
+    assert ran("check", files["p"], files["d"]).splitlines()[-1] == (
         "not compared, as neither side states them: weights.target, weights.draft, tokenizer, rope.target, rope.draft"
     )
     stated = [f"--fact={name}=1" for name in ("weights.target", "tokenizer", "rope.target")]
     out = tmp_path / "fp8.json"
-    assert main(["describe", "--preset", "llama-3-70b", "--kv-dtype", "F8E4M3", *stated]) == 0
-    out.write_text(capsys.readouterr().out)
-    assert main(["check", str(out), str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unstated"] == ["kv_scales.target"]
-    assert main(["describe", "--preset", "llama-3-70b", *stated]) == 0
-    out.write_text(capsys.readouterr().out)
-    assert main(["check", str(out), str(out)]) == 0
-    assert "not compared" not in capsys.readouterr().out
+    out.write_text(ran("describe", "--preset", "llama-3-70b", "--kv-dtype", "F8E4M3", *stated))
+    assert json.loads(ran("check", out, out, "--json"))["unstated"] == ["kv_scales.target"]
+    out.write_text(ran("describe", "--preset", "llama-3-70b", *stated))
+    assert "not compared" not in ran("check", out, out)
 
 
-def test_windows_that_differ_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_that_differ_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     config = json.loads((ROOT / "examples/configs/gpt-oss-20b.json").read_text())
     files = []
     for window, options in ((512, []), (1024, []), (1024, ["--fact", "window.target=1024"])):
@@ -119,34 +104,26 @@ def test_windows_that_differ_are_seen(tmp_path: Path, capsys: pytest.CaptureFixt
             files[-1].write_text(capsys.readouterr().out)
     warned = "warning: facts[window.target]: prefill has 512, decode has 1024"
     for i in (0, 1):
-        assert main(["check", str(files[i]), str(files[i + 2])]) == 0
-        assert warned in capsys.readouterr().out
-        assert main(["check", str(files[i]), str(files[i])]) == 0
-        assert "warning" not in capsys.readouterr().out
-        assert main(["check", str(files[i]), str(files[i + 4])]) == 3
-        assert "IDENTITY_MISMATCH at facts[window.target]" in capsys.readouterr().out
+        assert warned in ran("check", files[i], files[i + 2])
+        assert "warning" not in ran("check", files[i], files[i])
+        assert "IDENTITY_MISMATCH at facts[window.target]" in ran("check", files[i], files[i + 4], status=3)
 
 
-def test_plan_is_a_picture_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", files["p"], files["d"]]) == 0
-    said = capsys.readouterr().out
+def test_plan_is_a_picture_and_data(files: dict[str, str], ran: Ran) -> None:
+    said = ran("plan", files["p"], files["d"])
     assert "  D1   .   T   D   D   .   T   .   .    4 of 8" in said
     assert "2.3 GB in" in said
-    assert main(["plan", files["p"], files["d"], "--json"]) == 0
-    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    data: dict[str, Any] = json.loads(ran("plan", files["p"], files["d"], "--json"))
     assert data["required"]["1"] == [1, 2, 3, 5]
     assert sum(pair["bytes"] for pair in data["pairs"]) == 8192 * (4 * 61 * 1152 + 2 * 8 * 256)
-    assert main(["plan", files["p"], files["d"], "--spread-one"]) == 0
-    assert "  D0   TD  D   .   ." in capsys.readouterr().out
+    assert "  D0   TD  D   .   ." in ran("plan", files["p"], files["d"], "--spread-one")
 
 
-def test_slices_are_a_table_and_data(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", files["p"], files["d"], "--slices"]) == 0
-    said = capsys.readouterr().out.splitlines()
+def test_slices_are_a_table_and_data(files: dict[str, str], ran: Ran) -> None:
+    said = ran("plan", files["p"], files["d"], "--slices").splitlines()
     assert said[0].split("  ")[0] == "local rank"
     assert "layers 0-60 by 2; lanes 0" in next(line for line in said if line.startswith("D1") and "P1" in line)
-    assert main(["plan", files["p"], files["d"], "--slices", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)["slices"]
+    data = json.loads(ran("plan", files["p"], files["d"], "--slices", "--json"))["slices"]
     mine = [s for s in data if (s["sink"], s["cache"]) == (1, "draft.k")]
     assert [(s["source"], *(s[side]["columns"][0]["lanes"] for side in ("whole", "local", "remote"))) for s in mine] == [
         (2, [[512, 768]], [[0, 256]], [[0, 256]]), (3, [[768, 1024]], [[256, 512]], [[0, 256]]),
@@ -175,15 +152,12 @@ def test_names_that_would_drive_a_terminal_are_refused(
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_one_sentence(
-    case: str, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files_are_one_sentence(case: str, files: dict[str, str], tmp_path: Path, ran: Ran) -> None:
     text, says = BAD[case]
     path = tmp_path / "bad.json"
     if case != "not there":
         path.write_text(text)
-    assert main(["check", str(path), files["d"]]) == 1
-    said = capsys.readouterr().err
+    said = ran("check", path, files["d"], status=1)
     assert says in said
     assert said.count("\n") == 1
 
@@ -193,9 +167,8 @@ def test_bad_files_are_one_sentence(
     [[], ["--preset", "llama-3-70b", "--tp", "0"], ["--preset", "llama-3-70b", "--tp", "8", "--dcp", "3"], ["--preset", "llama-3-70b", "--nextn"],
      ["--preset", "llama-3-70b", "--fact", "weights"], ["--preset", "llama-3-70b", "--fact", "a=1", "--fact", "a=2"]],
 )  # fmt: skip
-def test_options_that_make_no_engine(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", *options]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
+def test_options_that_make_no_engine(options: list[str], ran: Ran) -> None:
+    assert ran("describe", *options, status=1).startswith("error: ")
 
 
 @pytest.mark.parametrize("option", ["--tokens=-5", "--tokens=18446744073709551616", "--first-token=-3", "--tokens=x"])
@@ -206,12 +179,11 @@ def test_tokens_that_no_request_has(option: str, files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{", '{"num_hidden_layers": 1, "layer_types": [[]]}'])
-def test_a_file_that_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_config(text: str, tmp_path: Path, ran: Ran) -> None:
     config = tmp_path / "config.json"
     config.write_text(text)
     for args in ([str(config)], ["--preset", "llama-3-70b", "--draft", str(config)]):
-        assert main(["describe", *args]) == 1
-        assert capsys.readouterr().err.startswith("error: ")
+        assert ran("describe", *args, status=1).startswith("error: ")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -236,7 +208,7 @@ def test_presets_plan_with_themselves_in_any_division(preset: str) -> None:
 
 @pytest.mark.parametrize("said", [["--deal", "zigzag"], ["--interleave", "16"], ["--origin", "5"]])
 def test_one_rank_stores_every_token_however_they_would_be_dealt(
-    said: list[str], capsys: pytest.CaptureFixture[str]
+    said: list[str], capsys: pytest.CaptureFixture[str], ran: Ran
 ) -> None:
     """As for `lay_out`: a sweep over DCP 1, 2 and 4 changes one number."""
     for engine in ([], ["--engine", "sglang"]):
@@ -244,8 +216,7 @@ def test_one_rank_stores_every_token_however_they_would_be_dealt(
         assert [main(options), main([*options, *said])] == [0, 0]
         plain, dealt = capsys.readouterr().out.splitlines()
         assert plain == dealt
-        assert main([*options, "--deal", "0,1"]) == 1
-        assert "at deal: wanted runs of rank 0 alone" in capsys.readouterr().err
+        assert "at deal: wanted runs of rank 0 alone" in ran(*options, "--deal", "0,1", status=1)
 
 
 def test_page_is_one_file_with_the_whole_plan(files: dict[str, str], tmp_path: Path) -> None:
@@ -289,29 +260,24 @@ def test_names_in_the_page_are_only_names(files: dict[str, str], tmp_path: Path)
     assert main(["plan", files["p"], files["d"], "--html", str(tmp_path / "no" / "plan.html")]) == 1
 
 
-def test_describe_divides_tokens_layers_and_single_caches_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_divides_tokens_layers_and_single_caches_as_told(ran: Ran) -> None:
     options = ["--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", "--interleave", "64", "--deal", "zigzag"]
-    assert main(["describe", *options, "--pp", "2", "--virtual", "2", "--own", "draft:tp=2,copies=no"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(ran("describe", *options, "--pp", "2", "--virtual", "2", "--own", "draft:tp=2,copies=no"))
     assert made["groups"][0]["order"] == ["0", "1", "1", "0"]
     assert [len(rank["owns"][0]["layers"]) for rank in made["ranks"]] == [31] * 4 + [30] * 4
     assert [len(rank["owns"]) for rank in made["ranks"]] == [1] * 4 + [2, 2, 1, 1]
-    assert (
-        main(
-            [
-                "describe",
-                *options,
-                "--deal",
-                "0,1,1",
-                "--kv-dtype",
-                "NVFP4",
-                "--own",
-                "draft:dcp=4,interleave=4,deal=3+2+1+0",
-            ]
+    groups = json.loads(
+        ran(
+            "describe",
+            *options,
+            "--deal",
+            "0,1,1",
+            "--kv-dtype",
+            "NVFP4",
+            "--own",
+            "draft:dcp=4,interleave=4,deal=3+2+1+0",
         )
-        == 0
-    )
-    groups = json.loads(capsys.readouterr().out)["groups"]
+    )["groups"]
     assert [g["order"] for g in groups] == [["0", "1", "1"], ["3", "2", "1", "0"]]
     assert [p["dtype"] for p in groups[1]["parts"]] == ["F4E2M1", "F4E2M1", "F8E4M3", "F8E4M3"]
 
@@ -332,8 +298,5 @@ def test_describe_divides_tokens_layers_and_single_caches_as_told(capsys: pytest
         (["--own", "draft:tp=1", "--engine", "vllm"], "own: wanted no --own beside --engine, which divides its caches"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_name(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options]) == 1
-    assert says in capsys.readouterr().err
+def test_sizes_that_cannot_be_are_refused_by_name(options: list[str], says: str, ran: Ran) -> None:
+    assert says in ran("describe", "--preset", "deepseek-v3-eagle3", "--tp", "4", "--dcp", "2", *options, status=1)

@@ -14,6 +14,7 @@ from kvproto.catalog.models import PRESETS, Parallel, describe
 from kvproto.cli.main import main
 from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.wire import to_json
+from tests.commands import Ran
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def costs(path: Path, descriptor: float, packed: float) -> str:
 
 
 def test_a_probe_is_a_table_data_and_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], pair: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran, pair: list[str]
 ) -> None:
     file = tmp_path / "costs.json"
     options = ["probe", "--quick", "--memory", "8", "--transport", "shm"]
@@ -48,8 +49,7 @@ def test_a_probe_is_a_table_data_and_a_file(
     data = json.loads(capsys.readouterr().out)
     assert status == (4 if data["slow"] else 0)
     assert [m["way"] for m in data["measured"]] == ["copy"]
-    assert main(["plan", *pair, "--costs", str(file)]) == 0
-    assert "advice: copy: by numpy copy" in capsys.readouterr().out
+    assert "advice: copy: by numpy copy" in ran("plan", *pair, "--costs", file)
 
 
 def test_a_transport_that_cannot_start_is_a_slow_path(tmp_path: Path) -> None:
@@ -63,30 +63,22 @@ def test_a_transport_that_cannot_start_is_a_slow_path(tmp_path: Path) -> None:
     assert "cannot start UCX" in next(a["reason"] for a in data["absent"] if a["what"] == "nixl")
 
 
-def test_plan_follows_the_costs_and_says_whose_they_are(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_follows_the_costs_and_says_whose_they_are(pair: list[str], tmp_path: Path, ran: Ran) -> None:
     dear, cheap = costs(tmp_path / "dear.json", 1e-3, 5e9), costs(tmp_path / "cheap.json", 1e-9, 5e9)
     for file, kind in ((dear, "pack"), (cheap, "direct")):
-        assert main(["plan", *pair, "--costs", file]) == 0
-        said = capsys.readouterr().out
+        said = ran("plan", *pair, "--costs", file)
         assert f"constants by {file}:" in said
         assert f"  advice: {kind}: " in said
         assert "kernel" not in said
-        assert main(["plan", *pair, "--costs", file, "--json"]) == 0
-        data = json.loads(capsys.readouterr().out)
+        data = json.loads(ran("plan", *pair, "--costs", file, "--json"))
         assert data["costs"] == file
         assert {p["advice"] for p in data["pairs"]} == {kind}
         assert {name for p in data["pairs"] for name in p["seconds"]} == {"descriptors", "pack + copy + unpack"}
 
 
-def test_plan_without_costs_says_where_its_constants_are_from(
-    pair: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *pair]) == 0
-    assert "constants measured on a pair of H200:" in capsys.readouterr().out
-    assert main(["plan", *pair, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"] == "measured on a pair of H200"
+def test_plan_without_costs_says_where_its_constants_are_from(pair: list[str], ran: Ran) -> None:
+    assert "constants measured on a pair of H200:" in ran("plan", *pair)
+    assert json.loads(ran("plan", *pair, "--json"))["costs"] == "measured on a pair of H200"
 
 
 @pytest.mark.parametrize(
@@ -99,23 +91,21 @@ def test_plan_without_costs_says_where_its_constants_are_from(
     ],
 )
 def test_a_bad_costs_file_is_one_sentence(
-    text: str | None, says: str, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, says: str, pair: list[str], tmp_path: Path, ran: Ran
 ) -> None:
     path = tmp_path / "bad.json"
     if text is not None:
         path.write_text(text)
-    assert main(["plan", *pair, "--costs", str(path)]) == 1
-    said = capsys.readouterr().err
+    said = ran("plan", *pair, "--costs", path, status=1)
     assert said.startswith("error: ")
     assert says.format(path=path) in said
     assert said.count("\n") == 1
 
 
-def test_options_that_measure_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "--memory", "1"]) == 1
-    assert "OUT_OF_RANGE at memory" in capsys.readouterr().err
+def test_options_that_measure_nothing(tmp_path: Path, ran: Ran) -> None:
+    assert "OUT_OF_RANGE at memory" in ran("probe", "--memory", "1", status=1)
     if not importlib.util.find_spec("cuda"):
-        assert main(["probe", "--transport", "cuda"]) == 1
-        assert "NO_TRANSPORT" in capsys.readouterr().err
-    assert main(["probe", "--quick", "--memory", "4", "--transport", "shm", "--out", str(tmp_path)]) == 1
-    assert "Is a directory" in capsys.readouterr().err
+        assert "NO_TRANSPORT" in ran("probe", "--transport", "cuda", status=1)
+    assert "Is a directory" in ran(
+        "probe", "--quick", "--memory", "4", "--transport", "shm", "--out", tmp_path, status=1
+    )

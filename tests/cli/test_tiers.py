@@ -11,6 +11,7 @@ from kvproto.cli.main import main
 from kvproto.tiers.file_store import FileStore
 from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_store import PageStore
+from tests.commands import Ran
 from tests.tiers.schedules import LAYOUT, page, prompt
 
 PROMPT = prompt(1, 2, 3, 4, 5, 6, 7)
@@ -34,7 +35,7 @@ def files(folder: Path, kind: str, name: str = "*") -> list[Path]:
     return sorted(path for path in (folder / kind).rglob(name) if path.is_file())
 
 
-def test_pages_are_told_by_namespace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_are_told_by_namespace(folder: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     other = Chain(b"\1" * 32, 2)
     other.extend([1, 2, 3])
     data = page(other, 0)
@@ -46,8 +47,7 @@ def test_pages_are_told_by_namespace(folder: Path, capsys: pytest.CaptureFixture
         ("01" * 32, 1, 32),
     ]
     assert kinds[0]["groups"]["1"] == {"counts": "AHEAD PREFIX", "pages": 3, "bytes": 24}
-    assert main(["tiers", str(folder)]) == 0
-    assert "3 pages of 2 tokens, 111 bytes" in capsys.readouterr().out
+    assert "3 pages of 2 tokens, 111 bytes" in ran("tiers", folder)
 
 
 def test_a_flipped_bit_is_found_by_reading_all_and_pruned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,17 +96,15 @@ def test_files_of_nobody_go_once_they_are_old(folder: Path, capsys: pytest.Captu
     assert found["kinds"][0]["pages"] == 2
 
 
-def test_a_namespace_is_dropped_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_namespace_is_dropped_by_name(folder: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     for name in ("11111111", "0000", ""):
-        assert main(["tiers", str(folder), "--drop", name]) == 1
-        assert "name one" in capsys.readouterr().err
+        assert "name one" in ran("tiers", folder, "--drop", name, status=1)
     found = said(capsys, 0, folder, "--drop", "00000000")
     assert (found["deleted"], found["kinds"]) == ({"dropped": 3}, [])
     assert not files(folder, "m") + files(folder, "o")
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, ran: Ran) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        assert main(["tiers", str(path), "--prune"]) == 1
-        assert "no cached pages" in capsys.readouterr().err
+        assert "no cached pages" in ran("tiers", path, "--prune", status=1)
     assert not [*tmp_path.iterdir()]

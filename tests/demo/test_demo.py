@@ -96,6 +96,15 @@ def report(result: Ended) -> Any:
     return json.loads(result.out)
 
 
+def right(*args: object) -> Any:
+    """The report of a demo in which everything is as it should be."""
+    result = demo(*args, "--json")
+    assert result.status == 0, result.said
+    told = report(result)
+    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    return told
+
+
 def test_demo_as_in_the_readme() -> None:
     result = demo_process()
     assert result.status == 0, result.said
@@ -109,23 +118,27 @@ def test_one_prefill_rank_to_two_decode_ranks(target: str, draft: str, prompts: 
     """Over ipc and, where both have one kind of cache, over TCP with keys (KVP-NET-CURVE)."""
     args = ["--prefill-tp", "1", "--decode-tp", "2", "--target", target, "--draft", draft, "--prompt-file", prompts]
     args += ["--tcp"] if target == draft else []
-    result = demo(*args, "--json", "--max-new", "24")
-    assert result.status == 0, result.said
-    told = report(result)
-    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    told = right(*args, "--max-new", "24")
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
         (0, d, g) for d in (0, 1) for g in ("target", "draft")
     }
     assert max(r["acceptance"] for r in told["requests"]) > 1.5
 
 
-def test_pages_are_claimed_piece_by_piece(prompts: Path) -> None:
-    """Features INTENT and SPANS; there are pages for one request and a part of another."""
-    args = ["--spans", "--part", "1", "--pages", "14", "--decode-tp", "2", "--prompt-file", prompts]
-    result = demo(*args, "--json", "--max-new", "24")
-    assert result.status == 0, result.said
-    told = report(result)
-    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+@pytest.mark.parametrize(
+    "args",
+    [
+        # features INTENT and SPANS; there are pages for one request and a part of another
+        "--spans --part 1 --pages 14 --decode-tp 2 --max-new 24",
+        # the bytes are messages, over TCP with keys
+        "--transport inline --tcp --max-new 8",
+        # four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes
+        "--prefill-tp 3 --decode-tp 2 --target gqa --draft gqa --max-new 24",
+    ],
+    ids=["pages are claimed piece by piece", "inside the session", "ranks that do not divide the heads"],
+)
+def test_all_is_right(args: str, prompts: Path) -> None:
+    right(*args.split(), "--prompt-file", prompts)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -145,20 +158,10 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
             assert isinstance(tuned, NixlTransport)
             assert tuned.mode == Costs(1e-6, 1e9, 0.2)
             tuned.close()
-    result = demo("--transport", "nixl", "--prompt-file", prompts, "--json", "--max-new", "24", *args)
-    assert result.status == 0, result.said
-    told = report(result)
-    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    told = right("--transport", "nixl", "--prompt-file", prompts, "--max-new", "24", *args)
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == {
         (p, 0, g) for p in (0, 1) for g in ("target", "draft")
     }
-
-
-def test_inside_the_session(prompts: Path) -> None:
-    """Transport inline: the bytes are messages, over TCP with keys."""
-    result = demo("--transport", "inline", "--tcp", "--prompt-file", prompts, "--json", "--max-new", "8")
-    assert result.status == 0, result.said
-    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
 
 
 @pytest.mark.parametrize("tp", [("1", "2"), ("2", "1")])
@@ -181,10 +184,7 @@ def test_layers_are_sent_while_later_ones_compute(tp: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 def test_decode_reads(prefill: int, decode: int, prompts: Path) -> None:
     ranks = ["--prefill-tp", prefill, "--decode-tp", decode]
-    result = demo("--pull", *ranks, "--prompt-file", prompts, "--json", "--max-new", "24")
-    assert result.status == 0, result.said
-    told = report(result)
-    assert told["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
+    told = right("--pull", *ranks, "--prompt-file", prompts, "--max-new", "24")
     pairs = {(p, d, g) for p in range(prefill) for d in range(decode) for g in ("target", "draft")}
     assert {(m["source"], m["sink"], m["group"]) for m in told["matrix"]} == pairs
 
@@ -234,18 +234,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flipped(group: str, prompts: Path, *args: str) -> tuple[int, Any]:
-    result = demo(
-        "--transport",
-        f"flips-{group}",
-        "--prefill-tp",
-        "1",
-        "--json",
-        "--max-new",
-        "24",
-        "--prompt-file",
-        prompts,
-        *args,
-    )
+    options = f"--transport flips-{group} --prefill-tp 1 --json --max-new 24 --prompt-file".split()
+    result = demo(*options, prompts, *args)
     return result.status, report(result)
 
 
@@ -305,14 +295,6 @@ def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -
     assert "pages" in long["error"]
     assert short["error"] is None
     assert short["same_tokens"]
-
-
-def test_ranks_that_do_not_divide_the_heads(prompts: Path) -> None:
-    """Four query heads and two KV heads on three ranks: the planner sees owned intervals, no sizes."""
-    args = ["--prefill-tp", "3", "--decode-tp", "2", "--target", "gqa", "--draft", "gqa", "--prompt-file", prompts]
-    result = demo(*args, "--json", "--max-new", "24")
-    assert result.status == 0, result.said
-    assert report(result)["verdicts"] == {"requests": True, "checksums": True, "tokens": True, "acceptance": True}
 
 
 def test_more_ranks_than_heads() -> None:

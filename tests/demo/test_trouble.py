@@ -182,15 +182,20 @@ def test_both_engines_are_told_to_sleep_by_their_sockets(start: Start, folder: P
     desk.until(lambda role, word: word["op"] == "finished" and word["id"] == "after")
 
 
-def test_a_drain_has_an_end(start: Start, folder: Path, desk: Desk) -> None:
-    """What takes longer is lost and said; decode drains too, and what it decodes is finished first."""
-    source = start("prefill", "--dir", folder, "--chunk", "1", "--drain-for", "0.01")
-    sink = start("decode", "--dir", folder)
+def asked_to_end(sink: Any, source: Any, desk: Desk) -> Any:
+    """The sink, when one request has arrived and its source is told to end in the middle of another."""
     desk.connected()
     desk.ask("short", "Alice")
     desk.ask("long", 8 * LONG)
     desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
     os.kill(source.pid, signal.SIGTERM)
+    return sink
+
+
+def test_a_drain_has_an_end(start: Start, folder: Path, desk: Desk) -> None:
+    """What takes longer is lost and said; decode drains too, and what it decodes is finished first."""
+    source = start("prefill", "--dir", folder, "--chunk", "1", "--drain-for", "0.01")
+    sink = asked_to_end(start("decode", "--dir", folder), source, desk)
     desk.until(lambda role, word: word["op"] == "failed" and (word["id"], word["code"]) == ("long", "PEER_LOST"))
     status, _, said = source.wait(20)
     assert (status, "not drained after 0.01 s" in said) == (1, True)
@@ -201,12 +206,7 @@ def test_a_drain_has_an_end(start: Start, folder: Path, desk: Desk) -> None:
 
 def test_a_second_sigterm_ends_an_engine_at_once(start: Start, folder: Path, desk: Desk) -> None:
     source = start("prefill", "--dir", folder, "--chunk", "1")
-    sink = start("decode", "--dir", folder)
-    desk.connected()
-    desk.ask("short", "Alice")
-    desk.ask("long", 8 * LONG)
-    desk.until(lambda role, word: word["op"] == "arrived" and word["id"] == "short")
-    os.kill(source.pid, signal.SIGTERM)
+    sink = asked_to_end(start("decode", "--dir", folder), source, desk)
     desk.until(lambda role, word: word["op"] == "draining")
     os.kill(source.pid, signal.SIGTERM)
     assert source.wait(20).status == 143

@@ -115,6 +115,10 @@ class Run:
         """What a scheduler does: pages, if there are enough."""
         return self.ours if self.both.here.grow(self.ours, wanted.pages) else None
 
+    def arrives(self) -> None:
+        self.both.until(lambda: self.fetch.done)
+        self.arrived()
+
     def arrived(self) -> None:
         """Every row is what the source's engine computed."""
         at, page = self.both.sink_rows, PAGE["sink"]
@@ -157,9 +161,9 @@ class Claims:
             for array in rows.values():
                 array[:] = byte
 
-    def turn(self) -> None:
-        self.told += self.source.step(0.002)
-        self.told += self.sink.step(0.002)
+    def turn(self, times: int = 1) -> None:
+        for door in (self.source, self.sink) * times:
+            self.told += door.step(0.002)
 
     def until(self, condition: Any) -> None:
         for _ in range(3000):

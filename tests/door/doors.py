@@ -9,7 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from kvproto import Cache, DType, Geometry, Options, Pool, Prompt, Sink, Source, Ticket, lay_out, new_ticket
+from kvproto import (
+    Cache,
+    DType,
+    Fetch,
+    Geometry,
+    Options,
+    Pool,
+    Prompt,
+    Request,
+    Sink,
+    Source,
+    Ticket,
+    lay_out,
+    new_ticket,
+)
 from kvproto.events import Event
 
 PAGE, PAGES = 4, 16
@@ -46,10 +60,20 @@ class Two:
         self.ticket: Ticket = new_ticket(source.name)
         self.told: list[Event] = []
 
-    def turn(self) -> None:
-        """A turn of those that have no thread; their events are kept."""
-        for door in (self.source, self.sink):
+    def turn(self, times: int = 1) -> None:
+        """Turns of those that have no thread; their events are kept."""
+        for door in (self.source, self.sink) * times:
             self.told += door.events() if door.options.thread else door.step(0.005)
+
+    def asked(self, pages: list[int], made: Ticket | None = None, **fetch: Any) -> tuple[Request, Fetch]:
+        """A request of the source, and its fetch into these pages."""
+        made = made or self.ticket
+        return self.source.request(made, PROMPT), self.sink.fetch(made, PROMPT, {"kv": pages}, **fetch)
+
+    def ends(self, handle: Any) -> Any:
+        """What a request, a fetch or a sleep has come to."""
+        self.until(lambda: handle.done)
+        return handle.wait(0)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Turns until it is true; what it returned."""

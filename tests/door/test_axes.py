@@ -13,6 +13,7 @@ from kvproto.errors import LocalError, PlanError, RemoteError, WireError
 from kvproto.planning.geometry import validate
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import ErrorCode, ItemKind
+from tests.errors import raises
 
 from .axes import ENDS, IMAGES, OURS, POISON, TABLES, TOKENS, both, engine, places, prompt
 from .doors import address_in
@@ -96,26 +97,22 @@ def test_images_of_another_number_are_another_prompt(tmp_path: Path) -> None:
         ticket = new_ticket("prefill")
         two.source.request(ticket, prompt(13)).finish(TABLES)
         fetch = two.sink.fetch(ticket, prompt(12), OURS)
-        with pytest.raises(RemoteError) as refused:
+        with raises(RemoteError, code=ErrorCode.CONTENT_MISMATCH):
             fetch.wait(10)
-        assert refused.value.code == ErrorCode.CONTENT_MISMATCH
 
 
 def test_sides_that_mean_different_axes_are_refused(tmp_path: Path) -> None:
     """KVP-PLAN-AXIS: tokens are an axis like others."""
-    with pytest.raises(PlanError) as refused:
+    with raises(PlanError, code=ErrorCode.AXIS_MISMATCH, path="groups[cross].axis") as refused:
         plan(engine(4), engine(8, "audio"))
-    assert (refused.value.code, refused.value.path) == (ErrorCode.AXIS_MISMATCH, "groups[cross].axis")
     assert (refused.value.mine, refused.value.yours) == ("image", "audio")
-    with pytest.raises(PlanError) as refused:
+    with raises(PlanError, mine="image", yours="tokens"):
         plan(lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("image")]), engine_of_tokens())
-    assert (refused.value.mine, refused.value.yours) == ("image", "tokens")
 
 
 def test_rows_stand_for_tokens_without_a_word() -> None:
-    with pytest.raises(LocalError, match="not 'tokens'") as refused:
+    with raises(LocalError, match="not 'tokens'", path="'kv'.along", yours="'tokens'"):
         Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4).along("tokens")
-    assert (refused.value.path, refused.value.yours) == ("'kv'.along", "'tokens'")
 
 
 @pytest.mark.parametrize(("axes", "known"), [({"image": 0}, "axes of ['image']"), ({}, "none, as all caches")])
@@ -133,9 +130,8 @@ def test_an_axis_that_neither_side_has_is_refused(tmp_path: Path, axes: dict[str
             request, fetch = source.request(ticket, asked), sink.fetch(ticket, asked, tables)
             request.finish(tables)
             if more:
-                with pytest.raises(LocalError) as refused:
+                with raises(LocalError, path="prompt.axes", yours="'token'") as refused:
                     fetch.wait(10)
-                assert (refused.value.path, refused.value.yours) == ("prompt.axes", "'token'")
                 assert refused.value.mine.startswith(known)
                 assert fetch.pages_free
             else:
@@ -176,20 +172,17 @@ def test_what_cannot_be_fetched(tmp_path: Path, case: str) -> None:
 def test_what_a_source_cannot_mean(tmp_path: Path) -> None:
     """KVP-TKT-W-AXES, among others."""
     with both(tmp_path) as two:
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, path="prompt.axes") as refused:
             two.source.request(new_ticket("prefill"), Prompt(range(TOKENS)))
-        assert refused.value.path == "prompt.axes"
         assert 'Prompt(..., axes={"image": 0})' in refused.value.advice
         request = two.source.request(new_ticket("prefill"), prompt(13))
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, path='pages["cross"]', mine="4 pages for 13 image"):
             request.finish({**TABLES, "cross": [1, 2, 3]})
-        assert (refused.value.path, refused.value.mine) == ('pages["cross"]', "4 pages for 13 image")
         with pytest.raises(LocalError) as refused:
             request.computed(TABLES, 4, since={"cross": 1})
         assert refused.value.path == 'since["cross"]'  # none of its rows is there yet
-        with pytest.raises(LocalError, match="by name and not by axis") as refused:
+        with raises(LocalError, match="by name and not by axis", path='since["image"]'):
             request.computed(TABLES, 4, since={"image": 1})
-        assert refused.value.path == 'since["image"]'
 
 
 @pytest.mark.parametrize(
@@ -205,9 +198,8 @@ def test_what_a_source_cannot_mean(tmp_path: Path) -> None:
     ],
 )
 def test_axes_that_a_prompt_cannot_have(axes: Any, path: str) -> None:
-    with pytest.raises(LocalError) as refused:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         Prompt([1], axes=axes)
-    assert (refused.value.code, refused.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 def test_a_window_beyond_the_end_of_its_axis_is_refused_on_the_wire(tmp_path: Path) -> None:
@@ -217,9 +209,8 @@ def test_a_window_beyond_the_end_of_its_axis_is_refused_on_the_wire(tmp_path: Pa
         object.__setattr__(longer, "digest", asked.digest)
         two.source.request(ticket, asked).finish(TABLES)
         fetch = two.sink.fetch(ticket, longer, OURS)
-        with pytest.raises(RemoteError) as refused:
+        with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[1].valid") as refused:
             fetch.wait(10)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, "grants[1].valid")
         assert refused.value.mine == "a prompt of 13 image"
         ticket = new_ticket("prefill")
         two.source.request(ticket, asked).finish(TABLES)
@@ -232,6 +223,5 @@ def test_kinds_of_items_that_have_no_axis() -> None:
     ring = lay_out([Cache.window("ring", 1, kv_heads=2, head_dim=4, ring_rows=8)])
     odd = attrs.evolve(ring, groups=(attrs.evolve(ring.groups[0], axis="image"),))
     assert odd.groups[0].kind == ItemKind.RING
-    with pytest.raises(WireError) as refused:
+    with raises(WireError, code=ErrorCode.BAD_GEOMETRY, path="groups[0].axis"):
         validate(odd)
-    assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GEOMETRY, "groups[0].axis")

@@ -32,6 +32,7 @@ from kvproto import (
 from kvproto.errors import KvprotoError
 from kvproto.events import Declined
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
 
@@ -208,9 +209,8 @@ def test_options_that_name_no_transport(tmp_path: Path) -> None:
 
 def test_a_transport_that_cannot_serve_the_memory(tmp_path: Path) -> None:
     pool = filled()
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.NO_TRANSPORT, path="Options.transports") as caught:
         Source("prefill", pool, address_in(tmp_path), Options(transports=("cuda",)))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "Options.transports")
     assert "host" in str(caught.value).lower()
     assert "pip install" not in str(caught.value), "no library would help"
     pool.close()
@@ -272,9 +272,8 @@ def test_text_that_no_router_wrote(text: str) -> None:
     """A ticket comes from beside the prompt, over the network: a hostile one is refused by code and path."""
     ticket = write_ticket(new_ticket("prefill"))
     given, code = TEXTS[text]
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=code) as caught:
         read_ticket(given)
-    assert caught.value.code == code
     assert caught.value.path.startswith("ticket") or caught.value.path in ticket
     assert read_ticket(json.dumps(ticket)) == read_ticket(ticket)
 
@@ -344,14 +343,12 @@ def test_a_ticket_that_is_used_twice_at_the_source(both: Two) -> None:
 
 def test_a_ticket_that_is_used_twice_at_the_sink(both: Two) -> None:
     """Clause KVP-TKT-USED: one ticket, one sequence."""
-    request = both.source.request(both.ticket, PROMPT)
-    first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    request, first = both.asked([9, 0, 5])
     again = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})
     request.finish({"kv": [3, 1, 2]})
     first.wait(10)
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.TICKET_USED) as caught:
         again.wait(10)
-    assert caught.value.code == ErrorCode.TICKET_USED
     said = "the peer expected only sequence 1, which uses it, from this side it got sequence 2"
     assert said in str(caught.value)
     both.until(lambda: again.pages_free)
@@ -362,9 +359,8 @@ def test_a_prompt_that_differs(both: Two) -> None:
     """Clause KVP-TKT-CONTENT."""
     request = both.source.request(both.ticket, PROMPT)
     found = both.sink.fetch(both.ticket, Prompt(range(1, 11)), {"kv": [9, 0, 5]})
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.CONTENT_MISMATCH) as caught:
         found.wait(10)
-    assert caught.value.code == ErrorCode.CONTENT_MISMATCH
     assert f"expected a prompt of {len(PROMPT)} tokens, digest " in str(caught.value)
     assert "from this side it got one fetched up to token 10, digest " in str(caught.value)
     assert "tokens, adapter, salts or lengths of axes differ" in caught.value.advice
@@ -458,9 +454,8 @@ def test_addresses(tmp_path: Path) -> None:
 
 def test_names(tmp_path: Path) -> None:
     for name in ("", "x" * 1000):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path="name"):
             Source(name, filled(), address_in(tmp_path))
-        assert caught.value.path == "name"
 
 
 def test_ways_of_driving(tmp_path: Path) -> None:
@@ -522,8 +517,7 @@ def test_a_fetch_that_failed_holds_nothing_of_whoever_asked_for_its_result(tmp_p
 
 def test_handles_after_close(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         waiting = threading.Thread(target=_wait_in_vain, args=(found,))
         waiting.start()
         both.sink.close()

@@ -12,6 +12,7 @@ from kvproto.events import Freed
 from kvproto.wire.enums import ErrorCode
 from tests.door.doors import PROMPT, STEPPED, Two, two
 from tests.door.test_inline import FRAME, PAGES, large
+from tests.errors import raises
 
 SOON = 20.0
 """Seconds in which something must happen."""
@@ -19,9 +20,7 @@ SOON = 20.0
 
 def prefilled(both: Two) -> tuple[Request, Any]:
     """A request that a sink waits for, and whose prefill is over; from now on the sink says nothing."""
-    ticket = new_ticket("prefill")
-    request = both.source.request(ticket, PROMPT)
-    fetch = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+    request, fetch = both.asked([9, 0, 5], new_ticket("prefill"))
     both.until(lambda: request.state is not None and request.state.asking())
     request.finish({"kv": [3, 1, 2]})
     for _ in range(5):
@@ -57,9 +56,8 @@ def test_a_stream_that_waits_for_its_sink_is_stopped(tmp_path: Path) -> None:
         for _ in range(5):
             both.source.step(0.0)
         assert isinstance(request.result, Freed)
-        both.until(lambda: fetch.done)
         with pytest.raises(KvprotoError, match="needs its pages"):
-            fetch.wait(0)
+            both.ends(fetch)
         both.until(lambda: fetch.pages_free)
 
 
@@ -67,9 +65,7 @@ def test_a_failed_request_costs_the_next_nothing(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as both:
         request, _ = prefilled(both)
         request.fail("given up")
-        ticket = new_ticket("prefill")
-        after = both.source.request(ticket, PROMPT)
-        fetch = both.sink.fetch(ticket, PROMPT, {"kv": [6, 7, 8]})
+        after, fetch = both.asked([6, 7, 8], new_ticket("prefill"))
         after.finish({"kv": [3, 1, 2]})
         both.until(lambda: fetch.done and after.done and request.done)
         assert fetch.result is not None
@@ -81,40 +77,29 @@ def leave(_: object) -> None:
 
 def ended(sink: Sink) -> None:
     """Every call raises the error that ended the thread, and no source is ready."""
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.ABORTED):
         sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-    assert caught.value.code == ErrorCode.ABORTED
     with pytest.raises(LocalError):
         sink.drain()
     assert sink.ready == frozenset()
 
 
-def test_a_callback_that_exits_ends_all_handles(tmp_path: Path) -> None:
-    with two(tmp_path, Options()) as both:
+@pytest.mark.parametrize(
+    ("callback", "ends"),
+    [(leave, {"code": ErrorCode.ABORTED}), (lambda _: None, {"path": "Options.callbacks"})],
+    ids=["one that exits", "an executor that was shut down"],
+)
+def test_callbacks_that_end_a_thread_end_all_handles(tmp_path: Path, callback: Any, ends: dict[str, Any]) -> None:
+    pool = None if callback is leave else ThreadPoolExecutor(1)
+    with two(tmp_path, Options(), Options(callbacks=pool and pool.submit)) as both:
         both.until(lambda: both.sink.ready)
         other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-        request = both.source.request(both.ticket, PROMPT)
-        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=leave)
+        request, first = both.asked([9, 0, 5], on_done=callback)
+        if pool is not None:
+            pool.shutdown()
         request.finish({"kv": [3, 1, 2]})
         assert first.wait(SOON) is not None
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, **ends) as caught:
             other.wait(SOON)
-        assert (caught.value.code, "SystemExit" in caught.value.yours) == (ErrorCode.ABORTED, True)
-        ended(both.sink)
-
-
-def test_callbacks_that_nobody_takes_end_all_handles(tmp_path: Path) -> None:
-    """Such as of an executor that was shut down, or of a loop that is closed."""
-    pool = ThreadPoolExecutor(1)
-    with two(tmp_path, Options(), Options(callbacks=pool.submit)) as both:
-        both.until(lambda: both.sink.ready)
-        other = both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [6, 7, 8]})
-        request = both.source.request(both.ticket, PROMPT)
-        first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, on_done=lambda _: None)
-        pool.shutdown()
-        request.finish({"kv": [3, 1, 2]})
-        assert first.wait(SOON) is not None
-        with pytest.raises(LocalError) as caught:
-            other.wait(SOON)
-        assert caught.value.path == "Options.callbacks"
+        assert ("SystemExit" in caught.value.yours) == (callback is leave)
         ended(both.sink)

@@ -31,8 +31,7 @@ def test_computed_copies_nothing_in_the_thread_of_the_engine(tmp_path: Path) -> 
 @pytest.mark.parametrize("options", [Options(), STEPPED])
 def test_a_request_that_is_over_takes_further_words_without_harm(tmp_path: Path, options: Options) -> None:
     with two(tmp_path, options) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: found.done and request.done)
         request.computed({"kv": [3]}, 4)
@@ -45,20 +44,11 @@ def test_one_transport_may_be_named_as_it_is() -> None:
     assert Options(transports="shm").transports == ("shm",)
 
 
-def test_a_rank_that_takes_part_in_no_transfer_releases_its_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_rank_that_takes_part_in_no_transfer_releases_its_request(tmp_path: Path, finished: bool) -> None:
     with two(tmp_path, Options()) as both:
         request = both.source.request(both.ticket, PROMPT)
-        request.computed({"kv": [3]}, 4)
-        request.release()
-        over = request.wait(5)
-        assert isinstance(over, told.Freed)
-        assert over.routed == ()
-
-
-def test_a_rank_that_takes_part_in_no_transfer_releases_a_request_that_it_has_finished(tmp_path: Path) -> None:
-    with two(tmp_path, Options()) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        request.finish({"kv": [3, 1, 2]})
+        request.finish({"kv": [3, 1, 2]}) if finished else request.computed({"kv": [3]}, 4)
         request.release()
         over = request.wait(5)
         assert isinstance(over, told.Freed)

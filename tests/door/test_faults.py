@@ -21,6 +21,7 @@ from kvproto.errors import DeviceFault, LocalError
 from kvproto.sink.node import SinkNode
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 from tests.processes import FORKED, imported
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, rows, two
@@ -54,15 +55,13 @@ STAGES: dict[str, Callable[[Two, Request, Fetch], object]] = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_abort(tmp_path: Path, options: Options, stage: str) -> None:
     with two(tmp_path, options) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         STAGES[stage](both, request, found)
         found.abort("the client is gone")
         both.until(lambda: found.done)
         if stage != "after finish":
-            with pytest.raises(KvprotoError, match="the client is gone") as caught:
+            with raises(KvprotoError, match="the client is gone", code=ErrorCode.ABORTED):
                 found.wait(0)
-            assert caught.value.code == ErrorCode.ABORTED
             both.until(lambda: found.pages_free)
         found.abort()
         if not request.done:
@@ -73,8 +72,7 @@ def test_an_abort(tmp_path: Path, options: Options, stage: str) -> None:
 
 def test_what_the_source_fails_is_told_with_its_reason(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.fail("no free pages")
         with pytest.raises(KvprotoError, match="no free pages"):
             found.wait(10)
@@ -86,8 +84,7 @@ def test_a_ticket_that_runs_out_frees_the_pages(tmp_path: Path, options: Options
     with two(tmp_path, options) as both:
         request = both.source.request(new_ticket("prefill", deadline=0.05), PROMPT)
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: request.done)
-        assert isinstance(request.wait(0), told.Expired)
+        assert isinstance(both.ends(request), told.Expired)
         served(both)
 
 
@@ -106,10 +103,9 @@ def test_how_long_a_fetch_waits_for_its_request(
     with (
         Source("prefill", filled(), address, Options(ticket_wait=source)),
         Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, Options(ticket_wait=sink)) as asking,
+        raises(KvprotoError, code=ErrorCode[code]),
     ):
-        with pytest.raises(KvprotoError) as caught:
-            asking.fetch(new_ticket("prefill", deadline=deadline), PROMPT, {"kv": [9, 0, 5]}).wait(60)
-        assert caught.value.code == ErrorCode[code]
+        asking.fetch(new_ticket("prefill", deadline=deadline), PROMPT, {"kv": [9, 0, 5]}).wait(60)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
@@ -168,9 +164,8 @@ def test_a_source_that_is_killed_and_comes_back(tmp_path: Path) -> None:
         while not connected:
             connected = [e for e in sink.events() if isinstance(e, told.Connected)]
         os.kill(first.pid or 0, signal.SIGKILL)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.PEER_LOST):
             found.wait(30)
-        assert caught.value.code == ErrorCode.PEER_LOST
         first.join(10)
         second, conn = spawned(prefill, address)
         found = fetch(conn)
@@ -224,8 +219,7 @@ def test_a_source_that_is_restarted(tmp_path: Path) -> None:
 
 def test_a_source_that_closes_while_a_request_is_under_way(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         both.until(lambda: any(isinstance(e, told.Connected) for e in both.told))
         both.source.close()
         with pytest.raises(KvprotoError):
@@ -242,17 +236,15 @@ def test_a_source_drains(tmp_path: Path) -> None:
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
         both.until(lambda: both.source._node.tickets.unasked() == [unasked])
         both.source.drain()
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.source.request(new_ticket("prefill"), PROMPT)
-        assert caught.value.code == ErrorCode.DRAINING
         both.until(lambda: unasked.done)
         assert not both.source.drained
         asked.finish({"kv": [3, 1, 2]})
         assert found.wait(10).bytes == {0: 320}
         both.until(lambda: both.source.drained)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.sink.fetch(ticket, PROMPT, {"kv": [10, 11, 12]}).wait(10)
-        assert caught.value.code == ErrorCode.DRAINING
         both.source.close()
         both.until(lambda: any(isinstance(e, told.Disconnected) for e in both.told))
         with Source("prefill", both.source.pool, address_in(tmp_path)) as both.source:
@@ -261,12 +253,10 @@ def test_a_source_drains(tmp_path: Path) -> None:
 
 def test_a_sink_drains(tmp_path: Path) -> None:
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         both.sink.drain()
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.DRAINING):
             both.sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [10, 11, 12]})
-        assert caught.value.code == ErrorCode.DRAINING
         assert not both.sink.drained
         request.finish({"kv": [3, 1, 2]})
         assert found.wait(10).bytes == {0: 320}
@@ -326,8 +316,7 @@ def test_without_a_descriptor_memory_is_refused_and_a_sink_registers_what_it_has
 def test_a_fork(tmp_path: Path) -> None:
     """In the child each call says so, and the parent's requests go on."""
     with two(tmp_path) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         child = os.fork()
         if not child:
             calls = (lambda: found.wait(5), lambda: request.wait(5), lambda: request.finish({"kv": [3, 1, 2]}),

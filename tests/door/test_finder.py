@@ -15,6 +15,7 @@ from kvproto.finder import Held
 from kvproto.session.catalogue import SourceCatalogue
 from kvproto.session.limits import PING_SILENCE
 from kvproto.wire.enums import ErrorCode
+from tests.commands import Ran
 
 from .doors import STEPPED, address_in
 from .keyed import allow, entry, host
@@ -200,7 +201,7 @@ def test_addresses_and_use_after_close(tmp_path: Path) -> None:
     assert closed.value.code is ErrorCode.UNEXPECTED_MESSAGE
 
 
-def test_the_command_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_with_keys(tmp_path: Path, ran: Ran) -> None:
     """Over TCP with CURVE, by a router that the allow-list names, and not by another."""
     prefill, router, other = (host(tmp_path, name) for name in ("prefill", "router", "other"))
     allow(prefill, [entry(router, "router")])
@@ -210,15 +211,12 @@ def test_the_command_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str
     tokens = tmp_path / "tokens"
     tokens.write_text(",".join(map(str, PROMPT)))
     shared = ["find", at, "--tokens", str(tokens), "--name", "router", "--keys"]
-    assert main([*shared, str(router.folder), "--wait", "20", "--json"]) == 0
-    (held,) = json.loads(capsys.readouterr().out)["found"]
+    (held,) = json.loads(ran(*shared, router.folder, "--wait", "20", "--json"))["found"]
     assert (held["engine"], held["tokens"], held["device"], held["pages"]) == ("a", 16, 16, 4)
-    assert main([*shared, str(router.folder), "--wait", "20"]) == 0
-    assert "a replica 0" in (said := capsys.readouterr().out)
+    assert "a replica 0" in (said := ran(*shared, router.folder, "--wait", "20"))
     assert "16 of 17 tokens, 16 on the device; 4 pages in all" in said
     assert main([*shared, str(other.folder), "--wait", "0.2"]) == 3
-    assert main(["find", "tcp://127.0.0.1:7000"]) == 1
-    assert "error: " in capsys.readouterr().err
+    assert "error: " in ran("find", "tcp://127.0.0.1:7000", status=1)
     keeper.close()
 
 

@@ -31,8 +31,7 @@ def inline(window: int = WINDOW, **more: Any) -> Options:
 def test_a_request_arrives_whatever_credit_allows(tmp_path: Path, window: int, thread: bool) -> None:
     """The sink's window is not the source's."""
     with two(tmp_path, inline(thread=thread), inline(window, thread=thread)) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]}, cached=3)
+        request, found = both.asked([9, 0, 5], cached=3)
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: found.done and request.done)
         assert list(found.wait(0).checksums) == [(0, "kv")]
@@ -89,11 +88,9 @@ def test_over_tcp_with_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("kvproto.source.node.default", lambda memory: InlineTransport())
     monkeypatch.setattr("kvproto.sink.node.default", lambda memory: InlineTransport())
     with keyed(tmp_path) as (both, _, _):
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
-        found.wait(0)
+        both.ends(found)
         assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
 
 
@@ -103,11 +100,9 @@ def test_the_first_transport_that_works_is_taken(tmp_path: Path, first: str) -> 
     theirs = Options(transports=[InlineTransport(), "shm"], thread=False)
     ours = Options(transports=first, thread=False)
     with two(tmp_path, ours, theirs) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
-        found.wait(0)
+        both.ends(found)
         (peer,) = both.source._node.memory._mapped.values()
         wanted = Transport.INLINE if first == "inline" else Transport.SHM
         assert peer.transport.capabilities.code == wanted
@@ -158,8 +153,7 @@ def test_a_sink_that_does_not_read_bounds_what_a_source_holds(tmp_path: Path) ->
         for _ in range(50):
             both.source.step()
         assert came.bytes < PAGES * (64 << 10) - stream.left == came.total <= came.bytes + 4 * FRAME
-        both.until(lambda: found.done)
-        found.wait(0)
+        both.ends(found)
         assert all((both.sink.pool.array("kv", n, "k") == n + 1).all() for n in range(4))
 
 

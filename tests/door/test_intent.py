@@ -19,6 +19,7 @@ from kvproto.events import Arrived, Connected, Lost, PagesWanted
 from kvproto.rank.registration import features_of
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.wire.enums import ErrorCode, Feature
+from tests.errors import raises
 
 from .claims import NOBODY, PAGE, TOKENS, Claims, Run, claims
 from .doors import GEOMETRY, PROMPT, STEPPED, rows, two
@@ -43,8 +44,7 @@ def test_pages_are_claimed_when_they_are_of_use(tmp_path: Path, way: str, spans:
             run.compute(tokens)
             pages = -(-tokens // PAGE["sink"]) if spans and way == "push" else 0
             both.until(lambda pages=pages: len(run.ours.get("kv", [])) >= pages)
-            for _ in range(8):
-                both.turn()
+            both.turn(8)
             held.append(len(run.ours.get("kv", [])) - pages)
             both.untouched()
         assert held == [0, 0, 0]
@@ -86,13 +86,11 @@ def test_pages_by_events_and_not_yet(tmp_path: Path) -> None:
         last = {event.fetch: event for event in both.of(PagesWanted)}
         assert last[second.fetch].pages == {"kv": 5, "rows": 5, "ring": 1, "state": 1, "seen": 2}
         assert first.fetch.grant(first.give(last[first.fetch]))
-        both.until(lambda: first.fetch.done)
-        first.arrived()
+        first.arrives()
         assert second.give(last[second.fetch]) is None
         first.back()
         assert second.fetch.grant(second.give(last[second.fetch]))
-        both.until(lambda: second.fetch.done)
-        second.arrived()
+        second.arrives()
         both.untouched()
 
 
@@ -177,33 +175,28 @@ def test_pages_that_cannot_be_are_refused_and_good_ones_are_taken(tmp_path: Path
         if bad == "other pages than before":
             assert found.grant({"kv": [1]}, 4)
         pages, code, path = BAD[bad]
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=code, path=path):
             found.grant(pages)
-        assert (refused.value.code, refused.value.path) == (code, path)
         other.abort()
         both.until(lambda: other.done)
         assert not found.done
         assert found.grant({"kv": [1, 2, 3]})
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
-        found.wait(0)
+        both.ends(found)
         assert (rows(both.sink.pool, [1, 2, 3]) == rows(both.source.pool, [3, 1, 2])).all()
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     with two(tmp_path, Options(thread=False)) as both:
         for more, path in (({"claim": 3}, "claim"), ({"spans": 1}, "spans")):
-            with pytest.raises(LocalError) as refused:
+            with raises(LocalError, path=path):
                 both.sink.fetch(both.ticket, PROMPT, **more)
-            assert refused.value.path == path
         for more, path in (({"claim": print}, "claim"), ({"spans": True}, "spans")):
-            with pytest.raises(LocalError) as refused:
+            with raises(LocalError, path=path):
                 both.sink.fetch(both.ticket, PROMPT, {"kv": [1, 2, 3]}, **more)
-            assert refused.value.path == path
         found = both.sink.fetch(both.ticket, PROMPT)
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, path="tokens"):
             found.grant({"kv": [1, 2, 3]}, 11)
-        assert refused.value.path == "tokens"
 
 
 @pytest.mark.parametrize("granted", [False, True])
@@ -224,8 +217,7 @@ def test_an_aborted_fetch_gives_back_what_it_was_granted(tmp_path: Path, granted
         run.back()
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))
         run.finish()
-        both.until(lambda: run.fetch.done)
-        run.arrived()
+        run.arrives()
 
 
 def test_a_source_that_is_gone_keeps_what_was_granted_in_quarantine(tmp_path: Path) -> None:
@@ -250,9 +242,8 @@ def test_an_intent_that_is_never_granted_ends_with_its_ticket(tmp_path: Path) ->
         request = both.source.request(ticket, PROMPT)
         found = both.sink.fetch(ticket, PROMPT)
         request.finish({"kv": [3, 1, 2]})
-        both.until(lambda: found.done)
         with pytest.raises(RemoteError) as lost:
-            found.wait(0)
+            both.ends(found)
         assert (lost.value.code, found.pages_free) == (ErrorCode.DEADLINE, True)
 
 
@@ -271,12 +262,10 @@ def test_a_peer_that_knows_less_is_served_all_the_same(
         both.until(lambda: bool(both.sink.ready))
         run = Run(both, TOKENS, True, claim=lambda wanted: run.give(wanted))
         run.compute(20)
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         assert bool(run.ours) == (Feature.INTENT in missing)
         run.finish()
-        both.until(lambda: run.fetch.done)
-        run.arrived()
+        run.arrives()
         assert [event.tokens for event in both.of(PagesWanted)] == [TOKENS]
 
 
@@ -286,11 +275,9 @@ def test_an_intent_outlives_a_move_and_not_a_sleep(tmp_path: Path) -> None:
         request = both.source.request(both.ticket, PROMPT)
         found, pool = both.sink.fetch(both.ticket, PROMPT), both.sink.pool
         both.until(lambda: [e for e in both.told if isinstance(e, Connected)])
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         withdrawal = both.sink.move(Pool.allocate(GEOMETRY, 16))
-        for _ in range(20):
-            both.turn()
+        both.turn(20)
         assert not withdrawal.done
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: [e for e in both.told if isinstance(e, PagesWanted)])
@@ -303,10 +290,8 @@ def test_an_intent_outlives_a_move_and_not_a_sleep(tmp_path: Path) -> None:
         found = both.sink.fetch(ticket, PROMPT)
         both.turn()
         both.sink.sleep()
-        both.until(lambda: found.done)
-        with pytest.raises(KvprotoError) as lost:
-            found.wait(0)
-        assert lost.value.code == ErrorCode.POOL_MOVED
+        with raises(KvprotoError, code=ErrorCode.POOL_MOVED):
+            both.ends(found)
         assert not found.grant({"kv": [9, 0, 5]})
 
 
@@ -405,8 +390,7 @@ def test_pages_are_asked_for_and_the_fetch_is_lost_in_one_turn(tmp_path: Path) -
         request = both.source.request(both.ticket, PROMPT)
         fetch = both.sink.fetch(both.ticket, PROMPT)
         both.until(lambda: both.sink.ready and both.sink._node._links["prefill", 0].endpoint.transfers)
-        for _ in range(5):
-            both.turn()
+        both.turn(5)
         request.finish({"kv": [3, 1, 2]})
         both.source.step()
         both.source.close()
@@ -444,7 +428,5 @@ def test_pages_that_are_granted_while_an_offer_is_given_back_are_not_read(tmp_pa
         both.until(lambda: wanted)
         found.abort()
         found.grant({"kv": [1, 2, 3]})
-        both.until(lambda: found.done)
-        with pytest.raises(KvprotoError) as lost:
-            found.wait(0)
-        assert lost.value.code == ErrorCode.ABORTED
+        with raises(KvprotoError, code=ErrorCode.ABORTED):
+            both.ends(found)

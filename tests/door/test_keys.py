@@ -11,6 +11,7 @@ from kvproto.net import Dialer, read_keys
 from kvproto.wire import encode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ping
+from tests.errors import raises
 
 from .doors import GEOMETRY, PAGES, PROMPT, Two, filled, rows
 from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
@@ -19,10 +20,8 @@ from .keyed import Host, allow, ask, dialling, entry, host, keyed, served
 def refused(both: Two, code: ErrorCode) -> KvprotoError:
     """A fetch that fails with this code."""
     found = ask(both, [1, 2, 4])
-    both.until(lambda: found.done)
-    with pytest.raises(KvprotoError) as caught:
-        found.wait(0)
-    assert caught.value.code == code
+    with raises(KvprotoError, code=code) as caught:
+        both.ends(found)
     return caught.value
 
 
@@ -83,9 +82,8 @@ def test_a_welcome_that_leads_to_another_key(tmp_path: Path) -> None:
         while not found.done:
             for each_door in (source, impostor, sink):
                 each_door.step(0.002)
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.WRONG_PEER):
             found.wait(0)
-        assert caught.value.code == ErrorCode.WRONG_PEER
         assert not impostor._node.endpoint.sessions
 
 
@@ -168,8 +166,7 @@ def test_a_key_is_revoked(tmp_path: Path) -> None:
             assert "canary" in over[0].peer
             assert "NOT_ALLOWED" in over[0].reason
             request.finish({"kv": [3, 1, 2]})
-            both.until(lambda: request.done)
-            assert isinstance(request.wait(0), told.Undelivered)
+            assert isinstance(both.ends(request), told.Undelivered)
             other.until(lambda: under_way.done)
             assert not rows(sink.pool, [6, 7, 8]).any()
             with pytest.raises(KvprotoError, match="NOT_ALLOWED"):
@@ -188,9 +185,8 @@ def test_a_rank_is_revoked(tmp_path: Path) -> None:
         allow(prefill, [entry(decode, more="ranks = [5]")])
         both.until(lambda: [e for e in both.told if isinstance(e, told.Disconnected)])
         found = ask(both)
-        both.until(lambda: found.done)
         with pytest.raises(KvprotoError):
-            found.wait(0)
+            both.ends(found)
         refused(both, ErrorCode.NOT_ALLOWED)
 
 
@@ -208,17 +204,15 @@ def test_keys_that_cannot_be_used(tmp_path: Path, change, path: str, words: str)
     prefill = host(tmp_path, "prefill")
     allow(prefill, [])
     change(prefill.folder)
-    with pytest.raises(LocalError, match=words) as caught:
+    with raises(LocalError, match=words, path=str(prefill.folder / path)):
         Source("prefill", filled(), "tcp://127.0.0.1:*", prefill.options)
-    assert caught.value.path == str(prefill.folder / path)
 
 
 def test_a_seed_without_a_key(tmp_path: Path) -> None:
     decode = host(tmp_path, "decode")
     for seed in ("tcp://127.0.0.1:7100", Seed("tcp://127.0.0.1:7100", "short")):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path="key"):
             Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": seed}, decode.options)
-        assert caught.value.path == "key"
 
 
 def test_keys_and_insecure_are_one_too_many(tmp_path: Path) -> None:
@@ -234,6 +228,5 @@ def test_a_source_whose_name_is_not_known(monkeypatch: pytest.MonkeyPatch) -> No
     seeds = {"prefill": f"tcp://{'x' * 64}:7100"}  # no name server is asked for that
     with Sink("decode", Pool.allocate(GEOMETRY, PAGES), seeds, Options(insecure=True)) as sink:
         found = sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 4]})
-        with pytest.raises(KvprotoError, match="its host name cannot be resolved here") as caught:
+        with raises(KvprotoError, match="its host name cannot be resolved here", code=ErrorCode.PEER_LOST):
             found.wait(30)
-        assert caught.value.code == ErrorCode.PEER_LOST

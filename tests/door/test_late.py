@@ -11,6 +11,7 @@ from kvproto import Options
 from kvproto import events as told
 from kvproto.errors import LocalError, RemoteError
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 from .late import LAYERS, OURS, POISON, TABLES, TOKENS, WINDOWED, gone, late
 
@@ -48,15 +49,13 @@ def test_who_asks_for_what_is_gone_is_refused_with_the_number(
             request.computed(FREED, 20, since={"window": 16})
         else:
             request.finish(FREED, since={"window": 16})
-        with pytest.raises(RemoteError) as refused:
+        said = {"code": ErrorCode.NOT_HELD, "path": "grants[1].first"}
+        with raises(RemoteError, **said, mine="tokens from 16 on", yours="tokens from 15 on"):
             found.wait(10)
-        error = refused.value
-        assert (error.code, error.path) == (ErrorCode.NOT_HELD, "grants[1].first")
-        assert (error.mine, error.yours) == ("tokens from 16 on", "tokens from 15 on")
         assert found.pages_free
         if not asked_first:
             (lost,) = request.wait(10).lost.values()
-            assert (lost.code, lost.path) == (error.code, error.path)
+            assert {"code": lost.code, "path": lost.path} == said
             assert not [e for e in both.sources[0].events() if isinstance(e, told.Unwanted)]
         both.poison()
         (request,), found = both.begin()
@@ -66,21 +65,23 @@ def test_who_asks_for_what_is_gone_is_refused_with_the_number(
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_late_window_gets_what_there_is(tmp_path: Path, options: Options) -> None:
+@pytest.mark.parametrize(
+    ("asked", "held", "since"),
+    [
+        ({"cached": {"window": 3}, "late": {"window"}}, FREED, 18),
+        ({"late": True}, {**TABLES, "window": [0] * 7}, TOKENS),
+    ],
+    ids=["some", "nothing"],
+)
+def test_a_late_window_gets_what_there_is(
+    tmp_path: Path, options: Options, asked: dict[str, Any], held: dict[str, list[int]], since: int
+) -> None:
     """KVP-GRANT-LATE: what is before is not touched."""
     with late(tmp_path, options) as both:
-        (request,), found = both.begin(cached={"window": 3}, late={"window"})
-        request.finish(FREED, since={"window": 18})
-        assert found.wait(10).since == {"window": 18}
-        both.check({"window": 18})
-
-
-def test_a_late_window_of_which_nothing_is_left(tmp_path: Path) -> None:
-    with late(tmp_path) as both:
-        (request,), found = both.begin(late=True)
-        request.finish({**TABLES, "window": [0] * 7}, since={"window": TOKENS})
-        assert found.wait(10).since == {"window": TOKENS}
-        both.check({"window": TOKENS})
+        (request,), found = both.begin(**asked)
+        request.finish(held, since={"window": since})
+        assert found.wait(10).since == {"window": since}
+        both.check({"window": since})
 
 
 def test_pages_are_given_up_while_the_prompt_is_computed(tmp_path: Path) -> None:
@@ -152,9 +153,8 @@ def test_what_a_source_cannot_mean(tmp_path: Path, case: str) -> None:
     with late(tmp_path) as both:
         (request,), found = both.begin(cached={"window": 16})
         request.computed(FREED, 24, since={"window": 16})
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=code, path=path):
             request.computed(tables, 24, **more)
-        assert (refused.value.code, refused.value.path) == (code, path)
         request.finish(FREED)
         found.wait(10)
         both.check({"window": 16})
@@ -164,9 +164,8 @@ def test_null_pages_of_a_source_that_does_not_say_so(tmp_path: Path) -> None:
     """A page that is named twice is no page of this request."""
     with late(tmp_path) as both:
         (request,), _ = both.begin()
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.ITEM_ALIAS, path='pages["window"]') as refused:
             request.finish(FREED)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.ITEM_ALIAS, 'pages["window"]')
         assert "[0] and [1]" in refused.value.yours
         assert "`since`" in refused.value.advice
 
@@ -218,9 +217,8 @@ def test_any_prefill_that_gives_pages_up(tmp_path: Path, seed: int) -> None:
         last = {name: max(each[name] for each in held) for name in WINDOWED}
         behind = {name: number for name, number in last.items() if first[name] < number and first[name] < TOKENS}
         if behind.keys() - set(may):
-            with pytest.raises(RemoteError) as refused:
+            with raises(RemoteError, code=ErrorCode.NOT_HELD):
                 found.wait(0)
-            assert refused.value.code == ErrorCode.NOT_HELD
             return
         assert found.wait(0).since == behind
         for layer in range(LAYERS):

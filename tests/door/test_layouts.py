@@ -12,6 +12,7 @@ from kvproto import Cache, DType, LocalError, Options, Pool, Prompt, Sink, Sourc
 from kvproto.errors import RemoteError
 from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 from .doors import Two, address_in
 
@@ -121,9 +122,8 @@ def test_a_ring_that_has_forgotten_is_refused(tmp_path: Path) -> None:
     noisy(here, [0], "k", "v")
     with handing(tmp_path, here, there, Options(thread=False)) as both:
         tables = {"kv": [6]}, {"kv": [3, 1, 2, 7, 9, 4, 5]}
-        with pytest.raises(RemoteError) as refused:
+        with raises(RemoteError, code=ErrorCode.NOT_HELD, path="grants[0].first") as refused:
             hand_over(both, tables)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.NOT_HELD, "grants[0].first")
         assert "15" in refused.value.mine
         both.ticket = new_ticket("prefill")
         assert hand_over(both, tables, late=True).since == {"kv": TOKENS - 12}
@@ -167,18 +167,15 @@ def test_scales_of_pages_come_with_the_rows_that_they_scale(options: Options, tm
         array[:] = np.random.default_rng(1).integers(1, 256, array.shape, np.uint8)
     with handing(tmp_path, here, there, options) as both:
         for cached in ({"kv": 5, "sc": 8}, {"kv": 5}, {"kv": 4, "sc": 8}, {"kv": 8, "sc": 4}):
-            with pytest.raises(LocalError) as refused:
+            with raises(LocalError, code=ErrorCode.BAD_GRANT, path='cached["sc"]') as refused:
                 both.sink.fetch(both.ticket, PROMPT, tables[1], cached=cached)
-            assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'cached["sc"]')
             assert refused.value.advice == f"fetch both from token {min(cached['kv'], cached.get('sc', 0)) // 4 * 4} on"
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.BAD_GRANT, path="late"):
             both.sink.fetch(both.ticket, PROMPT, tables[1], late=["kv"])
-        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, "late")
         request = both.source.request(both.ticket, PROMPT)
         found = both.sink.fetch(both.ticket, PROMPT, tables[1], late=True)
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.BAD_GRANT, path='since["sc"]'):
             request.finish(tables[0], since={"kv": 5, "sc": 8})
-        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'since["sc"]')
         request.finish(tables[0], since=5)
         assert found.wait(10).since == {"kv": 5, "sc": 4}
         request.wait(10)
@@ -194,9 +191,8 @@ def test_layers_that_overlap_in_part(tmp_path: Path) -> None:
     whole = np.from_dlpack(allocate(2 * PAGES * 64))
     for begin, shared in ((32, False), (32, True), (PAGES * 64 - 1, False)):
         both = [whole[at : at + PAGES * 64].reshape(PAGES, 4, 1, 16) for at in (0, begin)]
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.BAD_COLUMNS, path='tensors["kv"][1]') as refused:
             Pool(geometry, {"kv": both}, shared=shared)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_COLUMNS, 'tensors["kv"][1]')
         assert 'tensors["kv"][0]' in refused.value.mine
     Pool(geometry, {"kv": [whole[at : at + PAGES * 64].reshape(PAGES, 4, 1, 16) for at in (0, PAGES * 64)]}).close()
     # layers in each row and in each page; K and V in each row of a page that is padded
@@ -216,9 +212,8 @@ def test_more_allocations_than_a_register_may_list(monkeypatch: pytest.MonkeyPat
     geometry = lay_out([Cache.gqa("kv", 2, kv_heads=1, head_dim=4, page=4, dtype=DType.U8)])
     shape = PAGES, 4, 1, 4
     parts = {name: [np.from_dlpack(allocate(16 * PAGES)).reshape(shape) for _ in range(2)] for name in ("k", "v")}
-    with pytest.raises(LocalError) as refused:
+    with raises(LocalError, code=ErrorCode.TOO_LARGE, path="tensors"):
         Pool(geometry, {"kv": parts})
-    assert (refused.value.code, refused.value.path) == (ErrorCode.TOO_LARGE, "tensors")
     monkeypatch.setattr(limits, "MAX_REGIONS", 4)
     Pool(geometry, {"kv": parts})
 
@@ -230,17 +225,15 @@ def test_neighbours_that_overlap(word: str, strides: tuple[int, ...]) -> None:
     geometry = lay_out([Cache.paged("kv", 1, parts={"acme.x": (DType.U8, 2, 8)}, page=4)])
     whole = np.from_dlpack(allocate(PAGES * 64))
     given = np.lib.stride_tricks.as_strided(whole, (PAGES, 4, 2, 8), strides)
-    with pytest.raises(LocalError) as refused:
+    with raises(LocalError, code=ErrorCode.BAD_COLUMNS, path=f'tensors["kv"][0] axis "{word}"'):
         Pool(geometry, {"kv": [given]})
-    assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_COLUMNS, f'tensors["kv"][0] axis "{word}"')
 
 
 def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
     own = tensors(1)
     pool = Pool(lay_out([Cache.mla("kv", 2, page=4, **LATENT)]), {"kv": own * 2}, shared=True)
-    with pytest.raises(LocalError) as refused:
+    with raises(LocalError, code=ErrorCode.ITEM_ALIAS, path="pool") as refused:
         Sink("decode", pool, {"prefill": address_in(tmp_path)})
-    assert (refused.value.code, refused.value.path) == (ErrorCode.ITEM_ALIAS, "pool")
     assert "the layer that writes it" in refused.value.advice
 
 
@@ -253,9 +246,8 @@ def test_scales_of_pages_are_fetched_from_where_a_page_begins(tmp_path: Path) ->
     mine, yours = [3, 1, 2, 7, 9, 4, 5], [5, 0, 9, 2, 1, 7, 8]
     tables = {"kv": mine, "scales": mine}, {"kv": yours, "scales": yours}
     with handing(tmp_path, here, there, Options(thread=False)) as both:
-        with pytest.raises(LocalError) as refused:
+        with raises(LocalError, code=ErrorCode.BAD_GRANT, path='cached["scales"]'):
             both.sink.fetch(both.ticket, PROMPT, tables[1], cached=5)
-        assert (refused.value.code, refused.value.path) == (ErrorCode.BAD_GRANT, 'cached["scales"]')
         hand_over(both, tables, cached=4)
         came = there.array("scales", 0, "latent_scale")
         assert np.array_equal(came[yours[1:]], array[mine[1:]])

@@ -44,8 +44,7 @@ def until(sink: Sink, condition: Callable[[], object], *sources: Source) -> list
 
 def test_pages_that_hold_a_request_are_free(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        fetch = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, fetch = both.asked([9, 0, 5])
         assert not fetch.pages_free
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: fetch.done)
@@ -81,8 +80,7 @@ def test_a_source_that_is_not_eagerly_greeted_waits_for_a_fetch(tmp_path: Path) 
         for _ in range(2):
             with Source("prefill", filled(), address_in(tmp_path), STEPPED) as source:
                 both = Two(source, sink)
-                for _ in range(20):
-                    both.turn()
+                both.turn(20)
                 assert not sink.ready
                 fetch = sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
                 source.request(both.ticket, PROMPT).finish({"kv": [3, 1, 2]})
@@ -108,8 +106,7 @@ def test_a_source_that_is_disconnected_is_not_greeted_again(tmp_path: Path) -> N
     with two(tmp_path, STEPPED) as both:
         both.until(lambda: both.sink.ready)
         both.sink.disconnect("prefill")
-        for _ in range(50):
-            both.turn()
+        both.turn(50)
         assert not both.sink.ready
         assert not both.source._node.endpoint.sessions
 

@@ -36,6 +36,7 @@ from kvproto.session.table import SessionState
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature
 from tests.door.doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, places, rows, two
+from tests.errors import raises
 
 HERE, THERE = [3, 4, 5], [6, 7, 8]
 WAYS = {
@@ -57,8 +58,7 @@ def hand_over(pair: Two, table: list[int] = THERE) -> None:
     request = pair.source.request(made, PROMPT)
     request.finish({"kv": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": table})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
     assert np.array_equal(rows(pair.sink.pool, table), rows(pair.source.pool, HERE))
     pair.until(lambda: request.done)
 
@@ -82,8 +82,7 @@ def test_a_sink_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     assert pair.sink.asleep
     with pytest.raises(LocalError):
         old.close()
-    pair.until(lambda: sleeping.done)
-    assert isinstance(sleeping.wait(0), PoolFree)
+    assert isinstance(pair.ends(sleeping), PoolFree)
     old.close()
     pair.sink.wake(another())
     hand_over(pair)
@@ -103,9 +102,8 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     old = pair.source.pool
     sleeping = pair.source.sleep()
     pair.until(lambda: fetch.done and request.done and sleeping.done)
-    with pytest.raises(RemoteError) as lost:
+    with raises(RemoteError, code=ErrorCode.POOL_MOVED):
         fetch.wait(0)
-    assert lost.value.code == ErrorCode.POOL_MOVED
     assert fetch.pages_free
     old.close()
     pair.source.wake(filled())
@@ -115,9 +113,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
 def test_what_is_under_way_ends_in_the_old_pool_when_a_sink_moves(pair: Two) -> None:
     """KVP-EPO-RISE."""
     hand_over(pair)
-    made = new_ticket("prefill")
-    request = pair.source.request(made, PROMPT)
-    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    request, fetch = pair.asked(THERE, new_ticket("prefill"))
     pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
     old = pair.sink.pool
     moved = pair.sink.move(another())
@@ -139,9 +135,8 @@ def test_fetches_under_way_end_with_pool_moved(pair: Two) -> None:
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
     sleeping = pair.sink.sleep("the trainer wants the memory")
     pair.until(lambda: fetch.done and sleeping.done)
-    with pytest.raises(RemoteError, match="the trainer wants the memory") as lost:
+    with raises(RemoteError, match="the trainer wants the memory", code=ErrorCode.POOL_MOVED):
         fetch.wait(0)
-    assert lost.value.code == ErrorCode.POOL_MOVED
     assert fetch.pages_free
     pair.sink.wake(another())
     hand_over(pair)
@@ -174,13 +169,11 @@ def test_the_same_pool_wakes_again(pair: Two) -> None:
 def test_calls_that_need_a_pool_or_need_none(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as pair:
         for door in (pair.sink, pair.source):
-            with pytest.raises(LocalError) as awake:
+            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.wake(another())
-            assert awake.value.code == ErrorCode.UNEXPECTED_MESSAGE
             door.sleep()
-            with pytest.raises(LocalError) as asleep:
+            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.sleep()
-            assert asleep.value.code == ErrorCode.UNEXPECTED_MESSAGE
         with pytest.raises(LocalError) as fetch:
             pair.sink.fetch(pair.ticket, PROMPT, {"kv": THERE})
         with pytest.raises(LocalError) as request:
@@ -215,9 +208,7 @@ def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(f"kvproto.{without}.node.features_of", fewer)
     with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
         hand_over(pair)
-        made = new_ticket("prefill")
-        request = pair.source.request(made, PROMPT)
-        fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+        request, fetch = pair.asked(THERE, new_ticket("prefill"))
         pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
         moved = pair.sink.move(another())
         hand_over(pair)
@@ -243,8 +234,7 @@ def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tm
                 sink.connect("prefill", address=address)
                 pair.turn()
                 sink.wake(another())
-                for _ in range(20):
-                    pair.turn()
+                pair.turn(20)
                 source.wake(filled())
                 hand_over(pair)
 
@@ -260,9 +250,8 @@ def test_a_fetch_that_waits_for_its_source_writes_no_pool_that_has_moved(tmp_pat
             source.request(made, PROMPT).finish({"kv": HERE})
             pair = Two(source, sink)
             pair.until(lambda: moved.done and fetch.done)
-            with pytest.raises(KvprotoError) as caught:
+            with raises(KvprotoError, code=ErrorCode.POOL_MOVED):
                 fetch.wait(0)
-            assert caught.value.code == ErrorCode.POOL_MOVED
             hand_over(pair)
             assert not rows(old, THERE).any()
 
@@ -349,8 +338,7 @@ def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) ->
         pair.until(lambda: pair.source._node.busy)
         calls = {"sink": pair.sink.sleep, "source": pair.source.sleep, "move": lambda: pair.sink.move(another())}
         end = calls[who]()
-        for _ in range(60):
-            pair.turn()
+        pair.turn(60)
         assert not end.done
         assert end.holders
         with pytest.raises(TimeoutError, match="held by"):
@@ -433,8 +421,7 @@ def hand_over_both(pair: Two) -> None:
     made = new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE, "draft": THERE})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
     for group in ("kv", "draft"):
         for part in ("k", "v"):
             there, here = (pool.array(group, 0, part) for pool in (pair.sink.pool, pair.source.pool))
@@ -479,8 +466,7 @@ def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     pair.source.wake(whole)
     pair.until(lambda: planned(pair))
     hand_over_target(pair)
-    request = pair.source.request(made, PROMPT)
-    fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
+    request, fetch = pair.asked(THERE, made)
     pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
     moved, old = pair.sink.move(with_draft()), pair.sink.pool
     hand_over_both(pair)
@@ -559,8 +545,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
         made = new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-        pair.until(lambda: fetch.done)
-        fetch.wait(0)
+        pair.ends(fetch)
         assert np.array_equal(rows(pair.sink.pool, THERE), rows(pair.source.pool, HERE))
 
 
@@ -575,8 +560,7 @@ def hand_over_target(pair: Two) -> None:
     made = new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
-    pair.until(lambda: fetch.done)
-    fetch.wait(0)
+    pair.ends(fetch)
 
 
 def test_a_source_gains_a_rank(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from kvproto import Fetch, Options, Pool, Prompt, Request, Sink, Source, new_tic
 from kvproto import events as told
 from kvproto.asyncio import drive, wait
 from kvproto.errors import ErrorCode, LocalError
+from tests.errors import raises
 
 from .doors import GEOMETRY, PAGES, PROMPT, STEPPED, Two, address_in, filled, left_over, rows, two
 
@@ -21,8 +22,7 @@ WAYS = [pytest.param(Options(), id="thread"), pytest.param(STEPPED, id="step")]
 
 
 def hand_over(both: Two, table: list[int], pages: list[int], **fetch: Any) -> told.Arrived:
-    request = both.source.request(both.ticket, PROMPT)
-    found = both.sink.fetch(both.ticket, PROMPT, {"kv": pages}, **fetch)
+    request, found = both.asked(pages, **fetch)
     request.finish({"kv": table})
     both.until(lambda: found.done and request.done)
     assert isinstance(request.wait(0), told.Freed)
@@ -65,8 +65,7 @@ def test_requests_of_several_threads(tmp_path: Path, options: Options) -> None:
     def engine(both: Two, pages: list[int]) -> None:
         for _ in range(4):
             ticket, over = new_ticket(both.source.name), threading.Semaphore(0)
-            request = both.source.request(ticket, PROMPT)
-            found = both.sink.fetch(ticket, PROMPT, {"kv": pages})
+            request, found = both.asked(pages, ticket)
             request.computed({"kv": [3, 1]}, 8)
             request.finish({"kv": [3, 1, 2]})
             request.add_done_callback(lambda _, over=over: over.release())  # type: ignore[misc]
@@ -89,8 +88,7 @@ def test_requests_of_several_threads(tmp_path: Path, options: Options) -> None:
 
 def test_parts_that_are_computed_meanwhile(tmp_path: Path) -> None:
     with two(tmp_path, Options(part_bytes=1)) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.computed({"kv": [3]}, 4)
         both.until(lambda: rows(both.sink.pool, [9], 0, 4).all())
         assert not found.done
@@ -102,8 +100,7 @@ def test_parts_that_are_computed_meanwhile(tmp_path: Path) -> None:
 
 def test_a_loop_of_one_s_own_sleeps_on_the_descriptor(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as both:
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         request.finish({"kv": [3, 1, 2]})
         doors, turns = {door.fileno(): door for door in (both.source, both.sink)}, 0
         while not (found.done and request.done):
@@ -167,9 +164,8 @@ def test_asyncio_says_that_nothing_drives_a_sink(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("kvproto.asyncio._IDLE", 0.001)
     with two(tmp_path, Options(), STEPPED) as both:
         found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-        with pytest.raises(LocalError, match="drive") as caught:
+        with raises(LocalError, match="drive", code=ErrorCode.UNEXPECTED_MESSAGE, path="Sink 'decode'"):
             asyncio.run(asyncio.wait_for(wait(found), 30))
-        assert (caught.value.code, caught.value.path) == (ErrorCode.UNEXPECTED_MESSAGE, "Sink 'decode'")
 
 
 def test_asyncio_waits_for_a_sink_that_its_engine_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +198,8 @@ def test_asyncio_with_wrong_arguments(tmp_path: Path) -> None:
             (lambda: enter(wrong), "rank"),
             (lambda: enter(both.sink), "drive"),
         ):
-            with pytest.raises(LocalError) as caught:
+            with raises(LocalError, path=path):
                 asyncio.run(call())
-            assert caught.value.path == path
         hand_over(both, [3, 1, 2], [9, 0, 5])
 
 

@@ -16,6 +16,7 @@ from kvproto.transport.cuda.driver import enable_peer
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 from tests.gpu.memory import get, put
 from tests.plan.programs import random_pairs
 
@@ -79,9 +80,8 @@ def test_refused_before_any_byte_moves_and_the_next_runs() -> None:
         program, {r: m.address for r, m in source.items()}, {r: m.address for r, m in sink.items()}
     )
     bad = attrs.evolve(program.maps[0], sink_item=program.maps[0].sink_item + 1000)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_REGION):
         copier.submit([CopyJob(prepared, [bad, *program.maps[1:]])])
-    assert caught.value.code == ErrorCode.OUT_OF_REGION
     assert all(np.array_equal(get(m), before[r]) for r, m in sink.items())
     copier.submit([CopyJob(prepared, program.maps)]).wait()
     assert not all(np.array_equal(get(m), before[r]) for r, m in sink.items())
@@ -139,9 +139,8 @@ def test_what_fails_midway_leaves_nothing_under_way(what: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("numbers", [{"blocks": 0}, {"background": 0}])
 def test_no_multiprocessor_is_refused(numbers: dict[str, int]) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE):
         CudaTransport(0, **numbers)
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 def test_checksums_of_several_requests_are_taken_at_once_and_collected_in_any_order() -> None:

@@ -79,8 +79,7 @@ def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
     node.computed(key, Computed({0: np.array(HERE)}, TOKENS, (0, 1), 0, gate.handle))
     sink.until(lambda: node.reads(key))
     sink.abort(0, number)
-    for _ in range(200):
-        sink.turn()
+    sink.turns(200)
     assert not [e for e in sink.told if isinstance(e, TransferLost)]
     gate.open()
     lost = sink.first(TransferLost)
@@ -88,8 +87,7 @@ def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.ABORTED, True)
     assert np.array_equal(seen, expected(there, sent, before, (0,), 1))  # the part that had begun, and no other
     node.finish(key, FINISHED)
-    for _ in range(50):
-        sink.turn()
+    sink.turns(50)
     assert np.array_equal(bytes_of(there), seen)
     hand_over(sink)
     assert np.array_equal(bytes_of(there), expected(there, sent, before))

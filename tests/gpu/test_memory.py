@@ -20,6 +20,7 @@ from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Region
+from tests.errors import raises
 from tests.gpu.memory import get, put
 
 
@@ -118,9 +119,8 @@ def test_regions_that_cannot_be_mapped(owner: tuple[Owner, int], case: str) -> N
         data = bytes(handle.data)
         at = data.index(b"\xc4\x40") + 2
         region = attrs.evolve(region, handles=(attrs.evolve(handle, data=data[:at] + bytes(64) + data[at + 64 :]),))
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=code) as caught:
         connect(region, "regions[0]", device)
-    assert caught.value.code == code
     assert caught.value.path.startswith("regions[0].")
     if case != "dead":
         connect(peer.region, "regions[0]", device).close()  # the next good one works
@@ -153,9 +153,8 @@ def test_memory_that_is_gone_is_noticed() -> None:
     assert other.region.length == 8192
     mine.close()
     again = DeviceMemory(1 << 22)  # most likely at the same address
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.POOL_MOVED):
         _ = other.region
-    assert caught.value.code == ErrorCode.POOL_MOVED
     again.close()
 
 
@@ -178,9 +177,8 @@ def test_memory_that_is_none() -> None:
         (host.ctypes.data, 4096, ErrorCode.NO_TRANSPORT), (8, 8, ErrorCode.NO_TRANSPORT), (managed, 4096, ErrorCode.NO_TRANSPORT),
         (small.address, 1 << 40, ErrorCode.OUT_OF_REGION), (small.address, 0, ErrorCode.OUT_OF_REGION),
     ):  # fmt: skip
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, code=code):
             DeviceMemory.adopt(address, length)
-        assert caught.value.code == code
     call(driver.cuMemFree(managed), "free")
     small.close()
 
@@ -239,9 +237,8 @@ def test_pull_from_the_pool_of_a_framework(
         assert np.array_equal(get(mine).reshape(-1, 512)[m.sink_row], there[m.source_row])
         mapped.close()
     peer.kill()
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.TRANSPORT_FAILED):
         connect(peer.region, "regions[0]", device)
-    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
 
 
 def test_a_pool_of_jax_takes_what_a_peer_sends() -> None:

@@ -28,6 +28,7 @@ from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.staging.staged import StagedLink, StagedSender
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
+from tests.errors import raises
 from tests.gpu.conftest import FOUND
 from tests.gpu.memory import get, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
@@ -156,17 +157,15 @@ def held(lengths: dict[int, int], seed: int) -> dict[int, memoryview]:
 def test_the_way_between_two_gpus_of_a_host_is_fast(peer: Peer) -> None:
     rate = probe(peer.own, peer.target)
     require_fast(rate, peer.target)
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.TRANSPORT_FAILED, path="regions[1]"):
         require_fast(rate, peer.target, floor=1e15)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.TRANSPORT_FAILED, "regions[1]")
 
 
 @pytest.mark.parametrize("peer", [(3, 1 << 20)], indirect=True)
 def test_too_few_slots_are_refused(peer: Peer) -> None:
     two = peer.agent.register(peer.place.allocate(2 << 20), 1 << 20)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE):
         StagedLink(two, peer.target)
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 @pytest.mark.parametrize("peer", [(3, 1 << 20)], indirect=True)
@@ -213,8 +212,7 @@ def source_node(
     transport = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
     node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
     chunks = Chunks(node)
-    node.expect(made, CONTENT, TOKENS)
-    node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
 
     def stand_still() -> None:

@@ -9,22 +9,22 @@ import pytest
 import zmq
 
 from kvproto import Seed, read_sources
-from kvproto.cli.main import main
 from kvproto.errors import LocalError, RemoteError
 from kvproto.net import AllowList, make_keys, read_keys
 from kvproto.net.admission import ClientLoad
 from kvproto.net.keys import check_public
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role
+from tests.commands import Ran
+from tests.errors import raises
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 
-def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, ran: Ran) -> None:
     """KVP-NET-SECRET."""
     folder = tmp_path / "keys"
-    assert main(["keygen", str(folder)]) == 0
-    public = capsys.readouterr().out.strip()
+    public = ran("keygen", folder).strip()
     assert (folder / "public.key").read_text() == f"{public}\n"
     assert os.stat(folder).st_mode & 0o777 == 0o700
     assert os.stat(folder / "secret.key").st_mode & 0o777 == 0o600
@@ -35,17 +35,15 @@ def test_keygen_makes_a_pair_that_only_its_owner_reads(tmp_path: Path, capsys: p
     assert pair.secret.decode() not in repr(pair)
 
 
-def test_keygen_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_writes_over_nothing(tmp_path: Path, ran: Ran) -> None:
     made = make_keys(tmp_path)
-    assert main(["keygen", str(tmp_path)]) == 1
-    assert "secret.key" in capsys.readouterr().err
+    assert "secret.key" in ran("keygen", tmp_path, status=1)
     assert read_keys(tmp_path) == made
 
 
-def test_keygen_that_fails_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keygen_that_fails_leaves_nothing_behind(tmp_path: Path, ran: Ran) -> None:
     (tmp_path / "public.key").write_text(f"{KEY}\n")
-    assert main(["keygen", str(tmp_path)]) == 1
-    assert "public.key" in capsys.readouterr().err
+    assert "public.key" in ran("keygen", tmp_path, status=1)
     assert os.listdir(tmp_path) == ["public.key"]
     assert (tmp_path / "public.key").read_text() == f"{KEY}\n"
 
@@ -80,9 +78,8 @@ def test_a_key_file_that_cannot_be(tmp_path: Path, text: bytes | None, mode: int
     if text is not None:
         path.write_bytes(text)
         path.chmod(mode)
-    with pytest.raises(LocalError, match=right) as caught:
+    with raises(LocalError, match=right, path=str(path)) as caught:
         read_keys(tmp_path)
-    assert caught.value.path == str(path)
     assert KEY not in str(caught.value)
 
 
@@ -91,9 +88,8 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     made = make_keys(folder)
     folder.chmod(0o707)
-    with pytest.raises(LocalError, match="chmod go-w") as caught:
+    with raises(LocalError, match="chmod go-w", path=str(folder)):
         read_keys(folder)
-    assert caught.value.path == str(folder)
     folder.chmod(0o770)
     with pytest.raises(LocalError, match=r"no other user may write to, got mode 0770"):
         read_keys(folder)
@@ -108,9 +104,8 @@ def test_the_public_key_is_that_of_the_secret(tmp_path: Path) -> None:
     made, other = make_keys(tmp_path / "ours"), make_keys(tmp_path / "other")
     public = tmp_path / "ours" / "public.key"
     public.write_bytes(other.public + b"\n")
-    with pytest.raises(LocalError, match=r"the public key of secret\.key") as caught:
+    with raises(LocalError, match=r"the public key of secret\.key", path=str(public)) as caught:
         read_keys(tmp_path / "ours")
-    assert caught.value.path == str(public)
     assert made.public.decode() in str(caught.value)
     public.unlink()
     assert read_keys(tmp_path / "ours") == made
@@ -131,9 +126,8 @@ def test_what_another_user_owns_is_not_trusted(tmp_path: Path, whose: str) -> No
         (tmp_path / name).write_text(LIST)
     os.chown(tmp_path / whose, 65534, -1)
     reads: dict[str, Callable[[Path], object]] = {"allow.toml": AllowList, "sources.toml": read_sources}
-    with pytest.raises(LocalError, match="one of user 65534") as caught:
+    with raises(LocalError, match="one of user 65534", path=str(tmp_path / whose)):
         reads.get(whose, lambda path: read_keys(tmp_path))(tmp_path / whose)
-    assert caught.value.path == str(tmp_path / whose)
 
 
 LIST = f"""
@@ -180,9 +174,8 @@ def test_what_a_key_may_be(tmp_path: Path, party: Party, role: Role) -> None:
 )
 def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None:
     """KVP-NET-ALLOW."""
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.NOT_ALLOWED) as caught:
         allowed(tmp_path / "allow.toml").check(KEY.encode(), party, role)
-    assert caught.value.code == ErrorCode.NOT_ALLOWED
     assert "decode ranks [0, 1] as SINK" in caught.value.mine
 
 
@@ -205,9 +198,8 @@ def test_what_a_key_may_not_be(tmp_path: Path, party: Party, role: Role) -> None
 )
 def test_an_allow_list_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
     path = tmp_path / "allow.toml"
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=f"{path}: {at}" if at else str(path)):
         allowed(path, text)
-    assert caught.value.path == (f"{path}: {at}" if at else str(path))
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o664, 0o602])
@@ -218,9 +210,8 @@ def test_a_list_that_others_may_write_to(tmp_path: Path, mode: int, caplog: pyte
     found = allowed(path)
     path.write_text("")
     path.chmod(mode)
-    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+    with raises(LocalError, match=f"no other user may write to, got mode {mode:04o}", path=str(path)):
         AllowList(path)
-    assert caught.value.path == str(path)
     assert not found.renew(10)
     assert "its earlier content applies" in caplog.text
     assert found.knows(KEY.encode())
@@ -243,9 +234,8 @@ def test_sources_that_others_may_write(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(f'[[source]]\nengine = "p"\naddress = "tcp://a:1"\nkey = "{KEY}"')
     path.chmod(mode)
-    with pytest.raises(LocalError, match=f"no other user may write to, got mode {mode:04o}") as caught:
+    with raises(LocalError, match=f"no other user may write to, got mode {mode:04o}", path=str(path)):
         read_sources(path)
-    assert caught.value.path == str(path)
     path.chmod(0o644)
     assert read_sources(path) == {("p", 0): Seed("tcp://a:1", KEY)}
 
@@ -361,6 +351,5 @@ def test_sources_of_a_file(tmp_path: Path) -> None:
 def test_sources_that_cannot_be(tmp_path: Path, text: str, at: str) -> None:
     path = tmp_path / "sources.toml"
     path.write_text(text)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=f"{path}: {at}" if at else str(path)):
         read_sources(path)
-    assert caught.value.path == (f"{path}: {at}" if at else str(path))

@@ -1,11 +1,12 @@
 """Where frames may travel."""
 
+import contextlib
 import gc
 import select
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import zmq
 from kvproto.errors import LocalError
 from kvproto.net import Dialer, Listener, libzmq, private_address
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -23,34 +25,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def listener(folder: Path) -> Iterator[Listener]:
+    with contextlib.closing(Listener(private_address(folder, "kv-0"))) as made:
+        yield made
+
+
+@pytest.fixture
+def dialer() -> Iterator[Dialer]:
+    with contextlib.closing(Dialer()) as made:
+        yield made
+
+
 def readable(fds: Sequence[int], seconds: float = 5) -> bool:
     return bool(select.select(fds, [], [], seconds)[0])
 
 
-def test_frames_both_ways(folder: Path) -> None:
-    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
+def test_frames_both_ways(listener: Listener, dialer: Dialer) -> None:
     key = ("a source", listener.address)
     dialer.send(key, b"ask")
-    while not (came := list(listener.receive())):
-        assert readable(listener.filenos())
-    ((conn, frame),) = came
+    ((conn, frame),) = _all(listener, 1)
     assert frame == b"ask"
     assert listener.send(conn, b"answer")
-    while not (answered := list(dialer.receive())):
-        assert readable(dialer.filenos())
-    assert answered == [(key, b"answer")]
-    dialer.close()
-    listener.close()
+    assert _all(dialer, 1) == [(key, b"answer")]
 
 
-def test_what_comes_while_a_frame_is_sent_is_not_slept_over(folder: Path) -> None:
+def test_what_comes_while_a_frame_is_sent_is_not_slept_over(listener: Listener, dialer: Dialer) -> None:
     """Sending takes note of what has come, and the descriptor tells of it no more; `pending` does."""
-    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     key = ("a source", listener.address)
     dialer.send(key, b"hello")
-    while not (came := list(listener.receive())):
-        assert readable(listener.filenos())
-    ((conn, _),) = came
+    ((conn, _),) = _all(listener, 1)
     silent = 0
     for n in range(20):
         dialer.send(key, b"ask %d" % n)
@@ -64,13 +68,10 @@ def test_what_comes_while_a_frame_is_sent_is_not_slept_over(folder: Path) -> Non
             assert listener.pending
         assert [frame for _, frame in listener.receive()] == [b"ask %d" % n]
     assert silent
-    dialer.close()
-    listener.close()
 
 
-def test_what_one_turn_leaves_behind_is_pending(folder: Path) -> None:
+def test_what_one_turn_leaves_behind_is_pending(listener: Listener, dialer: Dialer) -> None:
     """One turn takes 256 frames of a connection, so that no peer holds the others up (KVP-NET-ONE)."""
-    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     for n in range(600):
         assert dialer.send(("a source", listener.address), b"%d" % n)
     found: list[bytes] = []
@@ -81,13 +82,10 @@ def test_what_one_turn_leaves_behind_is_pending(folder: Path) -> None:
         found += [frame for _, frame in some]
     assert found == [b"%d" % n for n in range(600)]
     assert not listener.pending
-    dialer.close()
-    listener.close()
 
 
-def test_connections_by_key(folder: Path) -> None:
+def test_connections_by_key(listener: Listener, dialer: Dialer) -> None:
     """Two links to one address are two connections; one that is dropped leaves no descriptor."""
-    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     keys = [(name, listener.address) for name in ("first", "second")]
     for key in keys:
         dialer.send(key, key[0].encode())
@@ -99,11 +97,7 @@ def test_connections_by_key(folder: Path) -> None:
     dialer.drop(keys[0][0])
     assert len(dialer.filenos()) == 1
     listener.send(conns[b"second"], b"answer")
-    while not (came := list(dialer.receive())):
-        assert readable(dialer.filenos())
-    assert came == [(keys[1], b"answer")]
-    dialer.close()
-    listener.close()
+    assert _all(dialer, 1) == [(keys[1], b"answer")]
 
 
 def test_what_nobody_closed_ends_with_its_owner(folder: Path) -> None:
@@ -122,10 +116,8 @@ def test_what_nobody_closed_ends_with_its_owner(folder: Path) -> None:
         Listener(address).close()  # it is free
 
 
-def test_unknown_peer_is_no_crash(folder: Path) -> None:
-    listener = Listener(private_address(folder, "kv-0"))
+def test_unknown_peer_is_no_crash(listener: Listener) -> None:
     assert not listener.send((b"nobody", b""), b"frame")
-    listener.close()
 
 
 def test_address_in_use(folder: Path) -> None:
@@ -170,16 +162,14 @@ def test_insecure_makes_no_address_of_what_is_none(address: str) -> None:
     ],
 )
 def test_an_address_that_cannot_be_is_refused_with_its_reason(address: str, says: str) -> None:
-    with pytest.raises(LocalError, match=says) as caught:
+    with raises(LocalError, match=says, code=ErrorCode.OUT_OF_RANGE):
         Listener(address, insecure=True)
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 @pytest.mark.parametrize("address", ["tcp://*:7100", "tcp://-x:7100"])
 def test_a_host_that_cannot_be_dialled_is_the_user_s_error(address: str) -> None:
-    with pytest.raises(LocalError, match="a host name that can be resolved here") as caught:
+    with raises(LocalError, match="a host name that can be resolved here", code=ErrorCode.OUT_OF_RANGE) as caught:
         Dialer(insecure=True).send((0, address), b"hello")
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
     assert address in caught.value.yours
 
 
@@ -190,10 +180,10 @@ def test_directory_that_others_may_enter(folder: Path) -> None:
         Listener(private_address(folder, "kv-0"))
 
 
-def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> None:
+def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path, listener: Listener, dialer: Dialer) -> None:
     """KVP-NET-ONE: neither heard nor answered; the next frame is."""
     context = zmq.Context()
-    stranger, listener = context.socket(zmq.DEALER), Listener(private_address(folder, "kv-0"))
+    stranger = context.socket(zmq.DEALER)
     stranger.connect(listener.address)
     stranger.send_multipart([b"one", b"two"])
     stranger.send(b"next")
@@ -202,7 +192,7 @@ def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> No
         assert listener.pending or readable(listener.filenos())
         heard += [frame for _, frame in listener.receive()]
     assert heard == [b"next"]
-    source, dialer = context.socket(zmq.ROUTER), Dialer()
+    source = context.socket(zmq.ROUTER)
     source.bind(private_address(folder, "kv-1"))
     key = ("a source", private_address(folder, "kv-1"))
     dialer.send(key, b"ask")
@@ -214,48 +204,39 @@ def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path) -> No
         assert dialer.pending or readable(dialer.filenos())
         answers += [frame for _, frame in dialer.receive()]
     assert answers == [b"answer"]
-    dialer.close()
-    listener.close()
     context.destroy(0)
 
 
 @pytest.mark.parametrize("library", [True, False])
 def test_frames_arrive_with_libzmq_called_directly_and_by_pyzmq(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bool
+    listener: Listener, dialer: Dialer, monkeypatch: pytest.MonkeyPatch, library: bool
 ) -> None:
     """Clause KVP-NET-ONE: one frame is one message; a message of several is ignored by both."""
     if not library:
         monkeypatch.setattr(libzmq, "_zmq", None)
-    address = private_address(tmp_path, "direct")
-    tmp_path.chmod(0o700)
-    listener, dialer = Listener(address), Dialer()
+    address = listener.address
     frames = [b"", b"\0zero\0", bytes(range(256)) * 300]
-    try:
-        for frame in frames:
-            assert dialer.send((0, address), frame)
-        found = _all(listener, len(frames))
-        assert [frame for _, frame in found] == frames
-        assert list(listener.receive()) == []
-        several = dialer._lines[0, address].inbox.socket
-        several.send_multipart([b"a", b"b", b"c", b"d", b"e"])
-        assert dialer.send((0, address), b"alone")
-        assert [frame for _, frame in _all(listener, 1)] == [b"alone"]
-        assert listener.send(found[0][0], b"back")
-        assert [frame for _, frame in _all(dialer, 1)] == [b"back"]
-        assert not listener.send((b"nobody", b""), b"lost")
-    finally:
-        dialer.close()
-        listener.close()
+    for frame in frames:
+        assert dialer.send((0, address), frame)
+    found = _all(listener, len(frames))
+    assert [frame for _, frame in found] == frames
+    assert list(listener.receive()) == []
+    several = dialer._lines[0, address].inbox.socket
+    several.send_multipart([b"a", b"b", b"c", b"d", b"e"])
+    assert dialer.send((0, address), b"alone")
+    assert [frame for _, frame in _all(listener, 1)] == [b"alone"]
+    assert listener.send(found[0][0], b"back")
+    assert [frame for _, frame in _all(dialer, 1)] == [b"back"]
+    assert not listener.send((b"nobody", b""), b"lost")
 
 
 @pytest.mark.parametrize("library", [True, False])
 def test_a_message_of_very_many_frames_is_read_in_turns(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, library: bool
+    listener: Listener, dialer: Dialer, monkeypatch: pytest.MonkeyPatch, library: bool
 ) -> None:
     """KVP-NET-ONE: it is ignored, no turn reads all of it, and the next frame is heard."""
     if not library:
         monkeypatch.setattr(libzmq, "_zmq", None)
-    listener, dialer = Listener(private_address(folder, "kv-0")), Dialer()
     key = (0, listener.address)
     assert dialer.send(key, b"first")
     _all(listener, 1)
@@ -269,8 +250,6 @@ def test_a_message_of_very_many_frames_is_read_in_turns(
         left += not found and listener.pending
     assert found == [b"next"]
     assert left >= 2
-    dialer.close()
-    listener.close()
 
 
 def _all(end: Any, count: int) -> list[Any]:

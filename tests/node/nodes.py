@@ -161,6 +161,11 @@ class DrivenSource(SourceNode):
             request = self.by_key[bytes(made.key)] = Request(Owner(self.pool), self, made, prompt)  # type: ignore[arg-type]
         super().expect(request, content, tokens, axes)
 
+    def prefilled(self, made: Ticket, content: bytes, result: Finished) -> None:
+        """A request whose prefill is over."""
+        self.expect(made, content, result.tokens)
+        self.finish(bytes(made.key), result)
+
     def computed(self, key: bytes, computed: Computed) -> None:  # type: ignore[override]
         super().computed(self.by_key[key], computed)
 
@@ -201,6 +206,10 @@ class Nodes:
     def until(self, condition: Callable[[], Any], longest: float = LONGEST) -> None:
         """Turns of all until it is so; `longest` is how long to sleep where nobody tells that it has become so."""
         self._until(condition, [*self.sources, *self.sinks], longest)
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
 
     def sources_until(self, condition: Callable[[], Any]) -> None:
         """The sinks do nothing meanwhile."""
@@ -244,6 +253,11 @@ class Nodes:
         """Events of this kind, once there are so many."""
         self.until(lambda: self.count(kind) == count)
         return [e for e in self.told if isinstance(e, kind)]
+
+    def lost(self) -> tuple[ErrorCode, bool]:
+        """The end of the one transfer that is lost: why, and whether its pages are free with proof."""
+        (lost,) = self.ends(TransferLost, 1)
+        return lost.error.code, lost.proven
 
     def idle(self) -> bool:
         """Whether no transfer is under way at a sink, and no copy at a source."""

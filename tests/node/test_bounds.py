@@ -95,8 +95,7 @@ def test_a_source_that_never_ends_what_it_has_accepted(fleet: Fleet, monkeypatch
         patch.setattr(limits, "PING_SILENCE", 1000.0)
         for seconds in (6, TICKET_WAIT + PATIENCE - 1):
             ahead(patch, seconds, *SINK)
-            for _ in range(3):
-                fleet.turn()
+            fleet.turns(3)
             assert not fleet.count(TransferLost)
         ahead(patch, 6 + TICKET_WAIT + PATIENCE + 1, *SINK)
         (lost,) = fleet.ends(TransferLost, 1)

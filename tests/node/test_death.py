@@ -88,8 +88,7 @@ def prefill(conn: Connection, address: str, made: Ticket, endless: bool, engine:
     party = party_of(engine, pool)
     node = DrivenSource(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
     put(pool, 7)
-    node.expect(made, CONTENT, TOKENS)
-    node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
     serve(conn, node)
 
@@ -274,8 +273,7 @@ def test_a_device_fault_is_no_refusal(world: World) -> None:
     decode = world.decode(address, allocate(geometry(1), 0, ITEMS))
     decode.sources.append(source)
     decode.ready()
-    source.expect(made, CONTENT, TOKENS)
-    source.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    source.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     decode.ask(made, PAGES)
     with pytest.raises(DeviceFault):
         decode.until(lambda: False)

@@ -12,6 +12,7 @@ import pytest
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.rank.driver import Driver
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 SOON = 20.0
 """Seconds in which something must happen."""
@@ -258,16 +259,14 @@ def test_close_leaves_nothing_behind(driven: Callable[..., Driven]) -> None:
     assert made.driver.closed
     assert "kvproto a bell" not in [t.name for t in threading.enumerate()]
     for call in (lambda: made.driver.post(lambda: None), made.driver.step, made.driver.fileno):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path="a bell", yours="closed"):
             call()
-        assert (caught.value.path, caught.value.yours) == ("a bell", "closed")
 
 
 def test_step_is_for_those_without_a_thread(driven: Callable[..., Driven]) -> None:
     made = driven()
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="step", advice="pass Options(thread=False)"):
         made.driver.step()
-    assert (caught.value.path, caught.value.advice) == ("step", "pass Options(thread=False)")
 
 
 def test_step_waits_for_a_descriptor_and_for_work_of_other_threads(driven: Callable[..., Driven]) -> None:

@@ -45,7 +45,7 @@ from tests.node.nodes import (
     seen,
     serve,
 )
-from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over
+from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over, pairs
 from tests.node.test_parts import LAYERS, Prefill, compute_some, hand_over_at_random
 from tests.pools import allocate
 from tests.processes import imported
@@ -66,18 +66,7 @@ def direct() -> list[NixlTransport]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
-    tmp_path.chmod(0o700)
-    made: list[Pair] = []
-
-    def make(source_tp: int, sink_tp: int, **options: Any) -> Pair:
-        made.append(
-            Pair(tmp_path, geometry(source_tp), geometry(sink_tp), **{"give": staged, "take": staged} | options)
-        )
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    yield from pairs(tmp_path, give=staged, take=staged)
 
 
 def test_streams_are_prepared_when_memory_is_registered(
@@ -166,8 +155,7 @@ def test_a_stream_goes_on_behind_the_last_chunk_of_a_prompt(pair: Callable[..., 
     items = prefill.asked(0)
     for model in (1, 0):
         prefill.compute(model, (0, LAYERS[model]), 0, 5)
-        for _ in range(3):
-            made.until(lambda: True)
+        made.turns(3)
         assert not chunks.slots
     for layer in range(LAYERS[0]):
         prefill.compute(0, (layer, layer + 1), 5, TOKENS)
@@ -215,8 +203,7 @@ def test_a_stream_that_waits_for_layers_ends_and_the_next_has_all_slots(
     made = pair(1, 1)
     prefill = begun(made)
     code = end(made, prefill)
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (code, True)
+    assert made.lost() == (code, True)
     made.until(lambda: not made.sources[0].reads(prefill.key))
     made.told.clear()
     put(made.sinks[0].pool, 0)
@@ -269,8 +256,7 @@ def test_after_an_abort_in_the_middle_the_next_request_has_all_slots(pair: Calla
     made.turn(made.sinks[0])
     made.sources_until(lambda: all(len(c.slots.get(1, ())) == SLOTS for c in chunks))
     made.abort(0)
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, 2)
     assert not any(node.busy for node in made.sources)
     put(made.sinks[0].pool, 0)
@@ -306,8 +292,7 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     ahead(monkeypatch, 6, *SOURCE)
     made.sources_until(lambda: made.count(Over) == 1)
     assert not made.sources[0].busy
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)
+    assert made.lost() == (ErrorCode.DEADLINE, True)
 
 
 def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> None:
@@ -352,8 +337,7 @@ def test_pages_after_a_source_was_killed(
         assert not alone.count(TransferLost)  # silence proves nothing
         alone.abort(0, number)
         ahead(monkeypatch, 31, *SINK)
-        (lost,) = alone.ends(TransferLost, 1)
-        assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, proven)
+        assert alone.lost() == (ErrorCode.ABORTED, proven)
 
 
 @pytest.mark.parametrize("take", [staged, direct])

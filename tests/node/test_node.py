@@ -1,5 +1,6 @@
 """Nodes in one process, over real sockets and shared memory."""
 
+import contextlib
 import select
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -76,18 +77,18 @@ class Pair(Nodes):
         super().__init__(sources, sinks)
 
 
+def pairs(folder: Path, **defaults: Any) -> Iterator[Callable[..., Pair]]:
+    """Makes pairs by their sizes and options, and closes them at the end of the test."""
+    folder.chmod(0o700)
+    with contextlib.ExitStack() as stack:
+        yield lambda source_tp, sink_tp, **options: stack.enter_context(
+            contextlib.closing(Pair(folder, geometry(source_tp), geometry(sink_tp), **defaults | options))
+        )
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
-    tmp_path.chmod(0o700)
-    made: list[Pair] = []
-
-    def make(source_tp: int, sink_tp: int, **options: Any) -> Pair:
-        made.append(Pair(tmp_path, geometry(source_tp), geometry(sink_tp), **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    yield from pairs(tmp_path)
 
 
 def test_a_turn_that_has_lasted_hears_the_other_frames_in_the_next(
@@ -114,8 +115,7 @@ def ask(pair: Pair, rng: np.random.Generator, deadline: float = 60.0) -> list[di
     source_items = {g: rng.permutation(12)[:3].tolist() for g in (0, 1)}
     for node in pair.sources:
         fill(node, data)
-        node.expect(made, CONTENT, TOKENS)
-        node.finish(bytes(made.key), finished(source_items, TOKENS, FIRST))
+        node.prefilled(made, CONTENT, finished(source_items, TOKENS, FIRST))
     pair.ready()
     pair.sent = data, source_items
     sink_items = []

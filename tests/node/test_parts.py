@@ -4,7 +4,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -31,6 +31,7 @@ from tests.plan.programs import random_pairs
 from tests.pools import column
 from tests.session.driver import geometry, ticket
 
+M = TypeVar("M", bound=ShmTransport)
 LAYERS = {0: 3, 1: 1}
 """Of target and draft; their models and groups have the same numbers."""
 
@@ -209,6 +210,7 @@ class Prefill:
     def ask(self, sink: int) -> dict[int, list[int]]:
         items = {g: self.rng.permutation(12)[:3].tolist() for g in (0, 1)}
         self.pair.fetch(sink, self.ticket, CONTENT, TOKENS, items)
+        self.wanted = items
         return items
 
     def asked(self, sink: int) -> dict[int, list[int]]:
@@ -219,23 +221,20 @@ class Prefill:
 
 
 @contextlib.contextmanager
-def pairs(
-    folder: Path, source_tp: int, sink_tp: int, give: Callable[[], Sequence[Any]] = list, part_bytes: int = 1,
-    first_part_ratio: float | None = None,
-) -> Iterator[Pair]:  # fmt: skip
+def pairs(folder: Path, source_tp: int, sink_tp: int, part_bytes: int = 1, **options: Any) -> Iterator[Pair]:
     folder.chmod(0o700)
-    made = Pair(
-        folder,
-        geometry(source_tp),
-        geometry(sink_tp),
-        give=give,
-        part_bytes=part_bytes,
-        first_part_ratio=first_part_ratio,
-    )
-    try:
+    made = Pair(folder, geometry(source_tp), geometry(sink_tp), part_bytes=part_bytes, **options)
+    with contextlib.closing(made):
         yield made
-    finally:
-        made.close()
+
+
+@contextlib.contextmanager
+def asked(folder: Path, mover: M, deadline: float = 60.0, **options: Any) -> Iterator[tuple[Pair, M, Prefill]]:
+    """A pair whose parts go by this mover, and a request that its sink has asked for."""
+    with pairs(folder, 1, 1, give=lambda: [mover], **options) as made:
+        prefill = Prefill(made, np.random.default_rng(), deadline)
+        prefill.asked(0)
+        yield made, mover, prefill
 
 
 def hand_over_at_random(made: Pair, rng: random.Random) -> None:
@@ -272,17 +271,14 @@ def test_random_chunks_layers_and_sinks_that_come_late(
         movers.append(Counting())
         return [movers[-1]]
 
-    with pairs(tmp_path, source_tp, sink_tp, give, part_bytes) as made:
+    with pairs(tmp_path, source_tp, sink_tp, part_bytes, give=give) as made:
         hand_over_at_random(made, rng)
         total = sum(sum(e.bytes.values()) for e in made.told if isinstance(e, Received))
         assert sum(sum(mover.launches) for mover in movers) == total
 
 
 def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> None:
-    mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
-        prefill = Prefill(made, np.random.default_rng(4))
-        items = prefill.asked(0)
+    with asked(tmp_path, Counting()) as (made, mover, prefill):
         for layer in range(LAYERS[0]):
             prefill.compute(0, (layer, layer + 1), 0, TOKENS)
             made.until(lambda: len(mover.launches) > layer)  # noqa: B023
@@ -291,7 +287,7 @@ def test_what_is_computed_after_a_part_is_told_to_its_mover(tmp_path: Path) -> N
         prefill.finish()
         made.until(lambda: made.count(Received) == 1)
         assert not any(mover.background[-1])
-        check(made, [items])
+        check(made, [prefill.wanted])
 
 
 def compute_some(made: AnyTwo, dice: random.Random) -> None:
@@ -326,10 +322,7 @@ def test_any_two_engines(tmp_path: Path, number: int) -> None:
 
 
 def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
-    mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        items = prefill.asked(0)
+    with asked(tmp_path, Counting()) as (made, mover, prefill):
         for first, end in ((0, 6), (6, TOKENS)):
             for layers in ((0, 2), (2, 3)):
                 prefill.compute(0, layers, first, end)
@@ -337,7 +330,7 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
         prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
         prefill.finish()
         made.until(lambda: made.count(Received) == 1 and made.count(Sent) == 1)
-        check(made, [items])
+        check(made, [prefill.wanted])
         target, draft = 40 * TOKENS, 2 * 2 * 16 * TOKENS
         assert mover.launches == [2 * 40 * 6, 40 * 6, 2 * 40 * 5, 40 * 5, draft]
         (sent,) = [e for e in made.told if isinstance(e, Sent)]
@@ -349,17 +342,14 @@ def test_little_is_left_after_the_last_layer(tmp_path: Path) -> None:
 )
 def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, ratio: float, sent: list[int]) -> None:
     """Three layers of the target; nothing is said of the draft's before the end."""
-    mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover], first_part_ratio=ratio) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        items = prefill.asked(0)
+    with asked(tmp_path, Counting(), first_part_ratio=ratio) as (made, mover, prefill):
         for layer in range(LAYERS[0]):
             prefill.compute(0, (layer, layer + 1), 0, TOKENS)
-            made.until(lambda: True)
+            made.turn()
         prefill._write(made.sources[0], 1, (0, 1), 0, TOKENS)
         prefill.finish()
         made.until(lambda: made.count(Received) == 1)
-        check(made, [items])
+        check(made, [prefill.wanted])
         layers = [40 * TOKENS] * 3 + [2 * 2 * 16 * TOKENS]
         assert mover.launches == [sum(layers[sum(sent[:i]) :][:n]) for i, n in enumerate(sent)]
 
@@ -367,9 +357,7 @@ def test_the_first_part_goes_late_and_what_is_left_is_halved(tmp_path: Path, rat
 def test_a_mover_says_how_late_its_link_lets_parts_be(tmp_path: Path) -> None:
     mover = Counting()
     mover.capabilities = attrs.evolve(mover.capabilities, first_part_ratio=1.0)
-    with pairs(tmp_path, 1, 1, lambda: [mover]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, mover) as (made, _, prefill):
         for layers, launches in (((0, 1), 0), ((1, 2), 1)):
             prefill.compute(0, layers, 0, TOKENS)
             made.until(lambda: True)
@@ -384,10 +372,7 @@ def test_no_part_is_earlier_than_at_once(ratio: float) -> None:
 
 
 def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:
-    mover = Counting()
-    with pairs(tmp_path, 1, 1, lambda: [mover], part_bytes=800) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, Counting(), part_bytes=800) as (made, mover, prefill):
         for first in range(TOKENS):
             prefill.compute(0, (0, 3), first, first + 1)
             made.until(lambda: True)
@@ -399,13 +384,10 @@ def test_a_part_is_not_smaller_than_it_was_asked_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: bool) -> None:
-    device = Device()
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, Device()) as (made, device, prefill):
         for layer in range(2):
             prefill.compute(0, (layer, layer + 1), 0, TOKENS)
-            made.until(lambda: True)
+            made.turn()
         if finished:
             prefill.finish()
             made.until(lambda: len(device.launches) == 3)
@@ -414,12 +396,10 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
         made.until(lambda: not made.sources[0].asking(prefill.key))
         prefill.compute(0, (2, 3), 0, TOKENS)
         for launch in device.launches[::-1]:
-            for _ in range(5):
-                made.until(lambda: True)
+            made.turns(5)
             assert not made.count(TransferLost)
             launch.end()
-        (lost,) = made.ends(TransferLost, 1)
-        assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+        assert made.lost() == (ErrorCode.ABORTED, True)
         assert len(device.launches) == number
         prefill.finish()
         made.until(lambda: made.count(Over) == 1)
@@ -427,10 +407,7 @@ def test_an_abort_is_drained_when_every_part_is_over(tmp_path: Path, finished: b
 
 
 def test_a_busy_device_gets_every_part_later(tmp_path: Path) -> None:
-    device = Device(room=1)
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        items = prefill.asked(0)
+    with asked(tmp_path, Device(room=1)) as (made, device, prefill):
         for model, number in LAYERS.items():
             for layer in range(number):
                 prefill.compute(model, (layer, layer + 1), 0, TOKENS)
@@ -444,15 +421,12 @@ def test_a_busy_device_gets_every_part_later(tmp_path: Path) -> None:
         made.until(lambda: len(device.launches) == 3)
         device.launches[2].end()
         made.until(lambda: made.count(Received) == 1)
-        check(made, [items])
+        check(made, [prefill.wanted])
         assert [launch.bytes for launch in device.launches] == [40 * TOKENS, (2 * 40 + 64) * TOKENS, 0]
 
 
 def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_path: Path) -> None:
-    device = Device()
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, Device()) as (made, device, prefill):
         prefill.compute(0, (0, 3), 0, TOKENS)
         made.until(lambda: len(device.launches) == 1)
         made.sinks.pop().close("over")
@@ -466,21 +440,16 @@ def test_a_sink_that_goes_keeps_its_pages_mapped_and_the_request_unreleased(tmp_
 
 
 def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path: Path) -> None:
-    device = Device()
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, Device()) as (made, device, prefill):
         prefill.compute(0, (0, 3), 0, 5)
         made.until(lambda: len(device.launches) == 1)
         node = made.sources[0]
         node.refuse(prefill.key, RemoteError(ErrorCode.INTERNAL, "", "out of pages", ""))
-        for _ in range(10):
-            made.until(lambda: True)
+        made.turns(10)
         assert node.reads(prefill.key)
         assert not made.count(TransferLost | Over)
         device.launches[0].end()
-        (lost,) = made.ends(TransferLost, 1)
-        assert (lost.error.code, lost.proven) == (ErrorCode.INTERNAL, True)
+        assert made.lost() == (ErrorCode.INTERNAL, True)
         assert not node.reads(prefill.key)
         (over,) = made.ends(Over, 1)
         assert bytes(over.request.ticket.key) == prefill.key
@@ -490,32 +459,23 @@ def test_a_prompt_that_cannot_be_finished_is_lost_when_its_part_is_over(tmp_path
 
 
 def test_a_part_that_fails_ends_the_transfer_when_the_others_are_over(tmp_path: Path) -> None:
-    device = Device()
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng())
-        prefill.asked(0)
+    with asked(tmp_path, Device()) as (made, device, prefill):
         for layer in range(2):
             prefill.compute(0, (layer, layer + 1), 0, TOKENS)
-            made.until(lambda: True)
+            made.turn()
         device.launches[0].error = LocalError(ErrorCode.TRANSPORT_FAILED, "", "a device", "a fault")
-        for _ in range(10):
-            made.until(lambda: True)
+        made.turns(10)
         assert not made.count(TransferLost)
         device.launches[1].end()
-        (lost,) = made.ends(TransferLost, 1)
-        assert (lost.error.code, lost.proven) == (ErrorCode.TRANSPORT_FAILED, False)
+        assert made.lost() == (ErrorCode.TRANSPORT_FAILED, False)
 
 
 def test_an_expired_request_is_told_when_no_part_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device()
-    with pairs(tmp_path, 1, 1, lambda: [device]) as made:
-        prefill = Prefill(made, np.random.default_rng(), deadline=5)
-        prefill.asked(0)
+    with asked(tmp_path, Device(), deadline=5) as (made, device, prefill):
         prefill.compute(0, (0, 3), 0, 5)
         made.until(lambda: len(device.launches) == 1)
         ahead(monkeypatch, 6, *SOURCE)
-        for _ in range(10):
-            made.until(lambda: True)
+        made.turns(10)
         assert not made.count(Over)
         assert not made.count(TransferLost)
         device.launches[0].end()

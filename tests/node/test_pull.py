@@ -36,7 +36,7 @@ from tests.node.nodes import (
     seen,
     serve,
 )
-from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over
+from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over, pairs
 from tests.pools import allocate, column
 from tests.processes import imported
 from tests.session.driver import geometry, ticket
@@ -119,16 +119,24 @@ class Wire:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
-    tmp_path.chmod(0o700)
-    made: list[Pair] = []
+    yield from pairs(tmp_path, pull=True)
 
-    def make(source_tp: int, sink_tp: int, **options: Any) -> Pair:
-        made.append(Pair(tmp_path, geometry(source_tp), geometry(sink_tp), **{"pull": True} | options))
-        return made[-1]
 
-    yield make
-    for each in made:
-        each.close()
+def reading(pair: Callable[..., Pair], source_tp: int = 1, deadline: float = 60.0) -> tuple[Pair, Wire, SlowMover]:
+    """The sink reads from every source rank, and its copies do not end yet."""
+    mover = SlowMover()
+    made = pair(source_tp, 1, take=lambda: [mover])
+    wire = Wire(made)
+    ask(made, np.random.default_rng(), deadline)
+    made.until(lambda: mover.started == source_tp)
+    return made, wire, mover
+
+
+def refuse(made: Pair) -> None:
+    """The source has no pages for its request."""
+    (source,) = made.sources
+    (key,) = source.by_key
+    source.refuse(key, LocalError(ErrorCode.INTERNAL, "", "out of pages", ""))
 
 
 def offered(made: Pair, wire: Wire) -> None:
@@ -180,8 +188,7 @@ def test_one_side_alone_pushes(pair: Callable[..., Pair], one: str) -> None:
 def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:
     made = pair(2, 1, take=lambda: [Flipping()])
     hand_over(made, np.random.default_rng())
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.VERIFY_FAILED, True)
+    assert made.lost() == (ErrorCode.VERIFY_FAILED, True)
 
 
 def test_without_verify(pair: Callable[..., Pair]) -> None:
@@ -206,8 +213,7 @@ def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
     number = made.fetch(0, ticket_, CONTENT, TOKENS, {g: rng.permutation(12)[:3].tolist() for g in (0, 1)})
     made.until(lambda: made.sources[0].asking(bytes(ticket_.key)))
     made.abort(0, number)
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    assert made.lost() == (ErrorCode.ABORTED, True)
     items = {g: [0, 1, 2] for g in (0, 1)}
     made.sources[0].finish(bytes(ticket_.key), finished(items, TOKENS, FIRST))
     made.ends(Over, 1)
@@ -221,8 +227,7 @@ def test_abort_that_crosses_the_offer(pair: Callable[..., Pair]) -> None:
     ask(made, np.random.default_rng())
     offered(made, wire)
     made.abort(0)
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, 1)
     assert wire.of(Pulled) == []
     serves_another(made)
@@ -230,18 +235,12 @@ def test_abort_that_crosses_the_offer(pair: Callable[..., Pair]) -> None:
 
 @pytest.mark.parametrize("source_tp", [1, 2])
 def test_abort_during_the_copy_waits_for_it(pair: Callable[..., Pair], source_tp: int) -> None:
-    mover = SlowMover()
-    made = pair(source_tp, 1, take=lambda: [mover])
-    wire = Wire(made)
-    ask(made, np.random.default_rng())
-    made.until(lambda: mover.started == source_tp)
+    made, wire, mover = reading(pair, source_tp)
     made.abort(0)
-    for _ in range(5):
-        made.turn()
+    made.turns(5)
     assert (wire.of(Abort), made.count(TransferLost), made.count(Over)) == ([], 0, 0)
     mover.finished = True
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
+    assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, source_tp)
     assert (len(wire.of(Drained)), wire.of(Pulled)) == (source_tp, [])
     serves_another(made)
@@ -290,11 +289,7 @@ def test_after_the_lease_nothing_is_read(pair: Callable[..., Pair], monkeypatch:
 
 
 def test_what_was_read_beyond_the_lease_is_not_used(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = SlowMover()
-    made = pair(1, 1, take=lambda: [mover])
-    wire = Wire(made)
-    ask(made, np.random.default_rng())
-    made.until(lambda: mover.started == 1)
+    made, wire, mover = reading(pair)
     ahead(monkeypatch, 11)
     mover.finished = True
     (lost,) = made.ends(TransferLost, 1)
@@ -304,69 +299,47 @@ def test_what_was_read_beyond_the_lease_is_not_used(pair: Callable[..., Pair], m
 
 
 def test_a_ticket_that_ends_takes_the_lease_with_it(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    mover = SlowMover()
-    made = pair(1, 1, take=lambda: [mover])
-    wire = Wire(made)
-    ask(made, np.random.default_rng(), deadline=5)
-    made.until(lambda: mover.started == 1)
+    made, wire, mover = reading(pair, deadline=5)
     assert wire.of(Offer)[0].lease <= 5000
     ahead(monkeypatch, 6)
     made.ends(Over, 1)
     mover.finished = True
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, True)
+    assert made.lost() == (ErrorCode.DEADLINE, True)
     serves_another(made)
 
 
 def test_a_refused_request_is_over_once_though_its_lease_ends_later(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover = SlowMover()
-    made = pair(1, 1, take=lambda: [mover])
-    ask(made, np.random.default_rng())
-    made.until(lambda: mover.started == 1)
-    (source,) = made.sources
-    (key,) = source.by_key
-    source.refuse(key, LocalError(ErrorCode.INTERNAL, "", "out of pages", ""))
+    made, _, mover = reading(pair)
+    refuse(made)
     mover.finished = True
     made.ends(Over, 1)
     ahead(monkeypatch, 11)
-    for _ in range(5):
-        made.turn()
+    made.turns(5)
     assert made.count(Over) == 1
 
 
 def test_what_is_read_after_a_request_is_over_is_not_reported(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover = SlowMover()
-    made = pair(1, 1, take=lambda: [mover])
-    wire = Wire(made)
-    ask(made, np.random.default_rng())
-    made.until(lambda: mover.started == 1)
-    (source,) = made.sources
-    (key,) = source.by_key
-    source.refuse(key, LocalError(ErrorCode.INTERNAL, "", "out of pages", ""))
+    made, wire, mover = reading(pair)
+    refuse(made)
     ahead(monkeypatch, 11, *SOURCE)
     made.until(lambda: made.count(Over) == 1)
     mover.finished = True
     made.until(lambda: bool(wire.of(Pulled)))
-    for _ in range(5):
-        made.turn()
+    made.turns(5)
     assert (made.count(Over), made.count(Sent)) == (1, 0)
 
 
 def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) -> None:
-    mover = SlowMover()
-    made = pair(1, 1, take=lambda: [mover])
-    ask(made, np.random.default_rng())
-    made.until(lambda: mover.started == 1)
+    made, _, mover = reading(pair)
     made.sources.pop().close("over")
     made.until(lambda: made.count(Disconnected) == 1)
     assert made.count(TransferLost) == 0
     mover.finished = True
-    (lost,) = made.ends(TransferLost, 1)
-    assert (lost.error.code, lost.proven) == (ErrorCode.PEER_LOST, True)
+    assert made.lost() == (ErrorCode.PEER_LOST, True)
     made.until(lambda: not any(connection.mapped for connection in mover.connections))
     assert mover.connections
 
@@ -441,8 +414,7 @@ def source(conn: Connection, address: str, made: Ticket) -> None:
     node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, pull=True)
     said: list[Any] = []
     seen(node, lambda _, frame: (said.append(decode(frame)), frame)[1])
-    node.expect(made, CONTENT, TOKENS)
-    node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
 
     def stand_still() -> None:

@@ -13,6 +13,7 @@ from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as Code
 from kvproto.wire.messages import Handle, Region
+from tests.errors import raises
 from tests.node.stages import Stage, able
 
 
@@ -88,19 +89,15 @@ def test_the_next_transport_is_tried_where_one_fails(stage: Stage, fails: str) -
 
 def test_why_the_last_did_not_work_is_told(stage: Stage) -> None:
     wrong = [Named(Code.CUDA, "connect"), Named(Code.SHM, "prepare")]
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED, path="regions[0]", mine="no kernel"):
         map_peer(stage.asked(wrong), wrong, stage.pair, stage.source.memories, writes=True)
-    error = caught.value
-    assert (error.code, error.path, error.mine) == (ErrorCode.TRANSPORT_FAILED, "regions[0]", "no kernel")
 
 
 def test_no_common_transport_says_what_each_side_has(stage: Stage) -> None:
     asked = stage.asked([Named(Code.CUDA), Named(Code.NIXL)])
-    with pytest.raises(RemoteError) as caught:
+    ours = {"path": "regions[0].handles", "mine": "SHM", "yours": "CUDA, NIXL", "advice": "use a common transport"}
+    with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, **ours):
         map_peer(asked, [ShmTransport()], stage.pair, stage.source.memories, writes=True)
-    error = caught.value
-    assert (error.code, error.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
-    assert (error.mine, error.yours, error.advice) == ("SHM", "CUDA, NIXL", "use a common transport")
 
 
 def test_every_transport_exposes_every_region_and_ids_of_more_do_not_meet(stage: Stage) -> None:

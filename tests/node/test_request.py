@@ -7,6 +7,7 @@ from kvproto.errors import RemoteError
 from kvproto.source.prefill import check_ends
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
+from tests.errors import raises
 from tests.node.stages import Stage
 
 
@@ -21,29 +22,20 @@ def check(stage: Stage, valid: int, state_after: int | None = None) -> None:
     check_ends(stage.pair, grants, 20)
 
 
-@pytest.mark.parametrize("valid", [4, 20])
-def test_valid_within_what_was_computed(stage: Stage, valid: int) -> None:
-    """KVP-GRANT-REAL, KVP-HND-WINDOW."""
-    check(stage, valid)
+@pytest.mark.parametrize(("valid", "after"), [(4, None), (20, None), (4, 20)])
+def test_valid_within_what_was_computed_and_the_state_after_it(stage: Stage, valid: int, after: int | None) -> None:
+    """KVP-GRANT-REAL, KVP-GRANT-STATE, KVP-HND-WINDOW."""
+    check(stage, valid, after)
 
 
 def test_valid_beyond_what_was_computed(stage: Stage) -> None:
     """KVP-GRANT-REAL."""
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[1].valid", mine="20", yours="21"):
         check(stage, 21)
-    error = caught.value
-    assert (error.code, error.path, error.mine, error.yours) == (ErrorCode.BAD_GRANT, "grants[1].valid", "20", "21")
-
-
-@pytest.mark.parametrize("after", [None, 20])
-def test_state_of_this_position(stage: Stage, after: int | None) -> None:
-    """KVP-GRANT-STATE."""
-    check(stage, 4, after)
 
 
 @pytest.mark.parametrize("after", [19, 21])
 def test_state_of_another_position(stage: Stage, after: int) -> None:
     """KVP-GRANT-STATE: state is that after exactly so many tokens, neither more nor fewer."""
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.STATE_POSITION, path="grants[1].state_after"):
         check(stage, 4, after)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.STATE_POSITION, "grants[1].state_after")

@@ -53,13 +53,28 @@ def test_what_is_computed_goes_once(stage: Stage) -> None:
     assert sizes(scheduler.steps(made)) == [((1, 3), 2 * 40 * 5), ((0, 1), DRAFT)]
 
 
-def test_a_part_that_is_too_small_waits_for_more(stage: Stage) -> None:
-    scheduler, made = Scheduler(2 * LAYER, 0), attempt(stage)
+@pytest.mark.parametrize(
+    ("asked", "least", "ratio", "before", "after", "sent"),
+    [
+        ({}, 2 * LAYER, 0, (TOKENS, (0, 1)), (TOKENS, (1, 2)), [((0, 2), 2 * LAYER)]),
+        # 8 of 11 are cached, which do not count (KVP-HND-WINDOW: the hand-off's window says nothing)
+        ({"first": 8}, 1, 1, (8, (0, 3)), (10, (0, 3)), [((0, 3), 3 * 40 * 2)]),
+        ({"incremental": False}, 1, 0, (TOKENS, (0, 3)), None, [(None, 3 * LAYER + DRAFT)]),
+    ],
+    ids=["a part that is too small", "tokens that the sink holds already", "a transport that is not incremental"],
+)
+def test_what_waits_for_more(
+    stage: Stage, asked: dict[str, Any], least: int, ratio: float, before: Any, after: Any, sent: list[Any]
+) -> None:
+    scheduler, made = Scheduler(least, ratio), attempt(stage, **asked)
     request = made.prefill
-    request.add(computed(TOKENS, (0, 1)))
+    request.add(computed(*before))
     assert scheduler.steps(made) == []
-    request.add(computed(TOKENS, (1, 2)))
-    assert sizes(scheduler.steps(made)) == [((0, 2), 2 * LAYER)]
+    if after is None:
+        request.finished = end()
+    else:
+        request.add(computed(*after))
+    assert sizes(scheduler.steps(made)) == sent
 
 
 @pytest.mark.parametrize(("ratio", "layers"), [(0, 1), (1, 2), (3, 3)])
@@ -73,25 +88,6 @@ def test_the_first_part_waits_as_the_engine_or_the_link_says(stage: Stage, ratio
             assert not scheduler.steps(made)
             request.add(computed(TOKENS, (n - 1, n)))
         assert sizes(scheduler.steps(made)) == [((0, layers), layers * LAYER)]
-
-
-def test_tokens_that_the_sink_holds_already_do_not_count(stage: Stage) -> None:
-    """Neither as waiting nor as to come: 8 of 11 are cached (KVP-HND-WINDOW: the hand-off's window says nothing)."""
-    scheduler, made = Scheduler(1, 1), attempt(stage, first=8)
-    request = made.prefill
-    request.add(computed(8, (0, 3)))
-    assert scheduler.steps(made) == []
-    request.add(computed(10, (0, 3)))
-    assert sizes(scheduler.steps(made)) == [((0, 3), 3 * 40 * 2)]
-
-
-def test_a_transport_that_is_not_incremental_gets_all_at_the_end(stage: Stage) -> None:
-    scheduler, made = Scheduler(1, 0), attempt(stage, incremental=False)
-    request = made.prefill
-    request.add(computed(TOKENS, (0, 3)))
-    assert scheduler.steps(made) == []
-    request.finished = end()
-    assert sizes(scheduler.steps(made)) == [(None, 3 * LAYER + DRAFT)]
 
 
 def test_for_a_sink_that_reads_a_copy_of_nothing_waits_for_the_rows(stage: Stage) -> None:

@@ -85,8 +85,7 @@ class Fleet(Nodes):
         """A request that its source has computed; without one, that nobody knows."""
         made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
         if source is not None:
-            source.expect(made, CONTENT, TOKENS)
-            source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+            source.prefilled(made, CONTENT, finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
         return made
 
     def ask(self, replica: Replica, source: SourceNode | None = None, made: Ticket | None = None) -> int:

@@ -12,6 +12,7 @@ from kvproto import Options
 from kvproto.cli.main import main
 from kvproto.observability.names import BUCKETS
 from kvproto.observability.records import transfer_name
+from tests.commands import Ran
 from tests.door.doors import Two, two
 
 from .test_feed import followed
@@ -96,7 +97,7 @@ def test_an_engine_that_drains_is_seen(tmp_path: Path, capsys: pytest.CaptureFix
     assert ["INFO", "decode/0/0", "sink", "draining"] in [line[1:] for line in words]
 
 
-def test_what_tail_has_kept_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_tail_has_kept_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
     with followed(tmp_path) as (both, path):
         tail = Command("tail", "--json", path)
         until_followed(both)
@@ -104,10 +105,8 @@ def test_what_tail_has_kept_is_shown_again(tmp_path: Path, capsys: pytest.Captur
     assert tail.ended() == 0
     kept = tmp_path / "kept.jsonl"
     kept.write_text(capsys.readouterr().out)
-    assert main(["top", str(kept)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:7] == ["decode/0", "0", "sink", "0", "0", "0", "2"]
-    assert main(["tail", str(kept)]) == 0
-    assert capsys.readouterr().out.count(" arrived ") == 2
+    assert ran("top", kept).splitlines()[1].split()[:7] == ["decode/0", "0", "sink", "0", "0", "0", "2"]
+    assert ran("tail", kept).count(" arrived ") == 2
 
 
 def line(**fields: Any) -> bytes:
@@ -147,7 +146,7 @@ def test_a_file_that_is_no_feed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(said.err) < 1000
 
 
-def test_nothing_drives_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_drives_the_terminal(tmp_path: Path, ran: Ran) -> None:
     """KVP-SEE-TEXT, of a feed that is none of ours."""
     evil = "[red]x\x1b[2J\n"
     path = tmp_path / "evil"
@@ -156,16 +155,14 @@ def test_nothing_drives_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtu
     lost = line(kind="lost", lines=evil)
     path.write_bytes(b"".join(each + b"\n" for each in (metrics({**OWN, "engine": evil}), event, histogram, lost)))
     for command in ("tail", "top"):
-        assert main([command, str(path)]) == 0
-        said = capsys.readouterr().out
+        said = ran(command, path)
         assert "\x1b" not in said
         assert "[red]x" in said
 
 
 @pytest.mark.parametrize("command", ["tail", "top"])
-def test_where_nobody_is(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_where_nobody_is(tmp_path: Path, ran: Ran, command: str) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left"))
     for name in ("left", "missing", "."):
-        assert main([command, str(tmp_path / name)]) == 1
-        assert capsys.readouterr().err.startswith("error: ")
+        assert ran(command, tmp_path / name, status=1).startswith("error: ")

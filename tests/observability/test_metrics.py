@@ -61,8 +61,7 @@ def connected(both: Two) -> None:
 def failed(both: Two) -> None:
     """A request that the source gives up."""
     connected(both)
-    request = both.source.request(both.ticket, PROMPT)
-    lost = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+    request, lost = both.asked([9, 0, 5])
     request.fail("no memory")
     both.until(lambda: lost.done and request.done)
 
@@ -128,8 +127,7 @@ def test_what_is_lost_has_its_code(tmp_path: Path) -> None:
 def test_what_is_under_way(tmp_path: Path) -> None:
     with two(tmp_path, SEEN) as both:
         connected(both)
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         during = values(both.source, both.sink)
         request.finish({"kv": [3, 1, 2]})
         both.until(lambda: found.done and request.done)
@@ -143,8 +141,7 @@ def test_what_is_under_way(tmp_path: Path) -> None:
 def test_pages_that_may_still_be_written(tmp_path: Path) -> None:
     with two(tmp_path, SEEN) as both:
         connected(both)
-        request = both.source.request(both.ticket, PROMPT)
-        found = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
+        request, found = both.asked([9, 0, 5])
         both.until(lambda: request.state is not None and request.state.asking())
         both.sink.disconnect("prefill")
         while not found.done:
@@ -218,9 +215,7 @@ def test_codes_that_nobody_knows_share_one_value(tmp_path: Path) -> None:
     with two(tmp_path, SEEN) as both:
         connected(both)
         for code in range(60_000, 60_005):
-            ticket = new_ticket("prefill")
-            request = both.source.request(ticket, PROMPT)
-            lost = both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]})
+            request, lost = both.asked([9, 0, 5], new_ticket("prefill"))
             both.until(lambda request=request: request.state is not None and request.state.asking())
             assert request.state is not None
             [asked] = request.state.asking()

@@ -7,6 +7,7 @@ import pytest
 from kvproto.catalog.engines import Setup, pools
 from kvproto.catalog.models import describe, draft_of, specs
 from kvproto.errors import LocalError
+from tests.errors import raises
 
 HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 ODD: list[tuple[str, Any, str]] = [
@@ -44,9 +45,8 @@ def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any, says
     """It says what is not there as well: taken in silence it would change which layers have a window, say."""
     config = {**HEADS, field: value}
     for make in (describe, specs, lambda c: pools("vllm", c), lambda c: describe({"text_config": c}), lambda c: describe(HEADS, [c])):  # fmt: skip
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path=f"config.{field}") as caught:
             make(config)
-        assert caught.value.path == f"config.{field}"
         assert caught.value.mine.startswith(says)
         assert caught.value.yours == repr(value) or field == "num_hidden_layers"
     with pytest.raises(LocalError):
@@ -55,15 +55,13 @@ def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any, says
 
 @pytest.mark.parametrize("more", [{"is_encoder_decoder": True, "num_hidden_layers": 32}, {"decoder_layers": 32}])
 def test_an_encoder_decoder_is_refused_by_name(more: dict[str, Any]) -> None:
-    with pytest.raises(LocalError, match=r"encoder-decoders are not read.*got whisper") as caught:
+    with raises(LocalError, match=r"encoder-decoders are not read.*got whisper", path="config.is_encoder_decoder"):
         describe({"model_type": "whisper", "d_model": 1280, "decoder_attention_heads": 20, **more})
-    assert caught.value.path == "config.is_encoder_decoder"
 
 
 def test_a_list_of_layers_names_those_of_the_model() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="config.linear_attn_config.kda_layers"):
         describe({**HEADS, "linear_attn_config": {"kda_layers": ["x"]}})
-    assert caught.value.path == "config.linear_attn_config.kda_layers"
 
 
 @pytest.mark.parametrize("nothing", [None, 0])
@@ -80,9 +78,8 @@ SETUPS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("field", "value"), SETUPS)
 def test_what_no_engine_is_started_with(field: str, value: Any) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=field) as caught:
         pools("sglang", HEADS, (), Setup(**{field: value}))
-    assert caught.value.path == field
     assert caught.value.mine
 
 
@@ -96,13 +93,11 @@ def test_what_no_engine_is_started_with(field: str, value: Any) -> None:
     ],
 )
 def test_what_is_no_engine_config_or_setup(args: Any, path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=path):
         pools(*args)
-    assert caught.value.path == path
 
 
 def test_describe_refuses_what_is_no_page_or_element_type() -> None:
     for path, value in (("page", "16"), ("page", 0), ("kv_dtype", ["NVFP4"]), ("kv_dtype", 3)):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, path=path):
             describe(HEADS, **{path: value})
-        assert caught.value.path == path

@@ -24,6 +24,7 @@ from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType
 from kvproto.wire.messages import Columns, Region
+from tests.errors import raises
 from tests.plan import oracle
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
@@ -282,9 +283,8 @@ def test_hybrids_have_block_tables_of_equally_many_layers() -> None:
     ],
 )
 def test_what_no_engine_has_is_refused_by_name(engine: str, model: str, options: dict[str, Any], path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=path) as caught:
         pools(engine, MODELS[model][0], MODELS[model][1:], Setup(**options))
-    assert caught.value.path == path
     assert caught.value.mine
     assert caught.value.yours
 
@@ -338,13 +338,11 @@ def test_pools_of_one_slab_have_equally_many_blocks() -> None:
     config = MODELS["delta nets"][0]
     side = pools("vllm", config)
     ids = [g.id for g in side.geometry.groups]
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="items"):
         rank_memory(side.geometry, 0, side.arranged.slabs(side.geometry, 0, 8), dict.fromkeys(ids, 8) | {ids[-1]: 9})
-    assert caught.value.path == "items"
 
 
 def test_a_cache_without_a_tensor_is_named() -> None:
     side = pools("sglang", MODELS["heads"][0])
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="pools of 'target'"):
         rank_memory(side.geometry, 0, [], {0: 8})
-    assert caught.value.path == "pools of 'target'"

@@ -31,6 +31,7 @@ from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Part
+from tests.errors import raises
 
 MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
 
@@ -247,9 +248,8 @@ def test_as_much_as_may_be(made: Callable[[], Geometry]) -> None:
     + [({"live_rows": 0, "kind": ItemKind.SLOT}, "live_rows")],
 )
 def test_zero_sizes_are_refused(changes: dict[str, Any], path: str) -> None:
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.OUT_OF_RANGE, path=f"groups[0].{path}"):
         validate(with_group(MLA, **changes))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, f"groups[0].{path}")
 
 
 @pytest.mark.parametrize("deal", [(1, 0), (9, 6), (3, 3)])
@@ -267,13 +267,8 @@ def test_a_description_of_more_bytes_than_any_fleet_has() -> None:
     """KVP-GEO-SIZE: refused before it is read."""
     named = BROKEN["too many bytes"][1]()
     validate(named)
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.BAD_GEOMETRY, path="geometry", mine=f"at most {limits.MAX_GEOMETRY} bytes"):
         decode_geometry(encode_geometry(named))
-    assert (caught.value.code, caught.value.path, caught.value.mine) == (
-        ErrorCode.BAD_GEOMETRY,
-        "geometry",
-        f"at most {limits.MAX_GEOMETRY} bytes",
-    )
 
 
 def test_the_largest_fleet_of_the_benchmark_is_within_the_limits() -> None:
@@ -296,9 +291,8 @@ def test_a_geometry_states_every_rank_even_one_that_owns_nothing() -> None:
     stages = lay_out([Cache.mla("target", 4, latent=24, rope=8, page=16)], Parallel(tp=2, pp=2))
     assert [r.rank for r in stages.ranks] == [0, 1, 2, 3]
     short = attrs.evolve(stages, ranks=stages.ranks[:2])
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.LAYER_MISSING):
         plan(short, stages)
-    assert caught.value.code == ErrorCode.LAYER_MISSING
 
 
 def test_an_encoding_is_for_bytes_that_strides_do_not_describe() -> None:
@@ -308,9 +302,8 @@ def test_an_encoding_is_for_bytes_that_strides_do_not_describe() -> None:
     assert {part.encoding for cache in (scales, heads) for part in cache.group.parts} == {None}
     assert (scales.group.partial, heads.group.partial) == (True, None)
     tiled, plain = (lay_out([cache]) for cache in (with_encoding(heads, "tiled.16x64"), heads))
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.LAYOUT_OPAQUE):
         plan(tiled, plain)
-    assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
 
 
 def with_encoding(cache: Cache, name: str) -> Cache:

@@ -19,6 +19,7 @@ from kvproto.planning.layout import Block, Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
+from tests.errors import raises
 
 F8, F4 = DType.F8E4M3, DType.F4E2M1
 
@@ -140,9 +141,8 @@ def test_describe_says_which_caches_are_dealt() -> None:
 def test_describe_refuses_names_of_no_cache_and_lists_those_that_there_are(
     named: dict[str, list[str]], path: str, says: str
 ) -> None:
-    with pytest.raises(LocalError, match=says) as caught:
+    with raises(LocalError, match=says, code=ErrorCode.OUT_OF_RANGE, path=path):
         describe(PRESETS["deepseek-v3.2"][0], parallel=Parallel(tp=2, dcp=2), **named)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,8 @@ def test_describe_refuses_names_of_no_cache_and_lists_those_that_there_are(
     ],
 )  # fmt: skip
 def test_sizes_that_no_engine_has(sizes: dict[str, Any], path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         lay_out([Cache.mla("m", 8, latent=6, rope=2, page=4)], Parallel(**sizes))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 CONV = {"conv": (DType.U8, 10, 1)}
@@ -172,15 +171,13 @@ CONV = {"conv": (DType.U8, 10, 1)}
     ],
 )
 def test_layers_and_lanes_are_somebodys(spec: Cache, path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=path):
         lay_out([spec], depth=8)
-    assert caught.value.path == path
 
 
 def test_blocks_are_of_parts() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="blocks"):
         Cache.state("m", 1, parts=CONV, blocks={"cnov": [Block(10, 5)]})
-    assert caught.value.path == "blocks"
 
 
 def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
@@ -195,17 +192,15 @@ def test_layers_of_a_hybrid_are_dealt_evenly_over_replicas() -> None:
 
 def test_page_scales_want_equal_pages() -> None:
     pages = [one(Cache.page_scales("scales", 1, kv_heads=2, page=p)) for p in (16, 32)]
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.ROW_MISMATCH, path="groups[scales].tokens_per_row"):
         plan(*pages)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "groups[scales].tokens_per_row")
 
 
 def test_scales_of_what_is_not_there() -> None:
     """Refused with the parts that are there, so that nothing arrives without what makes it numbers."""
     latent = Cache.mla("kv", 2, latent=6, rope=2, page=16)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.PART_MISSING, path="'scales'.parts[k_scale]") as caught:
         lay_out([latent, Cache.page_scales("scales", 2, kv_heads=1, page=16)])
-    assert (caught.value.code, caught.value.path) == (ErrorCode.PART_MISSING, "'scales'.parts[k_scale]")
     assert caught.value.yours == "k_scale, latent, v_scale, no k"
     with pytest.raises(LocalError, match="latent of layer 2"):
         lay_out([latent, Cache.page_scales("scales", 3, of="latent", page=16)])
@@ -218,9 +213,8 @@ def test_scales_of_what_is_not_there() -> None:
 def test_scales_of_several_tokens_move_before_their_row_is_full() -> None:
     latent = Cache.mla("kv", 1, latent=6, rope=2, page=16)
     whole = Cache.compressed("scales", 1, dim=1, tokens_per_row=16, page_rows=1, dtype=DType.F32, part="latent_scale")
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.ROW_MISMATCH, path="'scales'.parts[latent_scale]") as caught:
         lay_out([latent, whole])
-    assert (caught.value.code, caught.value.path) == (ErrorCode.ROW_MISMATCH, "'scales'.parts[latent_scale]")
     assert 'page_scales (of="latent")' in (caught.value.advice or "")
     rows = Cache.compressed("kv", 1, dim=8, tokens_per_row=16, page_rows=1)  # a row is there as soon as its scale is
     lay_out([rows, whole])
@@ -304,9 +298,8 @@ def test_config_json(config: str) -> None:
 )
 def test_config_that_is_not_understood(changes: dict[str, Any], path: str) -> None:
     config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8} | changes
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path=path):
         specs({k: v for k, v in config.items() if v is not None})
-    assert caught.value.path == path
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode
+from tests.errors import raises
 
 TARGET = Cache.gqa("target", 8, kv_heads=8, head_dim=4, page=4)
 LATENT = Cache.mla("latent", 8, latent=6, rope=2, page=4)
@@ -75,15 +76,13 @@ def test_a_deal_says_nothing_of_caches_that_are_not_dealt() -> None:
     ],
 )
 def test_sizes_are_refused_by_name_with_what_is_right(sizes: dict[str, Any], path: str, says: str) -> None:
-    with pytest.raises(LocalError, match=says) as caught:
+    with raises(LocalError, match=says, path=path):
         lay_out([LATENT], Parallel(**({"tp": 4, "dcp": 4} | sizes)))
-    assert caught.value.path == path
 
 
 def test_a_cache_without_layers_is_refused_wherever_it_stands() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, path="specs[1].layers"):
         lay_out([TARGET, Cache.mla("none", [], latent=6, rope=2, page=4)], Parallel(pp=2))
-    assert caught.value.path == "specs[1].layers"
 
 
 def test_virtual_stages_give_each_rank_several_chunks_of_layers() -> None:
@@ -136,9 +135,8 @@ STATES = Cache.mamba1("m", 1, channels=6, state=2, kernel=4)[0]
     ],
 )
 def test_sizes_of_one_cache_that_its_ranks_cannot_have(make: Any, sizes: dict[str, int], path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         lay_out([make()], Parallel(**sizes))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 @pytest.mark.parametrize("cache", [Cache.page_scales("rows", 1, of="latent", page=16),
@@ -146,9 +144,8 @@ def test_sizes_of_one_cache_that_its_ranks_cannot_have(make: Any, sizes: dict[st
 def test_runs_of_a_deal_hold_whole_rows(cache: Cache) -> None:
     """A DCP interleave of 1 cannot deal rows of several tokens: the sizes are refused, not the Description."""
     for sizes in ({"interleave": 1}, {"interleave": 16, "origin": 2}):
-        with pytest.raises(LocalError, match="a row of 'rows'") as caught:
+        with raises(LocalError, match="a row of 'rows'", path="origin" if "origin" in sizes else "interleave"):
             lay_out([cache], Parallel(tp=4, dcp=4, **sizes))
-        assert caught.value.path == ("origin" if "origin" in sizes else "interleave")
     lay_out([cache, LATENT.over(interleave=1)], Parallel(tp=4, dcp=4, interleave=16))
     lay_out([cache.replicated(), LATENT], Parallel(tp=4, dcp=4))
 
@@ -224,9 +221,8 @@ def test_four_bit_caches_are_half_as_long_and_have_their_scales(block: int, scal
     ],
 )  # fmt: skip
 def test_half_a_byte_is_nobodys(make: Any, path: str) -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_RANGE, path=path):
         make()
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, path)
 
 
 def test_describe_knows_four_bit_formats_by_name() -> None:
@@ -236,18 +232,15 @@ def test_describe_knows_four_bit_formats_by_name() -> None:
         [("latent", "F4E2M1", 288), ("latent_scale", "F8E8M0", 18)],
         [("k", "F4E2M1", 64), ("v", "F4E2M1", 64), ("k_scale", "F8E8M0", 4), ("v_scale", "F8E8M0", 4)],
     ]
-    with pytest.raises(LocalError, match="NVFP4, MXFP4") as caught:
+    with raises(LocalError, match="NVFP4, MXFP4", path="kv_dtype"):
         describe(target, kv_dtype="FP4")
-    assert caught.value.path == "kv_dtype"
 
 
 def test_describe_divides_caches_by_name() -> None:
     target, draft = PRESETS["deepseek-v3"][0], PRESETS["llama-3-70b"][0]
     made = describe(target, [draft], Parallel(tp=8), own={"draft": {"tp": 2, "copies": False}})
     assert [s and s[1] for s in shares(made, "draft")] == [[(0, 4)], [(4, 8)]] + [None] * 6
-    with pytest.raises(LocalError, match="one of target, draft") as caught:
+    with raises(LocalError, match="one of target, draft", path="own"):
         describe(target, [draft], Parallel(tp=8), own={"drift": {"tp": 2}})
-    assert caught.value.path == "own"
-    with pytest.raises(LocalError, match="tp, cp, dcp") as caught:
+    with raises(LocalError, match="tp, cp, dcp", path="own['draft']"):
         describe(target, [draft], Parallel(tp=8), own={"draft": {"pp": 2}})
-    assert caught.value.path == "own['draft']"

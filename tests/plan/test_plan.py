@@ -30,6 +30,7 @@ from kvproto.planning.geometry import (
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
+from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.worlds import caches, side
 
@@ -214,9 +215,8 @@ def test_the_first_misfit_is_that_of_the_first_sink_group() -> None:
     groups = [MLA, GQA]
     ranks = (Rank(rank=0, owns=(owns(GQA, [0]),)), Rank(rank=1, owns=(owns(MLA, [0]),)))  # rank 0 has the second group
     sink = Geometry(replica=0, facts=(), groups=tuple(groups), ranks=ranks)
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.PART_MISSING, path="groups[target].parts[latent]"):
         plan(Geometry(replica=0, facts=(), groups=(), ranks=()), sink)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.PART_MISSING, "groups[target].parts[latent]")
 
 
 def test_an_undealt_side_may_state_any_interleave_and_origin() -> None:
@@ -317,11 +317,9 @@ MISFITS: dict[str, tuple[Geometry, Geometry, ErrorCode, str, str, str]] = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_misfit(misfit: str) -> None:
-    source, sink, *wanted = MISFITS[misfit]
-    with pytest.raises(PlanError) as caught:
+    source, sink, code, path, mine, yours = MISFITS[misfit]
+    with raises(PlanError, code=code, path=path, mine=mine, yours=yours):
         plan(source, sink)
-    error = caught.value
-    assert [error.code, error.path, error.mine, error.yours] == wanted
 
 
 def test_sinks_of_replicas_may_read_from_the_lowest() -> None:
@@ -336,9 +334,8 @@ def test_sinks_of_replicas_may_read_from_the_lowest() -> None:
 
 def test_draft_that_prefill_lacks_starts_cold_if_both_agreed() -> None:
     source, sink = engine(2, [MLA], [2]), engine(1, [MLA, GQA], [2, 1])
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.PART_MISSING):
         plan(source, sink)
-    assert caught.value.code == ErrorCode.PART_MISSING
     made = plan(source, sink, (Feature.COLD_DRAFT,))
     assert made.cold == (1,)
     assert made.routes == plan(source, engine(1, [MLA], [2])).routes
@@ -353,9 +350,8 @@ def test_a_draft_that_the_source_states_and_no_rank_owns_is_lacked() -> None:
     """KVP-PLAN-COLD: the group is in the Description, but nobody has a layer of it."""
     nobody = attrs.evolve(engine(2, [MLA], [2]), groups=(MLA, GQA))
     sink = engine(1, [MLA, GQA], [2, 1])
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.PART_MISSING):
         plan(nobody, sink)
-    assert caught.value.code == ErrorCode.PART_MISSING
     assert plan(nobody, sink, (Feature.COLD_DRAFT,)).cold == (1,)
     # a draft that no rank of the sink owns is not started, cold or warm
     assert plan(nobody, attrs.evolve(sink, ranks=nobody.ranks[:1]), (Feature.COLD_DRAFT,)).cold == ()
@@ -395,9 +391,8 @@ def test_a_pair_of_descriptions_that_would_take_minutes_to_plan_is_refused() -> 
     whole = [Rank(rank=r, owns=(owns(group, [0]),)) for r in range(600)]
     cut = Rank(rank=600, owns=(owns(group, [0], [(n, n + 1) for n in range(0, 2048, 2)]),))
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*whole, cut))
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.TOO_LARGE, path="groups[target].parts[k]"):
         plan(geometry, geometry)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.TOO_LARGE, "groups[target].parts[k]")
 
 
 def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
@@ -406,15 +401,13 @@ def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
     cut = [Rank(rank=r, owns=(owns(group, range(r, 18, 2), [(n, n + 1) for n in range(512)]),)) for r in range(2)]
     whole = [Rank(rank=r, owns=(owns(group, range(18)),)) for r in range(2, 6)]
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*cut, *whole))
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.TOO_LARGE, mine="at most 65536 shares") as caught:
         plan(geometry, attrs.evolve(geometry, ranks=tuple(whole)))
-    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 65536 shares")
     assert (caught.value.path, caught.value.yours) == ("groups[target].parts[v]", str(2 * 18 * 4 * 512))
     fewer = [Rank(rank=r.rank, owns=(attrs.evolve(r.owns[0], layers=r.owns[0].layers[:1]),)) for r in geometry.ranks]
     many = [attrs.evolve(r, rank=r.rank + 10 * n) for n in range(8) for r in fewer]
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, code=ErrorCode.TOO_LARGE, mine="at most 65536 pieces"):
         plan(attrs.evolve(geometry, ranks=tuple(many)), attrs.evolve(geometry, ranks=tuple(many)))
-    assert (caught.value.code, caught.value.mine) == (ErrorCode.TOO_LARGE, "at most 65536 pieces")
     even = attrs.evolve(geometry, ranks=(cut[0], *(Rank(rank=r.rank, owns=cut[0].owns) for r in whole)))
     assert plan(even, even).routes
 
@@ -447,6 +440,5 @@ def test_opaque_parts_move_between_ranks_that_divide_alike() -> None:
     made = plan(tiled(2, 4), tiled(2, 2))
     assert [made.required(d) for d in (0, 1)] == [(0, 1), (2, 3)]
     for source, sink in ((tiled(4, 2), tiled(4, 1)), (tiled(4, 1), tiled(4, 2)), (tiled(4, 2), tiled(4, 2, swap=True))):
-        with pytest.raises(PlanError) as caught:
+        with raises(PlanError, code=ErrorCode.LAYOUT_OPAQUE, path="groups[tiled].parts[k]"):
             plan(source, sink)
-        assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[tiled].parts[k]")

@@ -32,6 +32,7 @@ from kvproto.planning.plan import Plan, plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Grants
+from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.programs import ITEMS, Held, hold, spans
 from tests.plan.worlds import caches, layout, regions, side
@@ -176,9 +177,8 @@ def test_columns_that_overlap_or_leave_their_region() -> None:
         ({"region": np.array([1])}, ErrorCode.BAD_COLUMNS, "region[0]"),
         ({"offset": np.array([0, 0])}, ErrorCode.BAD_COLUMNS, "offset"),
     ):
-        with pytest.raises(RemoteError) as caught:
+        with raises(RemoteError, code=code, path=f"columns[0].{path}"):
             check_columns(geometry, 0, region, (attrs.evolve(good, **change),))
-        assert (caught.value.code, caught.value.path) == (code, f"columns[0].{path}")
 
 
 def pool(group: Group, items: int = 4, **more: Any) -> tuple[Geometry, dict[int, Columns]]:
@@ -238,9 +238,8 @@ def test_grants(case: str) -> None:
     if code is None:
         check_grants(geometry, 0, columns, (0,), grants)
         return
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=code, path=path):
         check_grants(geometry, 0, columns, (0,), grants)
-    assert (caught.value.code, caught.value.path) == (code, path)
 
 
 @pytest.mark.parametrize("items", [None, np.empty(0, np.uint32)], ids=["absent", "empty"])
@@ -250,9 +249,8 @@ def test_the_window_of_a_hand_off_grant_says_nothing(items: Any, first: int, cou
     group = handoff(0, "first token", {"token": (DType.I32, 4)})
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
     check_grants(geometry, 0, {}, (0,), (Grants(group=0, first=first, count=count, valid=valid, items=items),))
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants") as caught:
         check_grants(geometry, 0, {}, (0,), ())
-    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants")
     assert "hand-off" in caught.value.advice
 
 
@@ -260,9 +258,8 @@ def test_items_of_pages_may_be_absent_where_none_are_needed() -> None:
     """KVP-GRANT-ABSENT."""
     geometry, columns = pool(PAGES)
     check_grants(geometry, 0, columns, (0,), (Grants(group=0, first=5, count=0, valid=5),))
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, yours="no items"):
         check_grants(geometry, 0, columns, (0,), (Grants(group=0, first=0, count=4, valid=4),))
-    assert (caught.value.code, caught.value.yours) == (ErrorCode.BAD_GRANT, "no items")
 
 
 @pytest.mark.parametrize(
@@ -284,9 +281,8 @@ def test_a_source_that_does_not_hold_the_rows_refuses(group: Group, window: Wind
     (source, theirs), (sink, ours) = pool(group), pool(sink_group)
     items = np.array([0, 1] if paged else [0])
     routes = plan(source, sink).routes
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.BAD_GRANT):
         lower(routes, RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), {0: window}, {0: Window(0, 8, items)})
-    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def test_rows_before_the_source_deals_are_refused() -> None:
@@ -296,11 +292,10 @@ def test_rows_before_the_source_deals_are_refused() -> None:
     source = attrs.evolve(source, ranks=both)
     sink, ours = pool(PAGES)
     window = {0: Window(0, 8, np.array([0, 1]))}
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.BAD_GRANT):
         lower(
             plan(source, sink).between(0, 0), RankLayout(source, 0, theirs), RankLayout(sink, 0, ours), window, window
         )
-    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 @pytest.mark.parametrize(("offset", "alias"), [(16, False), (15, True), (17, True), (40, False), (0, True)])
@@ -310,9 +305,8 @@ def test_groups_may_share_records_row_by_row(offset: int, alias: bool) -> None:
     columns = {g: attrs.evolve(c, item_stride=np.array([96]), row_stride=np.array([24])) for g, c in columns.items()}
     given_ = (grant(0, 8, [2, 1]), grant(0, 8, [1, 2], group=1))
     if alias:
-        with pytest.raises(RemoteError) as caught:
+        with raises(RemoteError, code=ErrorCode.ITEM_ALIAS, path="grants[1].items"):
             check_grants(geometry, 0, columns, (0, 1), given_)
-        assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
     else:
         check_grants(geometry, 0, columns, (0, 1), given_)
 
@@ -560,9 +554,8 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
     need = items_needed(group, 0, first, count)
     windows_ = {0: Window(0, 16, np.array([5, 2, 7, 0]))}, {0: Window(first, count, np.array([1, 6, 3, 4])[:need])}
     if moved is None:
-        with pytest.raises(RemoteError) as caught:
+        with raises(RemoteError, code=ErrorCode.BAD_GRANT):
             lower(plan(geometry, geometry).routes, side_, side_, *windows_)
-        assert caught.value.code == ErrorCode.BAD_GRANT
         return
     program = lower(plan(geometry, geometry).routes, side_, side_, *windows_)
     here, there = (np.random.default_rng(i).integers(0, 256, 256, np.uint8) for i in (1, 2))
@@ -588,9 +581,8 @@ def test_a_row_that_is_covered_in_part_is_not_begun_in_its_middle(first: int, co
     if not refused:
         check_grants(SCALES, 0, columns, (0,), asked)
         return
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[0].first"):
         check_grants(SCALES, 0, columns, (0,), asked)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[0].first")
 
 
 SCALED = [
@@ -614,9 +606,8 @@ def test_scales_of_pages_begin_with_the_rows_that_they_scale(kv: int, scales: in
     if not refused:
         check_grants(made, 0, columns, (0, 1, 2), asked)
         return
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[1].first") as caught:
         check_grants(made, 0, columns, (0, 1, 2), asked)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.BAD_GRANT, "grants[1].first")
     assert caught.value.mine.startswith(f"{kv}, as of 'kv'")
 
 
@@ -692,9 +683,8 @@ def test_plain_parts_of_an_opaque_group_come_from_pages_of_its_size() -> None:
         owned = (Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)
         geometry = Geometry(replica=0, facts=(), groups=groups, ranks=owned)
         sides.append(RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 4, 1: 2})[0]))
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.LAYOUT_OPAQUE, path="groups[pages].rows"):
         plan(sides[0].geometry, sides[1].geometry)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.LAYOUT_OPAQUE, "groups[pages].rows")
 
 
 def test_an_interleave_that_means_nothing_keeps_no_opaque_part_from_moving() -> None:
@@ -732,9 +722,8 @@ def test_places_beyond_64_bits_are_refused(source: Group, sink: Group, first: in
     ranks = [Rank(rank=1, owns=(owns(g, [0], cp_rank=g.cp_size - 1),)) for g in (source, sink)]
     whole = [attrs.evolve(s.geometry, ranks=(*s.geometry.ranks, r)) for s, r in zip(sides, ranks, strict=True)]
     window = {0: Window(first, 8, np.arange(2))}
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT):
         lower(plan(*whole).between(0, 0), *sides, window, window)
-    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def test_no_tokens_are_picked_out_of_opaque_items() -> None:
@@ -743,9 +732,8 @@ def test_no_tokens_are_picked_out_of_opaque_items() -> None:
     program = lower(plan(geometry, geometry).routes, side_, side_, window, window)
     assert program.select(layers=[0]).bytes == program.bytes
     assert program.select(layers=[1], tokens=(0, 6)).bytes == 0
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.LAYOUT_OPAQUE):
         program.select(tokens=(0, 6))
-    assert caught.value.code == ErrorCode.LAYOUT_OPAQUE
 
 
 def test_layers_and_parts_do_not_begin_at_one_place() -> None:
@@ -753,9 +741,8 @@ def test_layers_and_parts_do_not_begin_at_one_place() -> None:
     geometry, columns = pool(gqa(0, "heads", 0, 2, 8, 4))
     check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
     columns[0] = attrs.evolve(columns[0], offset=np.zeros(2, np.uint64))
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.ITEM_ALIAS):
         check_grants(geometry, 0, columns, (0,), (grant(0, 4, [1]),))
-    assert caught.value.code == ErrorCode.ITEM_ALIAS
 
 
 @pytest.mark.parametrize(("first", "refused"), [(12, False), (11, True)])
@@ -766,9 +753,8 @@ def test_an_opaque_ring_that_has_gone_on_is_refused(first: int, refused: bool) -
     if not refused:
         assert lower(plan(geometry, geometry).routes, side_, side_, *windows_).maps[0].size == 8
         return
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT):
         lower(plan(geometry, geometry).routes, side_, side_, *windows_)
-    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 def unified(draft_offset: int, draft_stride: int) -> tuple[Geometry, dict[int, Columns]]:
@@ -813,9 +799,8 @@ def test_items_of_two_groups_are_disjoint(
     if not alias:
         check_grants(geometry, 0, columns, (0, 1), given_)
         return
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.ITEM_ALIAS, path="grants[1].items"):
         check_grants(geometry, 0, columns, (0, 1), given_)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.ITEM_ALIAS, "grants[1].items")
 
 
 @settings(max_examples=60, deadline=None)

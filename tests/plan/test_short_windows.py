@@ -9,6 +9,7 @@ from kvproto.copying.program import IntArray, Window
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Group, gqa
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 
 PAGES = gqa(0, "target", 0, 1, 8, 1)
 DEALT = attrs.evolve(PAGES, cp_size=2, interleave=1)
@@ -27,9 +28,8 @@ def test_an_item_too_few(group: Group, count: int, side: str) -> None:
     """KVP-GRANT-COUNT: at the end of either window."""
     both = MapSpec(group, group, 0, 0, False, False, False)
     windows = {each: window(group, 0, count, each == side) for each in ("source", "sink")}
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT):
         row_map(both, windows["source"], windows["sink"])
-    assert caught.value.code == ErrorCode.BAD_GRANT
 
 
 @pytest.mark.parametrize("group", [PAGES, DEALT], ids=["pages", "dealt"])
@@ -37,6 +37,5 @@ def test_an_item_too_few(group: Group, count: int, side: str) -> None:
 def test_tokens_before_the_window_of_the_source(group: Group, count: int) -> None:
     """KVP-GRANT-COUNT: the source holds the rest alone."""
     both = MapSpec(group, group, 0, 0, False, False, False)
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT):
         row_map(both, window(group, 8, count), window(group, 0, count))
-    assert caught.value.code == ErrorCode.BAD_GRANT

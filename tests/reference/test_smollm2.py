@@ -107,18 +107,17 @@ def test_a_template_among_the_settings_of_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(None, "has no chat template"), ("{% for %}", "cannot be read"), ("{{ messages[3].content.x }}", "refuses")],
+    [
+        (None, "has no chat template"),
+        ("{% for %}", "cannot be read"),
+        ("{{ messages[3].content.x }}", "refuses"),
+        ("{{ messages.__class__.__mro__ }}", "refuses"),  # it cannot reach the engine
+    ],
 )
 def test_templates_that_do_not_serve(tmp_path: Path, template: str | None, says: str) -> None:
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(EngineError, match=says):
-        ChatTemplate(tmp_path).prompt("hello")
-
-
-def test_a_template_cannot_reach_the_engine(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
-    with pytest.raises(EngineError, match="refuses"):
         ChatTemplate(tmp_path).prompt("hello")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvproto import Pool
 from kvproto.copying.grants import items_needed
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.events import Connected
 from kvproto.planning.axes import NO_AXES
 from kvproto.planning.geometry import Geometry, Group, Rank, facts, gqa, handoff, mla, owns
@@ -20,8 +20,9 @@ from kvproto.session.records import Answer, SinkAttempt, SinkTransfer, SourceAtt
 from kvproto.session.sink import SinkSession
 from kvproto.session.source import SourceSession
 from kvproto.session.tickets import TicketState
-from kvproto.wire.enums import DType, Feature, ItemKind, Outcome, Proof, Transport
-from kvproto.wire.messages import Done, Grants, HandOff, Offer, Register, Ticket, Transfer
+from kvproto.wire import decode, encode
+from kvproto.wire.enums import DType, ErrorCode, Feature, ItemKind, Outcome, Proof, Transport
+from kvproto.wire.messages import Done, Error, Grants, HandOff, Offer, Register, Ticket, Transfer
 from tests.pools import allocate, memory
 
 PAGES = 8
@@ -270,6 +271,11 @@ class DrivenSource(SourceEndpoint):
         if key in self.states:
             self.tickets.finish(self.states[key])
 
+    def prefill(self, made: Ticket, content: bytes, now: float, tokens: int | None = None) -> None:
+        """A request whose prefill is over."""
+        self.expect(made, content, now, tokens)
+        self.finish(bytes(made.key))
+
     def hold(self, key: bytes, since: Mapping[int, int], now: float) -> None:
         self.tickets.hold(self.states[key], since, now)
 
@@ -390,6 +396,36 @@ class World:
     def transfer(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> SinkTransfer:
         return self.sinks[name].transfer(bytes(made.key), content, grants(self.pools[name], tokens), self.now)
 
+    def fetch(self, name: str, made: Ticket, content: bytes, tokens: int = 6) -> SinkTransfer:
+        """A transfer that every source has heard of."""
+        begun = self.transfer(name, made, content, tokens)
+        self.run()
+        return begun
+
+    def prefill(self, made: Ticket, content: bytes) -> None:
+        """Every source has the request and has computed it."""
+        for source in self.sources.values():
+            source.prefill(made, content, self.now)
+
+    def abort(self, name: str, transfer: SinkTransfer) -> None:
+        self.sinks[name].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), self.now)
+        self.run()
+
+    def join(self, name: str, sink: Geometry, rank: int = 0, engine: str = "d") -> SinkEndpoint:
+        """A sink that has said all that it says before its first transfer."""
+        joined = self.sink(name, sink, rank, engine)
+        self.run()
+        return joined
+
+    def hears(self, name: str, message: Any, address: str = "s0") -> None:
+        """Give a sink a message of a source, and pass on what follows."""
+        self.sinks[name].receive(address, encode(message), self.now)
+        self.run()
+
+    def lost(self, name: str = "d0") -> list[tuple[ErrorCode, Proof]]:
+        """How the transfers of a sink were lost."""
+        return [(event.error.code, event.proof) for event in self.events(name, "Lost")]
+
     def done(self, address: str, event: TransferRequested, **changes: Any) -> None:
         """Say that the bytes are there."""
         said: dict[str, Any] = {
@@ -408,14 +444,44 @@ class World:
         return tuple(HandOff(group=g, data=b"toke") for g in described.groups if kinds[g] == ItemKind.HANDOFF)
 
     def serve(self, address: str = "s0") -> None:
-        """Answer every TransferRequested told so far as if the bytes were there."""
+        """Answer every TransferRequested as if the bytes were there."""
+        self.run()
         for event in self.events(address, "TransferRequested"):
             if self.sources[address].active(event):
                 self.done(address, event)
         self.run()
 
+    def go_on(self) -> None:
+        """Answer whatever is asked."""
+        for address in self.sources:
+            self.serve(address)
+
     def events(self, name: str, kind: str) -> list[Any]:
         return [e for e in self.told[name] if type(e).__name__ == kind]
+
+
+class Hearing(World):
+    """One that keeps what was said, by its receiver."""
+
+    def __init__(self, source: Geometry) -> None:
+        super().__init__(source)
+        self.heard: list[tuple[str, Any]] = []
+        self.keep = self.hear
+
+    def hear(self, to: str, frame: bytes) -> int:
+        self.heard.append((to, decode(frame)))
+        return 1
+
+    def of(self, kind: type, to: str | None = None) -> list[Any]:
+        return [m for t, m in self.heard if isinstance(m, kind) and to in (None, t)]
+
+    def errors(self, to: str = "s0") -> list[tuple[ErrorCode, int | None]]:
+        return [(error.code, error.about) for error in self.of(Error, to)]
+
+    def from_sink(self, message: Any, name: str = "d0") -> None:
+        """Give the source a message of a sink."""
+        self.sources["s0"].receive(name, encode(message), self.now)
+        self.run()
 
 
 class EpochWorld(World):

@@ -35,28 +35,18 @@ from kvproto.wire.messages import (
     Unregister,
     Welcome,
 )
-from tests.session.driver import World, geometry, grants, ticket
+from tests.errors import raises
+from tests.session.driver import Hearing, World, geometry, grants, ticket
 
 CONTENT = b"c" * 32
 
 
-class Heard(World):
-    """A world that keeps what was said, by its receiver."""
-
+class Heard(Hearing):
     def __init__(self, tp: int = 1, sinks: int = 1) -> None:
         super().__init__(geometry(tp))
-        self.heard: list[tuple[str, Any]] = []
-        self.keep = self.hear
         for rank in range(sinks):
             self.sink(f"d{rank}", geometry(sinks), rank)
         self.run()
-
-    def hear(self, to: str, frame: bytes) -> int:
-        self.heard.append((to, decode(frame)))
-        return 1
-
-    def of(self, kind: type, to: str | None = None) -> list[Any]:
-        return [m for t, m in self.heard if isinstance(m, kind) and to in (None, t)]
 
     def say(self, message: Any, name: str = "d0") -> list[Any]:
         """Give the source a message of a sink; its answers."""
@@ -71,8 +61,7 @@ class Heard(World):
             source.expect(made, CONTENT, self.now, tokens)
             if finished:
                 source.finish(bytes(made.key))
-        self.transfer(name, made, CONTENT)
-        self.run()
+        self.fetch(name, made, CONTENT)
         return made
 
     def serves(self, name: str = "d0") -> None:
@@ -98,8 +87,7 @@ def test_a_done_that_could_not_be_read_leaves_nobody_waiting() -> None:
     code = ErrorCode.TRUNCATED
     world.say(Error(session=done.session, request=done.request, about=Done.TYPE, code=code, path="", mine="", yours=""))
     world.pass_time(PATIENCE)
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.STALE_TRANSFER, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.STALE_TRANSFER, Proof.PROVEN)]
     world.keep = world.hear
     world.serves()
 
@@ -148,8 +136,7 @@ def test_a_repeated_transfer_is_answered_by_the_present_state() -> None:
     """KVP-SES-REPLY, KVP-SES-ECHO: what was PENDING is READY once the prompt is finished."""
     world, made = Heard(), ticket()
     source = world.sources["s0"]
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.fetch("d0", made, CONTENT)
     (transfer,) = world.of(Transfer)
     states = []
     for change in (lambda: None, lambda: source.expect(made, CONTENT, 0.0), lambda: source.finish(bytes(made.key))):
@@ -237,18 +224,8 @@ def test_an_unknown_error_code_is_internal() -> None:
     world = Heard()
     world.asked(finished=False)
     (transfer,) = world.of(Transfer)
-    failed = Failed(
-        session=transfer.session,
-        request=transfer.request,
-        sequence=1,
-        attempt=1,
-        code=0xABCD,
-        path="",
-        mine="",
-        yours="",
-    )
-    world.sinks["d0"].receive("s0", encode(failed), world.now)
-    world.run()
+    ids = {name: getattr(transfer, name) for name in ("session", "request", "sequence", "attempt")}
+    world.hears("d0", Failed(**ids, code=0xABCD, path="", mine="", yours=""))
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
 
 
@@ -317,9 +294,8 @@ def test_a_sink_keeps_within_the_limits_of_its_source() -> None:
         session.limits = attrs.evolve(before, **limits)
         for _ in range(limits.get("max_transfers", 0)):
             world.asked(finished=False)
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, code=code):
             world.asked(finished=False)
-        assert caught.value.code == code
         session.limits = before
     assert len(world.of(Transfer)) == 2
 
@@ -370,8 +346,7 @@ def test_an_abort_ends_the_resends_of_its_transfer() -> None:
     """KVP-END-UNSEEN: a Transfer that was aborted is not asked again."""
     world = Heard()
     world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Transfer | Abort)
-    number = world.transfer("d0", ticket(), CONTENT)
-    world.run()
+    number = world.fetch("d0", ticket(), CONTENT)
     world.sinks["d0"].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.pass_time(RESEND)
     world.pass_time(RESEND)
@@ -393,8 +368,7 @@ def test_silence_is_asked_about_and_proves_nothing() -> None:
     world.keep = lambda to, frame: 0  # from now on nobody hears anything
     for _ in range(60):
         world.pass_time(1.0)
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
+    assert world.lost() == [(ErrorCode.PEER_LOST, Proof.UNPROVABLE)]
     world.heard.clear()
     world.pass_time(2 * PING_SILENCE)
     assert not world.of(Ping)  # the sink asks on for proof alone (KVP-END-LATE)
@@ -432,16 +406,14 @@ def test_a_suspect_source_is_asked_for_nothing_new_and_recovers() -> None:
         1,
         1,
     ]
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.BUSY):
         world.asked(finished=False)
-    assert caught.value.code == ErrorCode.BUSY
     assert not world.events("d0", "Lost")
     assert not world.events("s0", "Released")
     world.keep = world.hear
     world.pass_time(RESEND)
     assert [len(world.events(name, "Recovered")) for name in ("d0", "s0")] == [1, 1]
     world.sources["s0"].finish(bytes(made.key))
-    world.run()
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
     world.serves()
@@ -471,8 +443,7 @@ def test_a_late_drained_is_proof() -> None:
         world.pass_time(1.0)
     assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
     late = Drained(session=transfer.session, request=9, sequence=1, attempt=1, proof=Proof.PROVEN)
-    world.sinks["d0"].receive("s0", encode(late), world.now)
-    world.run()
+    world.hears("d0", late)
     assert len(world.events("d0", "Proven")) == 1
 
 
@@ -481,8 +452,7 @@ def test_a_source_that_does_not_know_the_session_ends_what_waits() -> None:
     world = Heard()
     source = world.sources["s0"]
     source.sessions.clear()
-    world.transfer("d0", ticket(), CONTENT)
-    world.run()
+    world.fetch("d0", ticket(), CONTENT)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.proof) == (ErrorCode.PEER_LOST, Proof.UNPROVABLE)
     assert "got p rank 0 at s0, which is gone (compute the prompt again, under a new ticket)" in str(lost.error)
@@ -531,8 +501,7 @@ def test_a_source_that_drains_serves_all_ranks_of_a_sink_of_which_one_has_asked(
     world = Heard(sinks=2)
     made = world.asked("d0")
     world.sources["s0"].drain()
-    world.transfer("d1", made, CONTENT)
-    world.run()
+    world.fetch("d1", made, CONTENT)
     world.serve()
     assert [len(world.events(name, "Arrived")) for name in ("d0", "d1")] == [1, 1]
 
@@ -548,13 +517,11 @@ def test_a_ticket_belongs_to_one_sequence() -> None:
     """KVP-TKT-USED, KVP-TKT-MEMORY: while it runs, and until its deadline when it is over."""
     world = Heard()
     made = world.asked()
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.fetch("d0", made, CONTENT)
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.TICKET_USED
     world.serve()
     assert len(world.events("s0", "Released")) == 1
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.fetch("d0", made, CONTENT)
     error = world.events("d0", "Lost")[1].error
     assert (error.code, error.path) == (ErrorCode.TICKET_USED, "ticket")
     world.serves()
@@ -563,8 +530,7 @@ def test_a_ticket_belongs_to_one_sequence() -> None:
 def test_a_ticket_without_its_prompt_says_so() -> None:
     """KVP-TKT-EARLY: Accepted PENDING, then Failed that tells that the prompt never came."""
     world = Heard()
-    world.transfer("d0", ticket(), CONTENT)
-    world.run()
+    world.fetch("d0", ticket(), CONTENT)
     assert [a.state for a in world.of(Accepted)] == [RequestState.PENDING]
     world.pass_time(TICKET_WAIT - 1)
     assert world.sources["s0"].next_deadline() == TICKET_WAIT
@@ -578,8 +544,7 @@ def test_a_finished_request_that_nobody_fetches_ends_at_its_deadline() -> None:
     """KVP-TKT-DEADLINE, KVP-TRN-HOLD: its items are held until then."""
     world, made = Heard(), ticket(20.0)
     world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.fetch("d0", made, CONTENT)
     world.pass_time(19.0)
     assert not world.events("s0", "Expired")
     world.pass_time(1.0)
@@ -640,30 +605,20 @@ def test_a_sequence_that_was_done_has_no_other_attempt() -> None:
     world.serves()
 
 
-def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes() -> None:
-    """KVP-END-UNSEEN: sequence 2 is aborted before it comes; sequence 1 keeps the record alive."""
+@pytest.mark.parametrize(("over", "code"), [(False, ErrorCode.ABORTED), (True, ErrorCode.STALE_TRANSFER)])
+def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes(over: bool, code: ErrorCode) -> None:
+    """KVP-END-UNSEEN, KVP-TRN-STALE: 2 is aborted before it comes; 1 keeps the record alive until it is over too."""
     world = Heard()
-    world.asked(finished=False)
+    world.asked(finished=over)
     (transfer,) = world.of(Transfer)
     head = {"session": transfer.session, "sequence": 2, "attempt": 1}
     (drained,) = world.say(Abort(request=70, reason="", **head))
     assert drained.proof == Proof.PROVEN
+    if over:
+        world.serve()
+        assert world.sources["s0"].sessions[transfer.session].low_water == 2
     (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
-
-
-def test_an_unseen_attempt_that_was_aborted_is_stale_once_its_sequence_is_over() -> None:
-    """KVP-END-UNSEEN, KVP-TRN-STALE: nothing keeps a record of sequence 2 alive once sequence 1 is over too."""
-    world = Heard()
-    world.asked()
-    (transfer,) = world.of(Transfer)
-    head = {"session": transfer.session, "sequence": 2, "attempt": 1}
-    (drained,) = world.say(Abort(request=70, reason="", **head))
-    assert drained.proof == Proof.PROVEN
-    world.serve()
-    assert world.sources["s0"].sessions[transfer.session].low_water == 2
-    (failed,) = world.say(attrs.evolve(transfer, request=71, sequence=2))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.STALE_TRANSFER)
+    assert (type(failed), failed.code) == (Failed, code)
 
 
 def test_drained_waits_for_the_copy() -> None:
@@ -674,8 +629,7 @@ def test_drained_waits_for_the_copy() -> None:
     source = world.sources["s0"]
     source.copying(asked)
     (transfer,) = world.sinks["d0"].transfers
-    world.sinks["d0"].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
-    world.run()
+    world.abort("d0", transfer)
     assert (len(world.of(Abort)), world.of(Drained)) == (1, [])
     source.failed(asked, RemoteError(ErrorCode.ABORTED, "", "", ""), 0.0)
     world.run()
@@ -766,10 +720,8 @@ def test_features_that_were_not_chosen_are_not_used() -> None:
     """KVP-NEG-UNUSED: without VERIFY, Done needs no checksums."""
     world = type("Plain", (World,), {"features": ()})(geometry(1)).ready()
     made = ticket()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
+    world.fetch("d0", made, CONTENT)
     (asked,) = world.events("s0", "TransferRequested")
     handoff = world.handoff("s0", asked.session)
     world.sources["s0"].done(asked, 0.0, 1, Outcome.CONTINUE, handoff, None)

@@ -107,19 +107,15 @@ def test_a_transfer_that_waits_for_its_prompt_ends_with_the_plan_and_its_ticket_
     """KVP-TRN-CHANGED, KVP-TKT-CHANGED: also where one rank alone has changed yet, and the other is told to abort."""
     world, made = Epochs(2), ticket(300.0)
     redescribed(world, without_draft())
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.fetch("d0", made, CONTENT)
     for address in world.sources:
         restated(world, without_draft(2), address)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path) == (ErrorCode.DESCRIPTION_MISMATCH, "source_version")
     assert lost.proof == Proof.PROVEN
     anew(world)
-    for source in world.sources.values():
-        source.expect(made, CONTENT, world.now)
-        source.finish(bytes(made.key))
-    world.transfer("d0", made, CONTENT)
-    world.run()
+    world.prefill(made, CONTENT)
+    world.fetch("d0", made, CONTENT)
     for address in world.sources:
         world.serve(address)
     assert len(world.events("d0", "Arrived")) == 1
@@ -250,8 +246,7 @@ def test_a_sink_that_has_not_described_itself_is_kept_when_a_source_changes() ->
     """KVP-DSC-AGAIN: there is nothing that it could be wrong about yet."""
     world = Epochs()
     world.keep = lambda to, frame: not isinstance(decode(frame), Describe)
-    world.sink("late", without_draft(), engine="late")
-    world.run()
+    world.join("late", without_draft(), engine="late")
     (session,) = [s for s in world.sources["s0"].sessions.values() if s.peer.engine == "late"]
     assert session.state == SessionState.OPEN
     restated(world, without_draft())
@@ -266,8 +261,7 @@ def test_a_plan_of_what_a_side_stated_before_is_made_again() -> None:
     world, held = Epochs(), []
     source = world.sources["s0"]
     source.plans.defer = lambda work, then: held.append((work, then))
-    world.sink("late", without_draft(), engine="late")
-    world.run()
+    world.join("late", without_draft(), engine="late")
     restated(world, without_draft())
     while held:
         work, then = held.pop(0)
@@ -281,8 +275,7 @@ def contradicting(other: Geometry) -> World:
     """Source rank 1 was started with another geometry than rank 0, and a sink has greeted both."""
     world = World(geometry(2))
     world.sources["s1"] = DrivenSource(Party("p", 0, 1, 9), other, {0: "s0", 1: "s1"}, world.features, lambda: 9)
-    world.sink("d0", geometry(1))
-    world.run()
+    world.join("d0", geometry(1))
     return world
 
 
@@ -339,8 +332,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     """Clause KVP-SES-LOST."""
     world = World(geometry(2))
     world.keep = lambda to, frame: to != "s1"
-    sink = world.sink("d0", geometry(1))
-    world.run()
+    sink = world.join("d0", geometry(1))
     assert sink.hindrances(None) == ["no answer to Hello from p rank 1 at s1"]
     world.pass_time(PATIENCE)
     world.pass_time(1)
@@ -351,6 +343,5 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 def test_a_rank_that_does_not_answer_a_transfer_is_named() -> None:
     world, made = World(geometry(2)).ready(), ticket()
     world.keep = lambda to, frame: to != "s1"
-    number = world.transfer("d0", made, CONTENT)
-    world.run()
+    number = world.fetch("d0", made, CONTENT)
     assert world.sinks["d0"].hindrances(number) == ["no answer to Transfer from p rank 1 at s1"]

@@ -73,9 +73,7 @@ class Epochs(EpochWorld):
             source.expect(made, CONTENT, self.now)
             if finished:
                 source.finish(bytes(made.key))
-        number = self.transfer("d0", made, CONTENT)
-        self.run()
-        return number
+        return self.fetch("d0", made, CONTENT)
 
     def give_back(self, exposed: Exposed, at_once: bool = False) -> None:
         self.sink_.give_back(exposed, at_once, self.now)
@@ -434,13 +432,13 @@ def test_each_epoch_has_its_own_slots() -> None:
     world = StagedEpochs()
     first = world.sinks["d0"].exposed
     assert first is not None
-    assert [m.epoch for _, m in world.frames if isinstance(m, Credit)] == [None]
+    assert [credit.epoch for credit in world.of(Credit)] == [None]
     before = world.ask()
     world.chunk(0, 0, 7)
     old = world.events("s0", "TransferRequested")[-1]
     world.sinks["d0"].expose(world.another("d0"), world.now)
     world.run()
-    granted = [(m.epoch, m.slots.tolist()) for _, m in world.frames if isinstance(m, Credit)]
+    granted = [(credit.epoch, credit.slots.tolist()) for credit in world.of(Credit)]
     assert granted == [(None, [*range(SLOTS)]), (2, [*range(SLOTS)])]
     after = world.ask()
     world.stream()
@@ -471,7 +469,7 @@ def test_each_epoch_counts_its_own_data() -> None:
 
 
 def _said(world: Any) -> list[Any]:
-    return [m for _, m in world.frames]
+    return [m for _, m in world.heard]
 
 
 @pytest.mark.parametrize("first", ["the answer to Abort", "Unregistered"])
@@ -559,8 +557,7 @@ def test_an_epoch_of_a_source_that_is_asked_back_at_once_is_read_no_more() -> No
     owner = session.part(Owner)
     owner.unregister(owner.epochs[1], True, world.now)
     world.run()
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.POOL_MOVED, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.POOL_MOVED, Proof.PROVEN)]
     assert owner.epochs == {}
     assert not world.sinks["d0"].ready
     pool = world.kept["s0"]

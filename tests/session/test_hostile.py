@@ -94,9 +94,7 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) 
     made = ticket()
     for step in range(12):
         world.run()
-        for source in world.sources.values():
-            source.expect(made, CONTENT, world.now)
-            source.finish(bytes(made.key))
+        world.prefill(made, CONTENT)
         if bad.ready and step < 8:
             with contextlib.suppress(LocalError):  # limits of the peer may be anything, too
                 world.transfer("bad", made if step < 4 else ticket(), CONTENT)
@@ -109,11 +107,8 @@ def test_well_formed_nonsense_costs_nobody_else_anything(seed: int, pull: bool) 
     world.run()
     assert world.sinks["good"].ready
     fresh = ticket()
-    for source in world.sources.values():
-        source.expect(fresh, CONTENT, world.now)
-        source.finish(bytes(fresh.key))
-    world.transfer("good", fresh, CONTENT)
-    world.run()
+    world.prefill(fresh, CONTENT)
+    world.fetch("good", fresh, CONTENT)
     for address in world.sources:
         world.serve(address)
     if isinstance(world, PullWorld):

@@ -25,9 +25,10 @@ from kvproto.wire.messages import (
     Grant,
     Grants,
     Progress,
+    Ticket,
     Transfer,
 )  # fmt: skip
-from tests.session.driver import TransferRequested, World, geometry, grants, ticket
+from tests.session.driver import Hearing, TransferRequested, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
 
@@ -36,7 +37,7 @@ TOKENS = 6
 ABORTED = RemoteError(ErrorCode.ABORTED, "", "", "")
 
 
-class IntentWorld(World):
+class IntentWorld(Hearing):
     """One in which transfers name their items when they are of use; frames of some kinds are lost, or come twice."""
 
     features = (Feature.VERIFY, Feature.INTENT)
@@ -44,18 +45,11 @@ class IntentWorld(World):
     def __init__(self, source_tp: int = 1) -> None:
         super().__init__(geometry(source_tp))
         self.times: dict[type, int] = {}
-        self.heard: list[Any] = []
-        self.keep = self._keep
         self.ready()
 
-    def _keep(self, to: str, frame: bytes) -> int:
-        message = decode(frame)
-        times = self.times.get(type(message), 1)
-        self.heard += [message] * bool(times)
-        return times
-
-    def of(self, kind: type) -> list[Any]:
-        return [m for m in self.heard if isinstance(m, kind)]
+    def hear(self, to: str, frame: bytes) -> int:
+        times = self.times.get(type(decode(frame)), 1)
+        return times and times * super().hear(to, frame)
 
     @property
     def pages(self) -> dict[int, Grants]:
@@ -67,12 +61,17 @@ class IntentWorld(World):
         made = ticket(deadline)
         for source in self.sources.values():
             source.expect(made, CONTENT, self.now, TOKENS)
-        bare = {g: attrs.evolve(grant, items=None) for g, grant in self.pages.items()}
-        number = self.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, self.now)
-        self.run()
+        number = self.intend(made)
         if finished:
             self.finish(bytes(made.key))
         return number, bytes(made.key)
+
+    def intend(self, made: Ticket) -> SinkTransfer:
+        """A transfer that names no items yet."""
+        bare = {g: attrs.evolve(grant, items=None) for g, grant in self.pages.items()}
+        number = self.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, self.now)
+        self.run()
+        return number
 
     def finish(self, key: bytes) -> None:
         for source in self.sources.values():
@@ -159,12 +158,9 @@ def test_nothing_is_said_of_what_is_of_use_once_all_is_granted() -> None:
 
 def test_a_transfer_after_prefill_hears_so_in_accepted() -> None:
     world, made = IntentWorld(), ticket()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     world.times[Progress] = 0
-    bare = {g: attrs.evolve(grant, items=None) for g, grant in world.pages.items()}
-    number = world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
-    world.run()
+    number = world.intend(made)
     assert useful(world) == [None]
     world.grant(number)
     world.serve()
@@ -175,9 +171,7 @@ def test_all_source_ranks_have_to_be_ready() -> None:
     world, made = IntentWorld(2), ticket()
     for source in world.sources.values():
         source.expect(made, CONTENT, 0.0)
-    bare = {g: attrs.evolve(grant, items=None) for g, grant in world.pages.items()}
-    number = world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
-    world.run()
+    number = world.intend(made)
     world.sources["s1"].finish(bytes(made.key))
     world.run()
     assert not useful(world)
@@ -426,8 +420,7 @@ def test_an_intent_that_is_never_granted_ends_at_its_deadline() -> None:
     world = IntentWorld()
     world.ask(deadline=5)
     world.pass_time(5.0)
-    (lost,) = world.events("d0", "Lost")
-    assert (lost.error.code, lost.proof) == (ErrorCode.DEADLINE, Proof.PROVEN)
+    assert world.lost() == [(ErrorCode.DEADLINE, Proof.PROVEN)]
     assert len(world.events("s0", "Expired")) == 1
     world.serves()
 
@@ -459,11 +452,10 @@ def test_data_before_everything_is_granted_is_refused() -> None:
     part = {g: attrs.evolve(grant, count=0, items=ids()) for g, grant in pages.items()}
     world.sinks["d0"].grant(number, part, 0.0, {0: lambda begins: Whole(bytearray(25))})
     world.run()
-    assert not [m for _, m in world.frames if isinstance(m, Grant)]  # a part is of no use here
-    (transfer,) = [m for _, m in world.frames if isinstance(m, Transfer)]
+    assert not world.of(Grant)  # a part is of no use here
+    (transfer,) = world.of(Transfer)
     data = Data(session=transfer.session, sequence=1, attempt=1, offset=0, data=b"12345678", last=False)
-    world.sinks["d0"].receive("s0", encode(data), 0.0)
-    world.run()
+    world.hears("d0", data)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path) == (ErrorCode.UNEXPECTED_MESSAGE, "sequence")
 
@@ -471,8 +463,7 @@ def test_data_before_everything_is_granted_is_refused() -> None:
 def test_packed_bytes_come_after_the_grant() -> None:
     world = type("Intents", (Inline,), {"features": (*Inline.features, Feature.INTENT)})()
     made, pages, found = ticket(), grants(world.pools["d0"], TOKENS), bytearray(25)
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     bare = {g: attrs.evolve(grant, items=None) for g, grant in pages.items()}
     number = world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()
@@ -494,8 +485,7 @@ class PullIntent(PullWorld):
 def test_where_the_sink_pulls_it_needs_no_grant() -> None:
     """KVP-INT-PULL, KVP-INT-ITEMS: the offer comes as ever; a Grant is UNEXPECTED_MESSAGE."""
     world, made = PullIntent(geometry(1)).ready(), ticket()
-    world.sources["s0"].expect(made, CONTENT, 0.0)
-    world.sources["s0"].finish(bytes(made.key))
+    world.sources["s0"].prefill(made, CONTENT, 0.0)
     bare = {g: attrs.evolve(grant, items=None) for g, grant in grants(world.pools["d0"], TOKENS).items()}
     world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()

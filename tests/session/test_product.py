@@ -190,10 +190,8 @@ class Wrong:
         world, fresh = self.world, ticket(300.0)
         for each in world.told.values():
             each.clear()
-        world.sources["s0"].expect(fresh, CONTENT, world.now)
-        world.sources["s0"].finish(bytes(fresh.key))
-        world.transfer("good", fresh, CONTENT)
-        world.run()
+        world.sources["s0"].prefill(fresh, CONTENT, world.now)
+        world.fetch("good", fresh, CONTENT)
         world.serve("s0")
         if isinstance(world, PullWorld):
             world.read("good")
@@ -261,8 +259,7 @@ def ask(wrong: Wrong, name: str, finished: bool = False) -> tuple[Any, int, int]
     world.sources["s0"].expect(fresh, CONTENT, world.now)
     if finished:
         world.sources["s0"].finish(bytes(fresh.key))
-    number = world.transfer(name, fresh, CONTENT)
-    world.run()
+    number = world.fetch(name, fresh, CONTENT)
     return fresh, number, wrong.sessions(name)[1].part(SinkTransfers)._sequence
 
 
@@ -308,8 +305,7 @@ def aborting(wrong: Wrong, name: str) -> int:
     _, number, sequence = ask(wrong, name, finished=True)
     event = next(e for e in reversed(world.events("s0", "TransferRequested")) if e.transfer.sequence == sequence)
     world.sources["s0"].copying(event)
-    world.sinks[name].abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
-    world.run()
+    world.abort(name, number)
     return sequence
 
 

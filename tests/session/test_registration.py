@@ -46,8 +46,7 @@ class Watched(World):
 
 def met(twist: dict[type, dict[str, Any]] | None = None, maps: bool = True) -> Watched:
     world = Watched(geometry(1), twist, maps)
-    world.sink("d0", geometry(1))
-    world.run()
+    world.join("d0", geometry(1))
     return world
 
 
@@ -86,8 +85,7 @@ def test_an_error_inside_the_geometry_has_its_path_below_geometry() -> None:
 def test_a_geometry_that_cannot_be_planned_with_is_refused_by_the_error_of_planning() -> None:
     """KVP-DSC-PLAN."""
     world = Watched(geometry(1))
-    world.sink("d0", geometry(1, groups=(mla(0, "target", 0, 48, 4, DType.F32), *geometry(1).groups[1:])))
-    world.run()
+    world.join("d0", geometry(1, groups=(mla(0, "target", 0, 48, 4, DType.F32), *geometry(1).groups[1:])))
     (refused,) = world.of(Refused)
     assert (refused.code, refused.path) == (ErrorCode.LANE_MISMATCH, "groups[target].parts[latent].lanes")
     assert not world.of(Description)
@@ -96,8 +94,7 @@ def test_a_geometry_that_cannot_be_planned_with_is_refused_by_the_error_of_plann
 def test_the_version_of_a_geometry_that_does_not_change() -> None:
     """KVP-DSC-VERSION: every session of an endpoint states one version, as its geometry never changes."""
     world = met()
-    world.sink("d1", geometry(1), engine="e")
-    world.run()
+    world.join("d1", geometry(1), engine="e")
     assert len({m.version for m in world.of(Description)}) == 1
 
 
@@ -137,19 +134,15 @@ def test_source_ranks_without_a_route_hear_nothing_of_transfers() -> None:
         return 1
 
     world.keep = listen
-    sink = world.sink("d0", lay_out(latent))
-    world.run()
+    sink = world.join("d0", lay_out(latent))
     made = ticket()
-    world.transfer("d0", made, b"c" * 32)
-    world.run()
+    world.fetch("d0", made, b"c" * 32)
     assert sink.ready
     routed = [a for a in world.sources if Transfer in heard.get(a, ())]
     assert len(routed) == 1
     assert all(not {Register, Transfer} & heard.get(a, set()) for a in world.sources if a not in routed)
     for address in routed:
-        world.sources[address].expect(made, b"c" * 32, world.now)
-        world.sources[address].finish(bytes(made.key))
-    world.run()
+        world.sources[address].prefill(made, b"c" * 32, world.now)
     world.serve(routed[0])
     assert len(world.events("d0", "Arrived")) == 1
 
@@ -198,8 +191,7 @@ def test_memory_that_cannot_be_mapped_is_refused_and_the_next_register_is_served
     (refused,) = world.of(Refused)
     assert (refused.code, refused.path) == (ErrorCode.TRANSPORT_FAILED, "regions[0].handles[0]")
     world.maps = True
-    world.sink("d1", geometry(1), engine="e")
-    world.run()
+    world.join("d1", geometry(1), engine="e")
     assert world.sinks["d1"].ready
 
 
@@ -213,11 +205,8 @@ def test_a_refusal_that_comes_after_registered_changes_nothing() -> None:
     )  # fmt: skip
     world.sinks["d0"].receive("s0", encode(late), world.now)
     made = ticket()
-    world.transfer("d0", made, b"c" * 32)
-    world.run()
-    world.sources["s0"].expect(made, b"c" * 32, world.now)
-    world.sources["s0"].finish(bytes(made.key))
-    world.run()
+    world.fetch("d0", made, b"c" * 32)
+    world.sources["s0"].prefill(made, b"c" * 32, world.now)
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
 

@@ -56,11 +56,9 @@ def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
     before = world.sinks["d0"].sessions["s0"].session
     world.keep = lambda to, frame: world.hear(to, frame) and not (lost and isinstance(decode(frame), lost))
     world.asked()
-    aborted = world.transfer("d0", ticket(), CONTENT)
-    world.run()
+    aborted = world.fetch("d0", ticket(), CONTENT)
     world.serve()
-    world.sinks["d0"].abort(aborted, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
-    world.run()
+    world.abort("d0", aborted)
     world.broken, world.keep = 1, world.hear
     for _ in range(4):
         world.pass_time(RESEND)
@@ -134,7 +132,6 @@ def test_a_frame_of_another_session_changes_nothing() -> None:
         answer = decode(frame)
         assert (type(answer), answer.code, answer.session) == (Error, ErrorCode.UNKNOWN_SESSION, other.session)
     world.sources["s0"].finish(bytes(transfer.ticket))
-    world.run()
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
     world.serves()
@@ -159,8 +156,7 @@ def test_a_sink_whose_welcome_was_lost_waits_for_it(said: type) -> None:
     """KVP-SES-OTHER: Ping and Goodbye of a session that it does not know yet."""
     world = Heard()
     world.keep = lambda to, frame: world.hear(to, frame) and not (to == "late" and isinstance(decode(frame), Welcome))
-    world.sink("late", geometry(1), engine="late")
-    world.run()
+    world.join("late", geometry(1), engine="late")
     number = world.of(Welcome, "late")[0].session
     world.keep = world.hear
     if said is Ping:  # the source alone has a clock
@@ -222,8 +218,7 @@ def test_an_error_about_a_message_of_the_other_direction_ends_nothing() -> None:
 
 
 def deliver(world: Heard, message: Any) -> None:
-    world.sinks["d0"].receive("s0", encode(message), world.now)
-    world.run()
+    world.hears("d0", message)
 
 
 # silence that ends
@@ -244,7 +239,6 @@ def test_a_source_that_was_stopped_for_longer_than_anybody_is_patient_gives_the_
     world.keep = world.hear if not finished else lambda to, f: world.hear(to, f) and not isinstance(decode(f), Abort)
     if finished:
         world.sources["s0"].finish(bytes(made.key))
-        world.run()
         world.serve()
     for _ in range(int(PING_SILENCE)):
         world.now += 1.0
@@ -296,8 +290,7 @@ def test_a_sink_that_was_busy_while_done_waited_loses_no_page() -> None:
     proven = {e.transfer for e in world.events("d0", "Lost") if e.proof == Proof.PROVEN}
     assert lost == {first, second}
     assert proven | {e.transfer for e in world.events("d0", "Proven")} == lost
-    world.sink("again", geometry(1))
-    world.run()
+    world.join("again", geometry(1))
     world.serves("again")
 
 
@@ -332,8 +325,7 @@ def test_hellos_without_more_cost_nobody_a_session() -> None:
         assert isinstance(answer, Welcome)
     assert len(world.sources["s0"].sessions) == MAX_SESSIONS
     world.serves()
-    world.sink("good", geometry(1), engine="good")
-    world.run()
+    world.join("good", geometry(1), engine="good")
     world.serves("good")
 
 
@@ -369,8 +361,7 @@ def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.Mon
         assert isinstance(answer, Welcome)
     assert len(world.sources["s0"].sessions) == 4
     for n in range(3):
-        world.sink(f"crowd{n}", attrs.evolve(geometry(1), replica=n), engine="crowd")
-        world.run()
+        world.join(f"crowd{n}", attrs.evolve(geometry(1), replica=n), engine="crowd")
     (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=9, request=9), "c9")
     assert isinstance(answer, Refused)
     assert answer.code == ErrorCode.BUSY
@@ -379,8 +370,7 @@ def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.Mon
     (answer,) = world.say(attrs.evolve(own, request=10, resume=known.session), "crowd0+")
     assert answer.session == known.session  # it is none more
     world.serves()
-    world.sink("good", geometry(1), engine="good")
-    world.run()
+    world.join("good", geometry(1), engine="good")
     world.serves("good")
 
 
@@ -388,8 +378,7 @@ def test_runs_of_one_rank_leave_one_session() -> None:
     """KVP-SES-SUPERSEDE: 50 runs one after the other, none of which says Goodbye."""
     world = Heard()
     for n in range(50):
-        world.sink(f"run{n}", geometry(1))
-        world.run()
+        world.join(f"run{n}", geometry(1))
     assert len(world.sources["s0"].sessions) == 1
     world.serves("run49")
 
@@ -437,8 +426,7 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
 
     alone = least_steps(one, 10)
     for name in ("e1", "e2", "e3", "e4"):
-        world.sink(name, geometry(1), engine=name)
-        world.run()
+        world.join(name, geometry(1), engine=name)
         for _ in range(MAX_TRANSFERS):
             world.transfer(name, ticket(300.0), CONTENT)
         world.run()

@@ -75,8 +75,7 @@ def test_a_copy_that_fails() -> None:
 def test_an_abort_is_no_loss() -> None:
     world, _ = asked()
     (transfer,) = world.sinks["d0"].transfers
-    world.sinks["d0"].abort(transfer, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
-    world.run()
+    world.abort("d0", transfer)
     assert lost(world) == {}
 
 
@@ -86,10 +85,8 @@ def test_a_sink_rank_that_comes_again(served: bool) -> None:
     world, made = asked(2)
     world.sinks["d0"].goodbye("starts anew")
     world.run()
-    world.sink("again", geometry(2), 0)
-    world.run()
-    world.transfer("again", made, CONTENT)
-    world.run()
+    world.join("again", geometry(2), 0)
+    world.fetch("again", made, CONTENT)
     world.keep = (lambda to, frame: True) if served else deaf()
     world.serve()
     world.sinks["again"].goodbye("over")

@@ -112,8 +112,15 @@ class Engine:
         width = sum((s.hi - s.lo) * spec.parts[s.part].lane_bytes for s in share.lanes)
         return int(spec.rows * width * len(share.layers))
 
-    def turn(self, *tokens: int, step: bool = True, windows: int = 0) -> PageLease:
-        """A request from its beginning to its end; its lease, which is over."""
+    def fetched(self, chain: Chain) -> int:
+        """Pages that storage has given, however long it took."""
+        fetch = self.cache.fetch(chain, float("inf"))
+        while not fetch.over(0.0):
+            continue
+        return fetch.take()
+
+    def turn(self, *tokens: int, step: bool = True, windows: int = 0, after: bool = False) -> PageLease:
+        """A request from its beginning to its end, with `after` the step that copies its pages; its lease, which is over."""
         chain = self.chain(*tokens)
         lease = self.cache.open(chain, -(-len(tokens) // PAGE))
         assert lease is not None
@@ -122,6 +129,8 @@ class Engine:
         self.check(chain, lease)
         self.compute(chain, lease, lease.pages, windows)
         lease.leave(len(tokens) - 1, windows=windows)
+        if after:
+            self.cache.step()
         return lease
 
     def check(self, chain: Chain, lease: PageLease) -> None:

@@ -74,15 +74,12 @@ def test_what_two_prompts_share_is_copied_once() -> None:
 
 def test_pages_are_written_when_the_policy_says() -> None:
     engine = Engine(3, 8, policy=WritePolicy.SELECTIVE)
-    engine.turn(*A)
-    engine.cache.step()
+    engine.turn(*A, after=True)
     assert len(engine.cache.host) == 0
-    engine.turn(*A)
-    engine.cache.step()
+    engine.turn(*A, after=True)
     assert len(engine.cache.host) == 2
     engine = Engine(4, 8, policy=WritePolicy.WRITE_BACK)
-    engine.turn(*A)
-    engine.cache.step()
+    engine.turn(*A, after=True)
     assert engine.cache.copies.programs == 0
     engine.turn(*B)
     assert len(engine.cache.host) == 2
@@ -110,8 +107,7 @@ def test_a_request_that_finds_no_room_takes_nothing() -> None:
 
 def test_a_request_that_goes_before_its_pages_came_gives_all_back() -> None:
     engine = Engine(4, 4)
-    engine.turn(*A)
-    engine.cache.step()
+    engine.turn(*A, after=True)
     engine.forget()
     lease = engine.cache.open(engine.chain(*A), 3)
     assert lease is not None
@@ -128,8 +124,7 @@ def test_a_copy_that_fails_shortens_a_hit() -> None:
     engine.cache.step()
     assert len(engine.cache.host) == 0
     engine.pager.fails = False
-    engine.turn(*A)
-    engine.cache.step()
+    engine.turn(*A, after=True)
     engine.forget()
     engine.pager.fails = True
     lease = engine.turn(*A)
@@ -150,8 +145,7 @@ def test_whatever_was_left_is_found_where_the_host_has_room(policy: WritePolicy)
     for _ in range(60):
         tokens = tuple(rng.randrange(2) for _ in range(rng.choice((9, 13, 17))))
         ids = engine.chain(*tokens).ahead
-        lease = engine.turn(*tokens)
-        engine.cache.step()
+        lease = engine.turn(*tokens, after=True)
         assert sum(lease.found.values()) == next((i for i, id in enumerate(ids) if id not in seen), len(ids))
         seen.update(ids)
     assert engine.cache.counts["host"] > 20
@@ -260,10 +254,7 @@ def test_a_page_without_its_window_is_not_given_one_on_its_way(policy: WritePoli
         data = first.right(chain, i)
         assert first.cache.page_store is not None
         assert first.cache.page_store.write(chain, i, data if i == 2 else {0: data[0]})
-    fetch = first.cache.fetch(chain, float("inf"))
-    while not fetch.over(0.0):
-        continue
-    assert fetch.take() == 3
+    assert first.fetched(chain) == 3
     assert first.turn(*B).found == {"device": 0, "host": 3}
     first.cache.host.evict(8)
     first.cache.page_store.store.data.clear()  # type: ignore[attr-defined]
@@ -353,10 +344,7 @@ def test_nobody_waits_for_a_storage_that_hangs_until_it_is_back() -> None:
     store.go_on.set()
     while engine.cache.io.workers.hangs:  # type: ignore[union-attr]
         continue
-    fetch = engine.cache.fetch(engine.chain(*B), float("inf"))
-    while not fetch.over(0.0):
-        continue
-    assert fetch.take() == 3
+    assert engine.fetched(engine.chain(*B)) == 3
     engine.cache.close()
 
 
@@ -406,10 +394,7 @@ def test_a_damaged_page_ends_what_is_fetched_and_the_next_turn_mends_it(tmp_path
     (torn,) = (tmp_path / "o").rglob(f"{chain.ahead[1].hex()}.*.1.*")
     torn.write_bytes(torn.read_bytes()[::-1])
     for pages in (1, 3):
-        fetch = engine.cache.fetch(chain, float("inf"))
-        while not fetch.over(0.0):
-            continue
-        assert fetch.take() == pages
+        assert engine.fetched(chain) == pages
         assert engine.turn(*B).found == {"device": 0, "host": pages}
         engine.cache.drain()
         engine.free()

@@ -41,10 +41,7 @@ def test_what_is_told_is_what_is_found(seed: int) -> None:
             for i in range(len(chain.ahead)):
                 right = engine.right(chain, i)
                 engine.cache.page_store.write(chain, i, right if rng.random() < 0.6 else {0: right[0]})  # type: ignore[union-attr]
-            fetch = engine.cache.fetch(chain, float("inf"))
-            while not fetch.over(0.0):
-                continue
-            fetch.take()
+            engine.fetched(chain)
         lease = engine.cache.open(chain, len(chain.own))
         if lease is not None:
             engine.cache.step()

@@ -65,8 +65,7 @@ def engine(pages: int, slots: int, policy: WritePolicy = WritePolicy.WRITE_THROU
 
 def test_what_is_on_its_way_is_found_when_it_has_come() -> None:
     made, pager = engine(8, 8)
-    made.turn(*A)
-    made.cache.step()
+    made.turn(*A, after=True)
     assert len(made.cache.host) == 0
     pager.finish(1)
     made.cache.step()
@@ -94,8 +93,7 @@ def test_what_is_on_its_way_is_found_when_it_has_come() -> None:
 
 def test_a_request_that_goes_while_its_pages_come_leaves_their_slots_to_the_copy() -> None:
     made, pager = engine(4, 4)
-    made.turn(*A)
-    made.cache.step()
+    made.turn(*A, after=True)
     pager.finish(1)
     made.cache.settle()
     made.forget()

@@ -16,6 +16,7 @@ from kvproto.errors import LocalError
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
+from tests.errors import raises
 from tests.plan.programs import random_pairs
 from tests.transport.test_cuda_kernel import Kernels, kernels, plain, small_blocks
 from tests.transport.test_packed import chunks
@@ -171,9 +172,7 @@ def test_what_is_beyond_the_stream_is_refused() -> None:
         program, "source", {r: a.ctypes.data for r, a in regions.items()}, {r: a.size for r, a in regions.items()}
     )
     for offset, length in ((-1, 4), (0, made.order.length + 1), (made.order.length, 1)):
-        with pytest.raises(LocalError) as caught:
+        with raises(LocalError, code=ErrorCode.OUT_OF_RANGE):
             made.chunk(offset, length, 1 << 20)
-        assert caught.value.code == ErrorCode.OUT_OF_RANGE
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.OUT_OF_REGION):
         stream(program, "source", dict.fromkeys(regions, 1 << 20), {r: a.size - 1 for r, a in regions.items()})
-    assert caught.value.code == ErrorCode.OUT_OF_REGION

@@ -15,6 +15,7 @@ from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode, Feature, Proof
+from tests.errors import raises
 from tests.node.stages import Stage
 
 DOCS = Path(__file__).parents[2] / "docs/embed.md"
@@ -80,16 +81,14 @@ def test_rows_that_are_not_there_wait() -> None:
 @pytest.mark.parametrize(("writes", "features"), [(True, ()), (True, (Feature.STAGED,)), (False, (Feature.INLINE,))])
 def test_inline_is_refused_without_its_feature_and_to_read(writes: bool, features: tuple[Feature, ...]) -> None:
     """KVP-REG-INLINE."""
-    with pytest.raises(RemoteError) as caught:
+    with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].handles"):
         InlineTransport().connect([], [], writes, features)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
 
 
 def test_memory_that_is_not_the_hosts_is_refused() -> None:
     stage = Stage()
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="regions[0]"):
         InlineTransport().expose({0: object()}, 1, stage.pair.nothing, stage.pair.nothing.runs)  # type: ignore[dict-item]
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0]")
 
 
 def test_shm_is_preferred_where_nobody_chooses() -> None:

@@ -15,6 +15,7 @@ from kvproto.transport.memory import allocate
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, MemoryKind
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -48,9 +49,8 @@ ABSENT = Absent()
 
 
 def refused(name: str) -> LocalError:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="transport") as caught:
         load(name)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "transport")
     return caught.value
 
 
@@ -98,9 +98,8 @@ class Plain:
 @pytest.mark.parametrize("memory", [{}, {0: Plain()}, {0: SharedMemory(16), 1: Plain()}])
 def test_memory_that_no_transport_suits_is_refused(memory: Any, entries: dict[str, EntryPoint]) -> None:
     entries["shm"] = EntryPoint("shm", "kvproto.transport.shm.provider:PROVIDER", loading.GROUP)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="pool") as caught:
         default(memory)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "pool")
     assert "kvproto.transport.memory" in caught.value.advice
 
 

@@ -12,6 +12,7 @@ from kvproto.transport.base import Allocation, Memory
 from kvproto.transport.memory import adopt_all, allocate
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.wire.enums import ErrorCode, MemoryKind
+from tests.errors import raises
 
 
 @attrs.frozen
@@ -25,9 +26,8 @@ class Tensor:
 
 
 def refused(*tensors: Any) -> LocalError:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="tensors") as caught:
         adopt_all(dict(enumerate(tensors)))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "tensors")
     return caught.value
 
 
@@ -80,7 +80,6 @@ def test_host_memory_is_allocated_zeroed_and_shareable() -> None:
 
 @pytest.mark.skipif(find("cuda").missing() is None, reason="cuda-core is installed")
 def test_memory_of_a_gpu_without_its_transport_says_what_to_install() -> None:
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="device") as caught:
         allocate(4096, device=0)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "device")
     assert find("cuda").install in caught.value.advice

@@ -48,6 +48,7 @@ from kvproto.transport.staging.packed import PackedStream
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.messages import Handle, Region
+from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.test_program import hold
 from tests.processes import FORKED, imported
@@ -174,13 +175,11 @@ def test_a_killed_peer_ends_its_writes_and_no_others(monkeypatch: pytest.MonkeyP
         assert not write.ready()
         assert write.proof is None
         first.kill()
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.PEER_LOST):
             raise AssertionError(f"{write.wait(LONG)} after {LONG} s or less")
-        assert caught.value.code == ErrorCode.PEER_LOST
         assert write.proof == Proof.UNPROVABLE
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.PEER_LOST):
             written(dying, own.memory.part(0, 8))
-        assert caught.value.code == ErrorCode.PEER_LOST
         own.memory.buffer[:4] = b"here"  # type: ignore[index]
         assert written(living, own.memory.part(0, 8))
         conn.send((0, 4))
@@ -204,9 +203,8 @@ def test_a_peer_killed_under_shared_memory_never_hangs_the_sender() -> None:
                 write.wait(LONG)
         assert all(w.proof is not None for w in writes)
         process.join()  # killed is not yet dead: its memory may take writes for some milliseconds more
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.PEER_LOST):
             written(peer, own.memory)
-        assert caught.value.code == ErrorCode.PEER_LOST
 
 
 @needs_nixl
@@ -313,9 +311,8 @@ def test_a_peer_killed_before_a_transfer_is_posted_again(transport: str, monkeyp
                 with contextlib.suppress(KvprotoError):
                     write.wait(LONG)
                 assert write.proof is not None
-            with pytest.raises(KvprotoError) as caught:
+            with raises(KvprotoError, code=ErrorCode.PEER_LOST):
                 written(dead, own.slot(0, 1024))
-            assert caught.value.code == ErrorCode.PEER_LOST
             assert not agent._transfers.cached
             dead.close()
         with started(sink, 4096, 1024) as (_, conn, region):
@@ -417,9 +414,8 @@ def test_handles_that_are_refused() -> None:
         rng = random.Random(5)
 
         def refused(*handles: Handle, **changes: Any) -> ErrorCode:
-            with pytest.raises(RemoteError) as caught:
+            with raises(RemoteError, path="regions[0].handles") as caught:
                 agent.connect(attrs.evolve(region, handles=handles, **changes), "regions[0]")
-            assert caught.value.path == "regions[0].handles"
             return caught.value.code
 
         assert refused() == ErrorCode.NO_TRANSPORT
@@ -481,9 +477,8 @@ def test_a_closed_agent_answers() -> None:
     agent.close()
     agent.close()
     for use in (lambda: agent.register(bytearray(8)), lambda: written(peer, own.memory), peer.close):
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED):
             use()
-        assert caught.value.code == ErrorCode.TRANSPORT_FAILED
     other.close()
 
 
@@ -512,16 +507,14 @@ def test_device_memory_that_is_reached_slowly_is_refused() -> None:
         peer = agent.connect(other.register(bytearray(64)).region(0), "regions[0]")
         peer.memory = attrs.evolve(peer.memory, kind=MemoryKind.CUDA)
         require_fast(9e9, peer)
-        with pytest.raises(RemoteError) as caught:
+        with raises(RemoteError, code=ErrorCode.TRANSPORT_FAILED):
             require_fast(2e9, peer)
-        assert caught.value.code == ErrorCode.TRANSPORT_FAILED
 
 
 def test_an_agent_without_nixl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT):
         Agent()
-    assert caught.value.code == ErrorCode.NO_TRANSPORT
 
 
 def test_the_module_needs_no_nixl() -> None:
@@ -596,9 +589,8 @@ def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
         assert [r.id for r in exposed.regions] == [4]
         pages = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]
         for regions, staged in ((pages, True), ([*pages, *exposed.regions], False)):
-            with pytest.raises(RemoteError) as caught:
+            with raises(RemoteError, code=ErrorCode.NO_TRANSPORT, path="regions[0].handles"):
                 source.connect(regions, memory, writes=True, features=(Feature.STAGED,) * staged)
-            assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[0].handles")
         connection = source.connect([*pages, *exposed.regions], memory, writes=True, features=(Feature.STAGED,))
         assert connection.link is not None
         assert connection.link.slot_bytes == 512
@@ -615,6 +607,5 @@ def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
         connection = source.connect(regions, memory, writes=True, features=())
         assert connection.mapped.keys() == memory.keys()
         connection.close()
-        with pytest.raises(RemoteError) as caught:
+        with raises(RemoteError, code=ErrorCode.NO_TRANSPORT):
             source.connect(regions, memory, writes=False, features=())
-        assert caught.value.code == ErrorCode.NO_TRANSPORT

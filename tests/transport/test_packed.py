@@ -21,6 +21,7 @@ from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.staging.packed import PackedStream
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
+from tests.errors import raises
 from tests.plan import oracle
 from tests.plan.programs import Held, Spans, hold, random_pairs, spans
 from tests.plan.worlds import caches, side
@@ -216,17 +217,15 @@ def test_a_byte_in_the_middle_of_a_record() -> None:
 @pytest.mark.parametrize(("offset", "size"), [(60, 5), (-1, 2), (65, 0)])
 def test_beyond_the_stream(offset: int, size: int) -> None:
     program, memory = small()
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.OUT_OF_RANGE):
         PackedStream(program, "source", {0: memoryview(memory)}).pack(offset, bytearray(size))
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
 
 
 def test_a_program_that_leaves_its_memory() -> None:
     program, memory = small()
     for regions in ({0: memoryview(memory)[:63]}, {1: memoryview(memory)}):
-        with pytest.raises(KvprotoError) as caught:
+        with raises(KvprotoError, code=ErrorCode.OUT_OF_REGION):
             PackedStream(program, "source", regions)
-        assert caught.value.code == ErrorCode.OUT_OF_REGION
 
 
 def test_a_pool_without_items_is_one_that_nothing_is_drawn_from() -> None:
@@ -236,17 +235,15 @@ def test_a_pool_without_items_is_one_that_nothing_is_drawn_from() -> None:
     ops["source_offset"] = len(memory)
     empty = CopyProgram((EMPTY_MAP,) * len(program.maps), ops, program.tokens_per_row)
     assert PackedStream(empty, "source", {0: memoryview(memory)}).length == 0
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.OUT_OF_REGION):
         PackedStream(attrs.evolve(program, ops=ops), "source", {0: memoryview(memory)})
-    assert caught.value.code == ErrorCode.OUT_OF_REGION
 
 
 def test_an_item_beyond_the_pool() -> None:
     program, memory = small()
     far = attrs.evolve(program.maps[0], sink_row=program.maps[0].sink_row + 4)
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.OUT_OF_REGION):
         PackedStream(CopyProgram((far,), program.ops, program.tokens_per_row), "sink", {0: memoryview(memory)})
-    assert caught.value.code == ErrorCode.OUT_OF_REGION
 
 
 @settings(max_examples=100, deadline=None)

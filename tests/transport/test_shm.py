@@ -21,6 +21,7 @@ from kvproto.transport.process import boot_id
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
+from tests.errors import raises
 from tests.processes import FORKED, imported
 
 imported(__name__)
@@ -246,9 +247,8 @@ def test_without_descriptors_memory_is_refused_and_nothing_else_happens() -> Non
 
 def test_memory_that_cannot_be_had_is_a_typed_error_that_leaks_nothing() -> None:
     before = descriptors()
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.TRANSPORT_FAILED):
         SharedMemory(0)
-    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
     assert descriptors() == before
 
 
@@ -265,9 +265,8 @@ def test_memory_of_another_kind_is_refused_with_what_to_do() -> None:
     memory = SharedMemory(64)
     transport = load("shm").open({0: memory})
     other: object = np.zeros(64, np.uint8)
-    with pytest.raises(LocalError) as caught:
+    with raises(LocalError, code=ErrorCode.NO_TRANSPORT, path="regions[2]") as caught:
         transport.begin_checksums(None, {2: other}, sink=False)  # type: ignore[arg-type, dict-item]
-    assert (caught.value.code, caught.value.path) == (ErrorCode.NO_TRANSPORT, "regions[2]")
     assert "kvproto.transport.memory" in caught.value.advice
 
 

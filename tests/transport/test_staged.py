@@ -15,6 +15,7 @@ from kvproto.errors import KvprotoError, LocalError
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
+from tests.errors import raises
 
 
 @attrs.define
@@ -131,10 +132,15 @@ def test_streams_arrive_whole_in_any_order_of_events(own: int, theirs: int, size
     assert all(s.done for s in senders)
 
 
-def test_three_slots_are_under_way_at_once() -> None:
+def sending(size: int) -> tuple[World, StagedSender]:
+    """A stream of so many bytes, with credit for every slot."""
     world = World()
     world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(50), world.events))
+    return world, StagedSender(world.link, Bytes(bytearray(size), world.events))
+
+
+def test_three_slots_are_under_way_at_once() -> None:
+    _, sender = sending(50)
     for _ in range(5):
         assert sender.step() == []
     assert sender.under_way == 3
@@ -148,9 +154,7 @@ def test_a_credit_of_very_many_slots_is_taken_at_once() -> None:
 
 
 def test_chunks_come_in_order_though_writes_do_not() -> None:
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    world, sender = sending(21)
     for _ in range(3):
         sender.step()
     world.happen()
@@ -174,9 +178,7 @@ def test_an_empty_stream_has_no_chunk() -> None:
 
 
 def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(50), world.events))
+    world, sender = sending(50)
     for _ in range(3):
         sender.step()
     world.events[0].happen()
@@ -224,6 +226,14 @@ def granted() -> World:
     return world
 
 
+def returned(world: World) -> list[int]:
+    """The slots of the sink's next credit."""
+    credit = world.receiver.credit(1)
+    assert credit is not None
+    assert credit.slots is not None
+    return [int(slot) for slot in credit.slots]
+
+
 CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=False)
 
 
@@ -239,9 +249,8 @@ CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=
 def test_chunks_that_are_refused(change: dict[str, int], code: ErrorCode, path: str) -> None:
     """KVP-STG-BEYOND for the slot, KVP-STG-NEXT for what is in it."""
     world = granted()
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=code, path=path):
         world.receiver.chunk(attrs.evolve(CHUNK, **change))
-    assert (caught.value.code, caught.value.path) == (code, path)
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1))  # and it goes on
     world.happen()
     assert not world.receiver.complete(1, 1)
@@ -251,9 +260,8 @@ def test_a_slot_is_used_once_per_grant() -> None:
     """KVP-STG-BEYOND"""
     world = granted()
     world.receiver.chunk(CHUNK)
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.CREDIT):
         world.receiver.chunk(attrs.evolve(CHUNK, offset=7))
-    assert caught.value.code == ErrorCode.CREDIT
 
 
 def test_no_slot_is_returned_before_it_is_unpacked() -> None:
@@ -262,10 +270,7 @@ def test_no_slot_is_returned_before_it_is_unpacked() -> None:
     world.receiver.chunk(CHUNK)
     assert world.receiver.credit(1) is None
     world.happen()
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0]
+    assert returned(world) == [0]
 
 
 def test_a_chunk_of_a_transfer_that_is_over_returns_its_slot() -> None:
@@ -275,10 +280,7 @@ def test_a_chunk_of_a_transfer_that_is_over_returns_its_slot() -> None:
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1, offset=7))
     world.happen()
     assert world.receiver.close(1, 1)
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0, 1]
+    assert returned(world) == [0, 1]
 
 
 def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
@@ -303,22 +305,17 @@ def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_
     world.credit()
     world.receiver.open(1, 1, Broken(bytearray(7), world.events))
     world.receiver.chunk(attrs.evolve(CHUNK, last=True))
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED):
         world.receiver.complete(1, 1)
-    assert caught.value.code == ErrorCode.TRANSPORT_FAILED
-    credit = world.receiver.credit(1)
-    assert credit is not None
-    assert credit.slots is not None
-    assert credit.slots.tolist() == [0]
+    assert returned(world) == [0]
 
 
 @pytest.mark.parametrize("slots", [[1, 1], [2, 1, 2]])
 def test_a_slot_is_granted_once_by_a_credit(slots: list[int]) -> None:
     """KVP-STG-TWICE"""
     world = World()
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.CREDIT, path=f"slots[{len(slots) - 1}]"):
         world.link.grant(Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32)))
-    assert (caught.value.code, caught.value.path) == (ErrorCode.CREDIT, f"slots[{len(slots) - 1}]")
     world.credit()
     assert sorted(world.link.granted) == [0, 1, 2, 3]
 
@@ -329,16 +326,14 @@ def test_credit_that_is_not_the_sinks_to_give(slots: list[int]) -> None:
     world = World()
     world.credit()
     credit = Credit(session=1, kind=CreditKind.STAGING, slots=np.array(slots, np.uint32))
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.CREDIT, path="slots[0]"):
         world.link.grant(credit)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.CREDIT, "slots[0]")
 
 
 @pytest.mark.parametrize(("slots", "size"), [(2, 7), (0, 7), (3, 0)])
 def test_too_few_slots(slots: int, size: int) -> None:
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.OUT_OF_RANGE):
         StagedReceiver(Slots(slots, size, []))
-    assert caught.value.code == ErrorCode.OUT_OF_RANGE
     with pytest.raises(KvprotoError):
         StagedLink(Slots(slots, size, []), Slots(3, 7, []))
 
@@ -348,16 +343,13 @@ def test_a_stream_that_ends_early_is_refused() -> None:
     world = granted()
     world.receiver.chunk(CHUNK)
     world.happen()
-    with pytest.raises(KvprotoError) as caught:
+    with raises(KvprotoError, code=ErrorCode.OUT_OF_RANGE, path="bytes"):
         world.receiver.finish(1, 1)
-    assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_RANGE, "bytes")
 
 
 def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:
     """KVP-STG-FIRST: a node says Done where this says so, and sends what `step` returns before."""
-    world = World()
-    world.credit()
-    sender = StagedSender(world.link, Bytes(bytearray(21), world.events))
+    world, sender = sending(21)
     given: list[bool] = []
     while not any(given):
         assert not sender.done

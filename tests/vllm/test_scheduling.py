@@ -28,6 +28,13 @@ def request(params: Any, name: str = "a", tokens: Any = TOKENS) -> Any:
     )  # fmt: skip
 
 
+def arrived(params: Any, tokens: Any = TOKENS, states: bool = False) -> tuple[Scheduling, Any]:
+    """A request that has come to a scheduler."""
+    made, asked = scheduling(states), request(params, tokens=tokens)
+    made.arrived(asked)
+    return made, asked
+
+
 def step(made: Scheduling, *, new: Any = (), cached: Any = (), computes: int = 0, preempted: Any = None) -> Orders:
     """A step of vLLM's scheduler: (request, tokens computed before) of new and of known requests."""
     known = SimpleNamespace(req_ids=[name for name, _ in cached], num_computed_tokens=[n for _, n in cached])
@@ -48,16 +55,14 @@ def blocks(*tables: list[int]) -> Any:
 
 
 def test_an_ordinary_request_is_none_of_its_business() -> None:
-    made, plain = scheduling(), request(None)
-    made.arrived(plain)
+    made, plain = arrived(None)
     assert made.matched(plain, 0) == (0, False)
     assert step(made, new=[("a", 0)], computes=100) == Orders()
     assert made.finished(plain) == (False, None)
 
 
 def test_a_request_is_known_before_it_is_computed_and_its_chunks_are_told() -> None:
-    made, asked = scheduling(), request(PREFILL)
-    made.arrived(asked)
+    made, asked = arrived(PREFILL)
     first = step(made)
     assert list(first.requests) == ["a"]
     chunks = [*step(made, new=[("a", 0)], computes=64).computed, *step(made, cached=[("a", 64)], computes=36).computed]
@@ -79,8 +84,7 @@ def test_a_request_is_known_before_it_is_computed_and_its_chunks_are_told() -> N
 
 
 def test_with_states_the_last_token_is_left_to_the_other_engine() -> None:
-    made, asked = scheduling(states=True), request(PREFILL)
-    made.arrived(asked)
+    made, asked = arrived(PREFILL, states=True)
     assert asked.prompt_token_ids == asked._all_token_ids == TOKENS[:-1]
     assert asked.num_prompt_tokens == 99
     first = step(made, new=[("a", 0)], computes=99)
@@ -92,8 +96,7 @@ def test_with_states_the_last_token_is_left_to_the_other_engine() -> None:
 
 
 def test_with_states_a_prompt_of_one_token_stays_whole() -> None:
-    made, asked = scheduling(states=True), request(PREFILL, tokens=[7])
-    made.arrived(asked)
+    made, asked = arrived(PREFILL, tokens=[7], states=True)
     assert asked.prompt_token_ids == [7]
     assert step(made, new=[("a", 0)], computes=1).computed[0].last
 
@@ -113,8 +116,7 @@ def test_a_ticket_made_beforehand_is_used() -> None:
 
 
 def test_after_preemption_a_ticket_that_nobody_has_is_replaced() -> None:
-    made, asked = scheduling(), request(PREFILL)
-    made.arrived(asked)
+    made, asked = arrived(PREFILL)
     before = step(made, new=[("a", 0)], computes=64).requests["a"][0]
     orders = step(made, preempted={"a"})
     after = orders.requests["a"][0]
@@ -127,8 +129,7 @@ def test_after_preemption_a_ticket_that_nobody_has_is_replaced() -> None:
 
 
 def test_after_preemption_a_ticket_that_somebody_has_is_lost() -> None:
-    made, asked = scheduling(), request(PREFILL | {"ticket": write_ticket(new_ticket("me", 2))})
-    made.arrived(asked)
+    made, asked = arrived(PREFILL | {"ticket": write_ticket(new_ticket("me", 2))})
     step(made, new=[("a", 0)], computes=64)
     assert step(made, preempted={"a"}).requests == {}
     assert step(made, cached=[("a", 0)], computes=100).computed == []
@@ -143,8 +144,7 @@ def test_preemption_before_anything_was_computed_costs_nothing() -> None:
 
 
 def test_a_prefill_that_is_aborted_fails_for_whoever_waits() -> None:
-    made, asked = scheduling(), request(PREFILL)
-    made.arrived(asked)
+    made, asked = arrived(PREFILL)
     step(made, new=[("a", 0)], computes=64)
     assert made.finished(asked) == (True, None)
     orders = step(made)
@@ -152,8 +152,7 @@ def test_a_prefill_that_is_aborted_fails_for_whoever_waits() -> None:
 
 
 def test_all_but_the_last_token_is_fetched_once() -> None:
-    made, asked = scheduling(), request(decode())
-    made.arrived(asked)
+    made, asked = arrived(decode())
     assert made.matched(asked, 32) == made.matched(asked, 32) == (67, True)
     made.allocated(asked, blocks([9, 8, 2, 4]), 67)
     (load,) = step(made).loads
@@ -165,8 +164,7 @@ def test_all_but_the_last_token_is_fetched_once() -> None:
 
 @pytest.mark.parametrize("cached", [99, 100])
 def test_what_is_there_is_not_fetched_and_the_source_told(cached: int) -> None:
-    made, asked = scheduling(), request(decode())
-    made.arrived(asked)
+    made, asked = arrived(decode())
     assert made.matched(asked, cached) == (0, False)
     made.allocated(asked, blocks([1, 2, 3, 4]), 0)
     orders = step(made)
@@ -176,23 +174,20 @@ def test_what_is_there_is_not_fetched_and_the_source_told(cached: int) -> None:
 
 
 def test_a_decode_that_is_aborted_while_it_waits_frees_the_source() -> None:
-    made, asked = scheduling(), request(decode())
-    made.arrived(asked)
+    made, asked = arrived(decode())
     assert made.finished(asked) == (False, None)
     assert [load.request for load in step(made).spared] == ["a"]
 
 
 def test_a_request_that_vllm_makes_up_to_end_another_tells_the_source_nothing() -> None:
     """Its prompt is [0], whatever the prompt of the request was that was refused, or whose load failed."""
-    made, placeholder = scheduling(), request(decode(), tokens=[0])
-    made.arrived(placeholder)
+    made, placeholder = arrived(decode(), tokens=[0])
     assert made.finished(placeholder) == (False, None)
     assert step(made) == Orders()
 
 
 def test_a_fetch_under_way_is_aborted() -> None:
-    made, asked = scheduling(), request(decode())
-    made.arrived(asked)
+    made, asked = arrived(decode())
     made.allocated(asked, blocks([1, 2, 3, 4]), 99)
     made.finished(asked)
     assert step(made).aborted == ["a"]
@@ -208,8 +203,7 @@ def test_a_fetch_under_way_is_aborted() -> None:
     ],
 )
 def test_a_fetch_by_what_is_no_ticket_fails_that_request(params: Any, says: str) -> None:
-    made, asked = scheduling(), request(params)
-    made.arrived(asked)
+    made, asked = arrived(params)
     assert made.matched(asked, 0) == (99, True)
     made.allocated(asked, blocks([1, 2, 3, 4]), 99)
     orders = step(made)
@@ -231,8 +225,7 @@ def test_a_fetch_by_what_is_no_ticket_fails_that_request(params: Any, says: str)
 def test_a_prefill_that_cannot_be_handed_over_is_computed_and_returns_no_ticket(
     params: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, asked = scheduling(), request(params)
-    made.arrived(asked)
+    made, asked = arrived(params)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert record.getMessage().startswith("request a is not handed over: ")
@@ -242,14 +235,12 @@ def test_a_prefill_that_cannot_be_handed_over_is_computed_and_returns_no_ticket(
 
 
 def test_a_prompt_of_embeddings_is_not_handed_over() -> None:
-    made, asked = scheduling(), request(PREFILL, tokens=None)
-    made.arrived(asked)
+    made, _ = arrived(PREFILL, tokens=None)
     assert step(made) == Orders()
 
 
 def test_parameters_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    made, asked = scheduling(), request({"remote_engine_id": "x", "do_remote_prefill": False, "ticket": None})
-    made.arrived(asked)
+    made, asked = arrived({"remote_engine_id": "x", "do_remote_prefill": False, "ticket": None})
     assert made.matched(asked, 0) == (0, False)
     assert caplog.records == []
 
@@ -264,8 +255,7 @@ def test_parameters_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -
     ],
 )
 def test_parameters_without_effect_are_named(params: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
-    made, asked = scheduling(), request(params)
-    made.arrived(asked)
+    made, asked = arrived(params)
     assert made.matched(asked, 0) == (0, False)
     assert step(made, new=[("a", 0)], computes=100) == Orders()
     assert made.finished(asked) == (False, None)
