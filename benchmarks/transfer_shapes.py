@@ -201,6 +201,7 @@ def session_latency(pull: bool) -> dict[str, list[float]]:
             pair.settle(0.002)
             began = time.perf_counter()
             request.finish({name: [3 * n % 8]})
+            source.step()  # a request of this size is left to the next step
             while not fetch.done:
                 sink.step()
                 if not pull:  # else only the sink has something to do
