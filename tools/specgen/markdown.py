@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.specgen.clauses import clauses
+from tools.specgen.clauses import binds, clauses
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
@@ -141,12 +141,40 @@ def metrics(facts: Facts) -> str:
 
 
 def index(facts: Facts) -> str:
-    """Every clause, by page."""
-    out = ["| clause | page | role | key word | error |", "|---|---|---|---|---|"]
-    for c in clauses(facts).values():
-        error = f"`{c.error}`" if c.error else ""
-        out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {c.keyword} | {error} |")
-    return "\n".join(out)
+    """Every clause with its sentence, by profile."""
+    known, out = list(clauses(facts).values()), []
+    for name, profile in facts["profile"].items():
+        out += [f"## {profile['title']}", "", "| clause | page | role | sentence |", "|---|---|---|---|"]
+        for c in (c for c in known if c.profile == name):
+            sentence = " ".join(c.text.split()).replace("|", "\\|")
+            out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {sentence} |")
+        out.append("")
+    return "\n".join(out).rstrip()
+
+
+def profiles(facts: Facts) -> str:
+    """What an implementation may be, and what each extension adds."""
+    known, kinds = list(clauses(facts).values()), {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"}
+    out = []
+    for kind, title in kinds.items():
+        out += [f"**{title}**", "", "| profile | what it is | needs | feature | status | clauses: source, sink | check |"]
+        out.append("|---|---|---|---|---|---|---|")
+        for name, row in facts["profile"].items():
+            if row["kind"] == kind:
+                own = [c for c in known if c.profile == name]
+                counts = ", ".join(str(sum(binds(c, side) for c in own)) for side in ("source", "sink"))
+                features = row.get("features", ())
+                status = row.get("status") or ", ".join(sorted({facts["feature"][f]["status"] for f in features})) or "stable"
+                needs = ", ".join(facts["profile"][n]["title"].lower() for n in row["needs"])
+                check = f"`{row['check']}`" if row["check"].startswith("--") else row["check"]
+                cells = (f"[{row['title']}](v1/clauses.md#{_anchor(row['title'])})", row["doc"], needs)
+                out.append(f"| {' | '.join((*cells, ', '.join(features), status, counts, check))} |")
+        out.append("")
+    return "\n".join(out).rstrip()
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def exempt(facts: Facts) -> str:
@@ -196,10 +224,10 @@ def predicates(facts: Facts) -> str:
 def features(facts: Facts) -> str:
     """Optional behaviour."""
     out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
+    of = {feature: row["title"] for row in facts["profile"].values() for feature in row.get("features", ())}
     for n, r in facts["feature"].items():
-        out.append(
-            f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {', '.join(f'`{c}`' for c in r['clauses'])} |"
-        )
+        where = f"[{of[n].lower()}](clauses.md#{_anchor(of[n])})"
+        out.append(f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {where} |")
     return "\n".join(out)
 
 
@@ -239,6 +267,7 @@ def dump(facts: Facts) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
+    "../README.md": {"profiles": profiles},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
@@ -258,7 +287,7 @@ def pages(facts: Facts) -> dict[Path, str]:
     """Every page that holds generated blocks, renewed."""
     texts = {}
     for page, blocks in PAGES.items():
-        path = SPEC / page
+        path = (SPEC / page).resolve()
         text = path.read_text()
         for name, make in blocks.items():
             text = renewed(text, name, make(facts), path)
