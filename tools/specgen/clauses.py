@@ -61,7 +61,14 @@ def clauses(facts: Facts) -> dict[str, Clause]:
     return by_id
 
 
-_BINDS = {"source": {"source"}, "sink": {"sink"}, "owner": {"sink"}, "holder": {"source"}, "maker": set(), "testee": set()}
+_BINDS = {
+    "source": {"source"},
+    "sink": {"sink"},
+    "owner": {"sink"},
+    "holder": {"source"},
+    "maker": set(),
+    "testee": set(),
+}
 """The sides that a role stands for; others stand for both. In a push, the sink owns the memory and the source holds it."""
 _EITHER = {"pull", "epochs"}
 """Profiles in which each side may own memory, and hold that of the other."""

@@ -105,7 +105,9 @@ def _enums(facts: Facts) -> None:
         _keys(row, {"value", "since", "status", "doc"}, set(), f"feature {name}")
         _need(row["status"] in facts["status"], f"feature {name}: status")
         _need(row["value"] not in _range(facts["grease"]["features"]), f"feature {name} is grease")
-        _need(sum(name in p.get("features", ()) for p in facts["profile"].values()) == 1, f"feature {name}: one profile")
+        _need(
+            sum(name in p.get("features", ()) for p in facts["profile"].values()) == 1, f"feature {name}: one profile"
+        )
     for name, enum in facts["enum"].items():
         values = list(enum["values"].values())
         _need(0 not in values, f"enum {name}: 0 is not a value")

@@ -154,22 +154,40 @@ def index(facts: Facts) -> str:
 
 def profiles(facts: Facts) -> str:
     """What an implementation may be, and what each extension adds."""
-    known, kinds = list(clauses(facts).values()), {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"}
+    known, kinds = (
+        list(clauses(facts).values()),
+        {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"},
+    )
     out = []
     for kind, title in kinds.items():
-        out += [f"**{title}**", "", "| profile | what it is | needs | feature | status | clauses: source, sink | check |"]
+        out += [
+            f"**{title}**",
+            "",
+            "| profile | what it is | needs | feature | status | clauses: source, sink | check |",
+        ]
         out.append("|---|---|---|---|---|---|---|")
         for name, row in facts["profile"].items():
             if row["kind"] == kind:
                 own = [c for c in known if c.profile == name]
                 counts = ", ".join(str(sum(binds(c, side) for c in own)) for side in ("source", "sink"))
                 features = row.get("features", ())
-                status = row.get("status") or ", ".join(sorted({facts["feature"][f]["status"] for f in features})) or "stable"
+                status = (
+                    row.get("status")
+                    or ", ".join(sorted({facts["feature"][f]["status"] for f in features}))
+                    or "stable"
+                )
                 needs = ", ".join(facts["profile"][n]["title"].lower() for n in row["needs"])
                 check = f"`{row['check']}`" if row["check"].startswith("--") else row["check"]
                 cells = (f"[{row['title']}](v1/clauses.md#{_anchor(row['title'])})", row["doc"], needs)
                 out.append(f"| {' | '.join((*cells, ', '.join(features), status, counts, check))} |")
         out.append("")
+        if kind == "core":
+            core = [c for c in known if facts["profile"][c.profile]["kind"] == kind]
+            source, sink = (sum(binds(c, side) for c in core) for side in ("source", "sink"))
+            out += [
+                f"A source of the core has {source} clauses to keep, and a sink {sink}, of {len(known)} in all.",
+                "",
+            ]
     return "\n".join(out).rstrip()
 
 
