@@ -69,6 +69,8 @@ def _status(body: Facts) -> str:
 
 def _heard(name: str, facts: Facts) -> str:
     """The states that a message is heard in, machine by machine."""
+    if name == "Error":
+        return "all"
     parts = []
     for key, machine in facts["machine"].items():
         states = [s["name"] for s in machine["state"]]
