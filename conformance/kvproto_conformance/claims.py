@@ -35,7 +35,7 @@ EXTENSIONS = {name: row["doc"] for name, row in _PROFILES.items() if f"--extensi
     "sleep": "Memory that is taken back for a while, of live engines.",
     "large": "Copies of a gigabyte, of live engines that send.",
 }
-"""The extensions of the spec that suites check, by the name of their profile, and what engines need for some scenarios."""
+"""Extensions that suites check, by the name of their profile, and what engines need for some scenarios."""
 STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
 """Roles whose codec covers one struct."""
 
