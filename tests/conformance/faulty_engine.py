@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import attrs
@@ -21,7 +22,7 @@ from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
-from kvproto.errors import KvprotoError
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
 from kvproto.session import core, endpoint, push
 from kvproto.session.catalogue import SinkCatalogue
@@ -222,6 +223,31 @@ def any_rank(self: WatchEndpoint) -> dict[int, SinkCatalogue] | None:
     return {0: found[0]} if found and found[0].whole else None
 
 
+def byte_late(adapter: Any) -> None:
+    """A byte of the sink's memory changes half a second after each Drained."""
+    plain = SourceTransfers._drained
+
+    def drained(self: SourceTransfers, *args: Any, **more: Any) -> None:
+        plain(self, *args, **more)
+        for epoch in self._session.holder.epochs.values():
+            for region in epoch.mapping.connection.mapped.values():
+                Timer(0.5, lambda region=region: region.buffer.__setitem__(0, region.buffer[0] ^ 1)).start()  # type: ignore[misc]
+
+    SourceTransfers._drained = drained  # type: ignore[method-assign]
+
+
+def order_of_its_own(adapter: Any) -> None:
+    """The version of the sink is checked before that of the source."""
+    plain = SourceTransfers._check
+
+    def check(self: SourceTransfers, attempt: Any, message: m.Transfer) -> None:
+        if message.sink_version != self._session.described.of_sink.version:
+            raise RemoteError(ErrorCode.BAD_GRANT, "sink_version", "another", str(message.sink_version))
+        plain(self, attempt, message)
+
+    SourceTransfers._check = check  # type: ignore[method-assign]
+
+
 NOTHING = bytes(32)
 Fault = tuple[str, Callable[[Any], None], str, str]
 FAULTS: dict[str, Fault] = {
@@ -246,6 +272,8 @@ FAULTS: dict[str, Fault] = {
     "PROVEN of what goes on": (
         "source", has(SourceTransfers, "_aborted", lambda self, message: None), "LIVE-121", "engine: ",
     ),
+    "a byte changes late": ("source", byte_late, "LIVE-139", "memory as before"),
+    "checks in another order": ("source", order_of_its_own, "LIVE-435", "code"),
     "an old sequence is served": (
         "source", has(SourceTransfers, "_check_sequence", lambda self, message: None), "LIVE-421", "Failed has not come",
     ),
