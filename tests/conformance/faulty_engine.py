@@ -272,6 +272,17 @@ FAULTS: dict[str, Fault] = {
     "PROVEN of what goes on": (
         "source", has(SourceTransfers, "_aborted", lambda self, message: None), "LIVE-121", "engine: ",
     ),
+    "another engine in Welcome": ("source", says(m.Welcome, engine="other"), "LIVE-101", "Welcome of 'other'"),
+    "no endpoint of its own in Welcome": ("source", says(m.Welcome, endpoints=lambda w: (attrs.evolve(w.endpoints[0], rank=7),)), "LIVE-101", "Welcome of"),
+    "no Data is the last": ("source", says(m.Data, last=False), "LIVE-102", "Done, though"),
+    "a beginning that nobody asked for": (
+        "source", says(m.Done, begins=lambda d: (m.Begin(group=int(d.groups[0]), first=1),)), "LIVE-101", "begins",
+    ),
+    "the process of somebody else": (
+        "source", says(m.Registered, process=lambda r: r.process and attrs.evolve(r.process, pid=1)), "LIVE-101", "process",
+    ),
+    "Registered of epoch 1": ("source", says(m.Registered, epoch=1), "LIVE-101", "Registered names"),
+    "refusals that say nothing": ("source", says(m.Failed, mine="", yours=""), "LIVE-402", "mine and yours"),
     "a byte changes late": ("source", byte_late, "LIVE-139", "memory as before"),
     "checks in another order": ("source", order_of_its_own, "LIVE-435", "code"),
     "an old sequence is served": (
