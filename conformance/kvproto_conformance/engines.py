@@ -45,7 +45,8 @@ def steps(id: str) -> str:
 
     scenario = next(s for s in list_scenarios() if s.id == id)
     script = textwrap.dedent(inspect.getsource(scenario.script))
-    return f"An engine of role {scenario.role}, world {scenario.world}, over {scenario.transport}. The suite's side:\n\n{script}"
+    engine = f"An engine of role {scenario.role}, world {scenario.world}, over {scenario.transport}."
+    return f"{engine} The suite's side:\n\n{script}"
 
 
 def played(

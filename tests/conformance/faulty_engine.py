@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -22,9 +23,10 @@ from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
+from kvproto.copying.aliasing import Overlaps
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
-from kvproto.session import core, endpoint, push
+from kvproto.session import core, endpoint, push, tickets
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
@@ -33,6 +35,8 @@ from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
+from kvproto.session.source import SourceSession
+from kvproto.session.source_endpoint import SourceEndpoint
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
@@ -248,6 +252,53 @@ def order_of_its_own(adapter: Any) -> None:
     SourceTransfers._check = check  # type: ignore[method-assign]
 
 
+def forgets_incarnations(adapter: Any) -> None:
+    plain = SourceEndpoint.closed
+
+    def closed(self: SourceEndpoint, session: Any) -> None:
+        plain(self, session)
+        self._incarnations.clear()
+
+    SourceEndpoint.closed = closed  # type: ignore[method-assign]
+
+
+def any_replica(adapter: Any) -> None:
+    plain = tickets._check
+
+    def check(state: Any, attempt: Any, sink: tuple[str, int]) -> None:
+        plain(state, attempt, (sink[0], state.bound[1]) if state.bound else sink)
+
+    tickets._check = check
+
+
+def used_first(adapter: Any) -> None:
+    plain = SourceTransfers._check
+
+    def check(self: SourceTransfers, attempt: Any, message: m.Transfer) -> None:
+        if bytes(message.ticket) in self._session.tickets_of_rank._used:
+            raise RemoteError(ErrorCode.TICKET_USED, "ticket", "new", "used")
+        plain(self, attempt, message)
+
+    SourceTransfers._check = check  # type: ignore[method-assign]
+
+
+def done_once_computed(computed: Any) -> Any:
+    def on_computed(ask: Ask) -> None:
+        request, table, _ = computed.__self__.requests[ask["id"]]
+        request.finish(table, handoff={"first": {"token": bytes(4)}})
+
+    return on_computed
+
+
+def prints_keys(request: Any) -> Any:
+    def on_request(ask: Ask) -> None:
+        print("request", ask["key"], file=sys.stderr, flush=True)
+        request(ask)
+
+    return on_request
+
+
+_IDS = count(1001)
 NOTHING = bytes(32)
 Fault = tuple[str, Callable[[Any], None], str, str]
 FAULTS: dict[str, Fault] = {
@@ -283,6 +334,18 @@ FAULTS: dict[str, Fault] = {
     ),
     "Registered of epoch 1": ("source", says(m.Registered, epoch=1), "LIVE-101", "Registered names"),
     "refusals that say nothing": ("source", says(m.Failed, mine="", yours=""), "LIVE-402", "mine and yours"),
+    "sessions that are counted": (
+        "source", has(SourceEndpoint, "_fresh", lambda self: next(_IDS)), "LIVE-171", "far apart",
+    ),
+    "a ticket for two sequences": ("source", has(tickets, "_check", lambda *_: None), "LIVE-172", "Failed has not come"),
+    "a ticket for any replica": ("source", any_replica, "LIVE-173", "Failed has not come"),
+    "incarnations forgotten with their session": ("source", forgets_incarnations, "LIVE-174", "Refused has not come"),
+    "sequences that are never over": ("source", has(SourceSession, "forget", lambda self: None), "LIVE-175", "Failed has not"),
+    "Done once all is computed": ("source", does("on_computed", done_once_computed), "LIVE-176", "no Done"),
+    "columns over each other": ("source", has(Overlaps, "check", lambda self, grants: None), "LIVE-177", "Failed has not come"),
+    "a used ticket before its items": ("source", used_first, "LIVE-178", "code"),
+    "any Credit": ("source", has(SourceInline, "grant", lambda self, credit: None), "LIVE-179", "Error has not come"),
+    "keys on stderr": ("source", does("on_request", prints_keys), "LIVE-181", "no key"),
     "a byte changes late": ("source", byte_late, "LIVE-139", "memory as before"),
     "checks in another order": ("source", order_of_its_own, "LIVE-435", "code"),
     "an old sequence is served": (
