@@ -14,47 +14,100 @@ from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
 __all__ = ["pages", "renewed"]
 
 
+_COMMON = ("session", "request", "sequence", "attempt")
+"""Fields of many messages, in the order of their ids, with one meaning in all of them."""
+_STORED = {"Manifest", "Component", "KeptPage"}
+"""Structs that no message of the core uses."""
+
+
 def messages(facts: Facts) -> str:
-    """Every message: sender, class, reply, states."""
-    out = [
-        "| id | message | sender | delivery | answered by | heard in state | status | |",
-        "|---|---|---|---|---|---|---|---|",
+    """Messages, structs and enums of the core."""
+    core = {name: m for name, m in facts["message"].items() if "feature" not in m}
+    out = [_index(facts, core), "", "## Fields of many messages", "", *_rows(_common(facts)), ""]
+    out += [
+        "A message has those of them that its line *header* names. A reply echoes the ids of its request.",
+        "",
+        "## Messages",
     ]
-    for name, m in facts["message"].items():
-        reply = ", ".join(m["reply"]) or "-"
-        out.append(
-            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {reply} | {_heard(name, facts)} | {_status(m)} | {m['doc']} |"
-        )
-    for kind, title in (("message", "Messages"), ("struct", "Structs")):
-        out += ["", f"# {title}"]
-        for name, body in facts[kind].items():
-            out += ["", f"## {name}", "", _about(name, body, kind), ""]
-            out += ["| id | field | type | unit | presence | range | secret | |", "|---|---|---|---|---|---|---|---|"]
-            for f in body["field"]:
-                type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
-                secret = "yes" if f.get("secret") else ""
-                more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
-                out.append(
-                    f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {_span(f)} | {secret} | {f['doc']}{more} |"
-                )
-            if body.get("rule"):
-                out += ["", "Rules, in order:", ""]
-                out += [
-                    f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
-                    for r in body["rule"]
-                ]
-    out += ["", "# Enums"]
+    for name, body in core.items():
+        out += _body(facts, name, body, "message")
+    out += ["", "## Structs"]
+    for name, body in facts["struct"].items():
+        if name not in _STORED:
+            out += _body(facts, name, body, "struct")
+    out += ["", "## Enums"]
     for name, enum in facts["enum"].items():
         out += [
             "",
-            f"**{name}** ({'open' if enum['open'] else 'closed'}): {enum['doc']}",
+            f"### {name}",
             "",
-            "| value | name | |",
-            "|---|---|---|",
+            f"{'Open' if enum['open'] else 'Closed'}. {enum['doc']}",
+            "",
+            "| value | name | meaning |",
         ]
-        out += [f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items()]
-    out += ["", "**ErrorCode** (open): [errors](errors.md)."]
+        out += ["|---|---|---|", *(f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items())]
+    out += ["", "### ErrorCode", "", "Open: [errors](errors.md)."]
     return "\n".join(out)
+
+
+def extension_messages(facts: Facts) -> str:
+    """Messages of features, and structs that only these and stored pages have."""
+    behind = {name: m for name, m in facts["message"].items() if "feature" in m}
+    out = [_index(facts, behind), "", "## Messages"]
+    for name, body in behind.items():
+        out += _body(facts, name, body, "message")
+    out += ["", "## Structs"]
+    for name in facts["struct"]:
+        if name in _STORED:
+            out += _body(facts, name, facts["struct"][name], "struct")
+    return "\n".join(out)
+
+
+def _index(facts: Facts, some: dict[str, Facts]) -> str:
+    out = ["| id | message | sender | delivery | answered by | heard in state | status | meaning |"]
+    out.append("|---|---|---|---|---|---|---|---|")
+    for name, m in some.items():
+        reply = ", ".join(m["reply"]) or "-"
+        cells = (m["sender"], m["delivery"], reply, _heard(name, facts), _status(m), m["doc"])
+        out.append(f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def _common(facts: Facts) -> list[Facts]:
+    """The rows of the fields of many messages, as Transfer has them."""
+    rows: list[Facts] = [f for f in facts["message"]["Transfer"]["field"] if f["name"] in _COMMON]
+    return rows
+
+
+def _body(facts: Facts, name: str, body: Facts, kind: str) -> list[str]:
+    """The section of a message or struct: what it is, its fields, its rules."""
+    common = {f["name"]: f["type"] for f in _common(facts)} if kind == "message" else {}
+    fields = body["field"]
+    head = [f for f in fields if f["name"] in common and f["presence"] == "required" and f["type"] == common[f["name"]]]
+    out = ["", f"### {name}", "", _about(name, body, kind)]
+    if head:
+        names = [f"`{f['name']}`" for f in head]
+        out += ["", f"Header: {', '.join(names)}."]
+    out += ["", *_rows([f for f in fields if f not in head])] if len(head) < len(fields) else []
+    if body.get("rule"):
+        out += ["", "Rules, in order:", ""]
+        out += [
+            f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
+            for r in body["rule"]
+        ]
+    return out
+
+
+def _rows(fields: Sequence[Facts]) -> list[str]:
+    out = ["| id | field | type | presence | range | meaning |", "|---|---|---|---|---|---|"]
+    for f in fields:
+        type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
+        unit = "" if f["unit"] == "none" or type_ in ("bytes", "str") else f" Unit: {f['unit']}."
+        more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
+        secret = " Secret." if f.get("secret") else ""
+        cells = (str(f["id"]), f"`{f['name']}`", type_, f["presence"], _span(f), f"{f['doc']}{unit}{secret}{more}")
+        out.append(f"| {' | '.join(cells)} |")
+    return out
 
 
 def _about(name: str, body: Facts, kind: str) -> str:
@@ -291,6 +344,7 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
+    "messages-extensions.md": {"extension-messages": extension_messages},
     "errors.md": {"errors": errors},
     "framing.md": {"limits": limits, "predicates": predicates},
     "negotiation.md": {"features": features},
