@@ -201,7 +201,7 @@ def index(facts: Facts) -> str:
     for name, profile in facts["profile"].items():
         out += [f"## {profile['title']}", "", "| clause | page | role | sentence |", "|---|---|---|---|"]
         for c in (c for c in known if c.profile == name):
-            sentence = " ".join(c.text.split()).replace("|", "\\|")
+            sentence = " ".join(c.text.split()).replace("|", "\\|").replace("](#", f"]({c.page}#")
             out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {sentence} |")
         out.append("")
     return "\n".join(out).rstrip()
