@@ -42,7 +42,7 @@ LIVE = [
 FRAMEWORKS = {"torch": TESTEES / "live_torch.py", "jax": TESTEES / "live_jax.py"}
 WORLDS = "gqa", "mla", "long"
 """Of paged caches alone, which the reference engines have."""
-PAGE = """# Who keeps the contract
+PAGE = """# Conformance results
 
 Reports of the [conformance suite](../conformance/README.md), made by `make conformance ARGS="--live --write"`.
 A cell says how many cases of a suite passed, of those that the implementation claims; an empty one is not claimed.

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from tools.session_figures import session_rows
@@ -29,6 +30,7 @@ PAGES = ("*.md", "docs/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.m
 ASSETS = (
     "docs/**/*.svg",
     "docs/**/*.css",
+    "docs/**/*.js",
     "spec/v1/registry.json",
     "spec/v1/vectors/**/*.json",
     "conformance/testees/c/*.c",
@@ -351,3 +353,13 @@ def _bars(table: dict[str, dict[str, float]], columns: list[str], unit: str) -> 
 MADE: dict[str, Callable[[], str]] = {
     "registry": _registry, "examples": _examples, "handovers": _handovers, "cli": _cli, "api": _api, "host": _host,
 }  # fmt: skip
+
+
+_ELSEWHERE = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\" >]+)")
+
+
+def on_post_build(config: Any) -> None:
+    """Raise if a page loads something from another host: the site also works from disk, without a network."""
+    for path in Path(config["site_dir"]).rglob("*.html"):
+        if loads := _ELSEWHERE.search(path.read_text()):
+            raise PluginError(f"{path.relative_to(config['site_dir'])} loads {loads[1]}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import attrs
+
+from kvproto_conformance.data import REGISTRY
 
 __all__ = ["EXTENSIONS", "HIGHEST", "LEVELS", "PARTIAL", "ROLES", "SUITES", "Claim", "Suite"]
 
@@ -25,24 +30,12 @@ HIGHEST = {"reader": "L1", "codec": "L1", "router": "L1", "planner": "L2"}
 """The highest level of a role, if that is not L4."""
 PARTIAL = ("reader", "codec")
 """Roles that may be claimed for some messages only."""
-EXTENSIONS = {
-    "json": "the JSON form of all messages",
-    "streams": "frames one after another in a byte stream",
-    "spread": "features SPREAD_ONE and FEW_SOURCES",
-    "cold": "feature COLD_DRAFT",
-    "merge": "attention over shares made one",
-    "verify": "feature VERIFY",
-    "staged": "feature STAGED",
-    "inline": "feature INLINE",
-    "pull": "feature PULL, of live engines",
-    "intent": "feature INTENT, of live engines",
-    "spans": "feature SPANS, of live engines",
-    "epochs": "feature EPOCHS, of live engines",
-    "catalogue": "feature CATALOGUE, of live engines",
-    "sleep": "memory that is taken back for a while, of live engines",
-    "curve": "keys, of live engines",
-    "large": "copies of a gigabyte, of live engines that send",
+_PROFILES: dict[str, Any] = json.loads(REGISTRY.read_text(encoding="utf-8"))["profile"]
+EXTENSIONS = {name: row["doc"] for name, row in _PROFILES.items() if f"--extension {name}" in row["check"]} | {
+    "sleep": "Memory that is taken back for a while, of live engines.",
+    "large": "Copies of a gigabyte, of live engines that send.",
 }
+"""Extensions that suites check, by the name of their profile, and what engines need for some scenarios."""
 STRUCT_OF = {"planner": "Geometry", "router": "Ticket"}
 """Roles whose codec covers one struct."""
 
@@ -81,7 +74,7 @@ SUITES = {
 }
 """By name, in the order in which they run."""
 
-_EXTENSION_OF = {"SPREAD_ONE": "spread", "FEW_SOURCES": "spread", "COLD_DRAFT": "cold"}
+_EXTENSION_OF = {feature: name for name, row in _PROFILES.items() for feature in row.get("features", ())}
 
 
 def extensions_of(suite: str, features: list[str]) -> frozenset[str]:

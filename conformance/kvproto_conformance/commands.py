@@ -278,6 +278,7 @@ def shown(args: Namespace) -> int:
     print(f"{case.id}: {case.note}\n\n{case.clause} ({clause['page']}): {clause['text']}\n")
     for ask in case.asks:
         print(f"asked    {json.dumps(ask.question)}\nexpected {json.dumps(ask.expected)}\n")
+    print(engines.steps(case.id), end="")
     print("\n".join(line for ask in case.asks[:1] for line in html.explained(ask.question)))
     return 0
 

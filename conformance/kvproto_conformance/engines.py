@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ from kvproto_conformance.cases import Case
 from kvproto_conformance.run import Result, Status, Wrong
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "unplayable"]
+__all__ = ["LIVE", "heard", "played", "played_alone", "scenarios", "steps", "unplayable"]
 
 LIVE = {"L3": "session", "L4": "robust"}
 """By level, the suite. The code that runs them needs pyzmq and numpy, and is imported only for a run that has them."""
@@ -33,6 +35,18 @@ def scenarios() -> list[Case]:
         Case(s.id, s.clauses[0], LIVE[s.level], (), s.title, needs=frozenset(map(str.lower, s.extensions)), role=s.role)
         for s in list_scenarios()
     ]
+
+
+def steps(id: str) -> str:
+    """The script of a scenario, as the suite's side plays it; empty for a case of vectors."""
+    if not id.startswith("LIVE-"):
+        return ""
+    from kvproto_conformance.live import list_scenarios
+
+    scenario = next(s for s in list_scenarios() if s.id == id)
+    script = textwrap.dedent(inspect.getsource(scenario.script))
+    engine = f"An engine of role {scenario.role}, world {scenario.world}, over {scenario.transport}."
+    return f"{engine} The suite's side:\n\n{script}"
 
 
 def played(

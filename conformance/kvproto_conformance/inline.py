@@ -1,4 +1,4 @@
-"""The suite's own sink of Data: transfers.md, inline, word by word. It shares no code with kvproto."""
+"""The suite's own sink of Data: packed.md, inline, word by word. It shares no code with kvproto."""
 
 from __future__ import annotations
 

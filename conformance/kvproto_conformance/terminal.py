@@ -45,11 +45,12 @@ class Progress:
 
 
 def verdict(report: Json, every: bool) -> None:
-    """Print failures, then counts, then the verdict."""
+    """Print failures and what is not as it SHOULD be, then counts, then the verdict."""
     bad = [row for row in report["results"] if row["status"] not in GOOD and row["status"] != "known"]
-    for row in bad if every else bad[:_FIRST]:
+    odd = [row for row in report["results"] if row["status"] == "nonstrict"]
+    for row in [*bad, *odd] if every else [*bad[:_FIRST], *odd[:_FIRST]]:
         clause = sentence(row["clause"])
-        print(f"{_painted(row['status'], '31')}  {row['id']}: {row['note']}")
+        print(f"{_painted(row['status'], '33' if row in odd else '31')}  {row['id']}: {row['note']}")
         print(f"    {row['clause']} ({clause['page']}): {clause['text']}")
         for each in row.get("wrong", ()):
             wrong(each)

@@ -369,9 +369,6 @@ def _check(message: m.Register, access: Access, described: Described) -> Overlap
         mine, yours = f"at most {limits.MAX_REGIONS} regions", str(len(message.regions))
         raise RemoteError(ErrorCode.TOO_LARGE, "regions", mine, yours, advice)
     regions = {region.id: region for region in message.regions}
-    if len(regions) != len(message.regions):
-        ids = [region.id for region in message.regions[:8]]
-        raise RemoteError(ErrorCode.BAD_COLUMNS, "regions", "each id once", str(ids))
     owner, rank = described.sink, described.ranks[1]
     if access == Access.READ:
         owner, rank = described.source, described.ranks[0]

@@ -230,7 +230,7 @@ class ErrorCode(IntEnum):
     FIELD_CONFLICT = 0x020C, "invalid", "fix", "Fields of one map contradict each other."
     IDENTITY_MISMATCH = 0x0301, "incompatible", "give-up", "An identity fact differs."
     DTYPE_MISMATCH = 0x0302, "incompatible", "give-up", "The element types of a part differ."
-    LANE_MISMATCH = 0x0303, "incompatible", "give-up", "The lane extents of a part cannot be mapped."
+    LANE_MISMATCH = 0x0303, "incompatible", "give-up", "The bytes of a lane, or of all lanes of a part, differ and cannot be mapped."
     LAYER_MISSING = 0x0304, "incompatible", "give-up", "The source lacks a layer that the sink needs."
     PART_MISSING = 0x0305, "incompatible", "give-up", "The source lacks a part that the sink needs, or the sink takes a part without its scales."
     KIND_MISMATCH = 0x0306, "incompatible", "give-up", "The item kinds of a group differ."

@@ -243,7 +243,7 @@ class Grants:
     count: int = field(metadata=row(3, "u64", unit="token"))
     """Number of tokens. [token] Since 1.0."""
     valid: int = field(metadata=row(4, "u64", unit="token"))
-    """Position below which rows hold real data. [token] Since 1.0."""
+    """Position below which rows must hold what the model computed: the end of the window, or more if the sink uses rows behind it. [token] Since 1.0."""
     items: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(5, "array<u32>", unit="item"))
     """Items of the rank, beginning with the one that holds its first row of the window; absent: an intent (feature INTENT). [item] Since 1.0."""
     state_after: int | None = field(default=None, metadata=row(6, "u64", unit="token"))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import attrs
@@ -21,9 +23,10 @@ from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
-from kvproto.errors import KvprotoError
+from kvproto.copying.aliasing import Overlaps
+from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
-from kvproto.session import core, endpoint, push
+from kvproto.session import core, endpoint, push, tickets
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
@@ -32,6 +35,8 @@ from kvproto.session.leases import Lease
 from kvproto.session.pull import SinkPull, SourcePull
 from kvproto.session.registering import Holder
 from kvproto.session.sink import SinkSession
+from kvproto.session.source import SourceSession
+from kvproto.session.source_endpoint import SourceEndpoint
 from kvproto.session.stream import Credits
 from kvproto.session.transfers import SourceTransfers
 from kvproto.session.watching import WatchEndpoint
@@ -222,6 +227,78 @@ def any_rank(self: WatchEndpoint) -> dict[int, SinkCatalogue] | None:
     return {0: found[0]} if found and found[0].whole else None
 
 
+def byte_late(adapter: Any) -> None:
+    """A byte of the sink's memory changes half a second after each Drained."""
+    plain = SourceTransfers._drained
+
+    def drained(self: SourceTransfers, *args: Any, **more: Any) -> None:
+        plain(self, *args, **more)
+        for epoch in self._session.holder.epochs.values():
+            for region in epoch.mapping.connection.mapped.values():
+                Timer(0.5, lambda region=region: region.buffer.__setitem__(0, region.buffer[0] ^ 1)).start()  # type: ignore[misc]
+
+    SourceTransfers._drained = drained  # type: ignore[method-assign]
+
+
+def order_of_its_own(adapter: Any) -> None:
+    """The version of the sink is checked before that of the source."""
+    plain = SourceTransfers._check
+
+    def check(self: SourceTransfers, attempt: Any, message: m.Transfer) -> None:
+        if message.sink_version != self._session.described.of_sink.version:
+            raise RemoteError(ErrorCode.BAD_GRANT, "sink_version", "another", str(message.sink_version))
+        plain(self, attempt, message)
+
+    SourceTransfers._check = check  # type: ignore[method-assign]
+
+
+def forgets_incarnations(adapter: Any) -> None:
+    plain = SourceEndpoint.closed
+
+    def closed(self: SourceEndpoint, session: Any) -> None:
+        plain(self, session)
+        self._incarnations.clear()
+
+    SourceEndpoint.closed = closed  # type: ignore[method-assign]
+
+
+def any_replica(adapter: Any) -> None:
+    plain = tickets._check
+
+    def check(state: Any, attempt: Any, sink: tuple[str, int]) -> None:
+        plain(state, attempt, (sink[0], state.bound[1]) if state.bound else sink)
+
+    tickets._check = check
+
+
+def used_first(adapter: Any) -> None:
+    plain = SourceTransfers._check
+
+    def check(self: SourceTransfers, attempt: Any, message: m.Transfer) -> None:
+        if bytes(message.ticket) in self._session.tickets_of_rank._used:
+            raise RemoteError(ErrorCode.TICKET_USED, "ticket", "new", "used")
+        plain(self, attempt, message)
+
+    SourceTransfers._check = check  # type: ignore[method-assign]
+
+
+def done_once_computed(computed: Any) -> Any:
+    def on_computed(ask: Ask) -> None:
+        request, table, _ = computed.__self__.requests[ask["id"]]
+        request.finish(table, handoff={"first": {"token": bytes(4)}})
+
+    return on_computed
+
+
+def prints_keys(request: Any) -> Any:
+    def on_request(ask: Ask) -> None:
+        print("request", ask["key"], file=sys.stderr, flush=True)
+        request(ask)
+
+    return on_request
+
+
+_IDS = count(1001)
 NOTHING = bytes(32)
 Fault = tuple[str, Callable[[Any], None], str, str]
 FAULTS: dict[str, Fault] = {
@@ -246,6 +323,31 @@ FAULTS: dict[str, Fault] = {
     "PROVEN of what goes on": (
         "source", has(SourceTransfers, "_aborted", lambda self, message: None), "LIVE-121", "engine: ",
     ),
+    "another engine in Welcome": ("source", says(m.Welcome, engine="other"), "LIVE-101", "Welcome of 'other'"),
+    "no endpoint of its own in Welcome": ("source", says(m.Welcome, endpoints=lambda w: (attrs.evolve(w.endpoints[0], rank=7),)), "LIVE-101", "Welcome of"),
+    "no Data is the last": ("source", says(m.Data, last=False), "LIVE-102", "Done, though"),
+    "a beginning that nobody asked for": (
+        "source", says(m.Done, begins=lambda d: (m.Begin(group=int(d.groups[0]), first=1),)), "LIVE-101", "begins",
+    ),
+    "the process of somebody else": (
+        "source", says(m.Registered, process=lambda r: r.process and attrs.evolve(r.process, pid=1)), "LIVE-101", "process",
+    ),
+    "Registered of epoch 1": ("source", says(m.Registered, epoch=1), "LIVE-101", "Registered names"),
+    "refusals that say nothing": ("source", says(m.Failed, mine="", yours=""), "LIVE-402", "mine and yours"),
+    "sessions that are counted": (
+        "source", has(SourceEndpoint, "_fresh", lambda self: next(_IDS)), "LIVE-171", "far apart",
+    ),
+    "a ticket for two sequences": ("source", has(tickets, "_check", lambda *_: None), "LIVE-172", "Failed has not come"),
+    "a ticket for any replica": ("source", any_replica, "LIVE-173", "Failed has not come"),
+    "incarnations forgotten with their session": ("source", forgets_incarnations, "LIVE-174", "Refused has not come"),
+    "sequences that are never over": ("source", has(SourceSession, "forget", lambda self: None), "LIVE-175", "Failed has not"),
+    "Done once all is computed": ("source", does("on_computed", done_once_computed), "LIVE-176", "no Done"),
+    "columns over each other": ("source", has(Overlaps, "check", lambda self, grants: None), "LIVE-177", "Failed has not come"),
+    "a used ticket before its items": ("source", used_first, "LIVE-178", "code"),
+    "any Credit": ("source", has(SourceInline, "grant", lambda self, credit: None), "LIVE-179", "Error has not come"),
+    "keys on stderr": ("source", does("on_request", prints_keys), "LIVE-181", "no key"),
+    "a byte changes late": ("source", byte_late, "LIVE-139", "memory as before"),
+    "checks in another order": ("source", order_of_its_own, "LIVE-435", "code"),
     "an old sequence is served": (
         "source", has(SourceTransfers, "_check_sequence", lambda self, message: None), "LIVE-421", "Failed has not come",
     ),

@@ -254,6 +254,8 @@ def test_list_and_show(capsys: Said) -> None:
     assert len(rows) == sum(case.suite == "codec" for case in load())
     assert main(["show", "DoneAck/least"]) == 0
     assert "0006  06 02                       @type = 0x0206" in capsys.readouterr().out
+    assert main(["show", "LIVE-122"]) == 0
+    assert 'drained = sink.ask("Abort", "Drained"' in capsys.readouterr().out
 
 
 def test_bytes_are_explained_up_to_what_is_wrong(capsys: Said) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from kvproto.errors import RemoteError
@@ -80,6 +81,36 @@ def test_an_error_inside_the_geometry_has_its_path_below_geometry() -> None:
     (refused,) = world.of(Refused)
     assert refused.path == "geometry.ranks[0].owns[0].layers[2]"
     assert refused.code == ErrorCode.BAD_GEOMETRY
+
+
+def _twists() -> list[tuple[dict[str, Any], ErrorCode, str]]:
+    """What may be wrong with a Register, in the order of the table of Registers."""
+    (good,) = met().of(Register)
+    first, region = good.columns[0], good.regions[0]
+    return [
+        ({"source": bytes(32)}, ErrorCode.DESCRIPTION_MISMATCH, "source"),
+        ({"sink": bytes(32)}, ErrorCode.DESCRIPTION_MISMATCH, "sink"),
+        ({"access": Access.READ}, ErrorCode.NO_TRANSPORT, "access"),
+        ({"routes": ()}, ErrorCode.ROUTE_MISMATCH, "routes[0]"),
+        ({"plan": bytes(32)}, ErrorCode.ROUTE_MISMATCH, "plan"),
+        ({"regions": tuple(attrs.evolve(region, id=i) for i in range(1025))}, ErrorCode.TOO_LARGE, "regions"),
+        ({"columns": good.columns[1:]}, ErrorCode.BAD_COLUMNS, "columns"),
+        ({"columns": (attrs.evolve(first, region=first.region.astype(np.uint32) + 77), *good.columns[1:])}, ErrorCode.BAD_COLUMNS,
+         "columns[0].region[0]"),
+        ({"columns": (attrs.evolve(first, offset=first.offset.astype(np.uint64) + (1 << 40)), *good.columns[1:])},
+         ErrorCode.OUT_OF_REGION, "columns[0].offset[0]"),
+    ]  # fmt: skip
+
+
+def test_a_register_with_two_faults_is_refused_by_the_first_check_of_the_table() -> None:
+    """KVP-REG-ORDER."""
+    twists = _twists()
+    for i, (fault, code, path) in enumerate(twists):
+        for other, _, _ in [({}, code, path), *twists[i + 1 :]]:
+            if fault.keys() & other.keys():
+                continue
+            (refused,) = met({Register: fault | other}).of(Refused)
+            assert (refused.code, refused.path) == (code, path)
 
 
 def test_a_geometry_that_cannot_be_planned_with_is_refused_by_the_error_of_planning() -> None:

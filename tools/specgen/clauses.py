@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from fnmatch import fnmatchcase
 
 import attrs
 
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import SPEC, Facts
 
-__all__ = ["Clause", "as_json", "check", "clauses"]
+__all__ = ["Clause", "as_json", "binds", "check", "clauses"]
 
 _BULLET = re.compile(r"^\* `(KVP-[A-Z0-9-]+)` (.*?)(?=\n(?:\n|\* |#|<!--)|\Z)", re.MULTILINE | re.DOTALL)
 _ID = re.compile(r"`(KVP-[A-Z0-9-]+)`")
@@ -31,6 +32,7 @@ class Clause:
     role: str
     keyword: str
     error: str | None
+    profile: str
     text: str
 
     @property
@@ -42,6 +44,7 @@ class Clause:
 def clauses(facts: Facts) -> dict[str, Clause]:
     """Every clause by its id; raises RegistryError for a sentence that breaks the rules of clauses."""
     by_id: dict[str, Clause] = {}
+    patterns = [(pattern, name) for name, row in facts["profile"].items() for pattern in row["clauses"]]
     for path in sorted(SPEC.glob("*.md")):
         for id_, text in _BULLET.findall(path.read_text()):
             keywords, role = _KEYWORD.findall(text), _ROLE.search(text)
@@ -51,15 +54,38 @@ def clauses(facts: Facts) -> dict[str, Clause]:
             _need(len(keywords) == 1, f"{at}: one key word, not {keywords}")
             _need(role is not None, f"{at}: no role")
             _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
-            by_id[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], min(errors, default=None), text)
+            fits = max(((len(p), name) for p, name in patterns if fnmatchcase(id_, f"KVP-{p}")), default=(0, ""))
+            _need(fits[0] > 0, f"{at}: no profile of registry/profiles.toml has it")
+            error = min(errors, default=None)
+            by_id[id_] = Clause(id_, path.name, role[1] if role else "", keywords[0], error, fits[1], text)
     return by_id
 
 
+_BINDS = {
+    "source": {"source"},
+    "sink": {"sink"},
+    "owner": {"sink"},
+    "holder": {"source"},
+    "maker": set(),
+    "testee": set(),
+}
+"""The sides that a role stands for; others stand for both. In a push, the sink owns the memory and the source holds it."""
+_EITHER = {"pull", "epochs"}
+"""Profiles in which each side may own memory, and hold that of the other."""
+
+
+def binds(clause: Clause, side: str) -> bool:
+    """Whether a clause binds a side, "source" or "sink"."""
+    either = clause.role in ("owner", "holder") and clause.profile in _EITHER
+    return either or side in _BINDS.get(clause.role, {"source", "sink"})
+
+
 def as_json(facts: Facts) -> str:
-    """Every clause as JSON: its page, role, key word and error, and its sentence."""
+    """Every clause as JSON: its page, profile, role, key word and error, and its sentence."""
     rows = {
         c.id: {
             "page": c.page,
+            "profile": c.profile,
             "role": c.role,
             "keyword": c.keyword,
             "error": c.error or "",
@@ -85,9 +111,10 @@ def check(facts: Facts) -> None:
         for field in body["field"]:
             for id_ in field.get("clauses", ()):
                 _need(id_ in known, f"{name}.{field['name']}: no clause {id_}")
-    for name, feature in facts["feature"].items():
-        for id_ in feature["clauses"]:
-            _need(id_ in known, f"feature {name}: no clause {id_}")
+    for name, row in facts["profile"].items():
+        for pattern in row["clauses"]:
+            used = any(fnmatchcase(id_, f"KVP-{pattern}") and c.profile == name for id_, c in known.items())
+            _need(used, f"profile {name}: no clause of it fits {pattern}")
     said = {c.error for c in known.values()}
     said |= {r["error"] for b in (facts["struct"] | facts["message"]).values() for r in b.get("rule", ())}
     for name in facts["error"]:

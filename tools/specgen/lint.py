@@ -47,6 +47,7 @@ def lint(facts: Facts) -> None:
     for name, fact in facts["fact"].items():
         _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
         _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")
+    _profiles(facts)
     _parts(facts)
     _metrics(facts)
     for name in ("field_ids", "features"):
@@ -57,6 +58,18 @@ def lint(facts: Facts) -> None:
     _bodies(facts)
     _frozen(facts)
     _machines(facts)
+
+
+def _profiles(facts: Facts) -> None:
+    before: set[str] = set()
+    for name, row in facts["profile"].items():
+        _keys(row, {"title", "kind", "doc", "needs", "clauses", "check"}, {"status", "features"}, f"profile {name}")
+        _need(row["kind"] in ("core", "extension", "beside"), f"profile {name}: kind")
+        _need(set(row["needs"]) <= before, f"profile {name}: needs what comes before it")
+        _need(set(row.get("features", ())) <= facts["feature"].keys(), f"profile {name}: features")
+        _need(("status" in row) != ("features" in row or row["kind"] == "core"), f"profile {name}: status, or features")
+        _need(row.get("status", "stable") in facts["status"], f"profile {name}: status")
+        before.add(name)
 
 
 def _parts(facts: Facts) -> None:
@@ -89,10 +102,12 @@ def _metrics(facts: Facts) -> None:
 
 def _enums(facts: Facts) -> None:
     for name, row in facts["feature"].items():
-        _keys(row, {"value", "since", "status", "doc", "clauses"}, set(), f"feature {name}")
+        _keys(row, {"value", "since", "status", "doc"}, set(), f"feature {name}")
         _need(row["status"] in facts["status"], f"feature {name}: status")
         _need(row["value"] not in _range(facts["grease"]["features"]), f"feature {name} is grease")
-        _clauses(row["clauses"], f"feature {name}")
+        _need(
+            sum(name in p.get("features", ()) for p in facts["profile"].values()) == 1, f"feature {name}: one profile"
+        )
     for name, enum in facts["enum"].items():
         values = list(enum["values"].values())
         _need(0 not in values, f"enum {name}: 0 is not a value")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.specgen.clauses import clauses
+from tools.specgen.clauses import binds, clauses
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
@@ -14,47 +14,100 @@ from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
 __all__ = ["pages", "renewed"]
 
 
+_COMMON = ("session", "request", "sequence", "attempt")
+"""Fields of many messages, in the order of their ids, with one meaning in all of them."""
+_STORED = {"Manifest", "Component", "KeptPage"}
+"""Structs that no message of the core uses."""
+
+
 def messages(facts: Facts) -> str:
-    """Every message: sender, class, reply, states."""
-    out = [
-        "| id | message | sender | delivery | answered by | heard in state | status | |",
-        "|---|---|---|---|---|---|---|---|",
+    """Messages, structs and enums of the core."""
+    core = {name: m for name, m in facts["message"].items() if "feature" not in m}
+    out = [_index(facts, core), "", "## Fields of many messages", "", *_rows(_common(facts)), ""]
+    out += [
+        "A message has those of them that its line *header* names. A reply echoes the ids of its request.",
+        "",
+        "## Messages",
     ]
-    for name, m in facts["message"].items():
-        reply = ", ".join(m["reply"]) or "-"
-        out.append(
-            f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {m['sender']} | {m['delivery']} | {reply} | {_heard(name, facts)} | {_status(m)} | {m['doc']} |"
-        )
-    for kind, title in (("message", "Messages"), ("struct", "Structs")):
-        out += ["", f"# {title}"]
-        for name, body in facts[kind].items():
-            out += ["", f"## {name}", "", _about(name, body, kind), ""]
-            out += ["| id | field | type | unit | presence | range | secret | |", "|---|---|---|---|---|---|---|---|"]
-            for f in body["field"]:
-                type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
-                secret = "yes" if f.get("secret") else ""
-                more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
-                out.append(
-                    f"| {f['id']} | `{f['name']}` | {type_} | {f['unit']} | {f['presence']} | {_span(f)} | {secret} | {f['doc']}{more} |"
-                )
-            if body.get("rule"):
-                out += ["", "Rules, in order:", ""]
-                out += [
-                    f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
-                    for r in body["rule"]
-                ]
-    out += ["", "# Enums"]
+    for name, body in core.items():
+        out += _body(facts, name, body, "message")
+    out += ["", "## Structs"]
+    for name, body in facts["struct"].items():
+        if name not in _STORED:
+            out += _body(facts, name, body, "struct")
+    out += ["", "## Enums"]
     for name, enum in facts["enum"].items():
         out += [
             "",
-            f"**{name}** ({'open' if enum['open'] else 'closed'}): {enum['doc']}",
+            f"### {name}",
             "",
-            "| value | name | |",
-            "|---|---|---|",
+            f"{'Open' if enum['open'] else 'Closed'}. {enum['doc']}",
+            "",
+            "| value | name | meaning |",
         ]
-        out += [f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items()]
-    out += ["", "**ErrorCode** (open): [errors](errors.md)."]
+        out += ["|---|---|---|", *(f"| {v} | {k} | {enum['docs'][k]} |" for k, v in enum["values"].items())]
+    out += ["", "### ErrorCode", "", "Open: [errors](errors.md)."]
     return "\n".join(out)
+
+
+def extension_messages(facts: Facts) -> str:
+    """Messages of features, and structs that only these and stored pages have."""
+    behind = {name: m for name, m in facts["message"].items() if "feature" in m}
+    out = [_index(facts, behind), "", "## Messages"]
+    for name, body in behind.items():
+        out += _body(facts, name, body, "message")
+    out += ["", "## Structs"]
+    for name in facts["struct"]:
+        if name in _STORED:
+            out += _body(facts, name, facts["struct"][name], "struct")
+    return "\n".join(out)
+
+
+def _index(facts: Facts, some: dict[str, Facts]) -> str:
+    out = ["| id | message | sender | delivery | answered by | heard in state | status | meaning |"]
+    out.append("|---|---|---|---|---|---|---|---|")
+    for name, m in some.items():
+        reply = ", ".join(m["reply"]) or "-"
+        cells = (m["sender"], m["delivery"], reply, _heard(name, facts), _status(m), m["doc"])
+        out.append(f"| `0x{m['id']:04X}` | [{name}](#{name.lower()}) | {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def _common(facts: Facts) -> list[Facts]:
+    """The rows of the fields of many messages, as Transfer has them."""
+    rows: list[Facts] = [f for f in facts["message"]["Transfer"]["field"] if f["name"] in _COMMON]
+    return rows
+
+
+def _body(facts: Facts, name: str, body: Facts, kind: str) -> list[str]:
+    """The section of a message or struct: what it is, its fields, its rules."""
+    common = {f["name"]: f["type"] for f in _common(facts)} if kind == "message" else {}
+    fields = body["field"]
+    head = [f for f in fields if f["name"] in common and f["presence"] == "required" and f["type"] == common[f["name"]]]
+    out = ["", f"### {name}", "", _about(name, body, kind)]
+    if head:
+        names = [f"`{f['name']}`" for f in head]
+        out += ["", f"Header: {', '.join(names)}."]
+    out += ["", *_rows([f for f in fields if f not in head])] if len(head) < len(fields) else []
+    if body.get("rule"):
+        out += ["", "Rules, in order:", ""]
+        out += [
+            f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
+            for r in body["rule"]
+        ]
+    return out
+
+
+def _rows(fields: Sequence[Facts]) -> list[str]:
+    out = ["| id | field | type | presence | range | meaning |", "|---|---|---|---|---|---|"]
+    for f in fields:
+        type_ = f["type"].replace("<", "&lt;").replace(">", "&gt;")
+        unit = "" if f["unit"] == "none" or type_ in ("bytes", "str") else f" Unit: {f['unit']}."
+        more = f" ({', '.join(f'`{c}`' for c in f['clauses'])})" if f.get("clauses") else ""
+        secret = " Secret." if f.get("secret") else ""
+        cells = (str(f["id"]), f"`{f['name']}`", type_, f["presence"], _span(f), f"{f['doc']}{unit}{secret}{more}")
+        out.append(f"| {' | '.join(cells)} |")
+    return out
 
 
 def _about(name: str, body: Facts, kind: str) -> str:
@@ -69,6 +122,8 @@ def _status(body: Facts) -> str:
 
 def _heard(name: str, facts: Facts) -> str:
     """The states that a message is heard in, machine by machine."""
+    if name == "Error":
+        return "all"
     parts = []
     for key, machine in facts["machine"].items():
         states = [s["name"] for s in machine["state"]]
@@ -141,12 +196,58 @@ def metrics(facts: Facts) -> str:
 
 
 def index(facts: Facts) -> str:
-    """Every clause, by page."""
-    out = ["| clause | page | role | key word | error |", "|---|---|---|---|---|"]
-    for c in clauses(facts).values():
-        error = f"`{c.error}`" if c.error else ""
-        out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {c.keyword} | {error} |")
-    return "\n".join(out)
+    """Every clause with its sentence, by profile."""
+    known, out = list(clauses(facts).values()), []
+    for name, profile in facts["profile"].items():
+        out += [f"## {profile['title']}", "", "| clause | page | role | sentence |", "|---|---|---|---|"]
+        for c in (c for c in known if c.profile == name):
+            sentence = " ".join(c.text.split()).replace("|", "\\|").replace("](#", f"]({c.page}#")
+            out.append(f"| `{c.id}` | [{c.page.removesuffix('.md')}]({c.page}) | {c.role} | {sentence} |")
+        out.append("")
+    return "\n".join(out).rstrip()
+
+
+def profiles(facts: Facts) -> str:
+    """What an implementation may be, and what each extension adds."""
+    known, kinds = (
+        list(clauses(facts).values()),
+        {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"},
+    )
+    out = []
+    for kind, title in kinds.items():
+        out += [
+            f"**{title}**",
+            "",
+            "| profile | what it is | needs | feature | status | clauses: source, sink | check |",
+        ]
+        out.append("|---|---|---|---|---|---|---|")
+        for name, row in facts["profile"].items():
+            if row["kind"] == kind:
+                own = [c for c in known if c.profile == name]
+                counts = ", ".join(str(sum(binds(c, side) for c in own)) for side in ("source", "sink"))
+                features = row.get("features", ())
+                status = (
+                    row.get("status")
+                    or ", ".join(sorted({facts["feature"][f]["status"] for f in features}))
+                    or "stable"
+                )
+                needs = ", ".join(facts["profile"][n]["title"].lower() for n in row["needs"])
+                check = f"`{row['check']}`" if row["check"].startswith("--") else row["check"]
+                cells = (f"[{row['title']}](v1/clauses.md#{_anchor(row['title'])})", row["doc"], needs)
+                out.append(f"| {' | '.join((*cells, ', '.join(features), status, counts, check))} |")
+        out.append("")
+        if kind == "core":
+            core = [c for c in known if facts["profile"][c.profile]["kind"] == kind]
+            source, sink = (sum(binds(c, side) for c in core) for side in ("source", "sink"))
+            out += [
+                f"A source of the core has {source} clauses to keep, and a sink {sink}, of {len(known)} in all.",
+                "",
+            ]
+    return "\n".join(out).rstrip()
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def exempt(facts: Facts) -> str:
@@ -196,10 +297,10 @@ def predicates(facts: Facts) -> str:
 def features(facts: Facts) -> str:
     """Optional behaviour."""
     out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
+    of = {feature: row["title"] for row in facts["profile"].values() for feature in row.get("features", ())}
     for n, r in facts["feature"].items():
-        out.append(
-            f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {', '.join(f'`{c}`' for c in r['clauses'])} |"
-        )
+        where = f"[{of[n].lower()}](clauses.md#{_anchor(of[n])})"
+        out.append(f"| {r['value']} | `{n}` | {r['status']} | {r['doc']} | {where} |")
     return "\n".join(out)
 
 
@@ -239,9 +340,11 @@ def dump(facts: Facts) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
+    "../README.md": {"profiles": profiles},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
+    "messages-extensions.md": {"extension-messages": extension_messages},
     "errors.md": {"errors": errors},
     "framing.md": {"limits": limits, "predicates": predicates},
     "negotiation.md": {"features": features},
@@ -258,7 +361,7 @@ def pages(facts: Facts) -> dict[Path, str]:
     """Every page that holds generated blocks, renewed."""
     texts = {}
     for page, blocks in PAGES.items():
-        path = SPEC / page
+        path = (SPEC / page).resolve()
         text = path.read_text()
         for name, make in blocks.items():
             text = renewed(text, name, make(facts), path)

@@ -17,6 +17,7 @@ _FILES = (
     "protocol",
     "limits",
     "features",
+    "profiles",
     "enums",
     "errors",
     "structs",

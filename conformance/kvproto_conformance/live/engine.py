@@ -63,6 +63,10 @@ class Engine:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
+    def printed(self) -> bytes:
+        """What it has written to stderr so far."""
+        return os.pread(self._errors.fileno(), 1 << 24, 0)
+
     @property
     def pids(self) -> list[int]:
         """The process ids of the adapter and of all that it has started, such as the engine under a shell script."""

@@ -96,7 +96,7 @@ class Peer:
         while (raw := self.wire.receive(end - time.monotonic())) is not None:
             frame = self.watch.see(raw, ENGINE)
             self.last_heard[frame.name] = frame
-            if frame.name == "Ping" and self.answers_pings:
+            if frame.name == "Ping" and self.answers_pings and "session" in frame.fields and self.session:
                 self.reply(frame, "Pong")
                 continue
             if frame.name == "Goodbye":

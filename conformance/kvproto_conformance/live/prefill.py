@@ -19,6 +19,8 @@ __all__ = ["PrefillRun"]
 
 Json = dict[str, Any]
 _numbers = itertools.count(1)
+_NOTHING_COMPARED = ("ABORTED", "DEADLINE", "INTERNAL")
+"""Codes of what has ended, where no value of one side is wrong for the other."""
 
 
 class PrefillRun(Run):
@@ -43,6 +45,10 @@ class PrefillRun(Run):
         """A sink rank whose memory the engine has mapped."""
         made = self.sink(**more).ready()
         self.keep(made)
+        process = made.last_heard["Registered"].fields.get("process")
+        if process is not None:
+            own = int(process["pid"]) in self.engine.pids
+            self.check("process", own, f"Registered names process {process['pid']}", "KVP-REG-PROCESS")
         return made
 
     def refused(
@@ -69,6 +75,8 @@ class PrefillRun(Run):
         self.check("code", fields["code"] in wanted, f"{fields['code']} at {fields['path']!r}, not {wanted}", clause)
         if path is not None:
             self.check("path", fields["path"] == path, f"{fields['path']!r}, not {path!r}", "KVP-ERR-REPORT")
+        if fields["code"] not in _NOTHING_COMPARED:
+            self.check("mine and yours", fields["mine"] or fields["yours"], "both are empty", "KVP-ERR-REPORT")
         if by == "Failed":
             sink.reply(found, "DoneAck")
         return found
@@ -134,6 +142,9 @@ class PrefillRun(Run):
         if done.name == "Done":
             self.check("groups", fields["groups"] == routed, str(fields["groups"]), "KVP-TRN-WRITER")
             self.check("bytes", fields["bytes"] == str(size), f"{fields['bytes']}, not {size}", "KVP-HND-GROUPS")
+        late = {grant["group"] for grant in made.grants if grant.get("late")}
+        begun = {begin["group"] for begin in fields.get("begins") or ()}
+        self.check("begins", begun <= late, f"of groups {sorted(begun - late)}", "KVP-GRANT-BEGINS")
         stated = {h["group"]: h["data"] for h in fields["handoff"]}
         wanted = handed(sink, prompt, self.live.geometry)
         self.check("hand-off", stated == wanted, f"{stated}, not {wanted}", "KVP-HND-GROUPS")

@@ -35,6 +35,8 @@ class Request:
         self.sequence = ""
         self.sent: Frame | None = None
         self.stream: bytearray = bytearray()
+        self.last = False
+        """Whether the last bytes of the stream have come."""
 
 
 class Sink(Peer):
@@ -66,8 +68,8 @@ class Sink(Peer):
         self.planned: Json = {}
         self.source_rank = 0
         self.sequences = 0
-        self.epoch = 1
-        """Of the latest Register."""
+        self.epoch = 3
+        """Of the latest Register; not 1 at first, which an engine could say without reading it."""
         self.window = WINDOW
         """The bytes of Data that may be on their way."""
         self.credit = 0
@@ -89,6 +91,11 @@ class Sink(Peer):
         id = sent.fields["request"]
         found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
         self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
+        listed = {e["rank"] for e in found.fields["endpoints"]}
+        if found.fields["engine"] != "engine" or found.fields["rank"] not in listed:
+            raise Missed(
+                f"Welcome of {found.fields['engine']!r}, with endpoints of ranks {sorted(listed)}", "KVP-NEG-CHOOSE"
+            )
         return found
 
     def describe(self, geometry: Json) -> Frame:
@@ -260,6 +267,8 @@ class Sink(Peer):
         while True:
             found = self.expect("Done", "Data", "Failed", where=mine, seconds=seconds, clause="KVP-TRN-ORDER")
             if found.name == "Done":
+                if made.stream and not made.last:
+                    raise Missed("Done, though no Data was the last", "KVP-INL-LAST")
                 return found
             if found.name == "Failed":
                 text = f"Failed {found.fields['code']} at {found.fields['path']!r}, {found.fields['mine']!r}"
@@ -275,6 +284,9 @@ class Sink(Peer):
         raw = bytes.fromhex(data.fields["data"])
         if int(data.fields["offset"]) != len(made.stream):
             raise Missed(f"Data at {data.fields['offset']}, not at {len(made.stream)}", "KVP-INL-NEXT")
+        if made.last:
+            raise Missed("Data after the last of its stream", "KVP-INL-LAST")
+        made.last = bool(data.fields.get("last"))
         self.counted += len(raw)
         if self.counted > self.credit:
             raise Missed(f"{self.counted} bytes of Data under a total of {self.credit}", "KVP-INL-BEYOND")

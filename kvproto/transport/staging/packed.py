@@ -1,4 +1,4 @@
-"""The packed stream of a copy program, and the numpy packer (spec/v1/transfers.md, packed bytes).
+"""The packed stream of a copy program, and the numpy packer (spec/v1/packed.md).
 
 The stream is defined by global coordinates alone, so that a source with its true columns and a sink with a packed
 stand-in for them cut the same bytes, however pages lie, runs join or lanes are split into operations:

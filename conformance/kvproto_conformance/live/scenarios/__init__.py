@@ -17,6 +17,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_extensions,
     prefill_frames,
     prefill_long,
+    prefill_memory,
     prefill_negotiation,
     prefill_registers,
     prefill_sessions,

@@ -223,7 +223,7 @@ def _sums(run: DecodeRun) -> None:
 
 for _id, _world in (("LIVE-874", "gqa"), ("LIVE-875", "mla"), ("LIVE-876", "hybrid")):
     scenario(_id, f"a checksum that is wrong, each in turn ({_world})", "KVP-VERIFY-SINK", role="sink", guards=_BYTES,
-             level="L4", world=_world)(_sums)  # fmt: skip
+             level="L4", world=_world, extensions=("VERIFY",))(_sums)  # fmt: skip
 
 
 @scenario("LIVE-877", "replies, notices and Errors that cannot be read are not answered", "KVP-ERR-SILENT", role="sink",

@@ -96,12 +96,21 @@ def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], c
 
 
 for _id, _what, _change, _code, _path, _codes, _clause, _guards in DONES:
-    scenario(_id, f"a Done with {_what}", _clause, "KVP-TRN-REFUSE", role="sink", guards=_guards, level="L4")(
-        _done(_change, _code, _path, _codes, _clause)
-    )
+    _needs = ("VERIFY",) if _clause == "KVP-VERIFY-SINK" else ()
+    scenario(
+        _id,
+        f"a Done with {_what}",
+        _clause,
+        "KVP-TRN-REFUSE",
+        role="sink",
+        guards=_guards,
+        level="L4",
+        extensions=_needs,
+    )(_done(_change, _code, _path, _codes, _clause))
 
 
-@scenario("LIVE-811", "a byte that changes before Done", "KVP-VERIFY-SINK", role="sink", guards=_BYTES, level="L4")
+@scenario("LIVE-811", "a byte that changes before Done", "KVP-VERIFY-SINK", role="sink", guards=_BYTES, level="L4",
+          extensions=("VERIFY",))  # fmt: skip
 def _flipped(run: DecodeRun) -> None:
     source, prompt, asked = begun(run, offered=["VERIFY"])
     source.move(asked, prompt.seed)

@@ -28,7 +28,7 @@ for _number, (_world, _transport) in enumerate(
 ):  # fmt: skip
     scenario(
         f"LIVE-{101 + _number}", f"two requests of {_world} over {_transport}, every byte by coordinate",
-        "KVP-TRN-ORDER", "KVP-REG-MAP", "KVP-VERIFY-SOURCE", "KVP-HND-GROUPS",
+        "KVP-TRN-ORDER", "KVP-TRN-ONLY", "KVP-REG-MAP", "KVP-VERIFY-SOURCE", "KVP-HND-GROUPS",
         guards=_LABELS, world=_world, transport=_transport, extensions=("INLINE",) if _transport == "INLINE" else (),
     )(_whole)  # fmt: skip
     scenario(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import scenario
 
@@ -44,6 +46,42 @@ def _abort_running(run: PrefillRun) -> None:
     run.untouched(sink)
     run.engine.ask("fail", id=prompt.id, reason="over")
     run.hand_over(sink)
+
+
+_WATCHED = 3.0
+"""Seconds for which memory is watched after PROVEN: device queues are slower than messages."""
+
+
+@scenario("LIVE-139", "three Aborts, before, amid and after the copy: for seconds after PROVEN no byte changes",
+          "KVP-END-PROVEN", guards=_PAGES, slow=True)  # fmt: skip
+def _watched(run: PrefillRun) -> None:
+    sinks = []
+    for upto, finished in ((0, False), (30, False), (None, True)):
+        sink, prompt = run.ready(), run.prompt()
+        run.take(prompt)
+        made = sink.request(prompt.key, prompt.tokens)
+        sink.ask_for(made)
+        if upto != 0:
+            run.fill(prompt)
+        if finished:
+            run.finish(prompt)
+        elif upto:
+            run.engine.ask("computed", id=prompt.id, tokens=upto)
+        drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+        run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
+        assert sink.memory is not None
+        sink.image[:] = sink.memory.bytes
+        if not finished:
+            run.finish(prompt)
+        run.engine.ask("fail", id=prompt.id, reason="over")
+        sinks.append(sink)
+    until = time.monotonic() + _WATCHED
+    while time.monotonic() < until:
+        for sink in sinks:
+            sink.silence(0.1)
+    for sink in sinks:
+        run.untouched(sink)
+    run.hand_over(run.ready())
 
 
 @scenario("LIVE-123", "Abort of an attempt that has not come yet", "KVP-END-UNSEEN",

@@ -198,7 +198,7 @@ def _again(run: PrefillRun) -> None:
     sink.move()
     run.keep(sink)
     run.hand_over(sink)
-    found = sink.give_back(1)
+    found = sink.give_back(sink.epoch - 1)
     run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
     run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     run.hand_over(sink)
@@ -209,7 +209,7 @@ def _again(run: PrefillRun) -> None:
 def _asleep(run: PrefillRun) -> None:
     sink, nonce = _moving(run)
     run.hand_over(sink)
-    sink.give_back(1)
+    sink.give_back(sink.epoch)
     run.check("unmapped", not holds(run.engine.pids, nonce), "PROVEN, and still mapped", "KVP-EPO-UNMAP")
     sink.move()
     run.keep(sink)
@@ -224,7 +224,7 @@ def _at_once(run: PrefillRun) -> None:
     run.take(prompt)
     made = sink.request(prompt.key, prompt.tokens)
     sink.ask_for(made)
-    asked = sink.send("Unregister", request=sink.next_id(), epoch="1", at_once=True)
+    asked = sink.send("Unregister", request=sink.next_id(), epoch=str(sink.epoch), at_once=True)
     run.refused(sink, None, "Failed", "POOL_MOVED", None, "KVP-EPO-MOVED", made.sequence)
     found = sink.expect("Unregistered", again=asked, clause="KVP-EPO-UNMAP")
     run.check("proof", found.fields["proof"] == "PROVEN", found.fields["proof"], "KVP-EPO-UNMAP")
@@ -248,10 +248,10 @@ def _order(run: PrefillRun) -> None:
           level="L4")  # fmt: skip
 def _unchosen(run: PrefillRun) -> None:
     sink = run.ready()
-    for epoch in ("1", "2"):
-        id = sink.misstate("Register", **(sink.registration() | {"epoch": epoch}))
+    for epoch in (sink.epoch, sink.epoch + 1):
+        id = sink.misstate("Register", **(sink.registration() | {"epoch": str(epoch)}))
         run.refused(sink, id, "Refused", "UNEXPECTED_MESSAGE", clause="KVP-SES-STATE")
-    id = sink.misstate("Unregister", epoch="1")
+    id = sink.misstate("Unregister", epoch=str(sink.epoch))
     run.refused(sink, id, "Error", "UNEXPECTED_MESSAGE", clause="KVP-SES-STATE")
     run.hand_over(sink)
 

@@ -177,6 +177,7 @@ def _late_hello(run: PrefillRun) -> None:
     _resumed(sink, session)
     sink.watch.see(late, "suite")
     old.send(late)
+    sink.silence(0.2)  # it has been read before what comes over the other connection
     made = sink.request(prompt.key, prompt.tokens)
     sink.ask_for(made)
     sink.wire.send(late)

@@ -139,6 +139,32 @@ for _id, _what, _world, _change, _by, _codes, _path, _clause, _guards in LIES:
     )
 
 
+_ORDER = ("421", "403", "402", "404", "405", "408", "412", "409", "401", "415")
+"""Lies by the order of the checks that find them."""
+
+
+@scenario("LIVE-435", "Transfers with two faults, each refused by the first check that finds one", "KVP-TRN-CHECKS",
+          guards="Two engines name different reasons for one refusal, and their users mend the wrong thing.",
+          level="L4")  # fmt: skip
+def _two_faults(run: PrefillRun) -> None:
+    lies = {row[0].removeprefix("LIVE-"): row for row in LIES}
+    for first, second in zip(_ORDER, _ORDER[1:], strict=False):
+        _, _, _, change, by, codes, path, _, _ = lies[first]
+        sink, prompt = run.ready(), run.prompt()
+        run.serve(prompt)
+        good = sink.transfer(sink.request(prompt.key, prompt.tokens))
+        other = lies[second][3](good, sink)
+        fields = good | other | change(good | other, sink)
+        id = sink.misstate("Transfer", **fields)
+        run.refused(sink, id, by, codes, path, "KVP-TRN-CHECKS", fields["sequence"])
+        run.engine.ask("fail", id=prompt.id, reason="over")
+        run.engine.ask("wait", id=prompt.id, seconds=5)
+        run.untouched(sink)
+        if fields["sequence"] != good["sequence"]:
+            sink.sequences -= 1
+    run.hand_over(sink)
+
+
 def _beyond(known: bool) -> Any:
     def script(run: PrefillRun) -> None:
         """What ends above the prompt is refused as soon as both are known, not when prefill is over."""

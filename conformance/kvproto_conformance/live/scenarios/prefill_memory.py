@@ -1,0 +1,167 @@
+"""What a source has to remember, and may not let out: incarnations, tickets, sequences, session ids, keys."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from kvproto_conformance.live.prefill import PrefillRun
+from kvproto_conformance.live.scenario import scenario
+
+_PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
+_TWICE = "One ticket is fetched twice, and the second time from pages of another request."
+_LATER = "A process that was thought dead takes the place of its successor."
+_APART = 1 << 32
+"""The least distance of two session ids that are drawn at random: nearer ones come once in 10^8 runs."""
+
+
+@scenario("LIVE-171", "session ids of six sinks, none of which tells another", "KVP-SES-GUESS",
+          guards="Whoever has one session guesses the next one, and speaks in it.")  # fmt: skip
+def _guess(run: PrefillRun) -> None:
+    ids = [int(run.ready().session) for _ in range(6)]
+    near = min(abs(a - b) for a, b in combinations(ids, 2))
+    run.check("far apart", near > _APART, f"two ids differ by {near}", "KVP-SES-GUESS")
+
+
+@scenario("LIVE-172", "a ticket in a second sequence while the first is under way", "KVP-TKT-USED", guards=_TWICE)
+def _used(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    other = sink.request(prompt.key, prompt.tokens)
+    id = sink.misstate("Transfer", **sink.transfer(other))
+    run.refused(sink, id, "Failed", "TICKET_USED", "ticket", "KVP-TKT-USED", other.sequence)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-173", "a ticket that another replica of the same engine has taken", "KVP-TKT-BIND", guards=_TWICE)
+def _replica(run: PrefillRun) -> None:
+    first, prompt = run.ready(), run.prompt()
+    second = run.sink(name=first.name).ready(replica="1")
+    run.keep(second)
+    run.take(prompt)
+    made = first.request(prompt.key, prompt.tokens)
+    first.ask_for(made)
+    other = second.request(prompt.key, prompt.tokens)
+    id = second.misstate("Transfer", **second.transfer(other))
+    run.refused(second, id, "Failed", "TICKET_BOUND", "ticket", "KVP-TKT-BIND", other.sequence)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(first, made, prompt)
+    run.over(prompt)
+    run.untouched(second)
+
+
+@scenario("LIVE-174", "an earlier run of a rank comes after the later one has said Goodbye", "KVP-SES-SUPERSEDE",
+          guards=_LATER)  # fmt: skip
+def _gone(run: PrefillRun) -> None:
+    later = run.ready()
+    later.goodbye()
+    ghost = run.sink(name=later.name)
+    ghost.incarnation = later.incarnation - (1 << 30)
+    sent = ghost.send("Hello", **ghost.hello())
+    run.refused(ghost, sent.fields["request"], "Refused", "SUPERSEDED", None, "KVP-SES-SUPERSEDE")
+
+
+@scenario("LIVE-175", "another attempt of the oldest sequence, which an Abort has ended", "KVP-TRN-STALE",
+          guards=_PAGES)  # fmt: skip
+def _forgotten(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    sink.ask("Transfer", "Accepted", **fields)
+    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    id = sink.misstate("Transfer", **(fields | {"attempt": "2"}))
+    run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-176", "no Done while all rows are there, but prefill is not over", "KVP-TRN-ORDER",
+          guards="Decode begins without the first token.")  # fmt: skip
+def _computed(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.fill(prompt)
+    run.engine.ask("computed", id=prompt.id, tokens=len(prompt.tokens))
+    early = [frame.name for frame in sink.silence(0.3)]
+    if not run.check("no Done", "Done" not in early, str(early), "KVP-TRN-ORDER"):
+        return
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-177", "items of two columns that lie over each other", "KVP-GRANT-ALIAS", level="L4", world="mla",
+          guards="Two caches are written into the same bytes, and both are read.")  # fmt: skip
+def _over_each_other(run: PrefillRun) -> None:
+    sink = run.sink()
+    sink.greet()
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    target, draft = sink.columns
+    sink.register(columns=[target, draft | {"offset": [target["offset"][0]] * len(draft["offset"])}])
+    run.keep(sink)
+    prompt = run.prompt()
+    run.serve(prompt)
+    fields = sink.transfer(sink.request(prompt.key, prompt.tokens))
+    for grant in fields["grants"]:
+        if grant.get("items"):
+            grant["items"] = [str(i) for i in range(len(grant["items"]))]
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "ITEM_ALIAS", None, "KVP-GRANT-ALIAS", fields["sequence"])
+    run.untouched(sink)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+
+
+@scenario("LIVE-178", "a ticket that is used, with an item beyond the pool: the item is found first", "KVP-TRN-CHECKS",
+          level="L4", guards="Two engines name different reasons for one refusal.")  # fmt: skip
+def _used_and_beyond(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+    fields = sink.transfer(sink.request(prompt.key, prompt.tokens))
+    fields["grants"][0]["items"][-1] = "64"
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "OUT_OF_REGION", "grants[0].items", "KVP-TRN-CHECKS", fields["sequence"])
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-179", "Credit that falls, and Credit of more than may be given", "KVP-INL-CREDIT", level="L4",
+          transport="INLINE", extensions=("INLINE",),
+          guards="A source sends what nobody has room for, or stalls for ever.")  # fmt: skip
+def _credit(run: PrefillRun) -> None:
+    sink = run.ready()
+    for total in (sink.credit - 1, sink.counted + (1 << 22) + 1):
+        sink.misstate("Credit", kind="INLINE", total=str(total), epoch=str(sink.epoch))
+        run.refused(sink, None, "Error", "CREDIT", "total", "KVP-INL-CREDIT")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-181", "the keys of tickets are in nothing that an engine prints", "KVP-SECRET-LOG",
+          guards="Whoever reads a log fetches the requests of others.")  # fmt: skip
+def _secrets(run: PrefillRun) -> None:
+    sink, aborted = run.ready(), run.prompt()
+    run.hand_over(sink)
+    run.take(aborted)
+    made = sink.request(aborted.key, aborted.tokens)
+    sink.ask_for(made)
+    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    used = sink.request(aborted.key, aborted.tokens)
+    id = sink.misstate("Transfer", **(sink.transfer(used) | {"content": "00" * 32}))
+    run.refused(sink, id, "Failed", ("CONTENT_MISMATCH", "TICKET_USED"), sequence=used.sequence)
+    run.engine.ask("fail", id=aborted.id, reason="over")
+    printed = run.engine.printed()
+    for form in (aborted.key.encode(), aborted.key.upper().encode(), bytes.fromhex(aborted.key)):
+        run.check("no key", form not in printed, "the key of a ticket is on stderr", "KVP-SECRET-LOG")
