@@ -86,7 +86,12 @@ class Overlaps:
                 left -= max(of_items.number, _FEWEST)
                 if left < 0:
                     raise _too_many(of_items.path)
-            _compare(spans)
+            clash = _clash(spans)
+            if clash is not None and (fine := list(_lane_spans(columns, named, left))):
+                left -= sum(of_items.number for of_items in fine)
+                clash = _clash(fine)
+            if clash is not None:
+                raise clash
 
 
 Scaling = tuple[tuple[Group, Group], ...]
@@ -122,7 +127,7 @@ def check_scales(pairs: Scaling, grants: tuple[Grants, ...]) -> None:
         if not (scales.id in asked and values.id in asked and KINDS[scales.kind].paged and KINDS[values.kind].paged):
             continue
         (i, ours), (_, theirs) = asked[scales.id], asked[values.id]
-        origin = max(scales.origin, values.origin)
+        origin = max(group.origin if group.cp_size > 1 else 0 for group in (scales, values))  # (KVP-DCP-ONE)
         if (ours.count or theirs.count) and max(ours.first, origin) != max(theirs.first, origin):
             mine = f"{theirs.first}, as of {values.name!r}, whose rows these scale"
             advice = "request both from where a row of the scales begins"
@@ -176,7 +181,9 @@ def _clusters(region: IntArray, extents: _Extents) -> Iterator[_Extents]:
 
 def _apart(cluster: _Extents) -> bool:
     """Whether no items of two columns can overlap, because any two columns differ modulo a stride."""
-    strides = np.unique(np.concatenate([cluster[stride] for _, stride in _AXES]))
+    cluster = _one_of_all(cluster)
+    whole = (cluster["offset"] + (cluster["items"] - 1) * cluster["item_stride"] + cluster["item_bytes"]).max()
+    strides = np.unique(np.concatenate([[whole], *(cluster[stride] for _, stride in _AXES)]))
     strides = strides[strides > 0]
     pieces = np.zeros(len(cluster), np.int64)
     for modulus in strides[::-1].tolist() if strides.size <= _MOST_STRIDES else []:
@@ -184,6 +191,20 @@ def _apart(cluster: _Extents) -> bool:
         if pieces.max() + 1 == len(cluster):
             return True
     return False
+
+
+def _one_of_all(cluster: _Extents) -> _Extents:
+    """One item, or row, of each column, if those of all columns together lie apart from the next ones: as in pages."""
+    cluster = cluster.copy()
+    for extent, stride in _AXES:
+        reach = cluster["lane_bytes"] + sum((cluster[e] - 1) * cluster[s] for e, s in _AXES if e != extent)
+        if (cluster[extent] == 1).all():
+            continue
+        step = int(cluster[stride][0])
+        if (cluster[stride] != step).any() or (cluster["offset"] + reach).max() - cluster["offset"].min() > step:
+            break
+        cluster[extent], cluster[stride] = 1, 0
+    return cluster
 
 
 def _pieces(cluster: _Extents, modulus: int) -> IntArray:
@@ -286,8 +307,20 @@ def _item_spans(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]]) -
             yield _ItemSpans(f"grants[{index}].items", name, items, int(part["item_stride"][0]), *merged)
 
 
-def _compare(spans: list[_ItemSpans]) -> None:
-    """Raise ITEM_ALIAS if spans of two groups overlap, or of two columns that are not apart."""
+def _lane_spans(cluster: _Extents, named: Mapping[int, tuple[int, UIntArray]], most: int) -> Iterator[_ItemSpans]:
+    """Each column by itself, without the gaps between rows and lanes; nothing if that makes more spans than `most`."""
+    counts = [int(c["rows"] * c["lanes"]) * named[int(c["group"])][1].size for c in cluster]
+    for column in cluster if sum(counts) <= most else ():
+        index, items = named[int(column["group"])]
+        rows, lanes = (np.arange(column[extent]) * column[stride] for extent, stride in _AXES[1:])
+        begin = (column["offset"] + rows[:, None] + lanes).reshape(-1)
+        name = f"column {column['column']} of group {column['group']}"
+        merged = _merged(begin, begin + column["lane_bytes"])
+        yield _ItemSpans(f"grants[{index}].items", name, items.astype(np.int64), int(column["item_stride"]), *merged)
+
+
+def _clash(spans: list[_ItemSpans]) -> RemoteError | None:
+    """The ITEM_ALIAS of spans of two groups that overlap, or of two columns that are not apart; None if none do."""
     begins, ends = zip(*(of_items.bytes() for of_items in spans), strict=True)
     begin, end = np.concatenate(begins), np.concatenate(ends)
     order = np.argsort(begin)
@@ -299,7 +332,8 @@ def _compare(spans: list[_ItemSpans]) -> None:
         yours = f"items of {both[0].name} and {both[1].name} overlap"
         advice = "name items that share no bytes; if no two items should, a stride or an offset of Register is wrong; "
         advice += "of layers that share a cache, state only the one that writes it"
-        raise RemoteError(ErrorCode.ITEM_ALIAS, both[1].path, "items of disjoint memory", yours, advice)
+        return RemoteError(ErrorCode.ITEM_ALIAS, both[1].path, "items of disjoint memory", yours, advice)
+    return None
 
 
 def _merged(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
