@@ -42,7 +42,9 @@ def minor(facts: Facts) -> Facts:
     made["message"]["Accepted"]["field"].insert(-1, _field(NEEDED, "made_up", "u32", since))
     value = max(row["value"] for row in made["feature"].values()) + 1
     doc = {"since": since, "doc": "Made up."}
-    made["feature"]["MADE_UP"] = {"value": value, "status": "draft", "clauses": [], **doc}
+    made["feature"]["MADE_UP"] = {"value": value, "status": "draft", **doc}
+    pull = made["profile"]["pull"]
+    made["profile"]["pull"] = {**pull, "features": [*pull["features"], "MADE_UP"]}
     made["error"] = dict(
         sorted(
             {**made["error"], "MADE_UP": {"code": 0x04F0, "class": "state", "recovery": "give-up", **doc}}.items(),

@@ -35,8 +35,35 @@ _KEYS = {"facts": "name", "groups": "name", "parts": "name", "ranks": "rank", "o
 
 
 def differences(source: Geometry, sink: Geometry) -> list[tuple[str, str, str]]:
-    """Facts of rule WARN that differ, as (path, the source's value, the sink's value)."""
-    return [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
+    """What two sides can pair with but should know, as (path, the source's value, the sink's value).
+
+    Facts of rule WARN that differ, and the layers of parts that the sink does not take of a model that it takes.
+    """
+    facts = [d[:3] for d in _fact_differences(source, sink) if d[3] == FactRule.WARN]
+    return [*facts, *_left_out(source, sink)]
+
+
+def _left_out(source: Geometry, sink: Geometry) -> Iterator[tuple[str, str, str]]:
+    offered, taken = _held(source), _held(sink)
+    models = {group.model for group in sink.groups}
+    for (model, name), layers in offered.items():
+        lacking = layers - taken.get((model, name), set())
+        if lacking and model in models:
+            group = next(g for g in source.groups if g.model == model and name in {name_of(p.name) for p in g.parts})
+            some = "" if lacking == layers else f" of {len(layers)}"
+            what = f"{len(lacking)}{some} layers, from {min(lacking)} on" if min(lacking) >= 0 else "hand-off data"
+            yield f"groups[{group.name}].parts[{name}]", what, "none of them"
+
+
+def _held(geometry: Geometry) -> dict[tuple[int, str], set[int]]:
+    """The layers of each part that some rank owns, by model and registered name; -1 for what has no layers."""
+    groups, held = {group.id: group for group in geometry.groups}, dict[tuple[int, str], set[int]]()
+    for share in (share for rank in geometry.ranks for share in rank.owns):
+        group = groups[share.group]
+        for part in {span.part for span in share.lanes}:
+            layers = share.layers.tolist() or [-1]
+            held.setdefault((group.model, name_of(group.parts[part].name)), set()).update(layers)
+    return held
 
 
 @lru_cache(64)

@@ -19,11 +19,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance/testees"))
 
 import toy_engine
-from kvproto.copying.aliasing import Overlaps
 from live_sink import Decode
 from live_source import Prefill
 from toy_engine import serve
 
+from kvproto.copying.columns import Overlaps
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
 from kvproto.session import core, endpoint, push, tickets

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,19 @@ def still_works(both: Two) -> None:
     both.source.request(ticket, PROMPT).finish({"kv": [3, 1, 2]})
     both.sink.fetch(ticket, PROMPT, {"kv": [9, 0, 5]}).wait(10)
     assert np.array_equal(rows(both.sink.pool, [9, 0, 5]), rows(both.source.pool, [3, 1, 2]))
+
+
+def test_a_prefix_that_ends_inside_a_row_of_several_tokens(tmp_path: Path) -> None:
+    """The row is not complete at the sink, and would not be sent: it is refused, as for `partial` groups."""
+    geometry = lay_out([Cache.compressed("c4", 1, dim=8, tokens_per_row=4, page_rows=4, dtype=DType.U8)])
+    pools, address = [Pool.allocate(geometry, 2) for _ in range(2)], address_in(tmp_path)
+    with Source("prefill", pools[0], address) as source, Sink("decode", pools[1], {"prefill": address}) as sink:
+        ticket, prompt, pages = new_ticket("prefill"), Prompt(range(16)), {"c4": [0]}
+        for cached in (5, 15):
+            fetch = partial(sink.fetch, ticket, prompt, pages, cached=cached)
+            refused(fetch, ErrorCode.BAD_GRANT, 'cached["c4"]', "a multiple of 4", "or 16", f"got {cached}")
+        source.request(ticket, prompt).finish(pages)
+        assert sink.fetch(ticket, prompt, pages, cached=4).wait(10).bytes == {0: 24}
 
 
 @pytest.mark.parametrize("name", FETCHES)

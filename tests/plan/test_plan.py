@@ -27,6 +27,7 @@ from kvproto.planning.geometry import (
     mla,
     owns,
 )
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import Plan, differences, plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, Feature, ItemKind
 from kvproto.wire.messages import Fact
@@ -237,6 +238,25 @@ def test_an_origin_beyond_all_tokens_is_planned(origin: int) -> None:
     near, far = (dealt(attrs.evolve(MLA, cp_size=2, interleave=16, origin=o)) for o in (0, origin))
     wanted = [(0, 0, 0, 0), (1, 1, 1, 1)] if origin % 32 == 0 else [(0, 1, 0, 1), (1, 0, 1, 0)]
     assert [(r.source, r.sink, b.source_class, b.sink_class) for r in plan(near, far).routes for b in r.boxes] == wanted
+
+
+def test_what_a_sink_leaves_out_of_a_model_that_it_takes_is_named() -> None:
+    """By registered names, over all ranks; a draft of which it takes nothing is its own choice."""
+    kv = Cache.gqa("kv", [3, 7], kv_heads=2, head_dim=8, page=4)
+    index = Cache.paged("i", [3, 7], parts={"index": (DType.BF16, 1, 8)}, page=4)
+    draft = Cache.gqa("draft", 1, model=1, kv_heads=2, head_dim=8, page=4)
+    source = lay_out([kv, index, draft], Parallel(tp=2))
+
+    def left_out(*caches: Cache) -> list[tuple[str, str, str]]:
+        return differences(source, lay_out(list(caches), Parallel(tp=2)))
+
+    assert left_out(kv, index, draft) == left_out(kv, index) == []
+    assert left_out(kv) == [("groups[i].parts[index]", "2 layers, from 3 on", "none of them")]
+    assert left_out(Cache.gqa("kv", [7], kv_heads=2, head_dim=8, page=4), index) == [
+        (f"groups[kv].parts[{part}]", "1 of 2 layers, from 3 on", "none of them") for part in ("k", "v")
+    ]
+    alias = Cache.paged("mine", [3, 7], parts={"key": (DType.BF16, 2, 8), "value": (DType.BF16, 2, 8)}, page=4)
+    assert left_out(alias, index) == []
 
 
 def test_facts_that_warn_and_facts_that_nobody_compares() -> None:

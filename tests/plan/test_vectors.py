@@ -76,7 +76,7 @@ def test_vectors_of_fleets_are_what_their_maker_makes() -> None:
 
 
 def test_worked_example_of_the_spec() -> None:
-    """planning.md: MLA target of 61 layers and GQA draft of 8 heads, 8 to 4 ranks, both spreads."""
+    """planning-examples.md: MLA target of 61 layers and GQA draft of 8 heads, 8 to 4 ranks, both spreads."""
     source, sink = plan_vectors.mixed(8, 61), plan_vectors.mixed(4, 61)
     made = plan(source, sink)
     assert [made.required(d) for d in range(4)] == [(0, 1, 4), (1, 2, 3, 5), (2, 4, 5, 6), (3, 6, 7)]
@@ -86,7 +86,7 @@ def test_worked_example_of_the_spec() -> None:
     assert boxes[5] == [(i, i + 1) for i in range(1, 61, 2)]
     lowest = plan(source, sink, (Feature.SPREAD_ONE,))
     assert [lowest.required(d) for d in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    prose = (Path(__file__).parents[2] / "spec/v1/planning.md").read_text()
+    prose = (Path(__file__).parents[2] / "spec/v1/planning-examples.md").read_text()
     assert "D1           T   D   D       T" in prose
 
 
