@@ -144,6 +144,28 @@ def test_what_the_suite_does_after_a_check_that_failed_is_not_its_fault() -> Non
     assert found == [("fail", "named: it is not so"), ("suite-error", "KeyError: 'lost'")]
 
 
+def test_an_engine_without_shared_memory_is_met_inline(tmp_path: Path) -> None:
+    """The scenarios of the core go by the transport that needs no memory in common."""
+    program = tmp_path / "adapter.py"
+    program.write_text(
+        f"""import sys
+sys.path.insert(0, {str(TESTEES)!r})
+from live_source import Prefill
+from toy_engine import serve
+
+class Apart(Prefill):
+    def on_open(self, ask):
+        if ask["transport"] != "INLINE":
+            raise NotImplementedError("no memory in common")
+        return super().on_open(ask)
+
+serve(Apart())
+"""
+    )
+    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409")]
+    assert [(r.status, r.text) for r in run([sys.executable, str(program)], chosen)] == [("pass", "")] * len(chosen)
+
+
 def test_scenarios_say_what_they_are_about() -> None:
     for each in list_scenarios():
         assert each.clauses, each.id

@@ -57,14 +57,17 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
 
     An engine serves all scenarios of its world and transport, until one does not pass. One that does not answer `open`
     is not started for that world and transport again. One that has left three questions unanswered, or has had this
-    many `seconds`, is asked nothing more.
+    many `seconds`, is asked nothing more. Scenarios over SHM go over INLINE with an engine that has no SHM.
     """
     silences, over = 0, time.monotonic() + seconds
     live: Live | None = None
     silent: dict[tuple[str, str, str, bool], str] = {}
     """Why there is no engine, by what it was to be opened with."""
+    shared = True
+    """Whether the engine has not said that it has no SHM."""
     try:
-        for each in scenarios:
+        for stated in scenarios:
+            each = stated if shared or stated.transport != "SHM" else attrs.evolve(stated, transport="INLINE")
             key = each.role, each.world, each.transport, "CURVE" in each.extensions
             if live is not None and (live.key != key or not live.engine.alive):
                 live.stop()
@@ -81,6 +84,12 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
                 yield Result(each.id, "error", (), f"not started again: {silent[key]}", "", 0.0)
                 continue
             try:
+                if live is None and shared and each.transport == "SHM":
+                    try:
+                        live = Live(command, *key)
+                    except Unsupported:
+                        shared, each = False, attrs.evolve(each, transport="INLINE")
+                        key = each.role, each.world, each.transport, "CURVE" in each.extensions
                 live = live or Live(command, *key)
             except EngineFault as fault:
                 if fault.kind == "timeout":

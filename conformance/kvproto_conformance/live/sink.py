@@ -183,6 +183,11 @@ class Sink(Peer):
             self.credit = self.counted + self.window
             self.send("Credit", kind="INLINE", total=str(self.credit))
 
+    def count_anew(self) -> None:
+        """Let the source send again after the session was resumed, which counts bytes from 0."""
+        self.counted = 0
+        self.open_credit()
+
     def ready(self, ranks: int = 1, **hello: Any) -> Sink:
         """Hello to Registered, with a Description that mirrors the engine's."""
         self.greet(**hello)

@@ -35,7 +35,7 @@ def _grease(run: PrefillRun) -> None:
         offered=[*hello["offered"], {"unknown": "61467"}],
         versions=[{"major": "170", "min_minor": "0", "max_minor": "0"}, *hello["versions"]],
     )
-    known = sink.watch.features <= {"VERIFY"}
+    known = sink.watch.features <= {*hello["offered"]}
     run.check("no grease is chosen", known, str(sink.watch.features), "KVP-NEG-CHOOSE")
     sink.describe(sink.geometry or {})
     sink.allocate()

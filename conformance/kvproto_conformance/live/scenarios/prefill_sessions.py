@@ -134,6 +134,7 @@ def _resume(run: PrefillRun) -> None:
     sink.wire.close()
     sink.wire = Dealer(run.live.address)
     _resumed(sink, sink.session)
+    sink.count_anew()
     run.serve(prompt)
     run.arrived(sink, made, prompt)
     run.over(prompt)
@@ -178,6 +179,7 @@ def _late_hello(run: PrefillRun) -> None:
     sink.watch.see(late, "suite")
     old.send(late)
     sink.silence(0.2)  # it has been read before what comes over the other connection
+    sink.count_anew()
     made = sink.request(prompt.key, prompt.tokens)
     sink.ask_for(made)
     sink.wire.send(late)
