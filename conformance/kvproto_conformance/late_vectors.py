@@ -15,6 +15,7 @@ from kvproto.planning.geometry import Group, gqa
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Grants
+from kvproto_conformance.checking import extensions
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.late import items_of, served
 from kvproto_conformance.row_vectors import changed
@@ -77,7 +78,7 @@ def made() -> str:
             expected = served(case["group"], case["cp_rank"], case["grant"], [int(n) for n in case["since"]])
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({**case, **expected})
+        rows.append({**case, **extensions({"groups": [case["group"]]}), **expected})
     return text("late", rows)
 
 

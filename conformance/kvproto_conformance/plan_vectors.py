@@ -18,6 +18,7 @@ from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
 from kvproto_conformance import deals_vectors
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
@@ -456,7 +457,9 @@ def made(file: str) -> str:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+        rows.append(
+            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
+        )
     return text("plan", rows)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, handoff, mla, owns
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.plan_vectors import engine, heads
 from kvproto_conformance.planner import plan
@@ -266,7 +267,7 @@ def _refused_sections() -> Iterator[Case]:
     for name, group in broken().items():
         yield (
             f"refused-sections-{name}",
-            "KVP-GEO-SECTIONS",
+            "KVP-GEO-PARTS" if name == "twice" else "KVP-GEO-SECTIONS",
             (one(LATENT), one(group)),
             "a Description that contradicts itself",
         )
@@ -342,7 +343,9 @@ def made() -> str:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+        rows.append(
+            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
+        )
     return text("plan/rows", rows)
 
 

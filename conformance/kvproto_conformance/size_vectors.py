@@ -14,6 +14,7 @@ import attrs
 from kvproto.planning.geometry import Geometry, Group, Rank, mla, owns
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.planner import plan
@@ -109,7 +110,16 @@ def made() -> str:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": "KVP-PLAN-SIZE", **given, **expected, "note": note})
+        rows.append(
+            {
+                "id": id_,
+                "clause": "KVP-PLAN-SIZE",
+                **given,
+                **beyond(given["source"], given["sink"]),
+                **expected,
+                "note": note,
+            }
+        )
     return text("plan/sizes", rows)
 
 

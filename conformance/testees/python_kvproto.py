@@ -269,7 +269,7 @@ OPS = {
     "inline": inline, "decode_stream": streamed,
 }  # fmt: skip
 
-EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline"]
 HELLO = {"driver": 1, "name": "kvproto", "version": version("kvproto"), "language": "python",
          "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 

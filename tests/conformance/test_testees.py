@@ -86,8 +86,8 @@ def test_they_are_conformant(command: list[str], capsys: Said) -> None:
 @pytest.mark.parametrize(
     ("name", "claim"),
     [
-        ("plan", "planner · L2 · cold · json · spread"),
-        ("lower", "both · L2 · cold · inline · json · spread · staged · streams · verify"),
+        ("plan", "planner · L2 · cold · deals · json · sections · spread"),
+        ("lower", "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"),
     ],
 )
 def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: Path, capsys: Said) -> None:
@@ -108,7 +108,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
     assert main(["run", *planner]) == 0
-    claim = "both · L2 · cold · inline · json · spread · staged · streams · verify"
+    claim = "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"
     assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
 
 
