@@ -382,6 +382,13 @@ def _misfits() -> Iterator[Case]:
     )
     yield "refused-layer", "KVP-PLAN-LAYER", (gqa_engine(2, 1, 2), gqa_engine(2, 1, 3)), [], "a layer more at the sink"
     part_of = engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1)
+    yield (
+        "refused-layer-before-coverage",
+        "KVP-PLAN-LAYER",
+        (engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1), gqa_engine(2, 1, 3)),
+        [],
+        "all layers are compared before any is cut",
+    )
     yield "refused-coverage", "KVP-PLAN-COVER", (part_of, gqa_engine(2, 1)), [], "a head that no rank states"
     named = [
         attrs.evolve(gqa_engine(2, 1), facts=facts(f))

@@ -17,18 +17,7 @@ from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.testee import Testee as Driver
-from tests.conformance.test_planner import (
-    FEATURES,
-    Made,
-    every_class,
-    few_needy,
-    lanes_by_halves,
-    many_pieces,
-    many_tables,
-    ours,
-    sections_of_lanes,
-    spoilt,
-)
+from tests.conformance.test_planner import FEATURES, LARGE, Made, ours, spoilt
 from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
@@ -37,14 +26,6 @@ TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 Said = pytest.CaptureFixture[str]
-LARGE: dict[Made, tuple[int, int]] = {
-    many_pieces: (126, 127),
-    many_tables: (2, 3),
-    few_needy: (32, 33),
-    every_class: (32, 33),
-    lanes_by_halves: (65536, 65537),
-    sections_of_lanes: (16, 17),
-}
 
 
 def compiled(flags: list[str], folder: Path, name: str = "codec") -> list[str]:
