@@ -234,7 +234,7 @@ def returned(world: World) -> list[int]:
     return [int(slot) for slot in credit.slots]
 
 
-CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=False)
+CHUNK = Chunk(session=1, sequence=1, slot=0, offset=0, bytes=7, last=False)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and 
         Attempt *attempt = &fetch->attempts[i];
         if (attempt->state == UNSENT || attempt->state == DONE || !attempt->session) continue;
         Text json = {0};
-        form(&json, ", \"sequence\": \"%llu\", \"attempt\": \"1\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
+        form(&json, ", \"sequence\": \"%llu\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
         for (Request **each = &attempt->session->requests; *each;) {
             Request *found = *each;
             if (found->kind == L_Transfer && found->sequence == attempt->sequence) {
@@ -138,7 +138,7 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
         Text json = {0}, grants = {0};
         form_grants(&grants, fetch, session);
         lower_attempt(attempt, grants.text);
-        form(&json, ", \"sequence\": \"%llu\", \"attempt\": \"1\", \"ticket\": \"%s\", \"content\": \"", (unsigned long long)attempt->sequence, fetch->key);
+        form(&json, ", \"sequence\": \"%llu\", \"ticket\": \"%s\", \"content\": \"", (unsigned long long)attempt->sequence, fetch->key);
         form_content(&json, fetch);
         form(&json, "\", \"source_version\": \"%llu\", \"sink_version\": \"1\", \"epoch\": \"1\", \"grants\": %s, \"writers\": [", (unsigned long long)session->version, grants.text);
         for (uint64_t k = 0; k < count; k++) form(&json, "%s\"%llu\"", k ? ", " : "", (unsigned long long)ranks[k]);
