@@ -44,8 +44,10 @@ def _owner(group: Json, row: int) -> tuple[int, int] | None:
 
 
 def served(group: Json, cp_rank: str, grant: Json, since: list[int]) -> Json:
-    """The grant as it is served, and where it begins if that is later; raises Refusal NOT_HELD."""
+    """The grant as it is served, and where it begins if that is later; raises Refusal BAD_GRANT or NOT_HELD."""
     first, end = int(grant["first"]), int(grant["first"]) + int(grant["count"])
+    if first < end and first % int(group["tokens_per_row"]):
+        raise Refusal("BAD_GRANT", "grants[0].first")
     begin = min(held(group, since), end)
     if begin <= first:
         return {"window": grant}

@@ -47,27 +47,37 @@ def groups() -> Iterator[tuple[str, Group, str]]:
     deal |= {"interleave": 2, "order": np.array([0, 1, 1], np.uint32), "origin": 4}
     yield "tiled-order", changed(attrs.evolve(plain, **deal), 0, encoding="tiled"), "rank 1 takes two runs of three"
     yield "images", attrs.evolve(plain, axis="image", rows=5), "positions of another axis"
+    yield "compressed-ring", attrs.evolve(plain, kind=ItemKind.RING, tokens_per_row=4, rows=16), "rows of 4 tokens"
 
 
 def cases() -> Iterator[dict[str, Any]]:
     """Windows from the beginning and from later on, with `late` and without, at both cp ranks."""
     for id, group, note in groups():
-        form, start = to_json(group), group.origin if group.cp_size > 1 else 0
+        start = group.origin if group.cp_size > 1 else 0
         for cp_rank in range(group.cp_size):
             for since, first, late in (
                 ([0], start, False), ([9, 3], start, False), ([9, 3], start, True), ([17], 16 + start, True),
                 ([16], 40, False), ([99], start + 8, True), ([0], start, True), ([2, 1], start, True),
             ):  # fmt: skip
-                need = len(items_of(form, str(cp_rank), first, END))
-                items = np.arange(need, dtype=np.uint32)[::-1] * 2
-                grant = to_json(
-                    Grants(group=0, first=first, count=END - first, valid=END, items=items, late=late or None)
-                )
-                yield {
-                    "id": f"{id}-{cp_rank}-{max(since)}-{first}{'-late' * late}",
-                    "clause": "KVP-GRANT-LATE" if late else "KVP-GRANT-HELD",
-                    "group": form, "cp_rank": str(cp_rank), "since": [str(n) for n in since], "grant": grant, "note": note,
-                }  # fmt: skip
+                yield _case(id, group, cp_rank, since, first, END, late, note)
+        for since, first, end, late in (
+            ([0], 6, END, False), ([9, 3], 6, END, False), ([9, 3], 6, END, True), ([0], 41, 43, False), ([0], 43, 43, False),
+        ) if group.tokens_per_row > 1 else ():  # fmt: skip
+            yield _case(id, group, 0, since, first, end, late, "inside a row" if first < end else "no tokens")
+
+
+def _case(
+    id: str, group: Group, cp_rank: int, since: list[int], first: int, end: int, late: bool, note: str
+) -> dict[str, Any]:
+    form = to_json(group)
+    items = np.arange(len(items_of(form, str(cp_rank), first, end)), dtype=np.uint32)[::-1] * 2
+    grant = to_json(Grants(group=0, first=first, count=end - first, valid=END, items=items, late=late or None))
+    inside = first % group.tokens_per_row
+    return {
+        "id": f"{id}-{cp_rank}-{max(since)}-{first}{f'-{end}' if end < END else ''}{'-late' * late}",
+        "clause": "KVP-GRANT-ROW" if inside else "KVP-GRANT-LATE" if late else "KVP-GRANT-HELD",
+        "group": form, "cp_rank": str(cp_rank), "since": [str(n) for n in since], "grant": grant, "note": note,
+    }  # fmt: skip
 
 
 def made() -> str:

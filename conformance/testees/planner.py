@@ -2,8 +2,8 @@
 
     kvproto-conformance run -- python planner.py
 
-What needs Token deals, or Sections and encodings, is refused by LAYOUT_UNSUPPORTED. The codec is the suite's: bring your
-own in its place. Descriptions are in their JSON form, in which numbers are text.
+What needs Token deals, or Sections and encodings, is refused by LAYOUT_UNSUPPORTED. The codec is the suite's: bring
+your own in its place. Descriptions are in their JSON form, in which numbers are text.
 """
 
 import hashlib

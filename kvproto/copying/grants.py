@@ -76,7 +76,7 @@ def check_grants(
     `written`, may overlap. With `left_out` they name no items yet (feature INTENT). `asked` are the Transfer's windows
     if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already.
 
-    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
+    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -ROW, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
     """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
@@ -107,8 +107,9 @@ def check_grants(
 
 
 def _check_window(at: str, group: Group, grant: Grants) -> None:
-    if group.partial and grant.count and grant.first % group.tokens_per_row:
-        mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole, or not at all"
+    rows = KINDS[group.kind].paged or KINDS[group.kind].wraps
+    if rows and grant.count and grant.first % group.tokens_per_row:
+        mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole"
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, str(grant.first), advice)
     if KINDS[group.kind].wraps:
         lo, hi = rows_of(group, grant.first, grant.count)

@@ -369,8 +369,8 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
     if group.cp_size > 1:
         first = min(max(first, group.origin), tokens)
     first = max(first, _ring_begins(group, tokens))
-    whole = group.partial or KINDS[group.kind].paged  # a ring begins where it has whole rows
-    if whole and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
+    rows = KINDS[group.kind].paged or KINDS[group.kind].wraps
+    if rows and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-ROW)
         wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
     items = None
