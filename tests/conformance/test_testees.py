@@ -15,6 +15,7 @@ from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.testee import Testee as Driver
 from tests.conformance.test_planner import FEATURES, LARGE, Made, ours, spoilt
@@ -25,6 +26,7 @@ from tests.plan.worlds import caches, side
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+CORE = [sys.executable, str(TESTEES / "planner.py")]
 Said = pytest.CaptureFixture[str]
 
 
@@ -112,6 +114,28 @@ def same_in_worlds(testee: Driver, seed: int) -> None:
         (*odd_world(rng), features),
     ):
         assert asked(testee, *pair) == ours(*pair), seed
+
+
+def test_a_planner_of_the_core_is_conformant(capsys: Said) -> None:
+    assert main(["run", *CORE]) == 0
+    assert "conformant: kvproto 1.0-draft · planner · L2 · " in capsys.readouterr().out
+
+
+def test_a_planner_of_the_core_plans_as_kvproto_does_or_declines() -> None:
+    """KVP-GEO-UNSUPPORTED: it declines the worlds that state what it lacks, and no other."""
+    planned = 0
+    with Driver(CORE) as testee:
+        testee.greet({"op": "hello"})
+        for seed in range(200):
+            rng = random.Random(seed)
+            held = caches(rng)
+            source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+            for pair in ((world(seed).source, world(seed).sink), (source, sink), odd_world(rng)):
+                lacked = beyond(*map(to_json, pair)).get("beyond")
+                wanted = ("LAYOUT_UNSUPPORTED", lacked[0]["path"]) if lacked else ours(*pair, ())
+                assert asked(testee, *pair, ()) == wanted, seed
+                planned += not lacked and not isinstance(wanted, tuple)
+    assert planned > 100
 
 
 @pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
