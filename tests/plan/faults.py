@@ -197,10 +197,10 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     # what the faulty rule is: case, file, the rule, the faulty rule
     "ranks beyond a whole multiple are not read": (
         "heads_dropped", "planning/cutting.py", "have[i].get(c)\n", "have[i].get(c)\n"
-        "                if candidates is not None and self._sets[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                    continue\n"),
+        "                    if candidates is not None and self._sets[candidates][0] >= len(sinks) * (len(sources) // len(sinks)):\n                        continue\n"),
     "a head comes from the rank of the same share": (
-        "heads_dropped", "planning/cutting.py", "layers_index, candidates, needy)",
-        "layers_index, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy)"),
+        "heads_dropped", "planning/cutting.py", "number, candidates, needy))",
+        "number, self._numbered((sources[min(self._sets[needy][0] * len(sources) // len(sinks), len(sources) - 1)].rank,)), needy))"),
     "each replica sends": (
         "replicas_written_again", "planning/election.py", "*(column[row] for column in by_kind.columns[1:]))", "*(column[row] for column in by_kind.columns[1:3]), np.full(row.size, by_kind.layer_lo.min()), np.full(row.size, by_kind.layer_hi.max()))"),
     "a rank with a layer has all of its heads": (
