@@ -14,9 +14,9 @@ Case = Callable[[Engine, Engine], Iterator[str]]
 PIECE = 128
 """Tokens of a chunk, where two engines are to compute a prompt in the same pieces."""
 _SOON = 8.0
+"""Seconds in which a request whose prefill engine died is over."""
 _PROMPT_WAIT, _SOURCE_WAIT = 10.0, 5.0
 """Seconds: a source waits so long for the prompt of a ticket, and a sink for a source, before each gives up."""
-"""Seconds in which a request whose prefill engine died is over."""
 
 
 def same_tokens(one: Engine, two: Engine) -> Iterator[str]:
