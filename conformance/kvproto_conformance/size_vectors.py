@@ -64,7 +64,7 @@ def _cut() -> Iterator[tuple[str, str, Pair, str]]:
             )
     yield (
         "refused-layer-before-pieces",
-        "KVP-PLAN-LAYER",
+        "KVP-PLAN-FIT",
         (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
         "all layers are compared before any is counted",
     )
