@@ -196,6 +196,17 @@ def sections_of_lanes(ranks: int) -> tuple[Geometry, Geometry]:
     return stated([first], [owns(first, every)]), stated([second], *[[owns(second, every)]] * ranks)
 
 
+def families(layers: int) -> tuple[Geometry, Geometry]:
+    """A plain part that leaves 4,096 pieces, and a tiled one, of which a source rank is in a family without a sink."""
+    group, state = mla(0, "target", 0, 8, 4), mla(1, "tiled", 0, 8, 4)
+    plain = attrs.evolve(group, parts=(Part(name="k", dtype=DType.U8, lanes=64, lane_bytes=8),))
+    tiled = attrs.evolve(state, parts=(Part(name="s", dtype=DType.U8, lanes=2, lane_bytes=8, encoding="tiled"),))
+    cut = owns(plain, range(64), [(n, n + 1) for n in range(64)])
+    whole, all_, half = owns(plain, range(64)), owns(tiled, range(layers)), owns(tiled, range(layers), [(0, 1)])
+    source = stated([plain, tiled], [cut, all_], [half])
+    return source, stated([plain, tiled], [whole, all_], *[[whole]] * 61)
+
+
 LARGE: dict[Made, tuple[int, int]] = {
     many_pieces: (511, 512),
     many_tables: (2, 3),
@@ -203,6 +214,7 @@ LARGE: dict[Made, tuple[int, int]] = {
     every_class: (126, 127),
     lanes_by_halves: (65535, 65536),
     sections_of_lanes: (41, 42),
+    families: (2048, 2049),
 }
 """The greatest world that fits, and the least that does not."""
 
