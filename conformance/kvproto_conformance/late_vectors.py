@@ -23,31 +23,31 @@ from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "late.json"
 END = 45
+PLAIN = gqa(0, "window", 0, 2, 4, 4, dtype=DType.U8)
 
 
 def groups() -> Iterator[tuple[str, Group, str]]:
     """id, group, note."""
-    plain = gqa(0, "window", 0, 2, 4, 4, dtype=DType.U8)
-    yield "pages", plain, "pages of 4 tokens"
-    yield "compressed", attrs.evolve(plain, tokens_per_row=4, rows=2), "rows of 4 tokens, pages of 2 rows"
+    yield "pages", PLAIN, "pages of 4 tokens"
+    yield "compressed", attrs.evolve(PLAIN, tokens_per_row=4, rows=2), "rows of 4 tokens, pages of 2 rows"
     yield (
         "scales",
-        attrs.evolve(plain, tokens_per_row=8, rows=1, partial=True),
+        attrs.evolve(PLAIN, tokens_per_row=8, rows=1, partial=True),
         "a row that is covered in part moves too",
     )
-    yield "ring", attrs.evolve(plain, kind=ItemKind.RING, rows=64), "one item"
-    yield "dealt", attrs.evolve(plain, cp_size=2, interleave=3, rows=2, origin=6), "3 tokens in turn, from token 6 on"
-    yield "tiled", changed(plain, 0, encoding="tiled"), "items are held whole"
+    yield "ring", attrs.evolve(PLAIN, kind=ItemKind.RING, rows=64), "one item"
+    yield "dealt", attrs.evolve(PLAIN, cp_size=2, interleave=3, rows=2, origin=6), "3 tokens in turn, from token 6 on"
+    yield "tiled", changed(PLAIN, 0, encoding="tiled"), "items are held whole"
     deal: dict[str, Any] = {"cp_size": 2, "interleave": 6, "rows": 4}
     yield (
         "tiled-dealt",
-        changed(attrs.evolve(plain, **deal), 0, encoding="tiled"),
+        changed(attrs.evolve(PLAIN, **deal), 0, encoding="tiled"),
         "turns of 12 tokens, items of 4 rows",
     )
     deal |= {"interleave": 2, "order": np.array([0, 1, 1], np.uint32), "origin": 4}
-    yield "tiled-order", changed(attrs.evolve(plain, **deal), 0, encoding="tiled"), "rank 1 takes two runs of three"
-    yield "images", attrs.evolve(plain, axis="image", rows=5), "positions of another axis"
-    yield "compressed-ring", attrs.evolve(plain, kind=ItemKind.RING, tokens_per_row=4, rows=16), "rows of 4 tokens"
+    yield "tiled-order", changed(attrs.evolve(PLAIN, **deal), 0, encoding="tiled"), "rank 1 takes two runs of three"
+    yield "images", attrs.evolve(PLAIN, axis="image", rows=5), "positions of another axis"
+    yield "compressed-ring", attrs.evolve(PLAIN, kind=ItemKind.RING, tokens_per_row=4, rows=16), "rows of 4 tokens"
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -64,6 +64,9 @@ def cases() -> Iterator[dict[str, Any]]:
             ([0], 6, END, False), ([9, 3], 6, END, False), ([9, 3], 6, END, True), ([0], 41, 43, False), ([0], 43, 43, False),
         ) if group.tokens_per_row > 1 else ():  # fmt: skip
             yield _case(id, group, 0, since, first, end, late, "inside a row" if first < end else "no tokens")
+
+    slot = attrs.evolve(PLAIN, kind=ItemKind.SLOT, tokens_per_row=4)
+    yield _case("slot", slot, 0, [0], 6, END, False, "a slot moves whole")
 
 
 def _case(

@@ -90,6 +90,9 @@ def _lanes() -> Iterator[tuple[str, str, Pair, str]]:
         cut = sections(lanes(1, size), size - 3, 3)
         yield id_, SIZE, (one(cut), one(lanes(size, 1))), "a section has the smaller lanes that it reaches into"
         yield f"{id_}-back", SIZE, (one(lanes(size, 1)), one(cut)), "the same back"
+    for half, id_ in ((HALF - 3, "lanes-cut-by-sections"), (HALF - 2, "refused-lanes-cut-by-sections")):
+        cut = sections(lanes(1, 2 * half), 2 * half - 3, 3)
+        yield id_, SIZE, (one(cut), one(lanes(half, 2))), "a lane that two sections reach into counts in both"
 
 
 def _dealt() -> Iterator[tuple[str, str, Pair, str]]:
