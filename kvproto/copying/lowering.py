@@ -407,7 +407,8 @@ _Page = tuple[int, int]
 
 def _pages(group: Group, window: Window, flat: bool, lo: int, hi: int) -> list[_Page]:
     """The pages that hold rows [lo, hi)."""
-    base, rows, first = -(-window.first // group.tokens_per_row) // group.rows, group.rows, lo // group.rows
+    base = -(-window.first // group.tokens_per_row) // group.rows
+    rows, first = group.rows, lo // group.rows
     low, high = first - base, (hi - 1) // rows - base
     if low < 0 or high >= window.items.size:
         raise _short(group, window.items.size, f"items {low} to {high} of the window")
