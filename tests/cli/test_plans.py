@@ -61,14 +61,16 @@ def test_describe_states_what_is_dealt_and_from_where(ran: Ran) -> None:
 
 
 def test_values_without_their_scales_are_refused(tmp_path: Path, ran: Ran) -> None:
-    """KVP-PLAN-SCALES: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
+    """KVP-PLAN-LEFT: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
     files = []
     for dtype in ("fp8_per_token_head", "fp8"):
         files.append(str(tmp_path / dtype))
         (tmp_path / dtype).write_text(
             ran("describe", "--preset", "llama-3-70b", "--engine", "vllm", "--kv-dtype", dtype)
         )
-    assert "has k and k_scale of layer 0, decode has k alone, no k_scale" in ran("check", *files, status=3)
+    assert "has k_scale, v_scale beside k in layer 0, decode has k without k_scale, v_scale" in ran(
+        "check", *files, status=3
+    )
 
 
 def test_refused_pairs_say_why(files: dict[str, str], ran: Ran) -> None:
