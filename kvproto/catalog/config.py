@@ -7,7 +7,10 @@ from typing import Any
 
 from kvproto.errors import U32, bad
 
-__all__ = ["MOST_LAYERS", "STATE_SIZE", "Config", "draft_of", "layer_kinds", "nested", "number", "text"]
+__all__ = [
+    "MOST_LAYERS", "STATE_SIZE", "Config", "compress_ratios", "draft_of", "index_layers", "layer_kinds", "nested",
+    "number", "text",
+]  # fmt: skip
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
@@ -28,8 +31,9 @@ IMPLIED: dict[str, Config] = {
 HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
 """Prefixes of fields that only hybrid models have."""
 UNREAD = (
-    "_block_types", "block_configs", "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
-    "hybrid_layer_ids", "hybrid_layer_pattern", "layer_group_size", "n_mamba_heads",
+    "_block_types", "block_configs", "block_types", "cross_attention_layers", "global_head_dim", "hybrid_layer_ids",
+    "hybrid_layer_pattern", "index_source_layer_ids", "kv_source_layer_ids", "layer_group_size", "n_mamba_heads",
+    "per_layer_config",
 )  # fmt: skip
 """Fields that give some layers another cache, or none, in a way that is not supported here."""
 MOST_LAYERS = 1 << 12
@@ -39,15 +43,19 @@ _LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window",
     "chunked_attention": "chunked", "mamba": "mamba", "mamba2": "mamba", "linear_attention": "linear", "conv": "conv",
-    "mlp": "none", "moe": "none",
+    "mlp": "none", "moe": "none", "minimax_m3_sparse": "attention", "compressed_sparse_attention": "window",
+    "heavily_compressed_attention": "window",
 }  # fmt: skip
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+"""Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
 
 def layer_kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer: attention, window, chunked, mamba, linear, kda, lightning, conv, none, or two with a "+".
 
-    A layer that reads the cache of another one counts as none. Raises LocalError(OUT_OF_RANGE) for a config that does
-    not say the kind of each of the `count` layers.
+    A layer that reads the cache of another one counts as none, and one that is passed several times is there for each
+    pass (KVP-GEO-W-LAYERS). Raises LocalError(OUT_OF_RANGE) for a config that does not say the kind of each of the
+    `count` layers.
     """
     if count > MOST_LAYERS:
         raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
@@ -58,7 +66,67 @@ def layer_kinds(config: Config, count: int) -> list[str]:
         raise bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
     if config.get("_both"):
         kinds = [f"{kind}+{config['_both']}" for kind in kinds]
-    return _shared(config, kinds, count)
+    return _passed(config, _shared(config, kinds, count))
+
+
+def _passed(config: Config, kinds: list[str]) -> list[str]:
+    """The kinds in the order in which a token passes the layers, those of a loop once for each pass."""
+    if config.get("H_cycles") and not config.get("num_layers_per_stack"):  # HRM, of which this is one stack
+        loops, name = number(config, "H_cycles") * (number(config, "L_cycles") + 1), "H_cycles"
+    else:
+        loops, name = (
+            (number(config, "n_recurrent_loops") if config.get("n_recurrent_loops") else 1),
+            "n_recurrent_loops",
+        )
+    if len(kinds) * loops > MOST_LAYERS:
+        raise bad(
+            f"config.{name}", f"at most {MOST_LAYERS} layers, each counted once for each pass", len(kinds) * loops
+        )
+    if loops == 1 or name == "H_cycles":
+        return kinds * loops
+    first, last = (number(config, f"n_{name}_layers") for name in ("input", "output"))
+    looped = kinds[first:-last]
+    if not looped:
+        raise bad("config.n_output_layers", f"less than the {len(kinds) - first} layers behind the first ones", last)
+    unwritten = ["none"] * len(looped) if config.get("recurrent_kv_cache_mode") == "last_loop" else looped
+    return [*kinds[:first], *unwritten * (loops - 1), *looped, *kinds[-last:]]
+
+
+def compress_ratios(config: Config, count: int) -> list[int] | None:
+    """Of each of `count` layers of DeepSeek V4, how many tokens its compressed rows stand for, 0 where it has none.
+
+    None for other models. Raises LocalError(OUT_OF_RANGE) for a ratio that is not 4 or 128.
+    """
+    listed, types = config.get("compress_ratios"), config.get("layer_types") or ()
+    if listed is None and set(types) & _RATES.keys():
+        rates = _RATES | (config.get("compress_rates") or {})
+        listed = [rates.get(kind, 0) for kind in types]
+    if listed is None:
+        if config.get("model_type") == "deepseek_v4":
+            raise bad("config.compress_ratios", "a list", "absent")
+        return None
+    if len(listed) < count or not all(ratio in (0, *_RATES.values()) for ratio in listed):
+        raise bad("config.compress_ratios", f"0, 4 or 128 for each of {count} layers", repr(listed))
+    return list(listed[:count])
+
+
+def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
+    """Of these layers of attention those that have index keys of their own: the others choose no tokens, or take those
+    that the layer before has chosen (KVP-GEO-W-SHARED).
+    """
+    if not config.get("kv_lora_rank"):
+        sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
+        kinds = config.get("layer_types") or ()
+        return [i for i in layers if any(sparse[i : i + 1]) or "minimax_m3_sparse" in kinds[i : i + 1]]
+    if not config.get("index_head_dim"):
+        return []
+    if stated := config.get("indexer_types") or config.get("index_topk_pattern"):
+        return [i for i in layers if stated[i : i + 1] not in (["shared"], "S", ["S"])]
+    if config.get("cli_factor"):
+        return [i for i in layers if i % number(config, "cli_factor") == 0]
+    every = number(config, "index_topk_freq") if config.get("index_topk_freq") else 1
+    first = number(config, "index_skip_topk_offset") if config.get("index_skip_topk_offset") else 2
+    return [i for i in layers if max(i - first + 1, 0) % every == 0]
 
 
 def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
@@ -80,7 +148,12 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
     if letters := field("hybrid_override_pattern"):
         return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]
     if listed := field("layers_block_type") or field("layer_types"):
-        linear = "linear" if any(map(field, _DELTA)) else "lightning"
+        like = {
+            "linear": any(map(field, _DELTA)),
+            "kda": field("linear_attn_config"),
+            "mamba": any(map(field, STATE_SIZE)),
+        }
+        linear = next((kind for kind, stated in like.items() if stated), "lightning")
         kinds = [_named(kind, _KINDS, "layer_types") for kind in listed]
         return [linear if kind == "linear" else kind for kind in kinds]
     for key, rest in _INDICES.items():
@@ -136,7 +209,11 @@ def draft_of(config: Config) -> Config | None:
         return None
     of_target = (*PREDICTING, *SAYS_LAYERS, "model_type")
     kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(HYBRID)}
-    return {**kept, "num_hidden_layers": number(config, key)}
+    count, target = number(config, key), number(config, "num_hidden_layers")
+    if (ratios := compress_ratios(config, target)) is not None:  # behind those of the target, or windows alone
+        behind = (config.get("compress_ratios") or ratios)[target : target + count]
+        kept["compress_ratios"] = [*behind, *[0] * (count - len(behind))]
+    return {**kept, "num_hidden_layers": count}
 
 
 _DELTA = ("linear_num_key_heads", "linear_num_value_heads")
@@ -145,6 +222,8 @@ _INTERVALS = {"full_attention_interval": "linear", "sliding_window_pattern": "wi
 SAYS_LAYERS = (
     *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
     "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
+    "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset", "cli_factor", "H_cycles",
+    "n_recurrent_loops",
 )  # fmt: skip
 """Fields that say which layer of a target has which cache."""
 PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -152,9 +231,11 @@ PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 _WHOLE = (
     "attention_chunk_size", "attention_head_dim", "attn_layer_offset", "attn_layer_period", "full_attention_interval",
     "head_dim", "index_head_dim", "kv_lora_rank", "no_rope_layer_interval", "num_attention_heads",
-    "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", *_DELTA, *PREDICTING, *STATE_SIZE,
+    "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", "H_cycles", "L_cycles", "cli_factor",
+    "index_skip_topk_offset", "index_topk_freq", "n_input_layers", "n_output_layers", "n_recurrent_loops",
+    "num_layers_per_stack", *_DELTA, *PREDICTING, *STATE_SIZE,
 )  # fmt: skip
-_WORDS = ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
+_WORDS = ("dtype", "recurrent_kv_cache_mode", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
 
 
 def _is_whole(value: Any, least: int = 0, most: int = U32) -> bool:
@@ -175,10 +256,15 @@ _FIELDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (("use_cla", "use_sliding_window"), "true or false", _is(bool)),
     (_INDICES, "a list of layers", _is_list(_is_whole)),
     (("attn_type_list", "no_rope_layers"), "a list of 0 and 1", _is_list(lambda element: _is_whole(element, 0, 1))),
-    (("layers_block_type", "layer_types"), "a list of names", _is_list(lambda element: isinstance(element, str))),
-    (("hybrid_override_pattern",), "letters", _is(str, list, tuple)),
+    (
+        ("layers_block_type", "layer_types", "indexer_types"),
+        "a list of names",
+        _is_list(lambda element: isinstance(element, str)),
+    ),
+    (("hybrid_override_pattern", "index_topk_pattern"), "letters", _is(str, list, tuple)),
+    (("compress_ratios",), "a list of whole numbers", _is_list(_is_whole)),
     (("sliding_window_pattern",), "a whole number, or letters", lambda value: type(value) is str or _is_whole(value)),
-    (("linear_attn_config", "text_config"), "an object", _is(dict)),
+    (("compress_rates", "linear_attn_config", "sparse_attention_config", "text_config"), "an object", _is(dict)),
 )
 """Fields whose absence, 0 or null means something, which a value of a wrong type must not be taken for."""
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import STATE_SIZE, Config, draft_of, layer_kinds, nested, number, text
+from kvproto.catalog.config import (
+    STATE_SIZE,
+    Config,
+    compress_ratios,
+    draft_of,
+    index_layers,
+    layer_kinds,
+    nested,
+    number,
+    text,
+)
 from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad, check_type, check_whole
 from kvproto.planning.cache import BITS, BLOCK_SCALED, Block, Cache, bytes_of
@@ -55,7 +65,7 @@ def describe(
         if unknown := [size for size in sizes if size not in _OWN]:
             raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
         caches[name] = caches[name].over(**sizes)
-    depth = number(text(target), "num_hidden_layers")
+    depth = len(_kinds(text(target)))
     return with_windows(lay_out([*caches.values()], parallel, replica, facts, depth), configs)
 
 
@@ -64,9 +74,7 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
     stated = {fact.name for fact in geometry.facts}
     windows = []
     for model, config in enumerate(map(text, configs)):
-        kinds = {
-            kind for kinds in layer_kinds(config, number(config, "num_hidden_layers")) for kind in kinds.split("+")
-        }
+        kinds = {kind for kinds in _kinds(config) for kind in kinds.split("+")}
         reach = next((config[key] for kind, key in _REACH.items() if kind in kinds and config.get(key)), None)
         name = f"window.{_model_name(model)}"
         if reach is not None and name not in stated:
@@ -76,6 +84,11 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
 
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 """Where a config says how many tokens a layer of each kind attends to."""
+
+
+def _kinds(config: Config) -> list[str]:
+    """The kind of each layer; as many as a token passes."""
+    return layer_kinds(config, number(config, "num_hidden_layers"))
 
 
 def _model_name(model: int) -> str:
@@ -102,7 +115,10 @@ def specs(
     check_whole("page", page, 1)
     name = _model_name(model)
     layers: dict[str, list[int]] = {}
-    for i, kinds in enumerate(layer_kinds(config, number(config, "num_hidden_layers"))):
+    kinds_of = _kinds(config)
+    if (ratios := compress_ratios(config, number(config, "num_hidden_layers"))) is not None:
+        return _compressed(config, name, ratios, page, model, _element(kv_dtype or element_type(config)))
+    for i, kinds in enumerate(kinds_of):
         for kind in kinds.split("+"):
             layers.setdefault(kind, []).append(i)
     caches: list[Cache] = []
@@ -132,12 +148,44 @@ def _attention(
 ) -> Iterable[Cache]:
     if config.get("kv_lora_rank"):
         yield Cache.mla(name, layers, **_sizes(config, _LATENT), **element, **more)
-        if config.get("index_head_dim"):
-            yield Cache.indexer(f"{name} index", layers, head_dim=number(config, "index_head_dim"), **more)
+        if own := index_layers(config, layers):
+            yield Cache.indexer(f"{name} index", own, head_dim=number(config, "index_head_dim"), **more)
         return
     v_dim = number(config, "v_head_dim") if config.get("v_head_dim") else None
     heads, dim = _kv_heads(config), _head_dim(config)
     yield Cache.gqa(name, layers, kv_heads=heads, head_dim=dim, v_head_dim=v_dim, **element, **more)
+    if own := index_layers(config, layers):
+        keys = {**(config.get("sparse_attention_config") or {}), **config}
+        size = number(keys, "sparse_index_dim", "index_head_dim")
+        plain: dict[str, Any] = {"dtype": element_type(config), "scale_block": None}
+        yield Cache.indexer(f"{name} index", own, head_dim=size, **plain, **more)
+
+
+def _compressed(
+    config: Config, name: str, ratios: Sequence[int], page: int, model: int, element: Mapping[str, Any]
+) -> list[Cache]:
+    """The caches of DeepSeek V4: a window in each layer, and where a layer compresses, rows and what is to be one."""
+    dtype, dim = element["dtype"], _head_dim(config)
+    if "scale_block" in element:
+        raise bad(
+            "kv_dtype", "one without scales, as those of a latent beside its rotary part are not known", dtype.name
+        )
+    latent = dtype, 1, bytes_of(dtype, dim)
+    caches = [Cache.paged(f"{name} window", len(ratios), parts={"window_latent": latent}, page=page, model=model)]
+    for ratio in sorted({*ratios} - {0}):
+        layers, of = [i for i, r in enumerate(ratios) if r == ratio], f"{name} c{ratio}"
+        rows: dict[str, Any] = {"page": max(page // ratio, 1) * ratio, "tokens_per_row": ratio, "model": model}
+        sizes, windows = {"": dim}, 2 if ratio == 4 else 1  # those of ratio 4 overlap
+        caches.append(Cache.paged(of, layers, parts={"latent": latent}, **rows))
+        if ratio == 4:
+            sizes["index_"] = number(config, "index_head_dim")
+            keys: Mapping[str, Any] = {"index": (DType.F8E4M3, 1, sizes["index_"]), "index_scale": (DType.F32, 1, 4)}
+            caches.append(Cache.paged(f"{of} index", layers, parts=keys, **rows).replicated())
+        for prefix, size in sizes.items():
+            state = {f"{prefix}compress_state": (DType.F32, 1, bytes_of(DType.F32, 2 * windows * size))}
+            label = f"{of} {prefix}state".replace("_", " ")
+            caches.append(Cache.ring(label, layers, parts=state, ring_rows=ratio * windows, model=model))
+    return caches
 
 
 _ATTENTION = ("attention", "window", "chunked")
