@@ -413,10 +413,29 @@ def _left() -> Iterator[Case]:
     yield "scales-of-a-layer", clause, (side(None, some), side(None, some)), [], "what the source lacks, nobody is owed"
     yield "refused-scales-of-a-draft", clause, (drafts[0], drafts[1]), cold, "a draft that has its cache is not cold"
 
-    def one(parts: str, layers: Any = (0, 1), without: str = "", **more: Any) -> Geometry:
+    yield from _left_by_name()
+    first, more = (
+        Cache.handoff("first", {"token": (DType.I32, 4)}),
+        Cache.handoff("first", {"token": (DType.I32, 4), "acme.seed": (DType.I64, 8)}),
+    )
+    kv = Cache.gqa("cache", 1, **shape)
+    draft = attrs.evolve(kv, group=attrs.evolve(kv.group, name="draft", model=1))
+    for id_, left, right, note in (
+        ("left-hand-off", [kv, more], [kv, first], "hand-off data that the sink does not ask for"),
+        ("left-for-hand-off", [kv, first], [first], "hand-off data alone, beside no cache"),
+        ("left-of-a-draft", [kv, draft], [kv], "a draft is another model"),
+    ):
+        yield id_, clause, (lay_out(left), lay_out(right)), [], note
+
+
+def _left_by_name() -> Iterator[Case]:
+    """Parts that the sink leaves, each in a group of its own."""
+    clause = "KVP-PLAN-LEFT"
+
+    def one(parts: str, layers: Any = (0, 1), without: str = "") -> Geometry:
         """A group of each part, "x" being a vendor's."""
         names = [{"x": "acme.x"}.get(name, name) for name in parts.split()]
-        caches = [Cache.paged(n, layers, parts={n: (DType.U8, 1, 8)}, page=4, **more) for n in names]
+        caches = [Cache.paged(n, layers, parts={n: (DType.U8, 1, 8)}, page=4) for n in names]
         return attrs.evolve(lay_out(caches), without=tuple(without.split()) or None)
 
     for id_, source, sink, note in (
@@ -438,39 +457,8 @@ def _left() -> Iterator[Case]:
         ("left-beside-optional", "k v hidden_rows", one("hidden_rows"), "rows for a draft, and no cache"),
     ):
         yield id_, clause, (one(source), sink), [], note
-    yield (
-        "without-of-a-source",
-        clause,
-        (one("k v", without="v"), one("k v")),
-        [],
-        "a sink's wish means nothing of a source",
-    )
-    first, more = (
-        Cache.handoff("first", {"token": (DType.I32, 4)}),
-        Cache.handoff("first", {"token": (DType.I32, 4), "acme.seed": (DType.I64, 8)}),
-    )
-    kv = Cache.gqa("cache", 1, **shape)
-    yield (
-        "left-hand-off",
-        clause,
-        (lay_out([kv, more]), lay_out([kv, first])),
-        [],
-        "hand-off data that the sink does not ask for",
-    )
-    yield (
-        "left-for-hand-off",
-        clause,
-        (lay_out([kv, first]), lay_out([first])),
-        [],
-        "hand-off data alone, beside no cache",
-    )
-    yield (
-        "left-of-a-draft",
-        clause,
-        (lay_out([kv, attrs.evolve(kv, group=attrs.evolve(kv.group, name="draft", model=1))]), lay_out([kv])),
-        [],
-        "a draft is another model",
-    )
+    asks, takes = one("k v", without="v"), one("k v")
+    yield "without-of-a-source", clause, (asks, takes), [], "a sink's wish means nothing of a source"
 
 
 def _parts(**changes: Any) -> tuple[Part, ...]:

@@ -366,7 +366,7 @@ class Cache:
         """
         if page % tokens_per_row:
             raise bad("Cache.page", f"a multiple of {tokens_per_row}, the tokens of a row", page)
-        rows = {"rows": page // tokens_per_row, "tokens_per_row": tokens_per_row}
+        rows: dict[str, Any] = {"rows": page // tokens_per_row, "tokens_per_row": tokens_per_row}
         return cls._of(name, layers, parts_of(parts), kind=ItemKind.PAGE, model=model, **rows)
 
     @classmethod
