@@ -115,6 +115,7 @@ def _check_known(config: Config) -> None:
     for field, is_there in (
         ("compress_ratios", compress_ratios(config, count) is not None),
         ("sparse_attention_config", not config.get("kv_lora_rank") and bool(index_layers(config, range(count)))),
+        ("index_head_dim", config.get("kv_lora_rank") and 0 < len(index_layers(config, range(count))) < count),
         ("n_recurrent_loops", len(layer_kinds(config, count)) > count),
     ):
         if is_there:

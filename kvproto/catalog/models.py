@@ -11,6 +11,7 @@ import attrs
 from kvproto.catalog.config import (
     STATE_SIZE,
     Config,
+    Read,
     compress_ratios,
     draft_of,
     index_layers,
@@ -111,13 +112,21 @@ def specs(
     `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
     F32 by default. Raises LocalError(OUT_OF_RANGE) for a config that lacks a size.
     """
-    config = text(config)
     check_whole("page", page, 1)
+    read = Read(text(config))
+    caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
+    read.check()
+    if not caches:
+        raise bad("config", "layers with a cache", "none")
+    return caches
+
+
+def _caches(config: Config, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
     name = _model_name(model)
     layers: dict[str, list[int]] = {}
     kinds_of = _kinds(config)
     if (ratios := compress_ratios(config, number(config, "num_hidden_layers"))) is not None:
-        return _compressed(config, name, ratios, page, model, _element(kv_dtype or element_type(config)))
+        return _compressed(config, name, ratios, page, model, element)
     for i, kinds in enumerate(kinds_of):
         for kind in kinds.split("+"):
             layers.setdefault(kind, []).append(i)
@@ -125,12 +134,9 @@ def specs(
     for kind in (kind for kind in _ATTENTION if kind in layers):
         # windowed layers are a separate group, since a request may ask for their last tokens only
         full = name if kind == "attention" else f"{name} {kind}"
-        element = _element(kv_dtype or element_type(config))
         caches += _attention(config, full, layers[kind], {"page": page, "model": model}, element)
     for kind in (kind for kind in _RECURRENT if kind in layers):
-        caches += _recurrent(kind, config, name, layers[kind], state_dtype or DType.F32, model)
-    if not caches:
-        raise bad("config", "layers with a cache", "none")
+        caches += _recurrent(kind, config, name, layers[kind], state_dtype, model)
     return caches
 
 
@@ -155,8 +161,8 @@ def _attention(
     heads, dim = _kv_heads(config), _head_dim(config)
     yield Cache.gqa(name, layers, kv_heads=heads, head_dim=dim, v_head_dim=v_dim, **element, **more)
     if own := index_layers(config, layers):
-        keys = {**(config.get("sparse_attention_config") or {}), **config}
-        size = number(keys, "sparse_index_dim", "index_head_dim")
+        sparse = config.get("sparse_attention_config")
+        size = number(sparse, "sparse_index_dim") if sparse else number(config, "index_head_dim")
         plain: dict[str, Any] = {"dtype": element_type(config), "scale_block": None}
         yield Cache.indexer(f"{name} index", own, head_dim=size, **plain, **more)
 
@@ -167,10 +173,10 @@ def _compressed(
     """The caches of DeepSeek V4: a window in each layer, and where a layer compresses, rows and what is to be one."""
     dtype, dim = element["dtype"], _head_dim(config)
     if "scale_block" in element:
-        raise bad(
-            "kv_dtype", "one without scales, as those of a latent beside its rotary part are not known", dtype.name
-        )
+        wanted = "one without scales, as those of a latent beside its rotary part are not known"
+        raise bad("kv_dtype", wanted, dtype.name)
     latent = dtype, 1, bytes_of(dtype, dim)
+    index = number(config, "index_head_dim") if config.get("index_head_dim") or 4 in ratios else 0
     caches = [Cache.paged(f"{name} window", len(ratios), parts={"window_latent": latent}, page=page, model=model)]
     for ratio in sorted({*ratios} - {0}):
         layers, of = [i for i, r in enumerate(ratios) if r == ratio], f"{name} c{ratio}"
@@ -178,8 +184,8 @@ def _compressed(
         sizes, windows = {"": dim}, 2 if ratio == 4 else 1  # those of ratio 4 overlap
         caches.append(Cache.paged(of, layers, parts={"latent": latent}, **rows))
         if ratio == 4:
-            sizes["index_"] = number(config, "index_head_dim")
-            keys: Mapping[str, Any] = {"index": (DType.F8E4M3, 1, sizes["index_"]), "index_scale": (DType.F32, 1, 4)}
+            sizes["index_"] = index
+            keys: Mapping[str, Any] = {"index": (DType.F8E4M3, 1, index), "index_scale": (DType.F32, 1, 4)}
             caches.append(Cache.paged(f"{of} index", layers, parts=keys, **rows).replicated())
         for prefix, size in sizes.items():
             state = {f"{prefix}compress_state": (DType.F32, 1, bytes_of(DType.F32, 2 * windows * size))}
@@ -252,7 +258,8 @@ def _kv_heads(config: Config) -> int:
     """The number of KV heads, which is that of query heads unless the config says otherwise."""
     named = _KV_HEADS.get(str(config.get("model_type")))
     if config.get("num_key_value_heads") is None and named and config.get(named):
-        return number(config, named)
+        one = named == "num_kv_heads" and config.get("multi_query") and not config.get("new_decoder_architecture")
+        return 1 if one else number(config, named)
     other = [name for name in ("num_kv_heads", "multi_query", "num_attention_groups") if config.get(name)]
     if other and config.get("num_key_value_heads") is None:
         raise bad("config.num_key_value_heads", f"a number: {other[0]} is not read", "absent")

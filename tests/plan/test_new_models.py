@@ -109,7 +109,11 @@ def test_scales_of_a_latent_of_deepseek_v4_are_not_guessed() -> None:
     assert held(describe(V4, kv_dtype=DType.F8E4M3))["latent", 4][2] == 512
 
 
-@pytest.mark.parametrize("config", [V4, M3, LOOPED], ids=["V4", "M3", "looped"])
+@pytest.mark.parametrize(
+    "config",
+    [V4, M3, LOOPED, {**DSA, "qk_nope_head_dim": 128, "index_topk_freq": 4}],
+    ids=["V4", "M3", "looped", "some layers indexed"],
+)
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_how_an_engine_arranges_such_pools_is_not_guessed(engine: str, config: Mapping[str, Any]) -> None:
     with raises(LocalError, match="state them by kvproto.Cache"):
@@ -199,3 +203,79 @@ def test_loops_without_end_are_refused(more: Mapping[str, Any]) -> None:
 def test_the_layers_of_a_loop_are_between_others() -> None:
     with raises(LocalError, path="config.n_output_layers"):
         describe({**LOOPED, "n_output_layers": 5})
+
+
+UNKNOWN = [
+    (GQA, "index_head_dim", 128),
+    (GQA, "swa_num_key_value_heads", 8),
+    (GQA, "ssm_cfg", {"d_state": 16}),
+    (GQA, "engram_cache_size", 3),
+    (GQA, "kv_channels", 128),
+    (GQA, "recurrent_state_size", [64, 64]),
+    (GQA, "attention_types", [[["global", "local"], 12]]),
+    (GQA, "share_cross_kv", True),
+    (DSA, "latent_window", 128),
+    (V4, "compress_overlap", 2),
+    (MAMBA, "lightning_heads", 8),
+]
+
+
+@pytest.mark.parametrize(("config", "field", "value"), UNKNOWN, ids=[field for _, field, _ in UNKNOWN])
+def test_a_field_that_may_be_about_caches_and_is_not_known_is_refused(
+    config: Mapping[str, Any], field: str, value: Any
+) -> None:
+    """A cache that nobody states is not missed: two descriptions that lack it agree."""
+    for new in ({**config, field: value}, {"text_config": {**config, field: value}}):
+        with raises(LocalError, path=f"config.{field}", match="--ignore"):
+            describe(new)
+
+
+@pytest.mark.parametrize("nothing", [None, False, 0, [], {}, 0.5, [0.5, 1.0]], ids=repr)
+def test_nothing_and_fractions_are_no_caches(nothing: Any) -> None:
+    assert describe({**GQA, "engram_cache_size": nothing}) == describe(GQA)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_local_experts": 8, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 1000},
+        {"rms_norm_eps": 1e-6, "rope_theta": 10000, "vocab_size": 32000, "intermediate_size": 11008},
+        {
+            "image_token_index": 4,
+            "vision_config": {"num_heads": 8},
+            "audio_chunk_size": 480,
+            "mtp_layer_types": ["moe"],
+        },
+        {"use_cache": True, "rope_scaling": {"type": "linear"}, "max_window_layers": 28, "sliding_window": None},
+    ],
+)
+def test_fields_of_other_things_are_not_asked_about(more: Mapping[str, Any]) -> None:
+    assert describe({**GQA, **more}) == describe(GQA)
+
+
+@pytest.mark.parametrize(("shown", "heads"), [({"multi_query": True}, 1), ({}, 71), ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 8}, 8)])  # fmt: skip
+def test_falcon_has_one_kv_head_or_as_many_as_it_says(shown: Mapping[str, Any], heads: int) -> None:
+    falcon = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
+    assert {p.lanes for p in describe({**falcon, "num_kv_heads": 71, **shown}).groups[0].parts} == {heads}
+
+
+def test_a_model_whose_code_has_other_sizes_than_its_fields_is_refused() -> None:
+    """MiMo V2 Flash as transformers saves it: nothing says that its windows have eight heads."""
+    with raises(LocalError, path="config.model_type"):
+        describe({**GQA, "model_type": "mimo_v2_flash", "layer_types": ["full_attention", "sliding_attention"] * 3})
+
+
+def test_a_draft_that_only_reads_the_target_has_no_cache_to_describe() -> None:
+    """The assistant of Gemma 4, all of whose layers share."""
+    with raises(LocalError, path="config.num_kv_shared_layers", match="has none, leave it out"):
+        describe(GQA, [{**GQA, "num_kv_shared_layers": 6}])
+
+
+def test_a_kind_of_layer_that_is_not_known_is_stated_by_hand() -> None:
+    with raises(LocalError, path="config.layer_types", match="kvproto.Cache"):
+        describe({**GQA, "layer_types": ["indexed_attention"] * 6})
+
+
+def test_a_list_of_sparse_layers_is_a_list() -> None:
+    with raises(LocalError, path="config.sparse_attention_config.sparse_attention_freq"):
+        describe({**GQA, "sparse_attention_config": {"sparse_attention_freq": 1}})
