@@ -72,6 +72,8 @@ _KINDS = {
     "mlp": "none", "moe": "none", "minimax_m3_sparse": "attention", "compressed_sparse_attention": "window",
     "heavily_compressed_attention": "window",
 }  # fmt: skip
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Model types whose "indexed_attention" is a latent and plain index keys; others pool theirs, or have K and V."""
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
@@ -187,7 +189,8 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
             "mamba": any(map(field, STATE_SIZE)),
         }
         linear = next((kind for kind, stated in like.items() if stated), "lightning")
-        kinds = [_named(kind, _KINDS, "layer_types") for kind in listed]
+        indexed = {"indexed_attention": "attention"} if field("model_type") in _INDEXED else {}
+        kinds = [_named(kind, _KINDS | indexed, "layer_types") for kind in listed]
         return [linear if kind == "linear" else kind for kind in kinds]
     for key, rest in _INDICES.items():
         if indices := field(key):
@@ -362,7 +365,9 @@ def text(config: Config) -> Config:
     if merged.get("is_encoder_decoder") or merged.get("decoder_layers"):
         wanted = "a decoder: encoder-decoders are not read, state their caches by Cache.gqa, Cache.cross, Cache.encoder"
         raise bad("config.is_encoder_decoder", wanted, merged.get("model_type", "an encoder-decoder"))
-    implied = IMPLIED.get(str(merged.get("model_type")), {})
+    implied = dict(IMPLIED.get(str(merged.get("model_type")), {}))
+    if listed := merged.get("layers_block_type"):
+        implied["num_hidden_layers"] = len(listed)
     return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
 
 
