@@ -52,7 +52,7 @@ BESIDE = frozenset((
     "conv_dim_out", "conv_use_xavier_init", "decoder_sparse_step", "full_attn_idxs", "global_attn_every_n_layers",
     "global_rope_theta", "head_dim", "hidden_size_per_layer_input", "index_block_size", "index_local_blocks",
     "index_n_heads", "index_topk", "index_topk_blocks", "linear_allow_neg_eigval", "linear_attn_alpha_factor",
-    "linear_attn_beta_factor", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "local_rope_theta",
+    "linear_attn_beta_factor", "local_rope_theta",
     "mamba_chunk_size", "mamba_conv_bias", "mamba_dt_rank", "mamba_expand", "mamba_hidden_act",
     "mamba_inner_layernorms", "mamba_norm_before_gate", "mamba_proj_bias", "mamba_rms_norm", "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype", "mamba_use_mlp", "max_window_layers", "mlp_layer_types", "n_recurrent_layers",
@@ -185,7 +185,7 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
     if listed := field("layers_block_type") or field("layer_types"):
         like = {
             "linear": any(map(field, _DELTA)),
-            "kda": field("linear_attn_config"),
+            "kda": field("linear_attn_config") or field("linear_num_heads"),
             "mamba": any(map(field, STATE_SIZE)),
         }
         linear = next((kind for kind, stated in like.items() if stated), "lightning")
@@ -368,7 +368,19 @@ def text(config: Config) -> Config:
     implied = dict(IMPLIED.get(str(merged.get("model_type")), {}))
     if listed := merged.get("layers_block_type"):
         implied["num_hidden_layers"] = len(listed)
-    return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+    found = {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+    return _paired(found) if found.get("model_type") == "dory" else found
+
+
+def _paired(config: Config) -> Config:
+    """A config that lists attention and MLP as layers of their own, in the form that counts each two as a layer."""
+    kinds = config.get("layer_types") or ()
+    if "mlp" not in kinds:
+        return config
+    if {*kinds[1::2]} != {"mlp"} or "mlp" in kinds[::2]:
+        raise bad("config.layer_types", "attention and mlp in turn", repr(kinds)[:80])
+    halves = {name: number(config, name) // 2 for name in ("num_hidden_layers", "n_input_layers", "n_output_layers")}
+    return {**config, **halves, "layer_types": kinds[::2]}
 
 
 def nested(config: Config) -> bool:

@@ -199,6 +199,8 @@ _RECURRENT = ("mamba", "linear", "kda", "lightning", "conv")
 _LATENT = {"latent": ("kv_lora_rank",), "rope": ("qk_rope_head_dim",)}
 _KERNEL = ("conv_kernel", "mamba_d_conv", "d_conv")
 _MAMBA_HEADS, _MAMBA_DIMS = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
+_KDA = {"n": ("num_heads",), "dim": ("head_dim",), "kernel": ("short_conv_kernel_size",)}
+_KDA_SAVED = {"n": ("linear_num_heads",), "dim": ("linear_head_dim",), "kernel": ("linear_conv_kernel_dim",)}
 _DELTA = {
     "key_heads": ("linear_num_key_heads",),
     "key_dim": ("linear_key_head_dim",),
@@ -225,10 +227,10 @@ def _recurrent(
         case "linear":
             return Cache.gdn(name, layers, **_sizes(config, _DELTA), **more)
         case "kda":  # a gated delta net whose q, k and v have the same heads
-            kda = _sizes(config["linear_attn_config"], {"n": ("num_heads",), "dim": ("head_dim",)})
-            kernel = number(config["linear_attn_config"], "short_conv_kernel_size")
+            saved = config.get("linear_num_heads")  # by transformers 5, beside the published form
+            kda = _sizes(config, _KDA_SAVED) if saved else _sizes(config["linear_attn_config"], _KDA)
             heads = {"key_heads": kda["n"], "value_heads": kda["n"], "key_dim": kda["dim"], "value_dim": kda["dim"]}
-            return Cache.gdn(name, layers, **heads, kernel=kernel, **more)
+            return Cache.gdn(name, layers, **heads, kernel=kda["kernel"], **more)
         case "lightning":  # a square state for each query head
             size = bytes_of(state_dtype, _head_dim(config) ** 2)
             parts = {"ssm": (state_dtype, number(config, "num_attention_heads"), size)}

@@ -164,6 +164,17 @@ def test_each_pass_of_a_loop_is_a_layer(more: Mapping[str, Any], layers: list[in
     assert held(describe({**LOOPED, **more}))["k", 1][3] == layers
 
 
+def test_attention_and_mlp_of_dory_are_one_layer() -> None:
+    """Its published form lists them apart, and counts both where it counts layers."""
+    dory: dict[str, Any] = {
+        **GQA, "model_type": "dory", "num_hidden_layers": 8, "n_input_layers": 2, "n_output_layers": 2,
+        "n_recurrent_loops": 3, "layer_types": ["full_attention", "mlp"] * 4,
+    }  # fmt: skip
+    assert held(describe(dory))["k", 1][3] == [*range(1 + 2 * 3 + 1)]
+    with raises(LocalError, path="config.layer_types", mine="attention and mlp in turn"):
+        describe({**dory, "layer_types": ["full_attention"] * 4 + ["mlp"] * 4})
+
+
 @pytest.mark.parametrize(("stack", "layers"), [({}, 6 * 2 * 4), ({"num_layers_per_stack": 1}, 6)])
 def test_each_cycle_of_a_hierarchy_is_a_layer(stack: Mapping[str, Any], layers: int) -> None:
     """KVP-GEO-W-LAYERS: HRM counts its layers itself once it has been saved."""
@@ -176,11 +187,23 @@ MAMBA = {
 }  # fmt: skip
 KDA = {
     **DSA, "index_head_dim": None, "layer_types": ["linear_attention", "full_attention"] * 5, "linear_num_heads": 32,
-    "linear_attn_config": {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4, "kda_layers": [1, 3, 5, 7, 9]},
+    "linear_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+KDA_BOTH = {
+    **KDA,
+    "linear_attn_config": {
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 3, 5, 7, 9],
+    },
+}
 
 
-@pytest.mark.parametrize(("config", "conv", "state"), [(MAMBA, 8448, 128 * 64 * 128), (KDA, 12288, 32 * 128 * 128)])
+@pytest.mark.parametrize(
+    ("config", "conv", "state"),
+    [(MAMBA, 8448, 128 * 64 * 128), (KDA, 12288, 32 * 128 * 128), (KDA_BOTH, 12288, 32 * 128 * 128)],
+)
 def test_linear_attention_is_what_the_other_fields_say(config: Mapping[str, Any], conv: int, state: int) -> None:
     """Granite 4 and Kimi Linear as transformers saves them: both have a convolution, and neither a square state."""
     groups = {g.parts[0].name: g for g in describe(config).groups}
