@@ -59,12 +59,11 @@ def word(enum: type[IntEnum], value: int) -> str:
 
 def enums_module(facts: Facts) -> str:
     """kvproto/wire/enums.py"""
-    out = [f'"""Enums and errors of v1. {HEAD}"""', "", "from enum import IntEnum", ""]
+    pages = "What each value of an enum means is in spec/v1/messages.md, below Enums."
+    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", ""]
     for name, enum in facts["enum"].items():
-        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""', ""]
-        for member, value in enum["values"].items():
-            out += [f"    {member} = {value}", f'    """{enum["docs"][member]}"""']
-        out.append("")
+        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
+        out += [*(f"    {member} = {value}" for member, value in enum["values"].items()), ""]
     out.append(_ERRORS)
     for name, error in facts["error"].items():
         texts = ", ".join(json.dumps(error[key]) for key in ("class", "recovery", "doc"))
@@ -91,17 +90,15 @@ _same = cmp_using(eq=np.array_equal)
 
 def messages_module(facts: Facts) -> str:
     """kvproto/wire/messages.py"""
-    out = [f'"""Messages and structs of v1. {HEAD}"""', _MESSAGES_HEAD]
+    pages = "Their fields are explained in spec/v1/messages.md and messages-extensions.md."
+    out = [f'"""Messages and structs of v1. {HEAD}\n\n{pages}\n"""', _MESSAGES_HEAD]
     for kind in ("struct", "message"):
         for name, body in facts[kind].items():
             out += ["", "@frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""']
             if kind == "message":
                 out.append(f"    TYPE: ClassVar[int] = 0x{body['id']:04X}")
                 out.append(f'    DELIVERY: ClassVar[str] = "{body["delivery"]}"')
-            for field in body["field"]:
-                unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
-                out += [_attribute(field, facts), f'    """{field["doc"]}{unit} Since {field["since"]}."""']
-            out.append("")
+            out += [*(_attribute(field, facts) for field in body["field"]), ""]
     union = textwrap.wrap(" | ".join(facts["message"]), 112)
     return "\n".join([*out, "", "Message = (", textwrap.indent("\n".join(union), "    "), ")"]) + "\n"
 
