@@ -258,6 +258,32 @@ class KeptPage:
 
 
 @frozen(kw_only=True)
+class _OfSession:
+    """A message of a session."""
+    session: int = field(metadata=row(1, "u64"))
+
+
+@frozen(kw_only=True)
+class _Asked(_OfSession):
+    """A request of a session, or the reply to one."""
+    request: int = field(metadata=row(2, "u64"))
+
+
+@frozen(kw_only=True)
+class _OfAttempt(_OfSession):
+    """A notice of an attempt of a transfer."""
+    sequence: int = field(metadata=row(3, "u64", min=1))
+    attempt: int = field(metadata=row(4, "u32", min=1))
+
+
+@frozen(kw_only=True)
+class _AskedOfAttempt(_Asked):
+    """A request of an attempt, or its reply."""
+    sequence: int = field(metadata=row(3, "u64", min=1))
+    attempt: int = field(metadata=row(4, "u32", min=1))
+
+
+@frozen(kw_only=True)
 class Hello:
     """Open or resume a session."""
     TYPE: ClassVar[int] = 0x0001
@@ -276,12 +302,10 @@ class Hello:
 
 
 @frozen(kw_only=True)
-class Welcome:
+class Welcome(_Asked):
     """Mint a session, and state the chosen version and features and where all ranks listen."""
     TYPE: ClassVar[int] = 0x0002
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     version: Version = field(metadata=row(3, "struct:Version"))
     engine: str = field(metadata=row(4, "str", min=1, max=128))
     incarnation: int = field(metadata=row(5, "u64"))
@@ -322,39 +346,32 @@ class Error:
 
 
 @frozen(kw_only=True)
-class Goodbye:
+class Goodbye(_OfSession):
     """Close the session in an orderly way."""
     TYPE: ClassVar[int] = 0x0005
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
     reason: str = field(metadata=row(3, "str"))
 
 
 @frozen(kw_only=True)
-class Ping:
+class Ping(_Asked):
     """Ask whether the peer is alive."""
     TYPE: ClassVar[int] = 0x0006
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
 
 
 @frozen(kw_only=True)
-class Pong:
+class Pong(_Asked):
     """The peer is alive."""
     TYPE: ClassVar[int] = 0x0007
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
 
 
 @frozen(kw_only=True)
-class Describe:
+class Describe(_Asked):
     """State the writer's geometry and ask for the reader's."""
     TYPE: ClassVar[int] = 0x0101
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     version: int = field(metadata=row(3, "u32", min=1))
     geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
@@ -362,24 +379,20 @@ class Describe:
 
 
 @frozen(kw_only=True)
-class Description:
+class Description(_Asked):
     """State the writer's geometry."""
     TYPE: ClassVar[int] = 0x0102
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     version: int = field(metadata=row(3, "u32", min=1))
     geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
 
 
 @frozen(kw_only=True)
-class Register:
+class Register(_Asked):
     """Grant a peer access to this rank's memory, and state the routes of the rank pair."""
     TYPE: ClassVar[int] = 0x0103
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     source: bytes = field(metadata=row(3, "bytes", length=32, unit="byte"))
     sink: bytes = field(metadata=row(4, "bytes", length=32, unit="byte"))
     epoch: int = field(metadata=row(5, "u32", min=1))
@@ -391,12 +404,10 @@ class Register:
 
 
 @frozen(kw_only=True)
-class Registered:
+class Registered(_Asked):
     """Confirm that the memory is mapped, and state the routes that the receiver computed."""
     TYPE: ClassVar[int] = 0x0104
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     epoch: int = field(metadata=row(3, "u32", min=1))
     transport: int = field(metadata=row(4, "enum:Transport"))
     routes: tuple[RouteRef, ...] = field(metadata=row(5, "list<struct:RouteRef>"))
@@ -405,36 +416,28 @@ class Registered:
 
 
 @frozen(kw_only=True)
-class Unregister:
+class Unregister(_Asked):
     """Ask the holder to unmap the memory of an epoch."""
     TYPE: ClassVar[int] = 0x0105
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     epoch: int = field(metadata=row(3, "u32", min=1))
     at_once: bool | None = field(default=None, metadata=row(4, "bool"))
 
 
 @frozen(kw_only=True)
-class Unregistered:
+class Unregistered(_Asked):
     """The holder has unmapped the memory, or cannot prove it."""
     TYPE: ClassVar[int] = 0x0106
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     epoch: int = field(metadata=row(3, "u32", min=1))
     proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
 
 
 @frozen(kw_only=True)
-class Transfer:
+class Transfer(_AskedOfAttempt):
     """Ask a routed source rank for the cache of one request."""
     TYPE: ClassVar[int] = 0x0201
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     ticket: bytes = field(repr=False, metadata=row(5, "bytes", length=16, unit="byte"))
     content: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
     source_version: int = field(metadata=row(7, "u32", min=1))
@@ -445,50 +448,35 @@ class Transfer:
 
 
 @frozen(kw_only=True)
-class Accepted:
+class Accepted(_AskedOfAttempt):
     """The transfer will be answered by Done or Failed."""
     TYPE: ClassVar[int] = 0x0202
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
 
 
 @frozen(kw_only=True)
-class Grant:
+class Grant(_AskedOfAttempt):
     """Name items of a transfer that was sent as an intent."""
     TYPE: ClassVar[int] = 0x0203
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     grants: tuple[Grants, ...] = field(metadata=row(5, "list<struct:Grants>", min=1))
 
 
 @frozen(kw_only=True)
-class Progress:
+class Progress(_OfAttempt):
     """Progress of the source with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
     tokens: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
 
 
 @frozen(kw_only=True)
-class Done:
+class Done(_AskedOfAttempt):
     """Every byte of this writer is at its destination."""
     TYPE: ClassVar[int] = 0x0205
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     writer: int = field(metadata=row(5, "u32"))
     groups: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u32>", min=1))
     bytes: int = field(metadata=row(7, "u64", unit="byte"))
@@ -499,25 +487,17 @@ class Done:
 
 
 @frozen(kw_only=True)
-class DoneAck:
+class DoneAck(_AskedOfAttempt):
     """Done or Failed has arrived."""
     TYPE: ClassVar[int] = 0x0206
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
 
 
 @frozen(kw_only=True)
-class Failed:
+class Failed(_AskedOfAttempt):
     """The transfer ends without its bytes; this proves nothing about writes."""
     TYPE: ClassVar[int] = 0x0207
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     code: int = field(metadata=row(5, "enum:ErrorCode"))
     path: str = field(metadata=row(6, "str"))
     mine: str = field(metadata=row(7, "str"))
@@ -526,37 +506,26 @@ class Failed:
 
 
 @frozen(kw_only=True)
-class Abort:
+class Abort(_AskedOfAttempt):
     """Stop the attempt."""
     TYPE: ClassVar[int] = 0x0208
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     reason: str = field(metadata=row(5, "str"))
 
 
 @frozen(kw_only=True)
-class Drained:
+class Drained(_AskedOfAttempt):
     """State what is known of the attempt's writes."""
     TYPE: ClassVar[int] = 0x0209
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     proof: enums.Proof = field(metadata=row(5, "enum:Proof"))
 
 
 @frozen(kw_only=True)
-class Chunk:
+class Chunk(_OfAttempt):
     """A staging slot of the sink holds the next bytes of the packed stream."""
     TYPE: ClassVar[int] = 0x0301
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     slot: int = field(metadata=row(5, "u32"))
     offset: int = field(metadata=row(6, "u64", unit="byte"))
     bytes: int = field(metadata=row(7, "u32", min=1, unit="byte"))
@@ -565,11 +534,10 @@ class Chunk:
 
 
 @frozen(kw_only=True)
-class Credit:
+class Credit(_OfSession):
     """Slots that the source may fill, or bytes that it may send, before it must wait."""
     TYPE: ClassVar[int] = 0x0302
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
     kind: enums.CreditKind = field(metadata=row(3, "enum:CreditKind"))
     slots: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(4, "array<u32>"))
     total: int | None = field(default=None, metadata=row(5, "u64", unit="byte"))
@@ -577,13 +545,10 @@ class Credit:
 
 
 @frozen(kw_only=True)
-class Data:
+class Data(_OfAttempt):
     """The next bytes of the packed stream, inside the session."""
     TYPE: ClassVar[int] = 0x0303
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     offset: int = field(metadata=row(5, "u64", unit="byte"))
     data: bytes = field(metadata=row(6, "bytes", min=1, max=262144, unit="byte"))
     last: bool = field(metadata=row(7, "bool"))
@@ -591,14 +556,10 @@ class Data:
 
 
 @frozen(kw_only=True)
-class Offer:
+class Offer(_AskedOfAttempt):
     """The items may be read until the lease ends."""
     TYPE: ClassVar[int] = 0x0401
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     writer: int = field(metadata=row(5, "u32"))
     epoch: int = field(metadata=row(6, "u32", min=1))
     grants: tuple[Grants, ...] = field(metadata=row(7, "list<struct:Grants>", min=1))
@@ -610,68 +571,49 @@ class Offer:
 
 
 @frozen(kw_only=True)
-class Pulled:
+class Pulled(_AskedOfAttempt):
     """Every byte of the offer has been read, or no more will be."""
     TYPE: ClassVar[int] = 0x0402
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     bytes: int = field(metadata=row(5, "u64", unit="byte"))
 
 
 @frozen(kw_only=True)
-class Released:
+class Released(_OfAttempt):
     """The lease is over and the items may change."""
     TYPE: ClassVar[int] = 0x0403
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
 
 
 @frozen(kw_only=True)
-class Renew:
+class Renew(_AskedOfAttempt):
     """Ask for a longer lease."""
     TYPE: ClassVar[int] = 0x0404
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
 
 
 @frozen(kw_only=True)
-class Renewed:
+class Renewed(_AskedOfAttempt):
     """State how long the lease is from now on."""
     TYPE: ClassVar[int] = 0x0405
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
-    sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
     lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
 
 
 @frozen(kw_only=True)
-class Watch:
+class Watch(_Asked):
     """Ask which cached pages the source rank has, and ask to be told of changes."""
     TYPE: ClassVar[int] = 0x0501
     DELIVERY: ClassVar[str] = "request"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     after: bytes | None = field(default=None, metadata=row(5, "bytes", length=32))
 
 
 @frozen(kw_only=True)
-class Watched:
+class Watched(_Asked):
     """A piece of the list of cached pages."""
     TYPE: ClassVar[int] = 0x0502
     DELIVERY: ClassVar[str] = "reply"
-    session: int = field(metadata=row(1, "u64"))
-    request: int = field(metadata=row(2, "u64"))
     number: int = field(metadata=row(5, "u64"))
     namespace: bytes = field(metadata=row(6, "bytes", length=32))
     page: int = field(metadata=row(7, "u32", min=1, unit="token"))
@@ -681,11 +623,10 @@ class Watched:
 
 
 @frozen(kw_only=True)
-class Kept:
+class Kept(_OfSession):
     """Cached pages that have come, gone or moved, and where they are now."""
     TYPE: ClassVar[int] = 0x0503
     DELIVERY: ClassVar[str] = "notice"
-    session: int = field(metadata=row(1, "u64"))
     number: int = field(metadata=row(5, "u64", min=1))
     pages: tuple[KeptPage, ...] = field(metadata=row(6, "list<struct:KeptPage>", min=1, max=1024))
 
