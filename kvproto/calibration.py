@@ -26,9 +26,6 @@ from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, Costed
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import read_json
 
-__all__ = ["Advice", "Cost", "Estimate", "Host", "Probe", "Slow", "advise", "estimates", "fit", "floors", "load"]
-__all__ += ["LEAST_MEMORY", "LENGTHS", "ORIGIN", "load_costs", "probe", "reference_costs", "save"]
-
 LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _QUICK_LENGTHS = (256, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
 LEAST_MEMORY = 4 << 20

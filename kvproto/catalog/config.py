@@ -7,8 +7,6 @@ from typing import Any
 
 from kvproto.errors import U32, bad
 
-__all__ = ["MOST_LAYERS", "STATE_SIZE", "Config", "draft_of", "layer_kinds", "nested", "number", "text"]
-
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
 IMPLIED: dict[str, Config] = {

@@ -18,8 +18,6 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Columns
 
-__all__ = ["Array", "RankMemory", "Slab", "rank_memory"]
-
 WORDS = {"L": "layer", "P": "part", "B": "block", "N": "token", "H": "head", "C": "byte"}
 
 

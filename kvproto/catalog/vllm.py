@@ -20,8 +20,6 @@ from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
 
-__all__ = ["BACKENDS", "LAYOUTS", "Backend", "arrange"]
-
 
 @attrs.frozen
 class Backend:

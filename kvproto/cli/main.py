@@ -23,8 +23,6 @@ from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["GROUP", "main", "parser"]
-
 GROUP = "kvproto.commands"
 """The entry points of other packages' commands: functions that add a parser, whose default `run` takes its arguments.
 

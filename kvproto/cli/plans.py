@@ -30,25 +30,6 @@ from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
 
-__all__ = [
-    "REFUSED",
-    "Moved",
-    "Request",
-    "Spread",
-    "add",
-    "advise_spread",
-    "as_data",
-    "chosen",
-    "compatible",
-    "programs",
-    "read_config",
-    "read_geometry",
-    "run",
-    "shown",
-    "spread",
-    "spreads",
-]
-
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""
 _MOST_TOKENS = 1 << 24

@@ -15,8 +15,6 @@ from typing import Any
 from kvproto.calibration import LEAST_MEMORY, Probe, probe, save
 from kvproto.transport import names
 
-__all__ = ["SLOW", "add"]
-
 SLOW = 4
 """The exit status if a path is slower than it should be."""
 Tell = Callable[[str, int, int], None]

@@ -19,9 +19,6 @@ from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.store import open_store
 from kvproto.wire.messages import Manifest
 
-__all__ = ["add"]
-
-
 _LEAST = 8
 """The fewest digits that name a namespace to delete."""
 

@@ -11,8 +11,6 @@ from kvproto import events as e
 from kvproto.errors import KvprotoError
 from kvproto.observability.names import BUCKETS, METRICS
 
-__all__ = ["Counts", "MetricSample", "sample"]
-
 
 class MetricSample(TypedDict):
     """One series of one metric, in plain values."""

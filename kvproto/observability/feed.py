@@ -28,8 +28,6 @@ from kvproto.net import check_address
 from kvproto.observability.counts import MetricSample
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["FeedServer"]
-
 _FOLLOWERS = 8
 _KEPT = 1 << 20
 """The most bytes that wait for one follower."""

@@ -17,7 +17,7 @@ from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
-from kvproto.transport.base import Layer
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Begin, Grants, HandOff
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.base import Layer
+from kvproto.transport.staging.packed import Layer
 
 __all__ = ["Available", "CopyStep", "SendProgress", "layers_of"]
 

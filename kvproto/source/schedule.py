@@ -16,7 +16,8 @@ from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.source.prefill import Prefill, asked_tokens, check_ends
 from kvproto.source.progress import Available, CopyStep, SendProgress
-from kvproto.transport.base import Layer, Stream
+from kvproto.transport.base import Stream
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Begin, Grants, HandOff
 

@@ -17,8 +17,6 @@ from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 from kvproto.tiers.workers import Workers
 
-__all__ = ["FileStore", "make_folders", "sync_folder", "write_whole"]
-
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""
 SYNCS = 16

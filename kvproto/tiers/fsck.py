@@ -11,8 +11,6 @@ from kvproto.tiers.manifest import ObjectReferences, object_key
 from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.messages import Manifest
 
-__all__ = ["GRACE", "DamagedPage", "StoreReport", "check_store", "delete_page", "prune"]
-
 GRACE = 600.0
 """Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""
 _TRIES = 3

@@ -24,8 +24,6 @@ from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
 
-__all__ = ["HostCopies", "as_pool"]
-
 
 class HostCopies:
     """The pool of one rank, host memory for `slots` pages, and the copies between them."""

@@ -15,9 +15,6 @@ from kvproto.wire import decode_struct
 from kvproto.wire.enums import ErrorCode, KeyForm
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["Data", "ObjectReferences", "make_manifest", "manifest_key", "matches", "names", "object_key"]
-__all__ += ["parse_manifest"]
-
 Data = bytes | bytearray | memoryview
 _FIELDS = [field.name for field in attrs.fields(PageComponent)]
 _stated = attrgetter(*_FIELDS)

@@ -31,8 +31,6 @@ from kvproto.tiers.file_store import make_folders, sync_folder, write_whole
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BatchStore, IntoStore
 
-__all__ = ["PackFile", "PackStore"]
-
 _TAIL = struct.Struct("<QId8s")
 """Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
 _MAGIC, _FAMILY = b"kvpack1\n", b"kvpack"

@@ -35,8 +35,6 @@ from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
 from kvproto.wire.enums import ErrorCode, LengthRule, Tier
 
-__all__ = ["Agreement", "PageCache", "PageLease", "WritePolicy", "patience"]
-
 LENGTHS = 8192
 """Lengths that one vector has room for: 16 prompts of 32K tokens in pages of 64. Pages beyond are computed."""
 _DIGEST, _SLOTS, _HEAD = slice(0, 16), 16, 17

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from kvproto.errors import U32, check_whole
 from kvproto.wire.enums import KeyForm
 
-__all__ = ["Chain", "namespace"]
-
 _NAMESPACE, _PAGE = b"kvproto namespace 1\0", b"kvproto page 1\0"
 
 

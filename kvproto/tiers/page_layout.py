@@ -14,8 +14,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
 
-__all__ = ["PageComponent", "PageLayout", "page_layout", "row_bytes", "single_rank", "usable_lengths"]
-
 
 @attrs.frozen
 class PageComponent:

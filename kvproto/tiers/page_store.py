@@ -31,8 +31,6 @@ from kvproto.wire import encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
 
-__all__ = ["BufferPool", "PageBuffers", "PageStore"]
-
 SPARE = 256 << 20
 """Most bytes of buffers that are kept for later."""
 

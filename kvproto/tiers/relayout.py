@@ -30,8 +30,6 @@ from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
 
-__all__ = ["RelayoutReader", "geometry_key"]
-
 FRESH = 5.0
 """Seconds after which the Descriptions in the store are listed again."""
 

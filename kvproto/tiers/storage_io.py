@@ -17,8 +17,6 @@ from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import BatchStore
 from kvproto.tiers.workers import Workers
 
-__all__ = ["StorageIO", "StorageRead"]
-
 _BATCH_BYTES = 64 << 20
 """Most bytes that are written in one call, so that a slow disk is not taken for one that hangs."""
 

@@ -15,8 +15,6 @@ from kvproto.errors import LocalError
 from kvproto.tiers.manifest import Data
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["BatchStore", "IntoStore", "Store", "get_manifest", "open_store"]
-
 BATCH = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""
 LONGEST = 1 << 20

@@ -18,8 +18,6 @@ from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Store, open_store
 from kvproto.transport.loading import pager
 
-__all__ = ["Tiers"]
-
 _OF_STORAGE = "missed", "damaged", "evicted"
 _PAGES = "device", "host", "new", "fetched", "stored", "not_kept", "not_stored", *_OF_STORAGE
 """Label values of `kvproto_tier_pages_total`."""

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["Workers"]
-
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")

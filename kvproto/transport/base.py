@@ -22,12 +22,6 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
 
-__all__ = [
-    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory",
-    "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
-    "bells", "connect_each", "no_handle",
-]  # fmt: skip
-
 
 class Memory(Protocol):
     """Contiguous bytes of this process that a transport can share: one region of Register."""

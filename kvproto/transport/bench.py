@@ -15,9 +15,6 @@ import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
 
-__all__ = ["HOST", "LAYERS", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor"]
-__all__ += ["Measured", "Prepare", "RunOnce", "Sample", "program", "same_path", "scattered"]
-
 RunOnce = Callable[[], float]
 """Copies once and returns the seconds that it took."""
 Prepare = Callable[[CopyProgram], RunOnce]

@@ -11,8 +11,6 @@ from kvproto.transport.base import Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Measured
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["GROUP", "default", "find", "load", "names", "opened", "pager", "usable"]
-
 GROUP = "kvproto.transports"
 
 

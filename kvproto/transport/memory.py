@@ -14,8 +14,6 @@ from kvproto.transport.base import Allocation, Memory
 from kvproto.transport.loading import find, names, usable
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["adopt", "adopt_all", "allocate"]
-
 
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:
     """`length` zeroed bytes of a GPU, or by default of host memory that other processes can map.

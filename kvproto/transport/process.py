@@ -13,8 +13,6 @@ from pathlib import Path
 
 from kvproto.wire.messages import Process
 
-__all__ = ["Watch", "boot_id", "pid_namespace", "start_time", "this_process"]
-
 
 @cache
 def boot_id() -> bytes:

@@ -22,8 +22,6 @@ from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
-__all__ = ["LARGEST", "read_canonical"]
-
 LARGEST = 1 << 16
 """The largest body that becomes objects before it is checked, in bytes."""
 _LONGEST = max(map(len, tables.FIELDS.values()))

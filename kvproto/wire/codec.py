@@ -28,8 +28,6 @@ from kvproto.wire.strict import read_whole
 from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack
 
-__all__ = ["decode", "decode_struct", "encode", "encode_struct", "message_class"]
-
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 _ENVELOPE = struct.Struct("<4sBBHHHI")

@@ -13,8 +13,6 @@ from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, decode, decode_struct, message_class
 from kvproto.wire.strict import read_whole
 
-__all__ = ["explain"]
-
 _WIDTH = 12
 """Bytes on a line."""
 _LINES = 3

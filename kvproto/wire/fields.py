@@ -10,8 +10,6 @@ from msgpack import ExtType
 
 from kvproto.wire import tables
 
-__all__ = ["BITS", "DTYPES", "count_values", "ends", "ext", "handler", "integers"]
-
 Handler = TypeVar("Handler")
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}
 """Ext code to the element type of a number array."""

@@ -11,8 +11,6 @@ from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, message_class
 from kvproto.wire.strict import read_whole
 
-__all__ = ["Head", "read_head"]
-
 _IDS = ("session", "request", "sequence", "attempt")
 
 

@@ -14,8 +14,6 @@ from kvproto.wire.fields import BITS
 from kvproto.wire.reader import refuse
 from kvproto.wire.writer import check_field, check_rules
 
-__all__ = ["from_json", "to_json"]
-
 T = TypeVar("T")
 REDACTED = "(secret)"
 _DECIMAL = re.compile(r"0|[1-9][0-9]*", re.ASCII)

@@ -10,8 +10,6 @@ from typing import Any
 from kvproto.errors import WireError
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["DEPTH", "map_of", "plain", "read_json", "refuse"]
-
 DEPTH = 16
 """The most levels of maps and lists within each other."""
 _SHOWN = 200

@@ -11,8 +11,6 @@ from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import DTYPES, ends
 
-__all__ = ["Fault", "Reader", "refuse"]
-
 
 def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError:
     """A WireError; `mine` is what the spec wants, `yours` what came."""

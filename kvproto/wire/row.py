@@ -6,8 +6,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Field", "row", "rows"]
-
 Field = tuple[int, str, str, bool, int | None, int | None, int | None]
 """id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""
 

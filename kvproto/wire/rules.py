@@ -13,8 +13,6 @@ from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import Fault
 
-__all__ = ["check"]
-
 _Break = tuple[str, object, object]
 """Path below the map, the value that the rule wants, the value that came."""
 _Rule = Callable[[Any], _Break | None]

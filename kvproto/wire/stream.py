@@ -11,8 +11,6 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Message
 from kvproto.wire.reader import refuse
 
-__all__ = ["Decoder"]
-
 
 class Decoder:
     """Cuts a stream into frames: the same messages and errors wherever the bytes were cut (KVP-STREAM-*).

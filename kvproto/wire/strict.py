@@ -15,8 +15,6 @@ from kvproto.wire.reader import Fault, Reader, refuse
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
-__all__ = ["read_whole"]
-
 Read = Callable[[Reader, int], Any]
 
 

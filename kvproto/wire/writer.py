@@ -16,8 +16,6 @@ from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
 
-__all__ = ["check_field", "check_rules", "pack", "validate"]
-
 Write = Callable[[Any], Any]
 # tuples, as a union of types would be made again at each check
 _INTEGERS = (int, np.integer)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.events import Over, Refused
 from kvproto.net import Dialer, Listener, private_address
+from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.rank.pool import columns_without_gaps

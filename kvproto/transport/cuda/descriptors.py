@@ -16,8 +16,6 @@ import tempfile
 import threading
 from functools import cache
 
-__all__ = ["fetch", "offer", "withdraw"]
-
 _PATIENCE = 5.0
 """Seconds that one exchange may take."""
 

@@ -8,8 +8,6 @@ from kvproto.transport.base import Memory
 from kvproto.transport.cuda.copier import Copier, DeviceCopy
 from kvproto.transport.cuda.driver import call, driver
 
-__all__ = ["After", "follow"]
-
 _NONE_NEEDED = -1
 """The stream that a consumer which orders its own work passes to DLPack."""
 

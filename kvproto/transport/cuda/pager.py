@@ -12,13 +12,11 @@ import numpy as np
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
 from kvproto.transport.base import Memory, Pager, Paging, Regions
-from kvproto.transport.cuda.copier import Copier, CopyJob, Prepared, Series
+from kvproto.transport.cuda.copier import Copier, Series
 from kvproto.transport.cuda.driver import call, current, driver
-from kvproto.transport.cuda.kernel import LONG, PerProgramCache
+from kvproto.transport.cuda.kernel import LONG, CopyJob, PerProgramCache, Prepared
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.memory import allocate
-
-__all__ = ["CudaPager"]
 
 _BLOCKS = 8
 """Thread blocks of a launch in each direction: enough to fill the bus, and few of those that compute."""

@@ -10,8 +10,6 @@ from kvproto.transport.base import Allocation, Memory, Pager, Provider, Regions,
 from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["PROVIDER", "long_runs"]
-
 _DLPACK_CUDA = 2
 _SLOW = "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU"
 

@@ -17,13 +17,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram, RowMap, Side
 from kvproto.errors import LocalError
 from kvproto.transport.cuda import kernel
-from kvproto.transport.staging.packed import Order, Side, StreamColumns
+from kvproto.transport.staging.packed import Order, StreamColumns
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["PART", "ChunkCopies", "PartLaunch", "StreamSide", "StreamTable"]
 
 _HEAD = struct.Struct("<IIQQ")
 PART = _HEAD.size + kernel.FEW_CLASSES * kernel.CLASS.itemsize

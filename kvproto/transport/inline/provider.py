@@ -9,8 +9,6 @@ from kvproto.transport.bench import Measured
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.transport.shm.memory import SharedMemory
 
-__all__ = ["PROVIDER"]
-
 
 class _InlineProvider(Provider):
     name = "inline"

@@ -21,8 +21,6 @@ from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Data, Handle, Region
 
-__all__ = ["FRAME", "WINDOW", "DataPiece", "InlineLink", "InlineReceiver", "InlineStream", "InlineTransport"]
-
 FRAME = 128 << 10
 """Bytes of one Data."""
 WINDOW = 2 << 20

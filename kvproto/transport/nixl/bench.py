@@ -26,8 +26,6 @@ from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["job"]
-
 _SLOTS = 4
 _PATIENCE = 30.0
 

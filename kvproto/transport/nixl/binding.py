@@ -13,8 +13,6 @@ from kvproto.errors import LocalError
 from kvproto.transport.nixl.handle import ByteRange, HandleContents
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["Descriptors", "Nixl"]
-
 Descriptors = npt.NDArray[np.uint64]
 """Rows (address, bytes, device) [n, 3]."""
 Located = tuple[Descriptors, MemoryKind]

@@ -14,10 +14,6 @@ from kvproto.errors import LocalError, RemoteError, bad
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 
-__all__ = [
-    "DEVICE_FLOOR", "Costs", "DirectWrite", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
-]  # fmt: skip
-
 
 def descriptors(
     program: CopyProgram, sources: Mapping[int, int], sinks: Mapping[int, int]

@@ -21,8 +21,6 @@ import numpy as np
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode, MemoryKind
 
-__all__ = ["ByteRange", "HandleContents"]
-
 _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
 _MOST_METADATA = 1 << 16

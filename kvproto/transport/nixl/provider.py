@@ -10,9 +10,6 @@ from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, WriteMode
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.wire.enums import MemoryKind
 
-__all__ = ["PROVIDER", "costs_of"]
-
-
 _SLOW = "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES"
 _PACKED = "index_select, one peer copy, index_copy"
 _DIRECT = "one descriptor for each run, as UCX takes them"

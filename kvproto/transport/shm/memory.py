@@ -28,8 +28,6 @@ from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["SharedMapping", "SharedMemory", "allocatable_bytes", "buffers", "connect", "owner_of", "owning_process"]
-
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -13,8 +13,6 @@ from kvproto.transport.bench import HOST, Absent, BenchJob, BenchPath, CostedWay
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.transport.shm.transport import HostPager, ShmTransport
 
-__all__ = ["PROVIDER"]
-
 _DLPACK_CPU = 1
 
 

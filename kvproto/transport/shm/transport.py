@@ -19,8 +19,6 @@ from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
 
-__all__ = ["HostPager", "ShmCopy", "ShmTransport"]
-
 _buffers = partial(buffers, wanted="memory that SHM can share", kinds=(SharedMemory, SharedMapping))
 _PART = 16 << 20
 """Bytes copied between two looks at the clock."""

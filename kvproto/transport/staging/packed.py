@@ -29,11 +29,6 @@ from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
 from kvproto.wire.enums import CreditKind, ErrorCode
 
-__all__ = [
-    "IncomingStream", "Layer", "Order", "OutgoingStream", "PackedLink", "PackedStream", "Packer", "PendingCopy", "Side",
-    "StreamColumns",
-]  # fmt: skip
-
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""
 Bytes = npt.NDArray[np.uint8]

@@ -27,8 +27,6 @@ from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, Pac
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
 
-__all__ = ["LEAST_SLOTS", "ChunkPiece", "StagedLink", "StagedReceiver", "StagedSender", "Staging", "Target"]
-
 LEAST_SLOTS = 3
 """One to fill, one under way, and one to empty."""
 
