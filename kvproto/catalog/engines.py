@@ -16,7 +16,7 @@ from kvproto.catalog.models import (
     Arranged,
     KvDtype,
     Make,
-    Setup as Setup,
+    Setup,
     cache_kind,
     check_heads,
     dtype_of,
@@ -30,6 +30,8 @@ from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.layout import lay_out
 from kvproto.wire.enums import DType
+
+__all__ = ["ENGINES", "EngineProfile", "Pools", "Setup", "pools"]
 
 
 @attrs.frozen
