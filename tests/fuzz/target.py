@@ -3,8 +3,6 @@
 The first byte picks a message or struct whose body follows; 0xff means a whole frame, 0xfe a stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

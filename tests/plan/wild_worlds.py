@@ -4,8 +4,6 @@ A world is a source and a sink of the same caches. Each side groups the parts, o
 lanes, cuts parts into sections and deals the tokens as it likes, and now and then states something that does not fit.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The JAX engine against the torch engine: tokens, logits, and whose memory the pools are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ Pools are SGLang's own or those of `standins`: what is written and read goes by 
 layer and part is numbered by model, layer, token, head and element alone, so a value that lands elsewhere shows.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 `classes` makes the pools: `Standins`, or SGLang's own classes (tools/engines/sglang_handover.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A disk that loses power: what was synced is there, and of everything else any part, in any order."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat

@@ -1,7 +1,5 @@
 """Every back end there is, each for real: S3 is moto's server, in a thread."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
