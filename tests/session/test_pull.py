@@ -11,21 +11,8 @@ from kvproto.errors import RemoteError
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
-from kvproto.wire.messages import (
-    Abort,
-    Begin,
-    Done,
-    Error,
-    Geometry,
-    HandOff,
-    Offer,
-    Pulled,
-    Register,
-    Released,
-    Renew,
-    Renewed,
-)
 from tests.pools import allocate, memory
 from tests.session.driver import (
     PAGES,
@@ -48,7 +35,7 @@ class PullWorld(Hearing):
 
     features = (Feature.VERIFY, Feature.PULL)
 
-    def __init__(self, source: Geometry) -> None:
+    def __init__(self, source: m.Geometry) -> None:
         super().__init__(source)
         self.kept: dict[str, Pool] = {
             f"s{r.rank}": allocate(source, r.rank, {g.id: PAGES for g in source.groups}) for r in source.ranks
@@ -117,7 +104,7 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
 
     def damaged(to: str, frame: bytes) -> int:
         message = decode(frame)
-        if isinstance(message, Register) and message.access == Access.READ:
+        if isinstance(message, m.Register) and message.access == Access.READ:
             world.sinks[to].receive("s0", frame[:-1], world.now)
             return 0
         return world.hear(to, frame)
@@ -170,7 +157,7 @@ def test_offer_pulled_released(source_tp: int, sink_tp: int) -> None:
         world.read(name)
     assert [len(world.events(d, "Arrived")) for d in world.sinks] == [1] * sink_tp
     assert [len(world.events(s, "Released")) for s in world.sources] == [1] * source_tp
-    assert [len(world.of(m)) for m in (Offer, Pulled, Released, Done)] == [source_tp * sink_tp] * 3 + [0]
+    assert [len(world.of(x)) for x in (m.Offer, m.Pulled, m.Released, m.Done)] == [source_tp * sink_tp] * 3 + [0]
     done = [d for name in world.sinks for e in world.events(name, "Arrived") for d in e.done]
     assert sorted(d.writer for d in done) == sorted(list(range(source_tp)) * sink_tp)
     serves_another(world)
@@ -181,7 +168,7 @@ def test_released_of_one_rank_comes_while_another_is_awaited() -> None:
     asked(world)
     world.serve("s0")
     world.read("d0")
-    assert [len(world.of(m)) for m in (Pulled, Released, Error)] == [1, 1, 0]
+    assert [len(world.of(x)) for x in (m.Pulled, m.Released, m.Error)] == [1, 1, 0]
     world.serve("s1")
     world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, Offered) or e.offer.writer == 1]
     world.read("d0")
@@ -190,7 +177,7 @@ def test_released_of_one_rank_comes_while_another_is_awaited() -> None:
 
 def test_both_sides_register() -> None:
     world = ready(1)
-    sink, source = sorted(world.of(Register), key=lambda m: int(m.access))
+    sink, source = sorted(world.of(m.Register), key=lambda x: int(x.access))
     assert (sink.access, source.access) == (Access.WRITE, Access.READ)
     assert [bytes(h.data) for r in sink.regions for h in r.handles] == [b""]
     assert (sink.source, sink.sink, sink.plan, sink.routes) == (source.source, source.sink, source.plan, source.routes)
@@ -225,7 +212,7 @@ def twist(world: World, cls: type, **changes: Any) -> None:
 def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     changes, code, path = LIES[lie]
     world = PullWorld(geometry(1))
-    twist(world, Register, **changes)
+    twist(world, m.Register, **changes)
     world.join("d0", geometry(1))
     for name, by_us in (("d0", True), ("s0", False)):
         (event,) = world.events(name, "Refused")
@@ -260,7 +247,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     (session,) = world.sources["s0"].sessions.values()
     pool, described = world.pools["d0"], session.described
     session.request(
-        Register, 0.0, source=described.of_source.digest, sink=described.of_sink.digest, epoch=1, access=Access.READ,
+        m.Register, 0.0, source=described.of_source.digest, sink=described.of_sink.digest, epoch=1, access=Access.READ,
         regions=(memory(pool).region,), columns=tuple(pool.layout.columns.values()), plan=described.plan.digest,
         routes=described.refs,
     )  # fmt: skip
@@ -272,8 +259,8 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
 BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "writer": ({"writer": 1}, ErrorCode.WRONG_PEER),
     "epoch": ({"epoch": 2}, ErrorCode.BAD_GRANT),
-    "handoff": ({"handoff": (HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
-    "begins": ({"begins": (Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
+    "handoff": ({"handoff": (m.HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
+    "begins": ({"begins": (m.Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
 }
 BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
     "beyond the pool": (np.array([0, PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
@@ -285,7 +272,7 @@ BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
 def nothing_was_read(world: PullWorld, code: ErrorCode) -> None:
     assert not world.events("d0", "Offered")
     assert world.lost() == [(code, Proof.PROVEN)]
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     assert len(world.events("s0", "Released")) == 1
 
 
@@ -295,7 +282,7 @@ def test_an_offer_that_lies_is_refused_and_nothing_is_read(case: str) -> None:
     others = {"grants": tuple(grants(world.kept["s0"], 6)[g] for g in (0, 2))}
     changes, code = BAD.get(case, (others, ErrorCode.BAD_GRANT))
     honest = world.sources["s0"].to_send
-    twist(world, Offer, **changes)
+    twist(world, m.Offer, **changes)
     asked(world)
     world.serve()
     nothing_was_read(world, code)
@@ -317,7 +304,7 @@ def test_done_in_place_of_an_offer_is_refused() -> None:
     world = ready(1)
     asked(world)
     (event,) = world.events("s0", "TransferRequested")
-    done = Done(
+    done = m.Done(
         session=event.session, request=99, sequence=1, attempt=1, writer=0, groups=event.transfer.writers, bytes=1,
         outcome=Outcome.CONTINUE, handoff=(),
     )  # fmt: skip
@@ -331,7 +318,7 @@ def test_released_while_it_is_read_spoils_the_transfer() -> None:
     sink = world.sinks["d0"]
     assert sink.may_read(event.attempt, world.now)
     offer = event.offer
-    notice = Released(session=offer.session, sequence=offer.sequence, attempt=offer.attempt)
+    notice = m.Released(session=offer.session, sequence=offer.sequence, attempt=offer.attempt)
     sink.receive("s0", encode(notice), world.now)
     assert not sink.wanted(event.attempt)
     assert not world.events("d0", "Lost")  # its own copy writes on
@@ -345,13 +332,13 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world = ready(1)
     asked(world)
     world.pass_time(8.0)
-    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Renew)
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), m.Renew)
     world.serve()
     (event,) = world.events("d0", "Offered")
     assert not world.sinks["d0"].may_read(event.attempt, world.now)
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
-    assert len(world.of(Renew)) == 2
+    assert len(world.of(m.Renew)) == 2
     ((session, *_),) = [world.sinks["d0"].sessions.values()]
     lease = session.attempts[1].lease
     assert lease.end == 8.0 + LEASE * 63 / 64  # from when the Renew was sent first
@@ -362,9 +349,9 @@ def test_renew_in_time_is_answered_by_what_the_ticket_leaves() -> None:
     world = ready(1)
     asked(world, deadline=12)
     world.serve()
-    assert world.of(Offer)[0].lease == 10_000
+    assert world.of(m.Offer)[0].lease == 10_000
     world.pass_time(6.0)
-    (renewed,) = world.of(Renewed)
+    (renewed,) = world.of(m.Renewed)
     assert renewed.lease == 6_000
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
@@ -379,7 +366,7 @@ def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
     world.pass_time(0.0)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path, lost.proof) == (ErrorCode.DEADLINE, "lease", Proof.PROVEN)
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     assert len(world.events("s0", "Released")) == 1
     serves_another(world)
 
@@ -393,7 +380,7 @@ def test_a_copy_that_outlives_its_lease_is_lost() -> None:
     sink.read(event.attempt, 1, world.now + 10.0)
     world.run()
     assert world.lost() == [(ErrorCode.DEADLINE, Proof.PROVEN)]
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     serves_another(world)
 
 
@@ -408,7 +395,7 @@ def test_abort_waits_for_the_sinks_own_copy(proof: Proof) -> None:
     assert sink.may_read(first.attempt, world.now)
     sink.abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.run()
-    assert [m.session for m in world.of(Abort)] == [second.offer.session]
+    assert [x.session for x in world.of(m.Abort)] == [second.offer.session]
     assert [len(world.events(s, "Released")) for s in world.sources] == [0, 1]
     assert not world.events("d0", "Lost")
     assert not sink.may_read(second.attempt, world.now)
@@ -479,14 +466,14 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
     world = ready(1)
     asked(world)
     world.serve()
-    (offer,) = world.of(Offer)
+    (offer,) = world.of(m.Offer)
     for _ in range(2):
         world.sinks["d0"].receive("s0", encode(offer), world.now)
     world.run()
     assert len(world.events("d0", "Offered")) == 1
     world.read("d0")
     world.hears("d0", offer)
-    assert [m.bytes for m in world.of(Pulled)] == [1, 1]
+    assert [x.bytes for x in world.of(m.Pulled)] == [1, 1]
     assert len(world.events("d0", "Arrived")) == 1
 
 
@@ -513,7 +500,7 @@ def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
     assert not world.events("d0", "Offered")
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     world.pass_time(60.0)
-    assert len(world.of(Offer)) == 1  # it is not sent again
+    assert len(world.of(m.Offer)) == 1  # it is not sent again
     serves_another(world)
 
 
@@ -522,7 +509,7 @@ def test_renew_of_what_was_never_offered() -> None:
     asked(world)
     (number,) = world.sources["s0"].sessions
     world.sources["s0"].receive(
-        "d0", encode(Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
+        "d0", encode(m.Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
     )
     world.run()
     assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
