@@ -22,7 +22,7 @@ class SessionState(Enum):
 
 
 class TransferState(Enum):
-    """One attempt of one transfer, inside a session that is ready."""
+    """One transfer, inside a session that is ready."""
 
     __hash__ = object.__hash__  # rows are looked up by it for every message
 

@@ -11,7 +11,7 @@ from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, message_class
 from kvproto.wire.strict import read_whole
 
-_IDS = ("session", "request", "sequence", "attempt")
+_IDS = ("session", "request", "sequence")
 
 
 @attrs.frozen
@@ -22,7 +22,6 @@ class Head:
     session: int | None = None
     request: int | None = None
     sequence: int | None = None
-    attempt: int | None = None
 
     @classmethod
     def of(cls, message: Any) -> Head:

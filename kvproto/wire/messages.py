@@ -270,17 +270,15 @@ class _Asked(_OfSession):
 
 
 @frozen(kw_only=True)
-class _OfAttempt(_OfSession):
-    """A notice of an attempt of a transfer."""
+class _OfTransfer(_OfSession):
+    """A notice of a transfer."""
     sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
 
 
 @frozen(kw_only=True)
-class _AskedOfAttempt(_Asked):
-    """A request of an attempt, or its reply."""
+class _AskedOfTransfer(_Asked):
+    """A request of a transfer, or its reply."""
     sequence: int = field(metadata=row(3, "u64", min=1))
-    attempt: int = field(metadata=row(4, "u32", min=1))
 
 
 @frozen(kw_only=True)
@@ -434,103 +432,103 @@ class Unregistered(_Asked):
 
 
 @frozen(kw_only=True)
-class Transfer(_AskedOfAttempt):
+class Transfer(_AskedOfTransfer):
     """Ask a routed source rank for the cache of one request."""
     TYPE: ClassVar[int] = 0x0201
     DELIVERY: ClassVar[str] = "request"
-    ticket: bytes = field(repr=False, metadata=row(5, "bytes", length=16, unit="byte"))
-    content: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
-    source_version: int = field(metadata=row(7, "u32", min=1))
-    sink_version: int = field(metadata=row(8, "u32", min=1))
-    epoch: int = field(metadata=row(9, "u32", min=1))
-    grants: tuple[Grants, ...] = field(metadata=row(10, "list<struct:Grants>", min=1))
-    writers: UIntArray = field(eq=_same, hash=False, metadata=row(11, "array<u32>", min=1))
+    ticket: bytes = field(repr=False, metadata=row(4, "bytes", length=16, unit="byte"))
+    content: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
+    source_version: int = field(metadata=row(6, "u32", min=1))
+    sink_version: int = field(metadata=row(7, "u32", min=1))
+    epoch: int = field(metadata=row(8, "u32", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(9, "list<struct:Grants>", min=1))
+    writers: UIntArray = field(eq=_same, hash=False, metadata=row(10, "array<u32>", min=1))
 
 
 @frozen(kw_only=True)
-class Accepted(_AskedOfAttempt):
+class Accepted(_AskedOfTransfer):
     """The transfer will be answered by Done or Failed."""
     TYPE: ClassVar[int] = 0x0202
     DELIVERY: ClassVar[str] = "reply"
-    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
+    state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
 
 
 @frozen(kw_only=True)
-class Grant(_AskedOfAttempt):
+class Grant(_AskedOfTransfer):
     """Name items of a transfer that was sent as an intent."""
     TYPE: ClassVar[int] = 0x0203
     DELIVERY: ClassVar[str] = "request"
-    grants: tuple[Grants, ...] = field(metadata=row(5, "list<struct:Grants>", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(4, "list<struct:Grants>", min=1))
 
 
 @frozen(kw_only=True)
-class Progress(_OfAttempt):
+class Progress(_OfTransfer):
     """Progress of the source with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
     DELIVERY: ClassVar[str] = "notice"
-    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
-    tokens: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
+    state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
+    tokens: int | None = field(default=None, metadata=row(5, "u64", unit="token"))
 
 
 @frozen(kw_only=True)
-class Done(_AskedOfAttempt):
+class Done(_AskedOfTransfer):
     """Every byte of this writer is at its destination."""
     TYPE: ClassVar[int] = 0x0205
     DELIVERY: ClassVar[str] = "request"
-    writer: int = field(metadata=row(5, "u32"))
-    groups: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u32>", min=1))
-    bytes: int = field(metadata=row(7, "u64", unit="byte"))
-    outcome: enums.Outcome = field(metadata=row(8, "enum:Outcome"))
-    handoff: tuple[HandOff, ...] = field(metadata=row(9, "list<struct:HandOff>"))
-    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
+    writer: int = field(metadata=row(4, "u32"))
+    groups: UIntArray = field(eq=_same, hash=False, metadata=row(5, "array<u32>", min=1))
+    bytes: int = field(metadata=row(6, "u64", unit="byte"))
+    outcome: enums.Outcome = field(metadata=row(7, "enum:Outcome"))
+    handoff: tuple[HandOff, ...] = field(metadata=row(8, "list<struct:HandOff>"))
+    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(9, "list<struct:Checksum>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(10, "list<struct:Begin>"))
 
 
 @frozen(kw_only=True)
-class DoneAck(_AskedOfAttempt):
+class DoneAck(_AskedOfTransfer):
     """Done or Failed has arrived."""
     TYPE: ClassVar[int] = 0x0206
     DELIVERY: ClassVar[str] = "reply"
 
 
 @frozen(kw_only=True)
-class Failed(_AskedOfAttempt):
+class Failed(_AskedOfTransfer):
     """The transfer ends without its bytes; this proves nothing about writes."""
     TYPE: ClassVar[int] = 0x0207
     DELIVERY: ClassVar[str] = "request"
-    code: int = field(metadata=row(5, "enum:ErrorCode"))
-    path: str = field(metadata=row(6, "str"))
-    mine: str = field(metadata=row(7, "str"))
-    yours: str = field(metadata=row(8, "str"))
-    advice: str | None = field(default=None, metadata=row(9, "str"))
+    code: int = field(metadata=row(4, "enum:ErrorCode"))
+    path: str = field(metadata=row(5, "str"))
+    mine: str = field(metadata=row(6, "str"))
+    yours: str = field(metadata=row(7, "str"))
+    advice: str | None = field(default=None, metadata=row(8, "str"))
 
 
 @frozen(kw_only=True)
-class Abort(_AskedOfAttempt):
-    """Stop the attempt."""
+class Abort(_AskedOfTransfer):
+    """Stop the transfer."""
     TYPE: ClassVar[int] = 0x0208
     DELIVERY: ClassVar[str] = "request"
-    reason: str = field(metadata=row(5, "str"))
+    reason: str = field(metadata=row(4, "str"))
 
 
 @frozen(kw_only=True)
-class Drained(_AskedOfAttempt):
-    """State what is known of the attempt's writes."""
+class Drained(_AskedOfTransfer):
+    """State what is known of the transfer's writes."""
     TYPE: ClassVar[int] = 0x0209
     DELIVERY: ClassVar[str] = "reply"
-    proof: enums.Proof = field(metadata=row(5, "enum:Proof"))
+    proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
 
 
 @frozen(kw_only=True)
-class Chunk(_OfAttempt):
+class Chunk(_OfTransfer):
     """A staging slot of the sink holds the next bytes of the packed stream."""
     TYPE: ClassVar[int] = 0x0301
     DELIVERY: ClassVar[str] = "notice"
-    slot: int = field(metadata=row(5, "u32"))
-    offset: int = field(metadata=row(6, "u64", unit="byte"))
-    bytes: int = field(metadata=row(7, "u32", min=1, unit="byte"))
-    last: bool = field(metadata=row(8, "bool"))
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(9, "list<struct:Begin>"))
+    slot: int = field(metadata=row(4, "u32"))
+    offset: int = field(metadata=row(5, "u64", unit="byte"))
+    bytes: int = field(metadata=row(6, "u32", min=1, unit="byte"))
+    last: bool = field(metadata=row(7, "bool"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
 
 
 @frozen(kw_only=True)
@@ -545,60 +543,60 @@ class Credit(_OfSession):
 
 
 @frozen(kw_only=True)
-class Data(_OfAttempt):
+class Data(_OfTransfer):
     """The next bytes of the packed stream, inside the session."""
     TYPE: ClassVar[int] = 0x0303
     DELIVERY: ClassVar[str] = "notice"
-    offset: int = field(metadata=row(5, "u64", unit="byte"))
-    data: bytes = field(metadata=row(6, "bytes", min=1, max=262144, unit="byte"))
-    last: bool = field(metadata=row(7, "bool"))
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
+    offset: int = field(metadata=row(4, "u64", unit="byte"))
+    data: bytes = field(metadata=row(5, "bytes", min=1, max=262144, unit="byte"))
+    last: bool = field(metadata=row(6, "bool"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(7, "list<struct:Begin>"))
 
 
 @frozen(kw_only=True)
-class Offer(_AskedOfAttempt):
+class Offer(_AskedOfTransfer):
     """The items may be read until the lease ends."""
     TYPE: ClassVar[int] = 0x0401
     DELIVERY: ClassVar[str] = "request"
-    writer: int = field(metadata=row(5, "u32"))
-    epoch: int = field(metadata=row(6, "u32", min=1))
-    grants: tuple[Grants, ...] = field(metadata=row(7, "list<struct:Grants>", min=1))
-    lease: int = field(metadata=row(8, "u64", min=1, unit="ms"))
-    outcome: enums.Outcome = field(metadata=row(9, "enum:Outcome"))
-    handoff: tuple[HandOff, ...] = field(metadata=row(10, "list<struct:HandOff>"))
-    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(11, "list<struct:Checksum>"))
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(12, "list<struct:Begin>"))
+    writer: int = field(metadata=row(4, "u32"))
+    epoch: int = field(metadata=row(5, "u32", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(6, "list<struct:Grants>", min=1))
+    lease: int = field(metadata=row(7, "u64", min=1, unit="ms"))
+    outcome: enums.Outcome = field(metadata=row(8, "enum:Outcome"))
+    handoff: tuple[HandOff, ...] = field(metadata=row(9, "list<struct:HandOff>"))
+    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
 
 
 @frozen(kw_only=True)
-class Pulled(_AskedOfAttempt):
+class Pulled(_AskedOfTransfer):
     """Every byte of the offer has been read, or no more will be."""
     TYPE: ClassVar[int] = 0x0402
     DELIVERY: ClassVar[str] = "reply"
-    bytes: int = field(metadata=row(5, "u64", unit="byte"))
+    bytes: int = field(metadata=row(4, "u64", unit="byte"))
 
 
 @frozen(kw_only=True)
-class Released(_OfAttempt):
+class Released(_OfTransfer):
     """The lease is over and the items may change."""
     TYPE: ClassVar[int] = 0x0403
     DELIVERY: ClassVar[str] = "notice"
 
 
 @frozen(kw_only=True)
-class Renew(_AskedOfAttempt):
+class Renew(_AskedOfTransfer):
     """Ask for a longer lease."""
     TYPE: ClassVar[int] = 0x0404
     DELIVERY: ClassVar[str] = "request"
-    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
+    lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
 
 @frozen(kw_only=True)
-class Renewed(_AskedOfAttempt):
+class Renewed(_AskedOfTransfer):
     """State how long the lease is from now on."""
     TYPE: ClassVar[int] = 0x0405
     DELIVERY: ClassVar[str] = "reply"
-    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
+    lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
 
 @frozen(kw_only=True)

@@ -89,12 +89,8 @@ _same = cmp_using(eq=np.array_equal)
 _BASES = {
     "_OfSession": ("", ("session",), "A message of a session."),
     "_Asked": ("_OfSession", ("session", "request"), "A request of a session, or the reply to one."),
-    "_OfAttempt": ("_OfSession", ("session", "sequence", "attempt"), "A notice of an attempt of a transfer."),
-    "_AskedOfAttempt": (
-        "_Asked",
-        ("session", "request", "sequence", "attempt"),
-        "A request of an attempt, or its reply.",
-    ),
+    "_OfTransfer": ("_OfSession", ("session", "sequence"), "A notice of a transfer."),
+    "_AskedOfTransfer": ("_Asked", ("session", "request", "sequence"), "A request of a transfer, or its reply."),
 }
 """Bases of messages, which state the fields of many: the base of each, all of its fields, and what it stands for."""
 
