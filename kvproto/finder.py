@@ -1,7 +1,5 @@
 """A Finder tells a router which engines hold most of a prompt's cache (draft)."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

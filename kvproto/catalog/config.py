@@ -1,7 +1,5 @@
 """Which layer of a model has which cache, according to its Hugging Face config.json; there are many ways to say it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ of a lane come last and are not named. Each place on the axes before a bar has i
 each layer, with all of K before all of V; "LBNHP" is one tensor, in which K and V of a head lie side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 

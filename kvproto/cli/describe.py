@@ -1,7 +1,5 @@
 """`kvproto describe`: a model as an engine divides it, as a Description or, with `--engine`, as tensors and strides."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

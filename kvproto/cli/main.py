@@ -1,7 +1,5 @@
 """`kvproto`: the command line, with the commands that read frames and the tables of the specification."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

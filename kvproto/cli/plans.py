@@ -1,7 +1,5 @@
 """`kvproto check` and `plan`: say whether two Descriptions fit, and who sends what to whom."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

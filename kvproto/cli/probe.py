@@ -1,7 +1,5 @@
 """`kvproto probe`: measure what this machine's transports cost, for people and for `kvproto plan --costs`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`kvproto tiers PLACE` and `kvproto find ADDRESS ...` (drafts): stored pages, and who has most of a prompt's cache."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ each index by arrays and each copy of more than 500 elements, and a thread that 
 both sides, as the sections of a transposed part do, run as one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import lru_cache

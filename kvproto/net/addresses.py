@@ -3,8 +3,6 @@
 Clauses KVP-NET-CURVE, KVP-NET-INSECURE.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

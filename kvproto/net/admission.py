@@ -3,8 +3,6 @@
 The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

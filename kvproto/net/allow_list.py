@@ -4,8 +4,6 @@ The list is a TOML file, read again when it changes; while it cannot be read, it
 KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tomllib

@@ -3,8 +3,6 @@
 A key is a line of 40 characters: 32 bytes in ZeroMQ's encoding Z85. Clause KVP-NET-SECRET.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

@@ -5,8 +5,6 @@ pyzmq releases the lock around each send and receive. Next to a thread that comp
 kept. If libzmq cannot be found in pyzmq's extension module, pyzmq's own calls are used.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -3,8 +3,6 @@
 `kvproto.net.addresses` decides whether an address needs CURVE or a private directory. Clause KVP-NET-CURVE.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

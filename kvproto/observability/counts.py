@@ -1,7 +1,5 @@
 """Counts of events by the metrics of spec/v1/metrics.md, as plain numbers, so that counting costs next to nothing."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping

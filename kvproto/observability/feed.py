@@ -6,8 +6,6 @@ sends anything is disconnected, so that nothing can be changed through it. A slo
 many, but holds nothing up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

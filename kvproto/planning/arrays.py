@@ -1,7 +1,5 @@
 """Tables as columns: equal rows, stretches of rows, rows repeated by a count, and merged intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

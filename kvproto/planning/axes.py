@@ -1,7 +1,5 @@
 """The axis that a group's rows lie along: the tokens of the prompt, or another such as "image" (spec/v1/model.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 

@@ -3,8 +3,6 @@
 In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any

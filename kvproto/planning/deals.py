@@ -4,8 +4,6 @@ A deal hands out runs of `interleave` tokens, in turn or in the group's `order`.
 each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import gcd
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Properties of the kinds of items, as a table: all other code asks for a property, never for a kind."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvproto.wire.enums import ItemKind

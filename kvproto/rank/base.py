@@ -1,7 +1,5 @@
 """The base of Source and Sink: turns, events, pools, and their end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

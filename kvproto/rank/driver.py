@@ -5,8 +5,6 @@ not wait for another thread; otherwise the thread that holds the lock runs them 
 lock, and the I/O thread sleeps on their descriptors without it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

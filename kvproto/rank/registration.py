@@ -1,7 +1,5 @@
 """Registration: this side's memory as its peers see it, and the mapping of a peer's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 

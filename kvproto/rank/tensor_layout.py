@@ -5,8 +5,6 @@ pages are "page token head dim", HND pages "page head token dim", joint K and V 
 token head dim". Strides may leave any padding between elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The capsule's struct is that of DLPack 0.8 and of unversioned exports since
 (https://dmlc.github.io/dlpack/latest/c_api.html).
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

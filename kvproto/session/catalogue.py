@@ -4,8 +4,6 @@ The list is sent in pieces by ascending id while pages change. The pieces and th
 change, so that a reader notices what it has missed, and starts again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Errors as messages carry them, in both directions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError, ReportedError

@@ -5,8 +5,6 @@ what it has sent, the sink what has arrived. The sink grants what has arrived pl
 is ever under way. Packing and unpacking belong to a transport.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 

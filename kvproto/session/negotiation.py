@@ -1,7 +1,5 @@
 """The version and features of a session, a pure function of both sides' terms (spec/v1/negotiation.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs

@@ -5,8 +5,6 @@ new is sent to it, and nothing is released. A Ping that is not answered for `pat
 request that is given up, and frees no page.
 """
 
-from __future__ import annotations
-
 from kvproto.events import Suspected
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session

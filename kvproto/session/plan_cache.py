@@ -1,7 +1,5 @@
 """The plans of an endpoint, each made once for a Description of a peer, at once or outside turns."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 

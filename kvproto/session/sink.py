@@ -1,7 +1,5 @@
 """The sink's side of a session: it dials, describes itself, registers its memory, and asks for transfers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ Register until it answers Unregistered as PROVEN, until its process is dead, or 
 transfers are proven to write no more (KVP-EPO-FREE).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial

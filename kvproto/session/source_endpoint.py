@@ -1,7 +1,5 @@
 """The sessions of one source rank: which sinks may greet it, and the API that a node calls."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial

@@ -3,8 +3,6 @@
 The slots belong to a transport; the protocols here state what a session needs from them.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from kvproto.session.core import Session

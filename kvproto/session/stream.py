@@ -3,8 +3,6 @@
 Streams belong to a transport; the protocols here state what a session needs from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 

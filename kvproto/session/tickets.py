@@ -5,8 +5,6 @@ rank serves has ended its part, or until its deadline. Only tickets that have ch
 a frame does not grow with the number of waiting Transfers.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

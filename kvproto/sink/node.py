@@ -4,8 +4,6 @@ A turn touches only what has something to do: connections with frames to receive
 timers that are due. So it costs the same whether ten sources are connected or a thousand.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from functools import partial

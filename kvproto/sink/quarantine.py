@@ -1,7 +1,5 @@
 """Pages of lost transfers that a peer may still write: counted, limited, and freed only by proof (KVP-END-REUSE)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 
 from kvproto.copying.program import RankLayout

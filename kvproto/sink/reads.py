@@ -1,7 +1,5 @@
 """Reads of items that sources offer, by the sink's own transports (feature PULL)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

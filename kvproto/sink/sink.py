@@ -1,7 +1,5 @@
 """The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies under way at a source: started for the sends that they serve, advanced, and stopped when not wanted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 

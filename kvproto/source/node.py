@@ -1,7 +1,5 @@
 """A turn of a source rank: receive, copy, answer, and report the requests whose pages are free."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 

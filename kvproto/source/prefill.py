@@ -1,7 +1,5 @@
 """The rows of a request that prefill has computed: the program that copies them to one sink, and the items to read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import attrs

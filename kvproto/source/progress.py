@@ -10,8 +10,6 @@ times faster than rows are computed, nearly all of them can be sent shortly befo
 later: each part then halves the remainder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 

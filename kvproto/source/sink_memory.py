@@ -1,7 +1,5 @@
 """The memory of a source's sinks: mapped when it is registered, and unmapped when its session has ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Pages in files, one for each key."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

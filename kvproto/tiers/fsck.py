@@ -1,7 +1,5 @@
 """A check of all pages in a store, whichever engine wrote them: whole pages, damaged ones, and orphaned objects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 

@@ -5,8 +5,6 @@ recurrent state it is item s, the state after the page's last token. On the host
 which it is stored (tiers.md, Components).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 

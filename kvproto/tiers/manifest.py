@@ -1,7 +1,5 @@
 """The manifest of a stored page: the record that lists its components and their digests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from operator import attrgetter

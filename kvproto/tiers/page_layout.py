@@ -1,7 +1,5 @@
 """The components of a page, one for each group that a rank owns."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 

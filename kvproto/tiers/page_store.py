@@ -5,8 +5,6 @@ a miss. `PageStore.counts` counts them. Any number of threads may call at once, 
 computes digests; other processes may use the same back end.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Descriptions into engines, plans from each of them to itself as for a transfer, 
 to pages of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence

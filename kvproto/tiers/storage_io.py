@@ -1,7 +1,5 @@
 """Pages on their way between the host and storage, by threads, as far as storage keeps up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for

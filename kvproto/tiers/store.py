@@ -4,8 +4,6 @@ A back end keeps bytes under keys and knows nothing of pages. It promises little
 torn or gone when they are read, because every reader checks them. Failures are OSError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine's pool backed by host memory and storage (draft): pages that were computed before are found again."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A call that hangs delays neither a request nor the end of the process: calls tha
 are accepted while it hangs, and the threads are daemons.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections import deque

@@ -4,8 +4,6 @@ Transports differ in data (`Capabilities`), so that no other layer asks which tr
 found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A transport says how to measure it (`Provider.bench`), and `kvproto.calibration`
 start + bytes / link + runs * run seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal

@@ -1,7 +1,5 @@
 """Finds transports by the entry-point group `kvproto.transports`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points

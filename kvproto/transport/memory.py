@@ -4,8 +4,6 @@ A pool of a GPU is one cuMemAlloc, so that other transfer libraries can register
 bytes to a framework without a copy: `torch.from_dlpack(memory)`, `jax.dlpack.from_dlpack(memory)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 

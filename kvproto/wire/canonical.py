@@ -8,8 +8,6 @@ Objects take more memory than the bytes that they come from. So bodies above LAR
 msgpack refuses maps that are longer than any message or struct, before it hashes a key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -14,8 +14,6 @@ twice. Writing takes one step: `writer` checks each field by the tables and pack
 check the rules of a map (`rules`) when its fields are complete. `decode` raises nothing but WireError.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """An annotated dump of a frame for human readers: what each byte is, up to the first that is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The registry's tables as the readers and the writer use them: the handler of a field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

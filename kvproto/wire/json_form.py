@@ -1,7 +1,5 @@
 """The JSON form of messages and structs: names as keys, integers as decimal strings, bytes as hex, enums by name."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, TypeVar
 

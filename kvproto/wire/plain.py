@@ -1,7 +1,5 @@
 """JSON of unknown origin, before its meaning is known: reading it costs little, and no key may occur twice."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

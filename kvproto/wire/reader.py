@@ -1,7 +1,5 @@
 """Strict reader of canonical msgpack: lengths are held against limits and the buffer before anything is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The way in which the generated classes state their fields, and the rows that the codec and other tools read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

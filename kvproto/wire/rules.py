@@ -1,7 +1,5 @@
 """Cross-field rules: the closed list of predicates that the registry may use, over the fields of one map."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Cuts a byte stream into frames."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from kvproto.errors import WireError

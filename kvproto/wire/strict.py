@@ -3,8 +3,6 @@
 The canonical reader accepts nothing that this refuses; a body that it does not accept comes here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

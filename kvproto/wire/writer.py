@@ -1,7 +1,5 @@
 """The writer of bodies: turns attrs objects into what msgpack packs, and refuses everything that the readers would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

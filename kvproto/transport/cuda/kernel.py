@@ -5,8 +5,6 @@ maps, classes and runs; a small one fits into the kernel's parameters. Nothing h
 tested on a host with the kernel's own source.
 """
 
-from __future__ import annotations
-
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

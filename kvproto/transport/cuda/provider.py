@@ -1,7 +1,5 @@
 """Entry point of transport `cuda`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ the slot that a chunk lies in. The bytes of a record that is cut are copied piec
 Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence

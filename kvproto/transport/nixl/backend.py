@@ -1,7 +1,5 @@
 """One kind of memory for transport `nixl`: the host's is here, a GPU's in `kvproto.transport.nixl.device`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol

@@ -3,8 +3,6 @@
 `python -m kvproto.transport.nixl.bench FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing.connection
 import subprocess

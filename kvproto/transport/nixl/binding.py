@@ -1,7 +1,5 @@
 """The calls of NIXL; nothing else imports nixl."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from typing import Any

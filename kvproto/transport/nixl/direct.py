@@ -1,7 +1,5 @@
 """Descriptor lists, for programs whose runs are long, and the choice between them and packed streams."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum

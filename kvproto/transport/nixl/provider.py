@@ -1,7 +1,5 @@
 """Entry point of transport `nixl`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvproto.transport.base import Memory, Provider, Regions, Transport

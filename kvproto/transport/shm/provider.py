@@ -1,7 +1,5 @@
 """Entry point of transport `shm`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """Transport `shm`: numpy strided copies between shared memory of one host; and a pager for pools of the host."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -15,8 +15,6 @@ A chunk may end anywhere, even within a record. Such a record is unpacked by rea
 and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol

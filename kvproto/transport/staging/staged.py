@@ -14,8 +14,6 @@ resumed, all slots that are not being emptied are granted again, and the source 
 earlier write to that slot is over.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, ClassVar, Protocol
 
