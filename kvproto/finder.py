@@ -22,8 +22,6 @@ from kvproto.sink import check_seed, dialer_of
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
-__all__ = ["Finder", "Held"]
-
 _PATIENCE = 5.0
 """Seconds for which `find` waits for a turn to end."""
 

@@ -28,8 +28,6 @@ from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants, Region, UIntArray
 
-__all__ = ["Overlaps", "Scaling", "check_columns", "check_scales", "overlapping", "scaling"]
-
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
 _FEWEST = 1 << 10

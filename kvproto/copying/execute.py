@@ -21,8 +21,6 @@ from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap, Si
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Group
 
-__all__ = ["PageSums", "checksums", "execute", "page_sums", "seeds"]
-
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
 

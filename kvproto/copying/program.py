@@ -21,8 +21,6 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Side", "Window", "windows"]
-
 IntArray = npt.NDArray[np.int64]
 Side = Literal["source", "sink"]
 _NONE = np.empty(0, np.int64)

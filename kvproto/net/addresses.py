@@ -16,8 +16,6 @@ import attrs
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.net.keys import check_public, read_guarded
 
-__all__ = ["HostNames", "Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
-
 _LONGEST_PATH = 107
 """The most bytes in the path of a Unix socket."""
 _HOST = re.compile(r"[A-Za-z0-9_.*-]+|\[[0-9A-Fa-f:.%\w]+\]")

@@ -21,9 +21,6 @@ from kvproto.net.allow_list import AllowList
 from kvproto.net.libzmq import Inbox
 from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
 
-__all__ = ["ClientLoad", "Connections", "Handshakes", "Socket", "event_of", "events_of"]
-
-
 _log = logging.getLogger("kvproto")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _names = itertools.count()

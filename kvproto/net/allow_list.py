@@ -19,8 +19,6 @@ from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role, word
 
-__all__ = ["AllowList", "Allowed"]
-
 _log = logging.getLogger("kvproto")
 _SHOWN = 8
 """The most numbers of an entry that messages show."""

@@ -14,8 +14,6 @@ from zmq.utils import z85
 
 from kvproto.errors import bad
 
-__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "make_keys", "read_guarded", "read_keys"]
-
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40
 _ALPHABET = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")

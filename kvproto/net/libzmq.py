@@ -10,8 +10,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["Inbox"]
-
 
 class _ZmqMessage(ctypes.Structure):
     """zmq_msg_t of libzmq 4: opaque, 64 bytes, aligned as a pointer."""

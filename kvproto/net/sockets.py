@@ -26,8 +26,6 @@ from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["RECEIVE_TIME", "Dialer", "Listener"]
-
 RECEIVE_TIME = 0.001
 """Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""
 

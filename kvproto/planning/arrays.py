@@ -5,8 +5,6 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IntArray", "Intervals", "distinct_rows", "merged_intervals", "repeated_index", "stretch_bounds"]
-
 IntArray = npt.NDArray[np.int64]
 Intervals = tuple[tuple[int, int], ...]
 """Ascending intervals [lo, hi)."""

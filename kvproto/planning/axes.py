@@ -5,8 +5,6 @@ from types import MappingProxyType
 
 from kvproto.wire.messages import Group
 
-__all__ = ["NO_AXES", "TOKENS", "axis_of", "length_of", "lengths_of"]
-
 TOKENS = "tokens"
 """The axis of a group that names none."""
 NO_AXES: Mapping[str, int] = MappingProxyType({})

@@ -19,11 +19,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
 
-__all__ = [
-    "COMPARED", "check_facts", "check_pair", "differences", "first_difference", "missing", "name_of", "scaled_by",
-    "unscaled", "unstated",
-]  # fmt: skip
-
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
 """Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""
 _ABSENT = "(absent)"

@@ -18,9 +18,6 @@ from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Cutter", "OwnedInterval", "OwnedIntervals", "common_layers", "opaque_families", "owned_intervals"]
-
-
 _SHOWN = 8
 """Intervals, or lists of them, that an error shows."""
 

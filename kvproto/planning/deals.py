@@ -15,11 +15,6 @@ import numpy.typing as npt
 from kvproto.planning.arrays import IntArray
 from kvproto.wire.messages import Group
 
-__all__ = [
-    "deal", "deal_text", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
-    "runs", "same_deal", "shared_classes",
-]  # fmt: skip
-
 Count = TypeVar("Count", int, IntArray)
 
 

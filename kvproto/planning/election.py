@@ -18,8 +18,6 @@ import numpy.typing as npt
 from kvproto.planning.arrays import IntArray, Intervals, distinct_rows, repeated_index, stretch_bounds
 from kvproto.wire.enums import Feature
 
-__all__ = ["Layers", "PieceTable", "Ranks", "ShareTable", "elect"]
-
 Layers = Intervals
 """Ascending intervals [lo, hi) of layers."""
 Ranks = tuple[int, ...]

@@ -4,8 +4,6 @@ import attrs
 
 from kvproto.wire.enums import ItemKind
 
-__all__ = ["KINDS", "Kind"]
-
 
 @attrs.frozen(kw_only=True)
 class Kind:

@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from kvproto.errors import KvprotoError
 
-__all__ = ["Background"]
-
 T = TypeVar("T")
 _TURN = 0.01
 """Seconds after which a turn leaves results to the next one."""

@@ -31,16 +31,6 @@ from kvproto.transport.base import Transport
 from kvproto.transport.loading import opened
 from kvproto.wire.enums import ErrorCode
 
-__all__ = [
-    "EngineRank",
-    "RankNode",
-    "check_request",
-    "ends_of",
-    "options_of",
-    "party_of",
-    "transports_of",
-]
-
 _KEPT = 4096
 """The most events kept for `events`; older ones are dropped."""
 _PATIENCE = 1.0

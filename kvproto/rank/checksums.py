@@ -13,8 +13,6 @@ from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum, Group
 
-__all__ = ["BEGUN", "SUM_TIME", "Checksums", "PageSumming", "Sums", "bytes_by_name", "session_id"]
-
 BEGUN = 8
 """The number of requests whose checksums are started before the first is awaited."""
 SUM_TIME = 0.01

@@ -22,8 +22,6 @@ from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Driver", "Node"]
-
 T = TypeVar("T")
 _log = logging.getLogger("kvproto")
 

@@ -26,8 +26,6 @@ from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
-__all__ = ["Pool", "RankPool", "columns_without_gaps"]
-
 _ALIGN = 256
 """Each column of a pool without gaps begins at a multiple of so many bytes."""
 

@@ -16,8 +16,6 @@ from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region, Register
 
-__all__ = ["PeerMapping", "PeerMemory", "features_of", "map_peer", "register"]
-
 
 def features_of(
     transports: Sequence[Transport],

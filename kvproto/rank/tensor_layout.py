@@ -15,8 +15,6 @@ from kvproto.planning.geometry import Group, Owns, column_names
 from kvproto.rank.tensors import ELEMENTS, TensorView, view_of
 from kvproto.wire.enums import DType, ErrorCode, word
 
-__all__ = ["Column", "columns_of"]
-
 _SYNONYMS = {"slot": "page", "row": "token", "lane": "head"}
 _WORDS = ("layer", "part", "page", "token", "head", "dim")
 

@@ -12,8 +12,6 @@ import attrs
 from kvproto.errors import LocalError
 from kvproto.wire.enums import DType, ErrorCode
 
-__all__ = ["CPU", "CUDA", "ELEMENTS", "TensorView", "view_of"]
-
 CPU, CUDA = 1, 2
 """DLPack device types."""
 

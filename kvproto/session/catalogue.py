@@ -16,8 +16,6 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
 
-__all__ = ["Catalogue", "Listed", "SinkCatalogue", "SourceCatalogue"]
-
 Changes = Mapping[bytes, Tier | None]
 """The tier where each page is now, by id; None if it is not kept any more."""
 _BUCKETS = 4096

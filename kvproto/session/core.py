@@ -30,8 +30,6 @@ from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Extension", "Handlers", "Session"]
-
 Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Extension")

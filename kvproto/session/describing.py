@@ -14,8 +14,6 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Describing"]
-
 
 class Describing(Extension):
     """One side's half of Describe and Description."""

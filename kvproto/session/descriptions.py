@@ -16,8 +16,6 @@ from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Described", "Epoch", "Owned", "Party", "Stated", "check_digest", "new_incarnation"]
-
 _RANDOM_BITS = 20
 
 

@@ -18,8 +18,6 @@ from kvproto.wire import encode
 from kvproto.wire import messages as m
 from kvproto.wire.head import Head, read_head
 
-__all__ = ["Endpoint"]
-
 
 class Endpoint:
     """The sessions of one rank that share a Description: all of a source's, or a sink's with one source replica."""

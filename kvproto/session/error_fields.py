@@ -8,8 +8,6 @@ from kvproto.planning.geometry import Geometry
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["mismatch", "refusal", "refused"]
-
 _SHORT = 12
 """Digits of a digest in a message."""
 

@@ -18,8 +18,6 @@ from kvproto.session.stream import SinkStream, SourceStream, StreamPiece, Stream
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
-__all__ = ["Came", "DataReader", "DataWriter", "SinkInline", "SourceInline"]
-
 _BESIDE, _BEGIN = 64, 20
 """Upper limits, in bytes, for the size of a Data without its bytes, and of each entry of `begins`."""
 

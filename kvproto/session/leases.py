@@ -12,8 +12,6 @@ import attrs
 
 from kvproto.wire.messages import Offer
 
-__all__ = ["Lease", "Loan"]
-
 _RENEW, _START = 0.5, 0.25
 """Shares of a lease: it is renewed when `_RENEW` is left, and no copy starts when less than `_START` is left."""
 _COUNTED = 63 / 64 / 1000

@@ -10,8 +10,6 @@ from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Limits, VersionRange, Welcome
 
-__all__ = ["LIMITS", "Chosen", "Terms", "check_welcome", "greased", "negotiate"]
-
 SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
 """The versions that this package supports."""
 LIMITS = Limits(max_body=tables.MAX_BODY, max_transfers=MAX_TRANSFERS)

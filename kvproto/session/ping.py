@@ -11,8 +11,6 @@ from kvproto.session.core import Extension, Session
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
 
-__all__ = ["PingPart"]
-
 
 class PingPart(Extension):
     """The same half of Ping in both roles, from Welcome to the end of the session (KVP-SES-PING)."""

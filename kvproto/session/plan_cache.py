@@ -10,8 +10,6 @@ from kvproto.planning.plan import Plan, plan
 from kvproto.session.descriptions import Stated
 from kvproto.wire import messages as m
 
-__all__ = ["Planned", "Plans"]
-
 _Key = tuple[bytes, bytes, bool, tuple[int, ...]]
 """Digests of the peer's and the own Description, whether the peer is the source, and the features of the session."""
 _KEPT = 16

@@ -26,9 +26,6 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
 
-__all__ = ["Holder", "Owner"]
-
-
 # The owner
 
 

@@ -27,8 +27,6 @@ from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Role
 
-__all__ = ["SinkSession"]
-
 _STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SinkStaged, CreditKind.INLINE: SinkInline}
 """The class that receives a stream, by what its credit counts."""
 

@@ -35,8 +35,6 @@ from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
 
-__all__ = ["Exposed", "SinkCalls", "SinkEndpoint", "gone"]
-
 _STREAM_FEATURES = frozenset({Feature.STAGED, Feature.INLINE})
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
 """The request that a session waits to have answered, by its state."""

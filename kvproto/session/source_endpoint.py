@@ -24,8 +24,6 @@ from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Role, word
 
-__all__ = ["SourceCalls", "SourceEndpoint"]
-
 Admit = Callable[[Hashable, Party, int], None]
 
 _MAX_REMEMBERED = 1 << 16

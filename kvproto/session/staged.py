@@ -10,8 +10,6 @@ from kvproto.session.stream import SinkStream, SourceStream, StreamReader, Strea
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, Feature
 
-__all__ = ["SinkStaged", "SlotReader", "SlotWriter", "SourceStaged"]
-
 
 class SlotWriter(StreamWriter, Protocol):
     """At the source: the slots of the sink that may be written."""

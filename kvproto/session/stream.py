@@ -17,17 +17,6 @@ from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
 
-__all__ = [
-    "Credits",
-    "Pieces",
-    "Registration",
-    "SinkStream",
-    "SourceStream",
-    "StreamPiece",
-    "StreamReader",
-    "StreamWriter",
-]
-
 
 class StreamWriter(Protocol):
     """At the source: what the streams of one session share."""

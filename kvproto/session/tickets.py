@@ -25,8 +25,6 @@ from kvproto.session.timers import Timer, Timers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
 
-__all__ = ["TicketCalls", "TicketState", "Tickets", "check_held"]
-
 _GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"
 _LATE = "the ticket's deadline passed before prefill was finished: make a new ticket"

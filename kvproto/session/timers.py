@@ -9,8 +9,6 @@ from itertools import count
 
 import attrs
 
-__all__ = ["SharedTimers", "Timer", "Timers"]
-
 _SPARE = 64
 """The number of cancelled timers in the heap up to which it is not rebuilt."""
 

@@ -22,8 +22,6 @@ from kvproto.session.sink import SinkSession
 from kvproto.wire import decode
 from kvproto.wire.enums import Feature
 
-__all__ = ["WatchEndpoint"]
-
 
 class WatchSession(SinkSession):
     """The sink's side of a rank pair with no feature but CATALOGUE."""

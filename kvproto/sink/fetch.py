@@ -24,8 +24,6 @@ from kvproto.sink.registered_pool import RegisteredPool
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["Fetch", "FetchServer"]
-
 _NO_ITEMS = np.empty(0, np.uint32)
 
 

@@ -30,8 +30,6 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
-__all__ = ["LinkContext", "LinkHost", "SourceLink"]
-
 
 class LinkHost(Protocol):
     """The rank that gives links their turns."""

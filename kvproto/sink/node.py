@@ -31,8 +31,6 @@ from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["UNCONNECTED", "Replica", "SinkNode"]
-
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
 UNCONNECTED = "name it in `sources`, or call Sink.connect"
 """Advice about a ticket of a source that the sink does not know."""

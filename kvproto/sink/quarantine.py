@@ -7,8 +7,6 @@ from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["Quarantine"]
-
 
 class Quarantine:
     """The quarantine of one pool, for all sources that write it."""

@@ -19,8 +19,6 @@ from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Offer, Register
 
-__all__ = ["Puller"]
-
 _RETRY = 1e-3
 """Seconds before a copy that could not start is tried again."""
 

@@ -29,8 +29,6 @@ from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["LentSinkPool", "RegisteredPool", "SinkPrograms", "begins_stated", "prepared"]
-
 
 @attrs.define(eq=False)
 class LentSinkPool(LentPool):

@@ -17,8 +17,6 @@ from kvproto.sink.fetch import Fetch
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
-
 
 class Sink(EngineRank):
     """One rank of an engine that fetches prompts from any number of Sources into one pool."""

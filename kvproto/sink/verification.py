@@ -18,8 +18,6 @@ from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Done
 
-__all__ = ["Arrival", "Verification"]
-
 
 class _ArrivalOwner(Protocol):
     def verified(self, arrival: Arrival) -> None:

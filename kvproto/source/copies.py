@@ -12,8 +12,6 @@ from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move, Piece
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copies", "LentSourcePool"]
-
 _RETRY = 1e-3
 """Seconds before a copy that could not be started is tried again."""
 _TURN = 0.02

@@ -21,8 +21,6 @@ from kvproto.wire.messages import Begin, Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends", "offered"]
-
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
 

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.staging.packed import Layer
 
-__all__ = ["Available", "CopyStep", "SendProgress", "layers_of"]
-
 _NO_MODEL = -1
 
 

@@ -24,8 +24,6 @@ from kvproto.wire.messages import Begin, Grants, HandOff
 if TYPE_CHECKING:
     from kvproto.source.request import Request
 
-__all__ = ["LastPart", "Scheduler", "Send", "StreamRows"]
-
 _NO_ROWS = CopyProgram((), np.empty(0, OP), (), ())
 """The empty program: its copy waits for rows but moves none."""
 

@@ -18,8 +18,6 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Region, Register
 
-__all__ = ["SinkMemory"]
-
 _CHECK_INTERVAL = 0.25
 """Seconds between two checks of the processes of sinks on this host."""
 
