@@ -14,8 +14,6 @@ from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, 
 from kvproto.wire.strict import read_whole
 from kvproto.wire.tables import CLASSES
 
-__all__ = ["NAMES", "exact", "one_input"]
-
 NAMES = tuple(CLASSES)
 
 

@@ -16,8 +16,6 @@ from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import LaneSpan, Owns, Part, Rank
 from tests.plan.worlds import deal
 
-__all__ = ["World", "world"]
-
 
 @attrs.frozen
 class Cache:

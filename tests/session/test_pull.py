@@ -14,23 +14,13 @@ from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
 from tests.pools import allocate, memory
-from tests.session.driver import (
-    PAGES,
-    Hearing,
-    Offered,
-    RegisterAsked,
-    TransferRequested,
-    World,
-    geometry,
-    grants,
-    ticket,
-)
+from tests.session import driver
 
 CONTENT = b"c" * 32
 LEASE = 10.0
 
 
-class PullWorld(Hearing):
+class PullWorld(driver.Hearing):
     """One in which sinks read; a copy takes no time and moves 1 byte."""
 
     features = (Feature.VERIFY, Feature.PULL)
@@ -38,7 +28,7 @@ class PullWorld(Hearing):
     def __init__(self, source: m.Geometry) -> None:
         super().__init__(source)
         self.kept: dict[str, Pool] = {
-            f"s{r.rank}": allocate(source, r.rank, {g.id: PAGES for g in source.groups}) for r in source.ranks
+            f"s{r.rank}": allocate(source, r.rank, {g.id: driver.PAGES for g in source.groups}) for r in source.ranks
         }
 
     def accept(self, address: str, session: int) -> None:
@@ -74,8 +64,8 @@ class PullWorld(Hearing):
         for name in self.sinks:
             self.read(name)
 
-    def offer(self, address: str, serve: TransferRequested, lease: float = LEASE, items: Any = None) -> None:
-        made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
+    def offer(self, address: str, serve: driver.TransferRequested, lease: float = LEASE, items: Any = None) -> None:
+        made, session = driver.grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
         assert session.described is not None
         assert session.peer is not None
         routes = session.described.plan.between(self.sources[address].me.rank, session.peer.rank)
@@ -95,12 +85,12 @@ class PullWorld(Hearing):
 
 
 def ready(source_tp: int = 2, sink_tp: int = 1) -> PullWorld:
-    return PullWorld(geometry(source_tp)).ready(sink_tp)
+    return PullWorld(driver.geometry(source_tp)).ready(sink_tp)
 
 
 def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
     """KVP-ERR-ANSWER: no other Register follows, and a sink that waited for one would wait for ever."""
-    world = PullWorld(geometry(1))
+    world = PullWorld(driver.geometry(1))
 
     def damaged(to: str, frame: bytes) -> int:
         message = decode(frame)
@@ -110,7 +100,7 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
         return world.hear(to, frame)
 
     world.keep = damaged
-    sink = world.join("d0", geometry(1))
+    sink = world.join("d0", driver.geometry(1))
     assert not any(session.open for session in world.sources["s0"].sessions.values())
     assert sink.over
     assert len(world.events("d0", "Disconnected")) == 1
@@ -118,26 +108,26 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
 
 def asked(world: PullWorld, deadline: float = 60.0) -> int:
     """A request that is finished and asked for by every sink rank; the number of the last."""
-    made = ticket(deadline)
+    made = driver.ticket(deadline)
     world.prefill(made, CONTENT)
     numbers = [world.transfer(name, made, CONTENT) for name in world.sinks]
     world.run()
     return numbers[-1]
 
 
-def offered(world: PullWorld, **changes: Any) -> Offered:
+def offered(world: PullWorld, **changes: Any) -> driver.Offered:
     """The offer that the first sink has."""
     asked(world)
     for address in world.sources:
         world.serve(address, **changes)
-    event: Offered = world.events("d0", "Offered")[-1]
+    event: driver.Offered = world.events("d0", "Offered")[-1]
     return event
 
 
 def serves_another(world: PullWorld) -> None:
     before = len(world.events("d0", "Arrived"))
     for name in world.told:
-        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | TransferRequested)]
+        world.told[name] = [e for e in world.told[name] if not isinstance(e, driver.Offered | driver.TransferRequested)]
     asked(world)
     for address in world.sources:
         world.serve(address)
@@ -170,7 +160,7 @@ def test_released_of_one_rank_comes_while_another_is_awaited() -> None:
     world.read("d0")
     assert [len(world.of(x)) for x in (m.Pulled, m.Released, m.Error)] == [1, 1, 0]
     world.serve("s1")
-    world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, Offered) or e.offer.writer == 1]
+    world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, driver.Offered) or e.offer.writer == 1]
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
 
@@ -193,7 +183,7 @@ LIES: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
 }
 
 
-def twist(world: World, cls: type, **changes: Any) -> None:
+def twist(world: driver.World, cls: type, **changes: Any) -> None:
     """Change what sources say."""
     for source in world.sources.values():
         original = source.to_send
@@ -211,9 +201,9 @@ def twist(world: World, cls: type, **changes: Any) -> None:
 @pytest.mark.parametrize("lie", LIES)
 def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     changes, code, path = LIES[lie]
-    world = PullWorld(geometry(1))
+    world = PullWorld(driver.geometry(1))
     twist(world, m.Register, **changes)
-    world.join("d0", geometry(1))
+    world.join("d0", driver.geometry(1))
     for name, by_us in (("d0", True), ("s0", False)):
         (event,) = world.events(name, "Refused")
         assert (event.error.code, event.error.path, event.by_us) == (code, path, by_us)
@@ -222,9 +212,9 @@ def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
 
 def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
     """Not with the next frame: none need come."""
-    world = PullWorld(geometry(1))
-    sink = world.sink("d0", geometry(1))
-    World.run(world)
+    world = PullWorld(driver.geometry(1))
+    sink = world.sink("d0", driver.geometry(1))
+    driver.World.run(world)
     (asked,) = world.events("d0", "MemoryAsked")
     assert not sink.ready
     sink.accept_register(asked.session, Transport.SHM, world.now)
@@ -232,8 +222,8 @@ def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
 
 
 def test_memory_that_cannot_be_mapped() -> None:
-    world = PullWorld(geometry(1))
-    sink = world.sink("d0", geometry(1))
+    world = PullWorld(driver.geometry(1))
+    sink = world.sink("d0", driver.geometry(1))
     error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles", "", "")
     sink.accept_register = lambda number, _, now: sink.refuse_register(number, error, now)  # type: ignore[method-assign]
     world.run()
@@ -242,8 +232,8 @@ def test_memory_that_cannot_be_mapped() -> None:
 
 
 def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
-    world = World(geometry(1))
-    world.join("d0", geometry(1))
+    world = driver.World(driver.geometry(1))
+    world.join("d0", driver.geometry(1))
     (session,) = world.sources["s0"].sessions.values()
     pool, described = world.pools["d0"], session.described
     session.request(
@@ -253,7 +243,7 @@ def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
     )  # fmt: skip
     world.run()
     assert world.events("d0", "ProtocolError")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
-    assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
+    assert not [e for e in world.told["d0"] if isinstance(e, driver.RegisterAsked)]
 
 
 BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
@@ -263,7 +253,7 @@ BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "begins": ({"begins": (m.Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
 }
 BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
-    "beyond the pool": (np.array([0, PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
+    "beyond the pool": (np.array([0, driver.PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
     "too few": (np.array([3], np.uint32), ErrorCode.BAD_GRANT),
     "none": (None, ErrorCode.BAD_GRANT),
 }
@@ -279,7 +269,7 @@ def nothing_was_read(world: PullWorld, code: ErrorCode) -> None:
 @pytest.mark.parametrize("case", [*BAD, "other groups"])
 def test_an_offer_that_lies_is_refused_and_nothing_is_read(case: str) -> None:
     world = ready(1)
-    others = {"grants": tuple(grants(world.kept["s0"], 6)[g] for g in (0, 2))}
+    others = {"grants": tuple(driver.grants(world.kept["s0"], 6)[g] for g in (0, 2))}
     changes, code = BAD.get(case, (others, ErrorCode.BAD_GRANT))
     honest = world.sources["s0"].to_send
     twist(world, m.Offer, **changes)
@@ -448,7 +438,7 @@ def test_goodbye_of_a_sink_gives_back_what_it_was_lent() -> None:
 def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     """KVP-PUL-OFFER."""
     world = ready(1)
-    made = ticket(300.0)
+    made = driver.ticket(300.0)
     source = world.sources["s0"]
     source.prefill(made, CONTENT, 0.0)
     world.fetch("d0", made, CONTENT)

@@ -23,8 +23,6 @@ from kvproto_sglang.state import State
 from kvproto_sglang.tickets import ticket_of
 from tests.sglang.standins import buffers
 
-__all__ = ["SLOT", "TOKENS", "Model", "Side", "hand_over", "model_of", "server_of"]
-
 TOKENS, SLOT = 150, 3
 """Tokens of the prompt, and where each engine has its state."""
 _SECONDS = 60

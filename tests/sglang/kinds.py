@@ -12,8 +12,6 @@ import torch
 from tests.sglang import standins
 from tests.sglang.handover import SLOT, TOKENS, Model, Side, model_of
 
-__all__ = ["KINDS", "Kind", "Standins", "side"]
-
 HEADS, DIM, LATENT, ROPE = 2, 16, 512, 64
 BF16, FP8, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 WINDOW = 37

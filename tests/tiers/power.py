@@ -9,8 +9,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-__all__ = ["Disk"]
-
 _CALLS = ("open", "write", "pwrite", "mkdir", "replace", "unlink", "fsync")
 _SECTOR = 16
 """Bytes that are written as a whole: fewer than on a disk, as the pages of tests are small."""

@@ -17,8 +17,6 @@ from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.store import Store
 from tests.tiers.schedules import Memory
 
-__all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]
-
 STORES = ("memory", "files", "packs", "objects", "s3")
 """`objects` are in obstore's own memory."""
 BUCKET = "pages"
