@@ -31,7 +31,7 @@ class Head:
     @property
     def delivery(self) -> str:
         """Delivery class of the type; "request" if the type is not known."""
-        return self.cls.DELIVERY if self.cls is not None else "request"
+        return tables.DELIVERY[self.cls.__name__] if self.cls is not None else "request"
 
 
 def read_head(frame: Buffer) -> Head:

@@ -285,7 +285,6 @@ class _AskedOfTransfer(_Asked):
 class Hello:
     """Open or resume a session."""
     TYPE: ClassVar[int] = 0x0001
-    DELIVERY: ClassVar[str] = "request"
     resume: int | None = field(default=None, metadata=row(1, "u64"))
     request: int = field(metadata=row(2, "u64"))
     versions: tuple[VersionRange, ...] = field(metadata=row(3, "list<struct:VersionRange>", min=1))
@@ -303,7 +302,6 @@ class Hello:
 class Welcome(_Asked):
     """Mint a session, and state the chosen version and features and where all ranks listen."""
     TYPE: ClassVar[int] = 0x0002
-    DELIVERY: ClassVar[str] = "reply"
     version: Version = field(metadata=row(3, "struct:Version"))
     engine: str = field(metadata=row(4, "str", min=1, max=128))
     incarnation: int = field(metadata=row(5, "u64"))
@@ -318,7 +316,6 @@ class Welcome(_Asked):
 class Refused:
     """Refuse Hello, Describe, Register or Unregister."""
     TYPE: ClassVar[int] = 0x0003
-    DELIVERY: ClassVar[str] = "reply"
     session: int | None = field(default=None, metadata=row(1, "u64"))
     request: int = field(metadata=row(2, "u64"))
     code: int = field(metadata=row(3, "enum:ErrorCode"))
@@ -332,7 +329,6 @@ class Refused:
 class Error:
     """Report an error that no other message carries; never answered."""
     TYPE: ClassVar[int] = 0x0004
-    DELIVERY: ClassVar[str] = "notice"
     session: int | None = field(default=None, metadata=row(1, "u64"))
     request: int | None = field(default=None, metadata=row(2, "u64"))
     code: int = field(metadata=row(3, "enum:ErrorCode"))
@@ -347,7 +343,6 @@ class Error:
 class Goodbye(_OfSession):
     """Close the session in an orderly way."""
     TYPE: ClassVar[int] = 0x0005
-    DELIVERY: ClassVar[str] = "notice"
     reason: str = field(metadata=row(3, "str"))
 
 
@@ -355,21 +350,18 @@ class Goodbye(_OfSession):
 class Ping(_Asked):
     """Ask whether the peer is alive."""
     TYPE: ClassVar[int] = 0x0006
-    DELIVERY: ClassVar[str] = "request"
 
 
 @frozen(kw_only=True)
 class Pong(_Asked):
     """The peer is alive."""
     TYPE: ClassVar[int] = 0x0007
-    DELIVERY: ClassVar[str] = "reply"
 
 
 @frozen(kw_only=True)
 class Describe(_Asked):
     """State the writer's geometry and ask for the reader's."""
     TYPE: ClassVar[int] = 0x0101
-    DELIVERY: ClassVar[str] = "request"
     version: int = field(metadata=row(3, "u32", min=1))
     geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
@@ -380,7 +372,6 @@ class Describe(_Asked):
 class Description(_Asked):
     """State the writer's geometry."""
     TYPE: ClassVar[int] = 0x0102
-    DELIVERY: ClassVar[str] = "reply"
     version: int = field(metadata=row(3, "u32", min=1))
     geometry: bytes = field(metadata=row(4, "bytes", unit="byte"))
     digest: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
@@ -390,7 +381,6 @@ class Description(_Asked):
 class Register(_Asked):
     """Grant a peer access to this rank's memory, and state the routes of the rank pair."""
     TYPE: ClassVar[int] = 0x0103
-    DELIVERY: ClassVar[str] = "request"
     source: bytes = field(metadata=row(3, "bytes", length=32, unit="byte"))
     sink: bytes = field(metadata=row(4, "bytes", length=32, unit="byte"))
     epoch: int = field(metadata=row(5, "u32", min=1))
@@ -405,7 +395,6 @@ class Register(_Asked):
 class Registered(_Asked):
     """Confirm that the memory is mapped, and state the routes that the receiver computed."""
     TYPE: ClassVar[int] = 0x0104
-    DELIVERY: ClassVar[str] = "reply"
     epoch: int = field(metadata=row(3, "u32", min=1))
     transport: int = field(metadata=row(4, "enum:Transport"))
     routes: tuple[RouteRef, ...] = field(metadata=row(5, "list<struct:RouteRef>"))
@@ -417,7 +406,6 @@ class Registered(_Asked):
 class Unregister(_Asked):
     """Ask the holder to unmap the memory of an epoch."""
     TYPE: ClassVar[int] = 0x0105
-    DELIVERY: ClassVar[str] = "request"
     epoch: int = field(metadata=row(3, "u32", min=1))
     at_once: bool | None = field(default=None, metadata=row(4, "bool"))
 
@@ -426,7 +414,6 @@ class Unregister(_Asked):
 class Unregistered(_Asked):
     """The holder has unmapped the memory, or cannot prove it."""
     TYPE: ClassVar[int] = 0x0106
-    DELIVERY: ClassVar[str] = "reply"
     epoch: int = field(metadata=row(3, "u32", min=1))
     proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
 
@@ -435,7 +422,6 @@ class Unregistered(_Asked):
 class Transfer(_AskedOfTransfer):
     """Ask a routed source rank for the cache of one request."""
     TYPE: ClassVar[int] = 0x0201
-    DELIVERY: ClassVar[str] = "request"
     ticket: bytes = field(repr=False, metadata=row(4, "bytes", length=16, unit="byte"))
     content: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
     source_version: int = field(metadata=row(6, "u32", min=1))
@@ -449,7 +435,6 @@ class Transfer(_AskedOfTransfer):
 class Accepted(_AskedOfTransfer):
     """The transfer will be answered by Done or Failed."""
     TYPE: ClassVar[int] = 0x0202
-    DELIVERY: ClassVar[str] = "reply"
     state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
 
 
@@ -457,7 +442,6 @@ class Accepted(_AskedOfTransfer):
 class Grant(_AskedOfTransfer):
     """Name items of a transfer that was sent as an intent."""
     TYPE: ClassVar[int] = 0x0203
-    DELIVERY: ClassVar[str] = "request"
     grants: tuple[Grants, ...] = field(metadata=row(4, "list<struct:Grants>", min=1))
 
 
@@ -465,7 +449,6 @@ class Grant(_AskedOfTransfer):
 class Progress(_OfTransfer):
     """Progress of the source with an accepted transfer that lacks items."""
     TYPE: ClassVar[int] = 0x0204
-    DELIVERY: ClassVar[str] = "notice"
     state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
     tokens: int | None = field(default=None, metadata=row(5, "u64", unit="token"))
 
@@ -474,7 +457,6 @@ class Progress(_OfTransfer):
 class Done(_AskedOfTransfer):
     """Every byte of this writer is at its destination."""
     TYPE: ClassVar[int] = 0x0205
-    DELIVERY: ClassVar[str] = "request"
     writer: int = field(metadata=row(4, "u32"))
     groups: UIntArray = field(eq=_same, hash=False, metadata=row(5, "array<u32>", min=1))
     bytes: int = field(metadata=row(6, "u64", unit="byte"))
@@ -488,14 +470,12 @@ class Done(_AskedOfTransfer):
 class DoneAck(_AskedOfTransfer):
     """Done or Failed has arrived."""
     TYPE: ClassVar[int] = 0x0206
-    DELIVERY: ClassVar[str] = "reply"
 
 
 @frozen(kw_only=True)
 class Failed(_AskedOfTransfer):
     """The transfer ends without its bytes; this proves nothing about writes."""
     TYPE: ClassVar[int] = 0x0207
-    DELIVERY: ClassVar[str] = "request"
     code: int = field(metadata=row(4, "enum:ErrorCode"))
     path: str = field(metadata=row(5, "str"))
     mine: str = field(metadata=row(6, "str"))
@@ -507,7 +487,6 @@ class Failed(_AskedOfTransfer):
 class Abort(_AskedOfTransfer):
     """Stop the transfer."""
     TYPE: ClassVar[int] = 0x0208
-    DELIVERY: ClassVar[str] = "request"
     reason: str = field(metadata=row(4, "str"))
 
 
@@ -515,7 +494,6 @@ class Abort(_AskedOfTransfer):
 class Drained(_AskedOfTransfer):
     """State what is known of the transfer's writes."""
     TYPE: ClassVar[int] = 0x0209
-    DELIVERY: ClassVar[str] = "reply"
     proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
 
 
@@ -523,7 +501,6 @@ class Drained(_AskedOfTransfer):
 class Chunk(_OfTransfer):
     """A staging slot of the sink holds the next bytes of the packed stream."""
     TYPE: ClassVar[int] = 0x0301
-    DELIVERY: ClassVar[str] = "notice"
     slot: int = field(metadata=row(4, "u32"))
     offset: int = field(metadata=row(5, "u64", unit="byte"))
     bytes: int = field(metadata=row(6, "u32", min=1, unit="byte"))
@@ -535,7 +512,6 @@ class Chunk(_OfTransfer):
 class Credit(_OfSession):
     """Slots that the source may fill, or bytes that it may send, before it must wait."""
     TYPE: ClassVar[int] = 0x0302
-    DELIVERY: ClassVar[str] = "notice"
     kind: enums.CreditKind = field(metadata=row(3, "enum:CreditKind"))
     slots: UIntArray | None = field(default=None, eq=_same, hash=False, metadata=row(4, "array<u32>"))
     total: int | None = field(default=None, metadata=row(5, "u64", unit="byte"))
@@ -546,7 +522,6 @@ class Credit(_OfSession):
 class Data(_OfTransfer):
     """The next bytes of the packed stream, inside the session."""
     TYPE: ClassVar[int] = 0x0303
-    DELIVERY: ClassVar[str] = "notice"
     offset: int = field(metadata=row(4, "u64", unit="byte"))
     data: bytes = field(metadata=row(5, "bytes", min=1, max=262144, unit="byte"))
     last: bool = field(metadata=row(6, "bool"))
@@ -557,7 +532,6 @@ class Data(_OfTransfer):
 class Offer(_AskedOfTransfer):
     """The items may be read until the lease ends."""
     TYPE: ClassVar[int] = 0x0401
-    DELIVERY: ClassVar[str] = "request"
     writer: int = field(metadata=row(4, "u32"))
     epoch: int = field(metadata=row(5, "u32", min=1))
     grants: tuple[Grants, ...] = field(metadata=row(6, "list<struct:Grants>", min=1))
@@ -572,7 +546,6 @@ class Offer(_AskedOfTransfer):
 class Pulled(_AskedOfTransfer):
     """Every byte of the offer has been read, or no more will be."""
     TYPE: ClassVar[int] = 0x0402
-    DELIVERY: ClassVar[str] = "reply"
     bytes: int = field(metadata=row(4, "u64", unit="byte"))
 
 
@@ -580,14 +553,12 @@ class Pulled(_AskedOfTransfer):
 class Released(_OfTransfer):
     """The lease is over and the items may change."""
     TYPE: ClassVar[int] = 0x0403
-    DELIVERY: ClassVar[str] = "notice"
 
 
 @frozen(kw_only=True)
 class Renew(_AskedOfTransfer):
     """Ask for a longer lease."""
     TYPE: ClassVar[int] = 0x0404
-    DELIVERY: ClassVar[str] = "request"
     lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
 
@@ -595,7 +566,6 @@ class Renew(_AskedOfTransfer):
 class Renewed(_AskedOfTransfer):
     """State how long the lease is from now on."""
     TYPE: ClassVar[int] = 0x0405
-    DELIVERY: ClassVar[str] = "reply"
     lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
 
 
@@ -603,7 +573,6 @@ class Renewed(_AskedOfTransfer):
 class Watch(_Asked):
     """Ask which cached pages the source rank has, and ask to be told of changes."""
     TYPE: ClassVar[int] = 0x0501
-    DELIVERY: ClassVar[str] = "request"
     after: bytes | None = field(default=None, metadata=row(5, "bytes", length=32))
 
 
@@ -611,7 +580,6 @@ class Watch(_Asked):
 class Watched(_Asked):
     """A piece of the list of cached pages."""
     TYPE: ClassVar[int] = 0x0502
-    DELIVERY: ClassVar[str] = "reply"
     number: int = field(metadata=row(5, "u64"))
     namespace: bytes = field(metadata=row(6, "bytes", length=32))
     page: int = field(metadata=row(7, "u32", min=1, unit="token"))
@@ -624,7 +592,6 @@ class Watched(_Asked):
 class Kept(_OfSession):
     """Cached pages that have come, gone or moved, and where they are now."""
     TYPE: ClassVar[int] = 0x0503
-    DELIVERY: ClassVar[str] = "notice"
     number: int = field(metadata=row(5, "u64", min=1))
     pages: tuple[KeptPage, ...] = field(metadata=row(6, "list<struct:KeptPage>", min=1, max=1024))
 

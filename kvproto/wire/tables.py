@@ -35,6 +35,13 @@ ARRAY_KINDS = {1: ("u", 1), 2: ("u", 2), 3: ("u", 4), 4: ("u", 8), 5: ("i", 1), 
 OPEN_ENUMS = {"ErrorCode", "Role", "DType", "MemoryKind", "Transport", "Tier", "Feature"}
 FROZEN = {"Hello", "Welcome", "Refused", "Error", "Goodbye"}
 
+DELIVERY = {
+    **dict.fromkeys(("Hello", "Ping", "Describe", "Register", "Unregister", "Transfer", "Grant", "Done", "Failed", "Abort", "Offer", "Renew", "Watch"), "request"),
+    **dict.fromkeys(("Welcome", "Refused", "Pong", "Description", "Registered", "Unregistered", "Accepted", "DoneAck", "Drained", "Pulled", "Renewed", "Watched"), "reply"),
+    **dict.fromkeys(("Error", "Goodbye", "Progress", "Chunk", "Credit", "Data", "Released", "Kept"), "notice"),
+}
+"""Message to the class of its delivery."""
+
 CLASSES: dict[str, type[Any]] = {
     name: cls for name, cls in vars(messages).items() if attrs.has(cls) and not name.startswith("_")
 }

@@ -109,7 +109,7 @@ def messages_module(facts: Facts) -> str:
         lines = [_attribute(field, facts) for field in body["field"]]
         known = {base: [shared[field] for field in names] for base, (_, names, _) in _BASES.items()}
         base = max((b for b in known if lines[: len(known[b])] == known[b]), key=lambda b: len(known[b]), default="")
-        stated = f"    TYPE: ClassVar[int] = 0x{body['id']:04X}", f'    DELIVERY: ClassVar[str] = "{body["delivery"]}"'
+        stated = [f"    TYPE: ClassVar[int] = 0x{body['id']:04X}"]
         out += _class(name, base, body["doc"], stated, lines[len(known.get(base, ())) :])
     union = textwrap.wrap(" | ".join(facts["message"]), 112)
     return "\n".join([*out, "", "Message = (", textwrap.indent("\n".join(union), "    "), ")"]) + "\n"
@@ -190,6 +190,10 @@ def tables_module(facts: Facts) -> str:
     codes = {1 << i: facts["ext"][f"u{8 << i}"] for i in range(4)}
     kinds = {code: (name[0], int(name[1:]) // 8) for name, code in facts["ext"].items()}
     frozen = [name for name, message in facts["message"].items() if message["frozen"]]
+    delivered = {
+        kind: tuple(name for name, message in facts["message"].items() if message["delivery"] == kind)
+        for kind in facts["delivery"]
+    }
     out = [
         f'"""Tables that the codec is made of. {HEAD}"""',
         _TABLES_HEAD,
@@ -212,6 +216,11 @@ def tables_module(facts: Facts) -> str:
         "",
         f"OPEN_ENUMS = {{{_source(open_enums)[1:-1]}}}",
         f"FROZEN = {{{_source(frozen)[1:-1]}}}",
+        "",
+        "DELIVERY = {",
+        *(f"    **dict.fromkeys({_source(names)}, {_source(kind)})," for kind, names in delivered.items()),
+        "}",
+        '"""Message to the class of its delivery."""',
         "",
         _TABLES_OF_CLASSES,
         "Rule = tuple[str, tuple[str | int, ...], str]",
