@@ -1,7 +1,5 @@
 """Costs of this machine's transports: measured, kept in a file, and estimated for a program of copies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -90,7 +88,7 @@ class Probe:
         return {"kvproto_probe": 1, **attrs.asdict(self), "slow": [attrs.asdict(slow) for slow in self.slow()]}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Probe:
+    def from_dict(cls, data: Any) -> "Probe":
         """The inverse of `to_dict`; unknown fields are ignored.
 
         Raises LocalError: UNSUPPORTED_VERSION, or MISSING_FIELD, BAD_TYPE, OUT_OF_RANGE with the path of what is wrong.

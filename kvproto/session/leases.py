@@ -6,8 +6,6 @@ have begun earlier, so the lease never ends later at the sink than at the source
 as its clock may be slower (KVP-PUL-SPEED).
 """
 
-from __future__ import annotations
-
 import attrs
 
 from kvproto.wire.messages import Offer
@@ -51,7 +49,7 @@ class Lease:
     """Whether a copy is under way."""
 
     @classmethod
-    def of(cls, offer: Offer, asked: float) -> Lease:
+    def of(cls, offer: Offer, asked: float) -> "Lease":
         """The lease of an Offer whose Transfer was first sent at `asked`."""
         length = offer.lease * _COUNTED
         return cls(offer, asked + length, length)

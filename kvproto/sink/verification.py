@@ -1,7 +1,5 @@
 """Transfers that have arrived at a sink and wait for their checksums, some of which are computed in each turn."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection
@@ -20,7 +18,7 @@ from kvproto.wire.messages import Done
 
 
 class _ArrivalOwner(Protocol):
-    def verified(self, arrival: Arrival) -> None:
+    def verified(self, arrival: "Arrival") -> None:
         """End a fetch whose checksums are all computed."""
 
 

@@ -5,8 +5,6 @@ another name and then renamed, and only its marks change later. A deleted key fr
 with holes, and else with the last key of its pack.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math
@@ -57,7 +55,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-_stores: WeakSet[PackStore] = WeakSet()
+_stores: "WeakSet[PackStore]" = WeakSet()
 
 
 class TornPack(ValueError):

@@ -1,7 +1,5 @@
 """The head of a refused frame: its type, and the ids at the start of its body."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs
@@ -24,7 +22,7 @@ class Head:
     sequence: int | None = None
 
     @classmethod
-    def of(cls, message: Any) -> Head:
+    def of(cls, message: Any) -> "Head":
         """The head of a message that was decoded."""
         return cls(type(message), *(getattr(message, name, None) for name in _IDS))
 

@@ -3,8 +3,6 @@
 It maps nothing and needs no library, so it works between any two hosts, on host memory only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ClassVar
@@ -72,7 +70,7 @@ class InlineStream(OutgoingStream):
         self._pieces: list[DataPiece] = []
 
     @property
-    def stream(self) -> InlineStream:
+    def stream(self) -> "InlineStream":
         """Itself."""
         return self
 

@@ -8,8 +8,6 @@ writes to staging memory of the sink before it says Registered, and refuses a sl
 written directly registers some staging memory for that purpose.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -176,7 +174,7 @@ class NixlTransport(base.Transport):
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
-    def start(self, moves: Sequence[base.Move]) -> DirectWrite | StagedCopy:
+    def start(self, moves: Sequence[base.Move]) -> "DirectWrite | StagedCopy":
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
@@ -294,7 +292,7 @@ class StagedCopy(StagedSender):
         """Layers, and the device events after which their rows are there."""
 
     @property
-    def stream(self) -> StagedCopy:
+    def stream(self) -> "StagedCopy":
         """Itself."""
         return self
 
