@@ -87,7 +87,6 @@ def two(folder: Path, options: kvproto.Options | None = None, theirs: kvproto.Op
 
 
 def address_in(folder: Path, name: str = "prefill") -> str:
-    folder.chmod(0o700)
     return f"ipc://{folder}/{name}"
 
 

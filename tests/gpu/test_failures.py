@@ -26,12 +26,6 @@ from tests.node.nodes import Received, TransferLost
 from tests.session.driver import ticket
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
@@ -50,11 +44,11 @@ def hand_over(sink: nodes.Sink) -> None:
 
 
 def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
-    folder: Path, devices: tuple[int, int]
+    tmp_path: Path, devices: tuple[int, int]
 ) -> None:
     here, sent = nodes.filled(devices[0], 1)
     there, _ = nodes.filled(devices[1], 2)
-    address = nodes.place(folder)
+    address = nodes.place(tmp_path)
     sink = nodes.Sink(address, there, [nodes.source(address, here)])
     hand_over(sink)
     before = nodes.fill(there, 3)
@@ -80,11 +74,11 @@ def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
 
 
 def test_a_pool_that_moved_ends_its_transfers_and_one_registered_anew_works(
-    folder: Path, devices: tuple[int, int]
+    tmp_path: Path, devices: tuple[int, int]
 ) -> None:
     here, _ = nodes.filled(devices[0], 1)
     there, before = nodes.filled(devices[1], 2)
-    address, made = nodes.place(folder), ticket()
+    address, made = nodes.place(tmp_path), ticket()
     sink = nodes.Sink(address, there, [nodes.source(address, here)])
     sink.sources[0].expect(made, nodes.CONTENT, nodes.TOKENS)
     number = sink.ask(made)
@@ -94,7 +88,7 @@ def test_a_pool_that_moved_ends_its_transfers_and_one_registered_anew_works(
     lost = sink.first(TransferLost)
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.POOL_MOVED, True)
     assert np.array_equal(nodes.bytes_of(there), before)
-    address = nodes.place(folder)
+    address = nodes.place(tmp_path)
     following = nodes.Sink(address, there, [nodes.source(address, again)])
     hand_over(following)
     assert np.array_equal(nodes.bytes_of(there), nodes.expected(there, sent, before))
@@ -132,11 +126,11 @@ def prefill() -> Iterator[Any]:
 
 @pytest.mark.parametrize("end", ["fault", "kill"])
 def test_a_source_process_that_ends_costs_its_transfer_alone(
-    folder: Path, devices: tuple[int, int], prefill: Any, end: str
+    tmp_path: Path, devices: tuple[int, int], prefill: Any, end: str
 ) -> None:
     """Part of a request is here; a device fault ends the process by itself. Its death is the proof."""
     there, before = nodes.filled(devices[1], 2)
-    address, made = nodes.place(folder), ticket()
+    address, made = nodes.place(tmp_path), ticket()
     peer = prefill(address, devices[0], 1, bytes(made.key))
     sink = nodes.Sink(address, there, [])
     number = sink.ask(made)
@@ -155,7 +149,7 @@ def test_a_source_process_that_ends_costs_its_transfer_alone(
         assert "CUDA_ERROR_" in said
     for _ in range(20):
         assert np.array_equal(nodes.bytes_of(there), seen)
-    address, again = nodes.place(folder), ticket()
+    address, again = nodes.place(tmp_path), ticket()
     following = prefill(address, devices[0], 5, bytes(again.key))
     sink = nodes.Sink(address, there, [])
     sink.ask(again)

@@ -226,7 +226,6 @@ class Node(nodes.Nodes):
     def __init__(
         self, folder: Path, way: WriteMode, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False
     ) -> None:
-        folder.chmod(0o700)
         address, self.ticket = private_address(folder, "kv"), ticket()
         self.conn, theirs = multiprocessing.Pipe()
         arguments = (theirs, address, self.ticket, way, slots, slot_bytes, hold, loud)

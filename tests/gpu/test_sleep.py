@@ -115,7 +115,6 @@ class Pair:
 
 @pytest.fixture
 def pair(devices: tuple[int, int], tmp_path: Path) -> Iterator[Pair]:
-    tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path}/prefill"
     context = multiprocessing.get_context("spawn")
     conn, theirs = context.Pipe()

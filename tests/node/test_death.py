@@ -117,7 +117,6 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    tmp_path.chmod(0o700)
     with contextlib.ExitStack() as stack:
         yield World(tmp_path, stack)
 

@@ -305,7 +305,6 @@ def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> Non
 def test_pages_after_a_source_was_killed(
     mode: WriteMode, proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
         process, hear = nodes.begin(stack, source, address, made, mode)

@@ -414,7 +414,6 @@ def source(conn: Connection, address: str, made: Ticket) -> None:
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool) -> None:
     """Its memory stays what it was; the lease decides whether it may be used."""
-    tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
         process, hear = nodes.begin(stack, source, address, made)

@@ -42,7 +42,6 @@ class Fleet(nodes.Nodes):
     """A sink and the sources that a test opens; each source's memory holds a byte of its own."""
 
     def __init__(self, folder: Path, transports: Sequence[Transport] = ()) -> None:
-        folder.chmod(0o700)
         self.folder = folder
         self.pool = allocate(geometry(1), 0, ITEMS)
         self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=transports)
