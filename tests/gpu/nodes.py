@@ -73,10 +73,6 @@ class Sink(Nodes):
         super().__init__(sources, [self.node])
         OPEN.append(self)
 
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)], 0.01)
-        return next(e for e in self.told if isinstance(e, kinds))
-
     def ask(self, made: Ticket) -> int:
         """Once registered."""
         self.ready()

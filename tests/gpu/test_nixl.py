@@ -239,10 +239,6 @@ class Node(nodes.Nodes):
         self.node.connect(nodes.PREFILL, address)
         super().__init__([], [self.node])
 
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
-        return next(e for e in self.told if isinstance(e, kinds))
-
     def ask(self) -> int:
         return self.fetch(0, self.ticket, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
 

@@ -92,10 +92,6 @@ class Decode(nodes.Nodes):
         """The source listens there now."""
         self.node.connect(nodes.PREFILL, address)
 
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
-        return next(e for e in self.told if isinstance(e, kinds))
-
     def ask(self, made: Ticket, pages: list[int]) -> int:
         return self.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), pages))
 
