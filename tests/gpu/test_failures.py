@@ -20,7 +20,7 @@ from kvproto.wire.enums import ErrorCode
 from tests.gpu import nodes
 from tests.gpu.conftest import FOUND
 from tests.gpu.gate import Gate
-from tests.gpu.memory import get, put
+from tests.gpu.memory import get, on_gpu, put
 from tests.gpu.test_memory import Owner
 from tests.node.nodes import Received, TransferLost
 from tests.session.driver import ticket
@@ -82,7 +82,7 @@ def test_a_pool_that_moved_ends_its_transfers_and_one_registered_anew_works(
     sink = nodes.Sink(address, there, [nodes.source(address, here)])
     sink.sources[0].expect(made, nodes.CONTENT, nodes.TOKENS)
     number = sink.ask(made)
-    nodes.device_memory(here).close()
+    on_gpu(here).close()
     again, sent = nodes.filled(devices[0], 3)  # most likely at the same address
     sink.sources[0].finish(bytes(made.key), nodes.FINISHED)
     lost = sink.first(TransferLost)

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto import Pool
 from kvproto.copying.execute import execute
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
 from kvproto.sink.node import SinkNode
-from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
@@ -30,13 +28,13 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 from tests.errors import raises
 from tests.gpu.conftest import FOUND
-from tests.gpu.memory import get, put
+from tests.gpu.memory import get, on_gpu, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
 from tests.node import nodes
 from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
-from tests.pools import allocate, memory
+from tests.pools import allocate
 from tests.session.driver import geometry, ticket
 
 pytest.importorskip("nixl")
@@ -212,12 +210,6 @@ def source_node(
 
     nodes.serve(conn, node, stand_still)
     node.close("over")
-
-
-def on_gpu(pool: Pool) -> DeviceMemory:
-    found = memory(pool)
-    assert isinstance(found, DeviceMemory)
-    return found
 
 
 class Node(nodes.Nodes):
