@@ -1,7 +1,5 @@
 """Times transport `cuda` by device events: the copy kernel, pull and push, and the copy engine as a ceiling."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

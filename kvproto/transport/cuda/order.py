@@ -1,7 +1,5 @@
 """Orders a framework's work and copies by events of the device, so that the host waits for nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvproto.transport.base import Memory

@@ -1,7 +1,5 @@
 """A pager between a GPU's pool and pinned host memory, whose kernel copies while the engine computes."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Transport `cuda`: the copy kernel of one GPU, over memory that GPUs of one host map."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
