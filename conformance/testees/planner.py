@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvproto_conformance.codec import Refusal, read_struct, write_struct
-from kvproto_conformance.codec.facts import LIMITS, PART_NAMES, SCALES
+from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
 
 Json = dict[str, Any]
 HELLO = {"driver": 1, "name": "planner.py", "version": "1", "language": "python", "role": "planner", "level": "L2"}
@@ -110,8 +110,8 @@ def plan(source: Json, sink: Json) -> Json:
     for group in sink["groups"]:
         for part in group["parts"]:
             for layer in [n for n, (home, _) in ours.get(key_of(group, part), {}).items() if home is group]:
-                lost = scaled(theirs, group, part, layer) and not scaled(ours, group, part, layer)
-                need(not lost, f"groups[{group['name']}].parts[{part['name']}]", "PART_MISSING")
+                at = f"groups[{group['name']}].parts[{part['name']}]"
+                need(not left(theirs, ours, group, part, layer, sink.get("without", ())), at, "PART_MISSING")
     return answer(join(pieces, elect(pieces, int(sink["replica"])), int(sink["replica"])), sink)
 
 
@@ -182,10 +182,19 @@ def cut(owners: Owners, needy: Owners, at: str) -> list[tuple[int, int, tuple[in
     return [(*span, tuple(sorted(a)), tuple(sorted(b))) for span, a, b in zip(spans, have, want, strict=False) if b]
 
 
-def scaled(owners: Json, group: Json, part: Json, layer: int) -> bool:
-    """Whether some rank owns scales of a part in a layer, under any of their names."""
-    names = [row for row, whole in SCALES.items() if whole == REGISTERED.get(part["name"])]
-    return any(layer in owners.get((group["model"], alias), ()) for n in names for alias in (n, *PART_NAMES[n]))
+def left(theirs: Json, ours: Json, group: Json, part: Json, layer: int, without: Any) -> bool:
+    """Whether the sink leaves out a part of a layer of which it takes this one (KVP-PLAN-LEFT)."""
+    if group["kind"] == "HANDOFF" or REGISTERED.get(part["name"]) in OPTIONAL:
+        return False
+    return any(
+        model == group["model"]
+        and layer in layers
+        and layers[layer][0]["kind"] != "HANDOFF"
+        and layer not in ours.get((model, name), {})
+        and REGISTERED.get(name) not in OPTIONAL
+        and name not in without
+        for (model, name), layers in theirs.items()
+    )
 
 
 def elect(pieces: list[Piece], ordinal: int) -> list[list[int]]:

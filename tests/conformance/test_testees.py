@@ -18,7 +18,7 @@ from kvproto_conformance.cases import load
 from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.testee import Testee as Driver
-from tests.conformance.test_planner import FEATURES, LARGE, Made, ours, spoilt
+from tests.conformance import test_planner
 from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
@@ -105,15 +105,15 @@ def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
 
 def same_in_worlds(testee: Driver, seed: int) -> None:
     rng = random.Random(seed)
-    wild, held, features = world(seed), caches(rng), rng.choice(FEATURES)
+    wild, held, features = world(seed), caches(rng), rng.choice(test_planner.FEATURES)
     source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
     for pair in (
         (wild.source, wild.sink, wild.features),
         (source, sink, features),
-        (spoilt(rng, source), sink, features),
+        (test_planner.spoilt(rng, source), sink, features),
         (*odd_world(rng), features),
     ):
-        assert asked(testee, *pair) == ours(*pair), seed
+        assert asked(testee, *pair) == test_planner.ours(*pair), seed
 
 
 def test_a_planner_of_the_core_is_conformant(capsys: Said) -> None:
@@ -132,21 +132,21 @@ def test_a_planner_of_the_core_plans_as_kvproto_does_or_declines() -> None:
             source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
             for pair in ((world(seed).source, world(seed).sink), (source, sink), odd_world(rng)):
                 lacked = beyond(*map(to_json, pair)).get("beyond")
-                wanted = ("LAYOUT_UNSUPPORTED", lacked[0]["path"]) if lacked else ours(*pair, ())
+                wanted = ("LAYOUT_UNSUPPORTED", lacked[0]["path"]) if lacked else test_planner.ours(*pair, ())
                 assert asked(testee, *pair, ()) == wanted, seed
                 planned += not lacked and not isinstance(wanted, tuple)
     assert planned > 100
 
 
-@pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
-def test_rust_knows_when_it_is_too_much(planner: list[str], made: Made) -> None:
+@pytest.mark.parametrize("made", test_planner.LARGE, ids=lambda made: made.__name__)
+def test_rust_knows_when_it_is_too_much(planner: list[str], made: test_planner.Made) -> None:
     """KVP-PLAN-SIZE: the greatest world that fits, and the least that does not."""
-    fits, beyond = LARGE[made]
+    fits, beyond = test_planner.LARGE[made]
     with Driver(planner) as testee:
         testee.greet({"op": "hello"})
         for many in (fits, beyond):
             pair = (*made(many), ())
-            found = ours(*pair)
+            found = test_planner.ours(*pair)
             assert asked(testee, *pair) == found
             assert isinstance(found, tuple) == (many == beyond)
 
