@@ -592,6 +592,26 @@ def test_a_window_does_not_begin_inside_a_row(
         check_grants(made, 0, columns, (0,), asked)
 
 
+@pytest.mark.parametrize("encoding", ["maker.blocks", None])
+@pytest.mark.parametrize(("first", "count", "inside"), [(4, 8, True), (4, 1, True), (4, 0, False), (8, 8, False)])
+def test_a_window_of_whole_items_does_not_begin_inside_one(
+    encoding: str | None, first: int, count: int, inside: bool
+) -> None:
+    """KVP-GRANT-WHOLE: items of 8 rows whose bytes only their maker knows; items of plain rows may be cut."""
+    plain = lay_out([Cache.mla("latent", 1, latent=8, rope=8, page=8)])
+    group = plain.groups[0]
+    made = attrs.evolve(
+        plain, groups=(attrs.evolve(group, parts=tuple(attrs.evolve(part, encoding=encoding) for part in group.parts)),)
+    )
+    columns = columns_without_gaps(made, 0, {0: 4})[0]
+    asked = (grant(first, count, list(range(items_needed(made.groups[0], 0, first, count)))),)
+    if not (encoding and inside):
+        check_grants(made, 0, columns, (0,), asked)
+        return
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[0].first", mine="where an item of 8 rows begins"):
+        check_grants(made, 0, columns, (0,), asked)
+
+
 SCALED = [
     Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=8), Cache.page_scales("scales", 2, kv_heads=2, page=4),
     Cache.gqa("draft", 2, kv_heads=2, head_dim=4, page=4, model=1),
