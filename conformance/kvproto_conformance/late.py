@@ -11,7 +11,7 @@ from typing import Any
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.dcp import Deal
 
-__all__ = ["held", "items_of", "served"]
+__all__ = ["held", "inside_item", "items_of", "served"]
 
 Json = dict[str, Any]
 
@@ -48,6 +48,8 @@ def served(group: Json, cp_rank: str, grant: Json, since: list[int]) -> Json:
     first, end = int(grant["first"]), int(grant["first"]) + int(grant["count"])
     if group["kind"] in ("PAGE", "RING") and first < end and first % int(group["tokens_per_row"]):
         raise Refusal("BAD_GRANT", "grants[0].first")
+    if inside_item(group, cp_rank, first, end):
+        raise Refusal("BAD_GRANT", "grants[0].first")
     begin = min(held(group, since), end)
     if begin <= first:
         return {"window": grant}
@@ -56,6 +58,14 @@ def served(group: Json, cp_rank: str, grant: Json, since: list[int]) -> Json:
     names = dict(zip(items_of(group, cp_rank, first, end), grant["items"], strict=True))
     left = [names[item] for item in items_of(group, cp_rank, begin, end)]
     return {"begins": str(begin), "window": {**grant, "first": str(begin), "count": str(end - begin), "items": left}}
+
+
+def inside_item(group: Json, cp_rank: str, first: int, end: int) -> bool:
+    """Whether a window of pages that move whole begins inside one of a rank's items."""
+    if group["kind"] != "PAGE" or not any("encoding" in part for part in group["parts"]):
+        return False
+    begin, past = (_before(group, token)[int(cp_rank)] for token in (first, end))
+    return begin < past and begin % int(group["rows"]) != 0
 
 
 def items_of(group: Json, cp_rank: str, first: int, end: int) -> list[int]:

@@ -17,7 +17,7 @@ from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Grants
 from kvproto_conformance.checking import extensions
 from kvproto_conformance.codec import Refusal
-from kvproto_conformance.late import items_of, served
+from kvproto_conformance.late import inside_item, items_of, served
 from kvproto_conformance.row_vectors import changed
 from kvproto_conformance.suites import MADE, text
 
@@ -75,10 +75,10 @@ def _case(
     form = to_json(group)
     items = np.arange(len(items_of(form, str(cp_rank), first, end)), dtype=np.uint32)[::-1] * 2
     grant = to_json(Grants(group=0, first=first, count=end - first, valid=END, items=items, late=late or None))
-    inside = first % group.tokens_per_row
+    inside, cut = first % group.tokens_per_row, inside_item(form, str(cp_rank), first, end)
     return {
         "id": f"{id}-{cp_rank}-{max(since)}-{first}{f'-{end}' if end < END else ''}{'-late' * late}",
-        "clause": "KVP-GRANT-ROW" if inside else "KVP-GRANT-LATE" if late else "KVP-GRANT-HELD",
+        "clause": "KVP-GRANT-ROW" if inside else "KVP-GRANT-WHOLE" if cut else "KVP-GRANT-LATE" if late else "KVP-GRANT-HELD",
         "group": form, "cp_rank": str(cp_rank), "since": [str(n) for n in since], "grant": grant, "note": note,
     }  # fmt: skip
 

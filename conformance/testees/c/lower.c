@@ -256,6 +256,11 @@ static void answer_late(const Json *question) {
     Node *first = &grant.items[field_index(grants, "first")], *count = &grant.items[field_index(grants, "count")], *items = &grant.items[field_index(grants, "items")];
     uint64_t end = first->number + count->number, asked = first->number, before[2], after[2], held = since ? begins_at(&group, since) : 0;
     if (count->number && first->number % group.tokens && (group.kind == PAGE || group.kind == RING)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
+    if (group.opaque && group.kind == PAGE) { /* whole items */
+        rows_of(&group, &grant, &before[0], &before[1]);
+        uint64_t skipped = rows_below(&group, cp_rank, before[0] * group.tokens);
+        if (skipped % group.rows && skipped < rows_below(&group, cp_rank, before[1] * group.tokens)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
+    }
     if (held > first->number && count->number && group.kind != SLOT && group.kind != HANDOFF) {
         if (!number(L_Grants, &grant, "late")) refuse("NOT_HELD", &(Path){NULL, "grants[0].first", 0});
         rows_of(&group, &grant, &before[0], &before[1]);

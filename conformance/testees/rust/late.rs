@@ -21,7 +21,11 @@ pub fn late(question: &Json) -> Option<String> {
             };
             let begins = group.begins(since);
             let rows = group.kind == PAGE || group.kind == RING;
-            let inside = rows && window.count > 0 && window.first % group.step > 0;
+            let (first, end) = group.rows_of(window.first, window.count);
+            let (before, past) = (group.rows_below(first, cp_rank), group.rows_below(end, cp_rank));
+            let whole = group.kind == PAGE && group.opaque();
+            let cut_item = whole && before < past && before % group.rows > 0;
+            let inside = cut_item || rows && window.count > 0 && window.first % group.step > 0;
             let cut = group.kind != HANDOFF && begins > window.first;
             let served = match cut {
                 _ if inside => refuse_at("BAD_GRANT", "grants[0].first"),
