@@ -1,4 +1,4 @@
-/* The memory of a small engine in C, and how its attention reads it. What kvproto is told of it follows from the same table; the reading does not. Included by session.c. */
+/* The memory of a small engine in C, and how its attention reads it. What kvproto is told of it follows from the same table; the reading does not. Included by peer.c. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdarg.h>
@@ -6,8 +6,6 @@
 #include <sys/random.h>
 #include <unistd.h>
 #define LIVE
-#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "lower.c"
 
 /* ---- text ---- */
@@ -45,7 +43,10 @@ static const Cache CACHES[] = {
     {"hybrid", "window", "RING", 0, 1, 1, 8, 0, {{"k", "U8", 2, 16}, {"v", "U8", 2, 16}}},
     {"hybrid", "state", "SLOT", 0, 2, 1, 3, 2, {{"ssm", "U8", 4, 32}}},
 };
-enum { ITEMS = 64, GROUPS = 3 };
+#ifndef POOL_ITEMS
+#define POOL_ITEMS 64
+#endif
+enum { ITEMS = POOL_ITEMS, GROUPS = 3 };
 static struct {
     const Cache *caches; /* groups have the ids 0, 1, 2 in this order */
     int count, fd;

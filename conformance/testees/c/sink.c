@@ -4,7 +4,9 @@
  *     kvproto-conformance run --live-sink ./sink -- ./sink
  *
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
- * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, session.c, hear.c and transfers.c. */
+ * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, peer.c, session.c, hear.c and transfers.c. */
+#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
+    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "transfers.c"
 
 /* ---- what the suite asks of a live engine ---- */
@@ -20,40 +22,6 @@ static Fetch *fetch_named(const Json *id) {
     return each;
 }
 static void turn_once(double seconds, bool commands);
-static void open_engine(const Json *question) {
-    const Json *verify = member(question, "verify"), *transport = member(question, "transport");
-    if (!open_pool(member(question, "world")->text, !strcmp(transport->text, "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid, long", "another");
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    uint32_t chance;
-    random_bytes(&chance, sizeof chance);
-    me.name = copy_of(member(question, "name")->text, member(question, "name")->size);
-    me.incarnation = ((uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000) << 20 | (chance & 0xfffff);
-    me.verify = !verify || verify->truth;
-    Text json = {0}, columns = {0};
-    form_geometry(&json);
-    form_columns(&columns);
-    reading = json.text;
-    Node *map = get(sizeof *map);
-    *map = taken_map(&LAYOUTS[L_Geometry], json_here(), NULL);
-    me.side = side_of_map(map);
-    made.size = 0;
-    put_map(&LAYOUTS[L_Geometry], map);
-    add(&me.geometry, made.text, made.size);
-    sha256(me.geometry.text, me.geometry.size, me.digest);
-    reading = columns.text;
-    me.end = (End){.side = me.side, .mine = &me.side->ranks[0]};
-    me.end.columns = taken_list(L_Columns, json_here(), &me.end.column_count);
-    say("\"geometry\": \"");
-    Text hex = {0};
-    form_hex(&hex, me.geometry.text, me.geometry.size);
-    say(hex.text);
-    say("\"");
-    free(hex.text);
-    free(json.text);
-    free(columns.text);
-    keep(&me.memory);
-}
 static void begin_fetch(const Json *question) {
     Source *source = source_named(member(question, "engine")->text);
     if (!source) deny("UNKNOWN_TICKET", "engine", "a source that was named by connect", "another");
