@@ -51,12 +51,10 @@ static void hear(Session *session, const uint8_t *frame, size_t size) {
     } else {
         refused = &here;
         Node id = {0}, request = {0};
-        int kind = -1;
-        for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
-            if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) kind = i;
+        int kind = kind_of(frame, size);
         begin_path();
         if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, id.kind ? id.number : 0, &request, LAYOUTS[kind].type);
+        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, &id, &request, LAYOUTS[kind].type);
         if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
             session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
             end_session(session, code_named(code), true);

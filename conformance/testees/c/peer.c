@@ -38,11 +38,6 @@ static double now(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
 }
-static const char *code_named(const char *name) { /* the same text, for good */
-    for (int i = 0; i < ENUMS[E_ErrorCode].count; i++)
-        if (!strcmp(ENUMS[E_ErrorCode].values[i].name, name)) return ENUMS[E_ErrorCode].values[i].name;
-    return "INTERNAL";
-}
 static char *copy_of(const char *text, size_t size) {
     char *copy = calloc(1, size + 1);
     if (!copy) abort();
@@ -116,13 +111,23 @@ static bool answered(Session *session, const Node *request, int kind) { /* wheth
         }
     return false;
 }
-static void say_error(Session *session, uint64_t id, const Node *request, unsigned about) {
+static void form_quoted(Text *json, const char *name, const char *text) { /* what a peer has named may hold anything */
+    form(json, ", \"%s\": \"", name);
+    for (const char *c = text; *c; c++) form(json, *c == '"' || *c == '\\' ? "\\%c" : (uint8_t)*c < 0x20 ? "\\u%04x" : "%c", (uint8_t)*c);
+    form(json, "\"");
+}
+static void form_refusal(Text *json) { /* what was refused last; fields that follow others */
+    form(json, ", \"code\": \"%s\"", code);
+    form_quoted(json, "path", where.text);
+    form_quoted(json, "mine", mine_text);
+    form_quoted(json, "yours", yours_text);
+}
+static void say_error(Session *session, const Node *id, const Node *request, unsigned about) {
     Text json = {0};
-    form(&json, "{");
-    if (id) form(&json, "\"session\": \"%llu\", ", (unsigned long long)id);
-    if (request && request->kind) form(&json, "\"request\": \"%llu\", ", (unsigned long long)request->number);
-    form(&json, "\"code\": \"%s\", \"path\": \"%s\", \"mine\": \"%s\", \"yours\": \"%s\"", code, where.text, mine_text, yours_text);
-    if (about) form(&json, ", \"about\": \"%u\"", about);
+    form(&json, "{\"about\": \"%u\"", about);
+    if (id->kind) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
+    if (request->kind) form(&json, ", \"request\": \"%llu\"", (unsigned long long)request->number);
+    form_refusal(&json);
     form(&json, "}");
     notice(session, L_Error, json.text);
     free(json.text);
@@ -169,6 +174,11 @@ static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *req
     where.size = 0;
     add(&where, path, strlen(path));
     free(path);
+}
+static int kind_of(const uint8_t *frame, size_t size) { /* the layout of the message that it says to be; -1 where there is none */
+    for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
+        if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) return i;
+    return -1;
 }
 static void begin_path(void) { /* KVP-DSC-PATH */
     Text path = {0};
@@ -248,4 +258,52 @@ static void open_engine(const Json *question) { /* what this engine is from now 
     free(json.text);
     free(columns.text);
     keep(&me.memory);
+}
+
+/* ---- what the suite asks of a live engine ---- */
+
+static void answer_live(const char *op, const Json *question);
+static bool answer_as_engine(const char *op, const Json *question) {
+    const size_t begun = out.size;
+    jmp_buf here, *outer = refused;
+    refused = &here;
+    say("\"ok\": {");
+    if (setjmp(here)) {
+        out.size = begun;
+        Text json = {0};
+        form(&json, "\"err\": {\"code\": \"%s\", \"path\": \"%s\", \"text\": \"%s, not %s\"}", code, where.text, mine_text, yours_text);
+        say(json.text);
+        free(json.text);
+    } else {
+        answer_live(op, question);
+        say("}");
+    }
+    refused = outer;
+    return true;
+}
+static bool stopped;
+static Text heard;
+static void hear_commands(void) {
+    char bytes[1 << 16];
+    ssize_t size = read(0, bytes, sizeof bytes);
+    if (size <= 0) stopped = true;
+    else add(&heard, bytes, (size_t)size);
+    for (char *line_end; !stopped && heard.size && (line_end = memchr(heard.text, '\n', heard.size));) {
+        size_t length = (size_t)(line_end - heard.text) + 1;
+        char *line = copy_of(heard.text, length);
+        memmove(heard.text, heard.text + length, heard.size - length);
+        heard.size -= length;
+        stopped = !answer_line(line);
+        give_back();
+        free(line);
+    }
+}
+static void free_engine(void) {
+    Block *outer = blocks;
+    blocks = me.memory;
+    give_back();
+    blocks = outer;
+    free(me.name);
+    free(me.geometry.text);
+    for (Text *each[] = {&heard, &out, &where, &made, &moves, &maps}, **t = each; t < each + 6; t++) free((*t)->text);
 }
