@@ -35,17 +35,18 @@ static void check_entry(const Node *columns, size_t i, size_t k, const Group *gr
                 order[a] = order[b];
                 order[b] = other;
             }
-    uint64_t reach = part->bytes;
+    uint64_t reach = part->bytes, inner = reach; /* inner: without the greatest stride */
     const char *greatest = "offset";
     for (int n = 0; n < 3; n++) {
         int axis = order[n];
         if (extents[axis] < 2) continue; /* never used */
         if (strides[axis] > length) deny_at("OUT_OF_REGION", "columns[%zu]", i, names[axis], (long)k, "a stride within the region", "a longer one");
         if (strides[axis] < reach) deny_at("BAD_COLUMNS", "columns[%zu]", i, names[axis], (long)k, "a stride of no less than what it strides over", "less");
+        inner = reach;
         reach = farther(reach, strides[axis], extents[axis] - 1);
         greatest = names[axis];
     }
-    if (offset > length || part->bytes > length - offset) deny_at("OUT_OF_REGION", "columns[%zu]", i, "offset", (long)k, "an offset within the region", "beyond it");
+    if (offset > length || inner > length - offset) deny_at("OUT_OF_REGION", "columns[%zu]", i, "offset", (long)k, "an offset within the region", "beyond it");
     if (reach > length - offset) deny_at("OUT_OF_REGION", "columns[%zu]", i, greatest, (long)k, "items that end within the region", "beyond it");
 }
 static void check_columns(const Session *session, const Node *map) {

@@ -315,6 +315,7 @@ static void answer_live(const char *op, const Json *question) {
     else if (!strcmp(op, "drain")) draining = true;
     else if (!prompt) deny("UNKNOWN_TICKET", "id", "a request", "none");
     else if (!strcmp(op, "wait")) wait_for(prompt, question);
+    else if (ended_prompt(prompt)) return; /* whose prefill goes on for nobody */
     else if (!strcmp(op, "fill")) fill(prompt, question);
     else if (!strcmp(op, "finish")) finish(prompt, question);
     else if (!strcmp(op, "computed")) {

@@ -1,7 +1,8 @@
-"""A sink in C, of the pages alone, beside the reference engine and under the live driver, with sanitizers."""
+"""A source and a sink in C, of the pages alone, beside each other and the reference engine and under the live driver, with sanitizers."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -27,16 +28,21 @@ This one does none of it.
 """
 
 
-@pytest.fixture(scope="module")
-def sink(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if shutil.which("gcc") is None or not any(Path(folder, "zmq.h").exists() for folder in INCLUDES):
-        pytest.skip("no gcc, or no libzmq3-dev")
-    program = tmp_path_factory.mktemp("sink") / "sink"
-    subprocess.run(["gcc", *FLAGS, "-o", program, TESTEES / "c/sink.c", "-lzmq"], check=True, timeout=100)
-    return str(program)
-
-
 INCLUDES = ("/usr/include", "/usr/local/include")
+
+
+def compiled(role: str, folder: Path) -> str:
+    if shutil.which("gcc") is None or not any(Path(each, "zmq.h").exists() for each in INCLUDES):
+        pytest.skip("no gcc, or no libzmq3-dev")
+    subprocess.run(["gcc", *FLAGS, "-o", folder / role, TESTEES / f"c/{role}.c", "-lzmq"], check=True, timeout=100)
+    return str(folder / role)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The programs, by role."""
+    folder = tmp_path_factory.mktemp("engines")
+    return {role: compiled(role, folder) for role in ("source", "sink")}
 
 
 @pytest.fixture
@@ -48,9 +54,13 @@ def address() -> Iterator[str]:
 
 @pytest.mark.parametrize("transport", ["SHM", "INLINE"])
 @pytest.mark.parametrize("world", ["gqa", "mla", "hybrid"])
-def test_it_fetches_from_the_reference_engine(sink: str, address: str, world: str, transport: str) -> None:
-    """Every byte as the C engine's attention reads it; three requests, one of which begins behind a prefix."""
-    source, decode = Engine([sys.executable, str(TESTEES / "live_source.py")]), Engine([sink])
+@pytest.mark.parametrize("in_c", ["source", "sink", "source and sink"])
+def test_they_hand_over(engines: dict[str, str], address: str, in_c: str, world: str, transport: str) -> None:
+    """Every byte as the sink's attention reads it; three requests, one of which begins behind a prefix."""
+    source, decode = (
+        Engine([engines[role]] if role in in_c else [sys.executable, str(TESTEES / f"live_{role}.py")])
+        for role in ("source", "sink")
+    )
     try:
         opened = {"world": world, "transport": transport}
         geometry = read_struct("Geometry", bytes.fromhex(
@@ -88,20 +98,23 @@ def test_it_fetches_from_the_reference_engine(sink: str, address: str, world: st
         source.stop()
 
 
-def test_it_ends_without_a_leak(sink: str) -> None:
-    lines = b'{"seq": 1, "op": "open", "world": "mla", "transport": "SHM", "name": "d"}\n{"seq": 2, "op": "stop"}\n'
-    ended = subprocess.run([sink], input=lines, capture_output=True, check=False, timeout=60)
+@pytest.mark.parametrize("role", ["source", "sink"])
+def test_they_end_without_a_leak(engines: dict[str, str], address: str, role: str) -> None:
+    asked = {"op": "open", "world": "mla", "transport": "SHM", "name": "d", "listen": address}
+    lines = json.dumps({"seq": 1} | asked) + '\n{"seq": 2, "op": "stop"}\n'
+    ended = subprocess.run([engines[role]], input=lines.encode(), capture_output=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("level", ["L3", "L4"])
-def test_it_passes_the_live_driver(sink: str, level: str) -> None:
-    """All scenarios of sinks but the slow ones, which `make conformance ARGS="--live"` runs too, and what it lacks."""
+@pytest.mark.parametrize("role", ["source", "sink"])
+def test_they_pass_the_live_driver(engines: dict[str, str], role: str, level: str) -> None:
+    """All scenarios of a role but the slow ones, which `make conformance` runs too, and what the engine lacks."""
     chosen = [
         each
-        for each in list_scenarios("sink")
+        for each in list_scenarios(role)
         if each.level == level and not each.slow and {*each.extensions} <= {"INLINE"} and each.id not in LEFT_OUT
     ]
     assert len(chosen) > 20
-    found = {each.id: (each.status, each.text) for each in run([sink], chosen)}
+    found = {each.id: (each.status, each.text) for each in run([engines[role]], chosen)}
     assert found == {each.id: ("pass", "") for each in chosen}
