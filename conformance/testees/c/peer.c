@@ -10,7 +10,7 @@ enum { IDLE, GREETED, OPEN, DESCRIBING, DESCRIBED, REGISTERING, READY, CLOSED };
 static const double RESEND = 2, PATIENCE = 30, TICKET_WAIT = 10, SILENCE = 5; /* seconds */
 
 typedef struct Session Session;
-typedef struct Request { struct Request *next; uint64_t id, sequence, attempt; int kind; Text frame; double again, until; } Request;
+typedef struct Request { struct Request *next; uint64_t id, sequence; int kind; Text frame; double again, until; } Request;
 struct Session { /* with one rank of the peer */
     Session *next;
     struct Source *source; /* of a sink's session */
@@ -83,10 +83,10 @@ static void notice(Session *session, int layout, const char *fields) { /* or a r
     send_frame(session, &frame);
     free(frame.text);
 }
-static void await_answer(Session *session, int layout, uint64_t id, uint64_t sequence, uint64_t attempt, Text frame) { /* sent, and again until it is answered */
+static void await_answer(Session *session, int layout, uint64_t id, uint64_t sequence, Text frame) { /* sent, and again until it is answered */
     Request *request = calloc(1, sizeof *request);
     if (!request) abort();
-    *request = (Request){session->requests, id, sequence, attempt, layout, frame, now() + RESEND, now() + PATIENCE};
+    *request = (Request){session->requests, id, sequence, layout, frame, now() + RESEND, now() + PATIENCE};
     session->requests = request;
     send_frame(session, &request->frame);
 }
@@ -96,7 +96,7 @@ static uint64_t ask(Session *session, int layout, uint64_t sequence, const char 
     form(&json, "{");
     if (layout != L_Hello) form(&json, "\"session\": \"%llu\", ", (unsigned long long)session->id);
     form(&json, "\"request\": \"%llu\"%s}", (unsigned long long)id, fields);
-    await_answer(session, layout, id, sequence, 1, frame_of(layout, json.text));
+    await_answer(session, layout, id, sequence, frame_of(layout, json.text));
     free(json.text);
     return id;
 }

@@ -27,11 +27,11 @@ typedef struct Ticket { /* that a Transfer has named */
     uint64_t *ranks; /* of the sink, that are routed from this source */
     size_t rank_count;
 } Ticket;
-struct Attempt {
-    Attempt *next;
-    uint64_t sequence, number, request, early, sent, bytes; /* request: id of its Transfer; early: rows of tokens below are copied; sent: bytes of the stream */
+struct Transfer {
+    Transfer *next;
+    uint64_t sequence, request, early, sent, bytes; /* request: id of its Transfer; early: rows of tokens below are copied; sent: bytes of the stream */
     int state;
-    bool unseen, acknowledged; /* unseen: aborted before it came */
+    bool aborted, unseen; /* unseen: aborted before it came */
     char key[16], content[32];
     Node *grants, *windows; /* as asked, and as served */
     size_t grant_count;
@@ -69,33 +69,27 @@ static void give_pages_back(Prompt *prompt) {
     memset(prompt->held, 0, sizeof prompt->held);
 }
 
-/* ---- attempts: of each sequence above the low-water mark ---- */
+/* ---- transfers: each above the low-water mark ---- */
 
-static Attempt *attempt_of(const Session *session, uint64_t sequence, uint64_t number) {
-    Attempt *each = session->sink->attempts;
-    while (each && (each->sequence != sequence || each->number != number)) each = each->next;
+static Transfer *transfer_of(const Session *session, uint64_t sequence) {
+    Transfer *each = session->sink->transfers;
+    while (each && each->sequence != sequence) each = each->next;
     return each;
 }
-static Attempt *latest_of(const Session *session, uint64_t sequence) {
-    Attempt *found = NULL;
-    for (Attempt *each = session->sink->attempts; each; each = each->next)
-        if (each->sequence == sequence && (!found || each->number > found->number)) found = each;
-    return found;
+static Transfer *new_transfer(Session *session, uint64_t sequence) {
+    Transfer *transfer = calloc(1, sizeof *transfer);
+    if (!transfer) abort();
+    *transfer = (Transfer){.next = session->sink->transfers, .sequence = sequence, .state = ENDED};
+    return session->sink->transfers = transfer;
 }
-static Attempt *new_attempt(Session *session, uint64_t sequence, uint64_t number) {
-    Attempt *attempt = calloc(1, sizeof *attempt);
-    if (!attempt) abort();
-    *attempt = (Attempt){.next = session->sink->attempts, .sequence = sequence, .number = number, .state = ENDED};
-    return session->sink->attempts = attempt;
-}
-static void free_attempt(Attempt *attempt) {
+static void free_transfer(Transfer *transfer) {
     Block *outer = blocks;
-    blocks = attempt->memory;
+    blocks = transfer->memory;
     give_back();
     blocks = outer;
-    free(attempt->failed.text);
-    free(attempt->packed.text);
-    free(attempt);
+    free(transfer->failed.text);
+    free(transfer->packed.text);
+    free(transfer);
 }
 static void settle(Ticket *ticket) { /* whether the request is over: every sink rank has its bytes, or none may still get them */
     bool all = true, under_way = false;
@@ -116,11 +110,11 @@ static void settle(Ticket *ticket) { /* whether the request is over: every sink 
     prompt->state = all ? FREED : UNDELIVERED;
     give_pages_back(prompt);
 }
-static void mark_use(const Session *session, const Attempt *attempt, int state) {
-    Ticket *ticket = ticket_with(attempt->key);
+static void mark_use(const Session *session, const Transfer *transfer, int state) {
+    Ticket *ticket = ticket_with(transfer->key);
     for (size_t i = 0; ticket && i < ticket->count; i++) {
         Use *use = &ticket->uses[i];
-        if (use->session != session->id || use->sequence != attempt->sequence || use->state != UNDER_WAY) continue;
+        if (use->session != session->id || use->sequence != transfer->sequence || use->state != UNDER_WAY) continue;
         use->state = state;
         settle(ticket);
         return;
@@ -130,27 +124,27 @@ static void raise_mark(Session *session) { /* the highest sequence for which it 
     Sink *sink = session->sink;
     for (;;) {
         bool any = false, open = false;
-        for (const Attempt *each = sink->attempts; each; each = each->next) {
+        for (const Transfer *each = sink->transfers; each; each = each->next) {
             any |= each->sequence == sink->low + 1;
             open |= each->sequence == sink->low + 1 && each->state != ENDED;
         }
         if (!any || open) return;
         sink->low++;
-        for (Attempt **each = &sink->attempts; *each;) {
-            Attempt *found = *each;
+        for (Transfer **each = &sink->transfers; *each;) {
+            Transfer *found = *each;
             if (found->sequence != sink->low) {
                 each = &found->next;
                 continue;
             }
             *each = found->next;
             if (!found->unseen) mark_use(session, found, LOST); /* where it is not delivered */
-            free_attempt(found);
+            free_transfer(found);
         }
     }
 }
-static bool drop_request(Session *session, int kind, const Attempt *attempt, uint64_t id) { /* whether it was out; id 0: whatever its id */
+static bool drop_request(Session *session, int kind, const Transfer *transfer, uint64_t id) { /* whether it was out; id 0: whatever its id */
     for (Request **each = &session->requests; *each; each = &(*each)->next)
-        if ((*each)->kind == kind && (*each)->sequence == attempt->sequence && (*each)->attempt == attempt->number && (!id || (*each)->id == id)) {
+        if ((*each)->kind == kind && (*each)->sequence == transfer->sequence && (!id || (*each)->id == id)) {
             Request *found = *each;
             *each = found->next;
             free(found->frame.text);
@@ -159,32 +153,31 @@ static bool drop_request(Session *session, int kind, const Attempt *attempt, uin
         }
     return false;
 }
-static void form_ids(Text *json, const Session *session, uint64_t request, uint64_t sequence, uint64_t attempt) {
-    form(json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\", \"attempt\": \"%llu\"", (unsigned long long)session->id, (unsigned long long)request,
-        (unsigned long long)sequence, (unsigned long long)attempt);
+static void form_ids(Text *json, const Session *session, uint64_t request, uint64_t sequence) {
+    form(json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\"", (unsigned long long)session->id, (unsigned long long)request, (unsigned long long)sequence);
 }
-static void fail_as(Session *session, Attempt *attempt, uint64_t id) { /* with what was refused last; id: of the Transfer that it answers, or 0 */
+static void fail_as(Session *session, Transfer *transfer, uint64_t id) { /* with what was refused last; id: of the Transfer that it answers, or 0 */
     Text json = {0};
-    attempt->failed.size = 0;
-    form_refusal(&attempt->failed);
-    attempt->state = FAILED_BY;
-    free(attempt->packed.text);
-    attempt->packed = (Text){0};
-    form_ids(&json, session, id ? id : session->next_request++, attempt->sequence, attempt->number);
-    form(&json, "%s}", attempt->failed.text);
-    await_answer(session, L_Failed, id ? id : session->next_request - 1, attempt->sequence, attempt->number, frame_of(L_Failed, json.text));
+    transfer->failed.size = 0;
+    form_refusal(&transfer->failed);
+    transfer->state = FAILED_BY;
+    free(transfer->packed.text);
+    transfer->packed = (Text){0};
+    form_ids(&json, session, id ? id : session->next_request++, transfer->sequence);
+    form(&json, "%s}", transfer->failed.text);
+    await_answer(session, L_Failed, id ? id : session->next_request - 1, transfer->sequence, frame_of(L_Failed, json.text));
     free(json.text);
 }
-static void fail(Session *session, Attempt *attempt, const char *error, const char *path) {
+static void fail(Session *session, Transfer *transfer, const char *error, const char *path) {
     code = error;
     where.size = 0;
     add(&where, path, strlen(path));
-    fail_as(session, attempt, 0);
+    fail_as(session, transfer, 0);
 }
-static void accept(Session *session, const Attempt *attempt, uint64_t request) {
+static void accept(Session *session, const Transfer *transfer, uint64_t request) {
     Text json = {0};
-    form_ids(&json, session, request, attempt->sequence, attempt->number);
-    form(&json, ", \"state\": \"%s\"}", !attempt->prompt ? "PENDING" : attempt->prompt->finished ? "READY" : "RUNNING");
+    form_ids(&json, session, request, transfer->sequence);
+    form(&json, ", \"state\": \"%s\"}", !transfer->prompt ? "PENDING" : transfer->prompt->finished ? "READY" : "RUNNING");
     notice(session, L_Accepted, json.text);
     free(json.text);
 }
@@ -364,7 +357,7 @@ static void check_alias(const Session *session, const Node *grants) {
 
 /* ---- what needs the prompt ---- */
 
-static void check_ticket(const Session *session, const char *key, uint64_t sequence) { /* 11, 14 and 15 */
+static void check_ticket(const Session *session, const char *key, uint64_t sequence) { /* 13 and 14 */
     const Ticket *ticket = ticket_with(key);
     if (!ticket) return;
     if (strcmp(ticket->engine, session->sink->engine) || ticket->replica != session->sink->replica) deny("TICKET_BOUND", "ticket", "another sink", "this one");
@@ -381,18 +374,18 @@ static uint64_t held_since(const Session *session, uint64_t group, const Prompt 
     }
     return since;
 }
-static void check_windows(const Session *session, const Attempt *attempt) { /* 16 and 17 */
-    const Prompt *prompt = attempt->prompt;
+static void check_windows(const Session *session, const Transfer *transfer) { /* 15 and 16 */
+    const Prompt *prompt = transfer->prompt;
     static char mine[32], yours[32];
-    for (size_t i = 0; i < attempt->grant_count; i++) {
-        const Node *grant = &attempt->grants[i];
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        const Node *grant = &transfer->grants[i];
         const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
         snprintf(mine, sizeof mine, "%llu", (unsigned long long)prompt->count);
         snprintf(yours, sizeof yours, "%llu", (unsigned long long)number(L_Grants, grant, "valid"));
         if (group->kind != HANDOFF && number(L_Grants, grant, "valid") > prompt->count) bad_grant("BAD_GRANT", i, "valid", mine, yours);
     }
-    for (size_t i = 0; i < attempt->grant_count; i++) {
-        const Node *grant = &attempt->grants[i];
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        const Node *grant = &transfer->grants[i];
         const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
         uint64_t first = number(L_Grants, grant, "first"), since = held_since(session, group->id, prompt);
         snprintf(mine, sizeof mine, "%llu", (unsigned long long)since);
@@ -403,17 +396,17 @@ static void check_windows(const Session *session, const Attempt *attempt) { /* 1
         if (!cut_late(group, share_in(&session->sink->end, group)->cp_rank, since, &copy)) bad_grant("NOT_HELD", i, "first", mine, yours);
     }
 }
-static void check_finished(const Session *session, const Attempt *attempt) { /* once prefill is over */
+static void check_finished(const Session *session, const Transfer *transfer) { /* once prefill is over */
     static char mine[32], yours[32];
-    for (size_t i = 0; i < attempt->grant_count; i++) {
-        const Node *grant = &attempt->grants[i], state = field(L_Grants, grant, "state_after");
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        const Node *grant = &transfer->grants[i], state = field(L_Grants, grant, "state_after");
         const Group *group = group_with(session->side, number(L_Grants, grant, "group"));
         if (group->kind == HANDOFF) continue;
-        snprintf(mine, sizeof mine, "%llu", (unsigned long long)attempt->prompt->computed);
+        snprintf(mine, sizeof mine, "%llu", (unsigned long long)transfer->prompt->computed);
         snprintf(yours, sizeof yours, "%llu", (unsigned long long)number(L_Grants, grant, "valid"));
-        if (number(L_Grants, grant, "valid") > attempt->prompt->computed) bad_grant("BAD_GRANT", i, "valid", mine, yours);
+        if (number(L_Grants, grant, "valid") > transfer->prompt->computed) bad_grant("BAD_GRANT", i, "valid", mine, yours);
         snprintf(yours, sizeof yours, "%llu", (unsigned long long)state.number);
-        if (state.kind && state.number != attempt->prompt->computed) bad_grant("STATE_POSITION", i, "state_after", mine, yours);
+        if (state.kind && state.number != transfer->prompt->computed) bad_grant("STATE_POSITION", i, "state_after", mine, yours);
     }
 }
 
@@ -443,50 +436,50 @@ static End this_end(const Prompt *prompt) { /* this source's memory, with the it
     end.windows = taken_list(L_Grants, json_here(), &end.window_count);
     return end;
 }
-static size_t lower_attempt(const Session *session, const Attempt *attempt, bool all) { /* into moves: all, or pages alone, which are there before prefill is over */
+static size_t lower_transfer(const Session *session, const Transfer *transfer, bool all) { /* into moves: all, or pages alone, which are there before prefill is over */
     uint64_t(*box)[ROW] = get((session->boxes + 1) * sizeof *box);
     size_t count = 0;
     for (size_t i = 0; i < session->boxes; i++)
         if (routed(session, i) && (all || origin_of(session, session->box[i])->kind == PAGE)) memcpy(box[count++], session->box[i], sizeof *box);
-    End ends[2] = {this_end(attempt->prompt), session->sink->end};
-    ends[1].windows = all ? attempt->windows : attempt->grants;
-    ends[1].window_count = attempt->grant_count;
+    End ends[2] = {this_end(transfer->prompt), session->sink->end};
+    ends[1].windows = all ? transfer->windows : transfer->grants;
+    ends[1].window_count = transfer->grant_count;
     return lower_boxes(ends, box, count);
 }
 static bool is_early(const uint64_t *move, uint64_t below) { /* of pages, whose rows are there once their tokens are computed */
     const Map *map = (const Map *)maps.text + move[MAP];
     return map->source->kind == PAGE && (move[GLOBAL] + 1) * map->source->tokens <= below;
 }
-static void copy_rows(Session *session, Attempt *attempt) { /* what is computed, and was not copied before */
-    const Prompt *prompt = attempt->prompt;
-    size_t count = lower_attempt(session, attempt, prompt->finished);
+static void copy_rows(Session *session, Transfer *transfer) { /* what is computed, and was not copied before */
+    const Prompt *prompt = transfer->prompt;
+    size_t count = lower_transfer(session, transfer, prompt->finished);
     uint64_t(*move)[MOVE] = (uint64_t(*)[MOVE])moves.text;
     for (size_t i = 0; i < count; i++) {
-        if (is_early(move[i], attempt->early) || (!prompt->finished && !is_early(move[i], prompt->computed))) continue;
+        if (is_early(move[i], transfer->early) || (!prompt->finished && !is_early(move[i], prompt->computed))) continue;
         memcpy(place_at(session, move[i][TO], move[i][TO_AT]), pool.bytes + move[i][FROM_AT], move[i][LENGTH]);
     }
-    attempt->early = prompt->computed;
+    transfer->early = prompt->computed;
 }
-static void pack(const Session *session, Attempt *attempt) { /* the stream, whole */
-    size_t count = lower_attempt(session, attempt, true);
+static void pack(const Session *session, Transfer *transfer) { /* the stream, whole */
+    size_t count = lower_transfer(session, transfer, true);
     uint64_t(*move)[MOVE] = (uint64_t(*)[MOVE])moves.text;
     if (count) qsort(move, count, sizeof *move, by_coordinate);
-    for (size_t i = 0; i < count; i++) add(&attempt->packed, pool.bytes + move[i][FROM_AT], move[i][LENGTH]);
+    for (size_t i = 0; i < count; i++) add(&transfer->packed, pool.bytes + move[i][FROM_AT], move[i][LENGTH]);
 }
 
 /* ---- Done ---- */
 
-static void form_begins(Text *json, const Attempt *attempt) {
+static void form_begins(Text *json, const Transfer *transfer) {
     bool more = false;
-    for (size_t i = 0; i < attempt->grant_count; i++) {
-        uint64_t asked = number(L_Grants, &attempt->grants[i], "first"), first = number(L_Grants, &attempt->windows[i], "first");
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        uint64_t asked = number(L_Grants, &transfer->grants[i], "first"), first = number(L_Grants, &transfer->windows[i], "first");
         if (first == asked) continue;
-        form(json, "%s{\"group\": \"%llu\", \"first\": \"%llu\"}", more ? ", " : ", \"begins\": [", (unsigned long long)number(L_Grants, &attempt->grants[i], "group"), (unsigned long long)first);
+        form(json, "%s{\"group\": \"%llu\", \"first\": \"%llu\"}", more ? ", " : ", \"begins\": [", (unsigned long long)number(L_Grants, &transfer->grants[i], "group"), (unsigned long long)first);
         more = true;
     }
     if (more) form(json, "]");
 }
-static void form_handoff(Text *json, const Session *session, const Attempt *attempt) {
+static void form_handoff(Text *json, const Session *session, const Transfer *transfer) {
     uint64_t before = UINT64_MAX;
     form(json, ", \"handoff\": [");
     for (size_t i = 0; i < session->boxes; i++) { /* boxes of a group come in ascending order of its parts */
@@ -496,16 +489,16 @@ static void form_handoff(Text *json, const Session *session, const Attempt *atte
         if (box[2] != before) form(json, "%s{\"group\": \"%llu\", \"data\": \"", before == UINT64_MAX ? "" : "\"}, ", (unsigned long long)box[2]);
         before = box[2];
         const Group *from = origin_of(session, box);
-        const Text *held = &attempt->prompt->handoff[from->id][part_named(from, &group->parts[box[6]].name) - from->parts];
+        const Text *held = &transfer->prompt->handoff[from->id][part_named(from, &group->parts[box[6]].name) - from->parts];
         for (uint64_t byte = box[7]; byte < box[8]; byte++) form(json, "%02x", byte < held->size ? (uint8_t)held->text[byte] : 0);
     }
     form(json, before == UINT64_MAX ? "]" : "\"}]");
 }
-static void form_checksums(Text *json, const Session *session, const Attempt *attempt) { /* and count the bytes */
+static void form_checksums(Text *json, const Session *session, const Transfer *transfer) { /* and count the bytes */
     form(json, ", \"checksums\": [");
     bool more = false;
-    for (size_t i = 0; i < attempt->grant_count; i++) {
-        uint64_t sum = 0, group = number(L_Grants, &attempt->grants[i], "group");
+    for (size_t i = 0; i < transfer->grant_count; i++) {
+        uint64_t sum = 0, group = number(L_Grants, &transfer->grants[i], "group");
         bool moved = false;
         const uint64_t(*move)[MOVE] = (const uint64_t(*)[MOVE])moves.text;
         for (size_t k = 0; k < moves.size / sizeof *move; k++) {
@@ -520,160 +513,158 @@ static void form_checksums(Text *json, const Session *session, const Attempt *at
     }
     form(json, "]");
 }
-static void send_done(Session *session, Attempt *attempt) {
+static void send_done(Session *session, Transfer *transfer) {
     Text json = {0};
-    const Prompt *prompt = attempt->prompt;
-    size_t count = lower_attempt(session, attempt, true);
+    const Prompt *prompt = transfer->prompt;
+    size_t count = lower_transfer(session, transfer, true);
     uint64_t bytes = 0, id = session->next_request++;
     for (size_t i = 0; i < count; i++) bytes += ((const uint64_t(*)[MOVE])moves.text)[i][LENGTH];
-    form_ids(&json, session, id, attempt->sequence, attempt->number);
+    form_ids(&json, session, id, transfer->sequence);
     form(&json, ", \"writer\": \"0\", \"groups\": [");
-    for (size_t i = 0; i < attempt->grant_count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)number(L_Grants, &attempt->grants[i], "group"));
+    for (size_t i = 0; i < transfer->grant_count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)number(L_Grants, &transfer->grants[i], "group"));
     form(&json, "], \"bytes\": \"%llu\", \"outcome\": \"%s\"", (unsigned long long)bytes, prompt->ends ? "FINISHED" : "CONTINUE");
-    form_handoff(&json, session, attempt);
-    if (session->verify) form_checksums(&json, session, attempt);
-    form_begins(&json, attempt);
+    form_handoff(&json, session, transfer);
+    if (session->verify) form_checksums(&json, session, transfer);
+    form_begins(&json, transfer);
     form(&json, "}");
-    attempt->state = DONE;
-    await_answer(session, L_Done, id, attempt->sequence, attempt->number, frame_of(L_Done, json.text));
+    transfer->state = DONE;
+    await_answer(session, L_Done, id, transfer->sequence, frame_of(L_Done, json.text));
     free(json.text);
 }
 static void send_data(Session *session) { /* as much as credit allows, stream by stream */
     for (bool more = true; more;) {
         more = false;
-        for (Attempt *attempt = session->sink->attempts; attempt; attempt = attempt->next) {
-            if (attempt->state != STREAMING) continue;
-            uint64_t size = attempt->packed.size - attempt->sent, most = MAX_DATA, credit = session->total - session->counted;
+        for (Transfer *transfer = session->sink->transfers; transfer; transfer = transfer->next) {
+            if (transfer->state != STREAMING) continue;
+            uint64_t size = transfer->packed.size - transfer->sent, most = MAX_DATA, credit = session->total - session->counted;
             if (session->max_body < MAX_DATA + 1024) most = session->max_body > 1024 ? session->max_body - 1024 : session->max_body / 2;
             size = size > most ? most : size;
             size = size > credit ? credit : size;
             if (!size) continue;
             Text json = {0};
-            form(&json, "{\"session\": \"%llu\", \"sequence\": \"%llu\", \"attempt\": \"%llu\", \"offset\": \"%llu\", \"data\": \"", (unsigned long long)session->id,
-                (unsigned long long)attempt->sequence, (unsigned long long)attempt->number, (unsigned long long)attempt->sent);
-            form_hex(&json, attempt->packed.text + attempt->sent, size);
-            bool last = attempt->sent + size == attempt->packed.size;
+            form(&json, "{\"session\": \"%llu\", \"sequence\": \"%llu\", \"offset\": \"%llu\", \"data\": \"", (unsigned long long)session->id,
+                (unsigned long long)transfer->sequence, (unsigned long long)transfer->sent);
+            form_hex(&json, transfer->packed.text + transfer->sent, size);
+            bool last = transfer->sent + size == transfer->packed.size;
             form(&json, "\", \"last\": %s", last ? "true" : "false");
-            if (!attempt->sent) form_begins(&json, attempt);
+            if (!transfer->sent) form_begins(&json, transfer);
             form(&json, "}");
             notice(session, L_Data, json.text);
             free(json.text);
-            attempt->sent += size;
+            transfer->sent += size;
             session->counted += size;
             more = true;
-            if (last) send_done(session, attempt);
+            if (last) send_done(session, transfer);
         }
     }
 }
-static void go_on(Session *session, Attempt *attempt) { /* with what its prompt has become */
-    Prompt *prompt = attempt->prompt;
+static void go_on(Session *session, Transfer *transfer) { /* with what its prompt has become */
+    Prompt *prompt = transfer->prompt;
     Block *outer_blocks = blocks;
     jmp_buf here, *outer = refused;
-    if (attempt->state != RUNNING || !prompt) return;
+    if (transfer->state != RUNNING || !prompt) return;
     blocks = NULL;
     refused = &here;
-    if (setjmp(here)) fail_as(session, attempt, 0);
+    if (setjmp(here)) fail_as(session, transfer, 0);
     else {
-        check_windows(session, attempt);
+        check_windows(session, transfer);
         if (prompt->finished) {
-            check_finished(session, attempt);
-            attempt->windows = get((attempt->grant_count + 1) * sizeof(Node));
-            for (size_t i = 0; i < attempt->grant_count; i++) {
-                Node *window = &attempt->windows[i];
-                *window = attempt->grants[i];
+            check_finished(session, transfer);
+            transfer->windows = get((transfer->grant_count + 1) * sizeof(Node));
+            for (size_t i = 0; i < transfer->grant_count; i++) {
+                Node *window = &transfer->windows[i];
+                *window = transfer->grants[i];
                 window->items = get(window->count * sizeof(Node));
-                memcpy(window->items, attempt->grants[i].items, window->count * sizeof(Node));
+                memcpy(window->items, transfer->grants[i].items, window->count * sizeof(Node));
                 const Group *group = group_with(session->side, number(L_Grants, window, "group"));
                 cut_late(group, share_in(&session->sink->end, group)->cp_rank, held_since(session, group->id, prompt), window);
             }
         }
-        if (pool.shared) copy_rows(session, attempt);
-        else if (prompt->finished) pack(session, attempt);
-        if (prompt->finished && pool.shared) send_done(session, attempt);
+        if (pool.shared) copy_rows(session, transfer);
+        else if (prompt->finished) pack(session, transfer);
+        if (prompt->finished && pool.shared) send_done(session, transfer);
         else if (prompt->finished) {
-            attempt->state = STREAMING;
-            if (!attempt->packed.size) send_done(session, attempt);
+            transfer->state = STREAMING;
+            if (!transfer->packed.size) send_done(session, transfer);
             else send_data(session);
         }
     }
     refused = outer;
-    if (attempt->state == STREAMING) keep(&attempt->memory);
+    if (transfer->state == STREAMING) keep(&transfer->memory);
     else give_back();
     blocks = outer_blocks;
 }
 
 /* ---- Transfer ---- */
 
-static void use_ticket(const Session *session, const Attempt *attempt) {
-    Ticket *ticket = ticket_with(attempt->key);
+static void use_ticket(const Session *session, const Transfer *transfer) {
+    Ticket *ticket = ticket_with(transfer->key);
     if (!ticket) {
         ticket = calloc(1, sizeof *ticket);
         if (!ticket) abort();
         *ticket = (Ticket){.next = tickets, .engine = copy_of(session->sink->engine, strlen(session->sink->engine)), .replica = session->sink->replica};
-        memcpy(ticket->key, attempt->key, 16);
+        memcpy(ticket->key, transfer->key, 16);
         ticket->ranks = calloc(session->boxes + 1, sizeof *ticket->ranks);
         for (size_t i = 0; i < session->boxes; i++)
             if (session->box[i][0] == 0 && (!ticket->rank_count || ticket->ranks[ticket->rank_count - 1] != session->box[i][1])) ticket->ranks[ticket->rank_count++] = session->box[i][1];
         tickets = ticket;
     }
     for (size_t i = 0; i < ticket->count; i++)
-        if (ticket->uses[i].session == session->id && ticket->uses[i].sequence == attempt->sequence) return;
+        if (ticket->uses[i].session == session->id && ticket->uses[i].sequence == transfer->sequence) return;
     ticket->uses = realloc(ticket->uses, (ticket->count + 1) * sizeof *ticket->uses);
     if (!ticket->uses) abort();
-    ticket->uses[ticket->count++] = (Use){session->id, attempt->sequence, session->rank, UNDER_WAY};
+    ticket->uses[ticket->count++] = (Use){session->id, transfer->sequence, session->rank, UNDER_WAY};
 }
-static void forget_use(const Session *session, const Attempt *attempt) { /* it was refused before it could use its ticket */
-    Ticket *ticket = ticket_with(attempt->key);
+static void forget_use(const Session *session, const Transfer *transfer) { /* it was refused before it could use its ticket */
+    Ticket *ticket = ticket_with(transfer->key);
     for (size_t i = 0; ticket && i < ticket->count; i++)
-        if (ticket->uses[i].session == session->id && ticket->uses[i].sequence == attempt->sequence) {
+        if (ticket->uses[i].session == session->id && ticket->uses[i].sequence == transfer->sequence) {
             ticket->uses[i] = ticket->uses[--ticket->count];
             if (!ticket->count) forget_ticket(ticket);
             return;
         }
 }
-static void meet_prompt(Session *session, Attempt *attempt, Prompt *prompt, uint64_t answers) { /* the checks that need it; answers: id of the Transfer that is not accepted yet, or 0 */
+static void meet_prompt(Session *session, Transfer *transfer, Prompt *prompt, uint64_t answers) { /* the checks that need it; answers: id of the Transfer that is not accepted yet, or 0 */
     jmp_buf here, *outer = refused;
     static bool uses;
     uses = false;
-    attempt->prompt = prompt;
-    attempt->state = RUNNING;
+    transfer->prompt = prompt;
+    transfer->state = RUNNING;
     refused = &here;
     if (setjmp(here)) {
-        if (!uses) forget_use(session, attempt);
-        fail_as(session, attempt, answers);
+        if (!uses) forget_use(session, transfer);
+        fail_as(session, transfer, answers);
         refused = outer;
         return;
     }
     if (prompt->given_up) deny("ABORTED", "", "given up", "asked for");
-    if (memcmp(prompt->content, attempt->content, 32)) deny("CONTENT_MISMATCH", "content", "that of the ticket's prompt", "another");
-    check_ticket(session, attempt->key, attempt->sequence);
-    use_ticket(session, attempt);
+    if (memcmp(prompt->content, transfer->content, 32)) deny("CONTENT_MISMATCH", "content", "that of the ticket's prompt", "another");
+    check_ticket(session, transfer->key, transfer->sequence);
+    use_ticket(session, transfer);
     uses = true;
-    check_windows(session, attempt);
+    check_windows(session, transfer);
     refused = outer;
-    if (answers) accept(session, attempt, answers);
-    go_on(session, attempt);
+    if (answers) accept(session, transfer, answers);
+    go_on(session, transfer);
 }
-static void repeated(Session *session, Attempt *attempt, uint64_t request) { /* answered from the state of the attempt */
-    if (attempt->failed.size) {
+static void repeated(Session *session, Transfer *transfer, uint64_t request) { /* answered from the state of the transfer */
+    if (transfer->failed.size) {
         Text json = {0};
-        form_ids(&json, session, request, attempt->sequence, attempt->number);
-        form(&json, "%s}", attempt->failed.text);
+        form_ids(&json, session, request, transfer->sequence);
+        form(&json, "%s}", transfer->failed.text);
         notice(session, L_Failed, json.text);
         free(json.text);
-    } else accept(session, attempt, request);
+    } else accept(session, transfer, request);
 }
-static void check_sequence(const Session *session, const Node *map) { /* 1 to 5 */
-    uint64_t sequence = number(L_Transfer, map, "sequence"), count = number(L_Transfer, map, "attempt");
-    const Attempt *known = attempt_of(session, sequence, count), *latest = latest_of(session, sequence), *before = attempt_of(session, sequence, count - 1);
-    if (known && known->unseen) deny("ABORTED", "sequence", "aborted before it came", "asked for");
-    if (sequence <= session->sink->low || known || (latest && latest->acknowledged)) deny("STALE_TRANSFER", "sequence", "ended", "asked for");
-    if (latest && latest->number > count) deny("STALE_TRANSFER", "sequence", "a later attempt", "an earlier one");
-    if (count > 1 && (!before || before->state != ENDED)) deny("UNEXPECTED_MESSAGE", "attempt", "an attempt before it that has ended", "none");
+static void check_sequence(const Session *session, const Node *map) { /* 1 to 4 */
+    uint64_t sequence = number(L_Transfer, map, "sequence");
+    const Transfer *known = transfer_of(session, sequence);
+    if (known && known->aborted) deny("ABORTED", "sequence", "aborted", "asked for");
+    if (sequence <= session->sink->low || known) deny("STALE_TRANSFER", "sequence", "a later one", "one that was asked for before");
     if (sequence - session->sink->low > MAX_TRANSFERS) deny("BUSY", "sequence", "64 transfers", "more");
     if (session->state != READY) deny("UNEXPECTED_MESSAGE", "", "memory that is registered", "Transfer");
 }
-static void check_transfer(const Session *session, const Node *map, const char *key) { /* 6 to 11 */
+static void check_transfer(const Session *session, const Node *map, const char *key) { /* 5 to 10 */
     Node grants = field(L_Transfer, map, "grants");
     const Ticket *ticket = ticket_with(key);
     bool served = ticket && ticket->replica == session->sink->replica && !strcmp(ticket->engine, session->sink->engine);
@@ -686,93 +677,92 @@ static void check_transfer(const Session *session, const Node *map, const char *
     check_alias(session, &grants);
     if (ticket && ticket->over) deny("TICKET_USED", "ticket", "its transfers are over", "asked for");
 }
-static void transfer(Session *session, const Node *map) {
-    uint64_t sequence = number(L_Transfer, map, "sequence"), count = number(L_Transfer, map, "attempt"), request = number(L_Transfer, map, "request");
+static void hear_transfer(Session *session, const Node *map) {
+    uint64_t sequence = number(L_Transfer, map, "sequence"), request = number(L_Transfer, map, "request");
     Node ticket = field(L_Transfer, map, "ticket"), content = field(L_Transfer, map, "content"), grants = field(L_Transfer, map, "grants");
-    Attempt *known = attempt_of(session, sequence, count);
+    Transfer *known = transfer_of(session, sequence);
     if (known && !known->unseen && known->request == request) {
         repeated(session, known, request);
         return;
     }
     if (sequence > session->sequence) session->sequence = sequence;
     check_sequence(session, map);
-    Attempt *attempt = new_attempt(session, sequence, count);
-    attempt->request = request;
-    memcpy(attempt->key, ticket.bytes, 16);
-    memcpy(attempt->content, content.bytes, 32);
+    Transfer *transfer = new_transfer(session, sequence);
+    transfer->request = request;
+    memcpy(transfer->key, ticket.bytes, 16);
+    memcpy(transfer->content, content.bytes, 32);
     jmp_buf here, *outer = refused;
     refused = &here;
     if (setjmp(here)) {
         refused = outer;
-        fail_as(session, attempt, request);
+        fail_as(session, transfer, request);
         return;
     }
-    check_transfer(session, map, attempt->key);
-    attempt->grants = grants.items;
-    attempt->grant_count = grants.count;
-    Prompt *prompt = prompt_with(attempt->key);
-    if (!prompt) check_ticket(session, attempt->key, sequence);
+    check_transfer(session, map, transfer->key);
+    transfer->grants = grants.items;
+    transfer->grant_count = grants.count;
+    Prompt *prompt = prompt_with(transfer->key);
+    if (!prompt) check_ticket(session, transfer->key, sequence);
     refused = outer;
-    if (prompt) meet_prompt(session, attempt, prompt, request);
+    if (prompt) meet_prompt(session, transfer, prompt, request);
     else {
-        attempt->state = WAITING;
-        attempt->until = now() + TICKET_WAIT;
-        use_ticket(session, attempt);
-        accept(session, attempt, request);
+        transfer->state = WAITING;
+        transfer->until = now() + TICKET_WAIT;
+        use_ticket(session, transfer);
+        accept(session, transfer, request);
     }
-    keep(&attempt->memory);
+    keep(&transfer->memory);
 }
 
 /* ---- answers, Abort, Credit, and what ends a session's transfers ---- */
 
 static void done_ack(Session *session, const Node *map) {
-    Attempt *attempt = attempt_of(session, number(L_DoneAck, map, "sequence"), number(L_DoneAck, map, "attempt"));
+    Transfer *transfer = transfer_of(session, number(L_DoneAck, map, "sequence"));
     uint64_t request = number(L_DoneAck, map, "request");
-    if (!attempt) { /* late, or of a Failed that left no record */
+    if (!transfer) { /* late, or of a Failed that left no record */
         if (number(L_DoneAck, map, "sequence") > session->sequence) deny("UNEXPECTED_MESSAGE", "sequence", "no Done", "DoneAck");
         return;
     }
-    if (attempt->state == DONE && drop_request(session, L_Done, attempt, request)) {
-        attempt->state = ENDED;
-        attempt->acknowledged = true;
-        mark_use(session, attempt, DELIVERED);
-    } else if (attempt->state == FAILED_BY && drop_request(session, L_Failed, attempt, request)) attempt->state = ENDED;
+    if (transfer->state == DONE && drop_request(session, L_Done, transfer, request)) {
+        transfer->state = ENDED;
+        mark_use(session, transfer, DELIVERED);
+    } else if (transfer->state == FAILED_BY && drop_request(session, L_Failed, transfer, request)) transfer->state = ENDED;
     raise_mark(session);
 }
 static void refused_done(Session *session, uint64_t request) { /* an Error in its place */
-    for (Attempt *each = session->sink->attempts; each; each = each->next)
+    for (Transfer *each = session->sink->transfers; each; each = each->next)
         if (each->state == DONE && drop_request(session, L_Done, each, request)) {
             each->state = ENDED;
-            each->acknowledged = true;
             mark_use(session, each, LOST);
             raise_mark(session);
             return;
         }
 }
-static void abort_attempt(Session *session, const Node *map) {
-    uint64_t sequence = number(L_Abort, map, "sequence"), count = number(L_Abort, map, "attempt"), records = 0;
-    Attempt *attempt = attempt_of(session, sequence, count);
+static void abort_transfer(Session *session, const Node *map) {
+    uint64_t sequence = number(L_Abort, map, "sequence");
+    Transfer *transfer = transfer_of(session, sequence);
     bool proven = true;
-    for (const Attempt *each = session->sink->attempts; each; each = each->next) records++;
     if (session->state != READY) deny("UNEXPECTED_MESSAGE", "sequence", "no transfers yet", "Abort");
-    if (!attempt && sequence > session->sink->low) {
-        proven = sequence - session->sink->low <= MAX_TRANSFERS && records < 4 * MAX_TRANSFERS;
-        if (proven) new_attempt(session, sequence, count)->unseen = true;
-    } else if (attempt && attempt->state != ENDED) {
-        drop_request(session, L_Done, attempt, 0);
-        drop_request(session, L_Failed, attempt, 0);
-        attempt->state = ENDED; /* copies are made within one turn: none is under way */
-        free(attempt->packed.text);
-        attempt->packed = (Text){0};
-    }
-    if (attempt && !attempt->unseen && !attempt->acknowledged && !attempt->failed.size) {
-        code = "ABORTED";
-        where.size = 0;
-        add(&where, "sequence", 8);
-        form_refusal(&attempt->failed);
+    if (!transfer && sequence > session->sink->low) {
+        proven = sequence - session->sink->low <= MAX_TRANSFERS;
+        if (proven) transfer = new_transfer(session, sequence);
+        if (proven) transfer->unseen = transfer->aborted = true;
+    } else if (transfer && transfer->state != ENDED) {
+        drop_request(session, L_Done, transfer, 0);
+        drop_request(session, L_Failed, transfer, 0);
+        transfer->state = ENDED; /* copies are made within one turn: none is under way */
+        transfer->aborted = true;
+        free(transfer->packed.text);
+        transfer->packed = (Text){0};
+        if (!transfer->failed.size) {
+            code = "ABORTED";
+            where.size = 0;
+            add(&where, "sequence", 8);
+            form_refusal(&transfer->failed);
+        }
     }
     Text json = {0};
-    form_ids(&json, session, number(L_Abort, map, "request"), sequence, count);
+    form_ids(&json, session, number(L_Abort, map, "request"), sequence);
     form(&json, ", \"proof\": \"%s\"}", proven ? "PROVEN" : "UNPROVABLE");
     notice(session, L_Drained, json.text);
     free(json.text);
@@ -787,15 +777,15 @@ static void credit(Session *session, const Node *map) {
 }
 static void resumed(Session *session) { /* over another connection: streams are cut, and counts begin again */
     session->total = session->counted = 0;
-    for (Attempt *each = session->sink->attempts; each; each = each->next)
+    for (Transfer *each = session->sink->transfers; each; each = each->next)
         if (each->state == STREAMING && each->sent) fail(session, each, "PEER_LOST", "");
     for (Request *each = session->requests; each; each = each->next) send_frame(session, &each->frame);
 }
 static void lost(Session *session) {
-    for (Attempt *each = session->sink->attempts, *next; each; each = next) {
+    for (Transfer *each = session->sink->transfers, *next; each; each = next) {
         next = each->next;
         if (!each->unseen) mark_use(session, each, LOST);
-        free_attempt(each);
+        free_transfer(each);
     }
-    session->sink->attempts = NULL;
+    session->sink->transfers = NULL;
 }

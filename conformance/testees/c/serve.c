@@ -5,7 +5,7 @@ enum { MAX_TRANSFERS = 64, MAX_SESSIONS = 4096, MAX_ENGINE_SESSIONS = 1024, REME
 static const uint64_t MAX_CREDIT = 4194304, MAX_DATA = 262144;
 
 typedef struct { uint64_t id, length; uint8_t *bytes; } Mapped; /* a region of the sink's memory */
-typedef struct Attempt Attempt;
+typedef struct Transfer Transfer;
 typedef struct Sink { /* one rank of an engine, and what it has been told */
     char route[256], *engine;
     size_t route_size;
@@ -13,7 +13,7 @@ typedef struct Sink { /* one rank of an engine, and what it has been told */
     End end;
     Mapped *regions;
     size_t region_count;
-    Attempt *attempts;
+    Transfer *transfers;
 } Sink;
 typedef struct { char *engine; uint64_t replica, rank, incarnation; } Met;
 static Session *sessions; /* the youngest first */

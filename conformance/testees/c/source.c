@@ -35,10 +35,10 @@ static void act(Session *session, const Layout *layout, const Node *map) {
         case L_Describe: describe(session, map); break;
         case L_Register: register_memory(session, map); break;
         case L_Transfer:
-            transfer(session, map);
+            hear_transfer(session, map);
             break;
         case L_DoneAck: done_ack(session, map); break;
-        case L_Abort: abort_attempt(session, map); break;
+        case L_Abort: abort_transfer(session, map); break;
         case L_Credit: credit(session, map); break;
         default: deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
     }
@@ -48,7 +48,7 @@ static void drained(const char *route, size_t size, const Node *map) { /* of a s
     Session past = {.sink = &sink, .id = number(L_Abort, map, "session"), .max_body = MAX_BODY};
     Text json = {0};
     memcpy(sink.route, route, size);
-    form_ids(&json, &past, number(L_Abort, map, "request"), number(L_Abort, map, "sequence"), number(L_Abort, map, "attempt"));
+    form_ids(&json, &past, number(L_Abort, map, "request"), number(L_Abort, map, "sequence"));
     form(&json, ", \"proof\": \"PROVEN\"}");
     notice(&past, L_Drained, json.text);
     free(json.text);
@@ -66,7 +66,7 @@ static void answer_refused(const char *route, size_t size, int kind, const Node 
     Text json = {0};
     form(&json, "{\"request\": \"%llu\"", (unsigned long long)request->number);
     if (id->kind && kind != L_Hello) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
-    if (by_failed) form(&json, ", \"sequence\": \"%llu\", \"attempt\": \"%llu\"", (unsigned long long)number(L_Transfer, map, "sequence"), (unsigned long long)number(L_Transfer, map, "attempt"));
+    if (by_failed) form(&json, ", \"sequence\": \"%llu\"", (unsigned long long)number(L_Transfer, map, "sequence"));
     form_refusal(&json);
     form(&json, "}");
     notice(&stranger, by_failed ? L_Failed : L_Refused, json.text);
@@ -152,7 +152,7 @@ static void on_time(Session *session) {
         }
         send_frame(session, &each->frame);
     }
-    for (Attempt *each = session->sink->attempts; each; each = each->next)
+    for (Transfer *each = session->sink->transfers; each; each = each->next)
         if (each->state == WAITING && time >= each->until) {
             mine_text = "no prompt of it";
             yours_text = "a ticket";
@@ -164,29 +164,29 @@ static void on_time(Session *session) {
 
 /* ---- prompts ---- */
 
-static void for_each_attempt(const Prompt *prompt, void (*what)(Session *, Attempt *, Prompt *)) {
+static void for_each_transfer(const Prompt *prompt, void (*what)(Session *, Transfer *, Prompt *)) {
     for (Session *session = sessions; session; session = session->next)
-        for (Attempt *each = session->sink->attempts; each; each = each->next)
+        for (Transfer *each = session->sink->transfers; each; each = each->next)
             if (each->prompt == prompt || (!each->prompt && each->state == WAITING && !memcmp(each->key, prompt->key, 16))) what(session, each, (Prompt *)prompt);
 }
-static void on_come(Session *session, Attempt *attempt, Prompt *prompt) {
-    if (attempt->state == WAITING) meet_prompt(session, attempt, prompt, 0);
+static void on_come(Session *session, Transfer *transfer, Prompt *prompt) {
+    if (transfer->state == WAITING) meet_prompt(session, transfer, prompt, 0);
 }
-static void on_progress(Session *session, Attempt *attempt, Prompt *prompt) {
+static void on_progress(Session *session, Transfer *transfer, Prompt *prompt) {
     (void)prompt;
-    go_on(session, attempt);
+    go_on(session, transfer);
 }
-static void on_given_up(Session *session, Attempt *attempt, Prompt *prompt) {
+static void on_given_up(Session *session, Transfer *transfer, Prompt *prompt) {
     (void)prompt;
-    if (attempt->state == RUNNING || attempt->state == STREAMING) fail(session, attempt, "ABORTED", "");
+    if (transfer->state == RUNNING || transfer->state == STREAMING) fail(session, transfer, "ABORTED", "");
 }
-static void on_deadline(Session *session, Attempt *attempt, Prompt *prompt) {
+static void on_deadline(Session *session, Transfer *transfer, Prompt *prompt) {
     (void)prompt;
-    if (attempt->state == RUNNING || attempt->state == STREAMING) fail(session, attempt, "DEADLINE", "");
+    if (transfer->state == RUNNING || transfer->state == STREAMING) fail(session, transfer, "DEADLINE", "");
 }
-static void no_room(Session *session, Attempt *attempt, Prompt *prompt) {
+static void no_room(Session *session, Transfer *transfer, Prompt *prompt) {
     (void)prompt;
-    if (attempt->state == WAITING) fail(session, attempt, "PROMPT_TOO_LONG", "");
+    if (transfer->state == WAITING) fail(session, transfer, "PROMPT_TOO_LONG", "");
 }
 static void check_deadlines(void) {
     for (Prompt *each = prompts; each; each = each->next) {
@@ -195,7 +195,7 @@ static void check_deadlines(void) {
         bool ended_before = ended_prompt(each);
         mine_text = "the ticket's deadline";
         yours_text = "passed";
-        for_each_attempt(each, on_deadline);
+        for_each_transfer(each, on_deadline);
         if (ticket) forget_ticket(ticket);
         if (ended_before) memset(each->key, 0, sizeof each->key); /* its ticket alone is forgotten */
         else each->state = EXPIRED;
@@ -259,11 +259,11 @@ static void take_request(const Json *question) {
     }
     prompt->next = prompts;
     prompts = prompt;
-    if (room) for_each_attempt(prompt, on_come);
+    if (room) for_each_transfer(prompt, on_come);
     else {
         mine_text = "fewer pages";
         yours_text = "a longer prompt";
-        for_each_attempt(prompt, no_room);
+        for_each_transfer(prompt, no_room);
         prompt->state = UNDELIVERED;
         give_pages_back(prompt);
         deny("PROMPT_TOO_LONG", "tokens", "fewer pages", "a longer prompt");
@@ -298,7 +298,7 @@ static void finish(Prompt *prompt, const Json *question) {
     prompt->ends = finished && finished->truth;
     prompt->computed = prompt->count;
     prompt->finished = true;
-    for_each_attempt(prompt, on_progress);
+    for_each_transfer(prompt, on_progress);
 }
 static void wait_for(const Prompt *prompt, const Json *question) {
     static const char *const states[] = {"held", "freed", "undelivered", "expired"};
@@ -320,12 +320,12 @@ static void answer_live(const char *op, const Json *question) {
     else if (!strcmp(op, "finish")) finish(prompt, question);
     else if (!strcmp(op, "computed")) {
         prompt->computed = integer(member(question, "tokens"), NULL);
-        for_each_attempt(prompt, on_progress);
+        for_each_transfer(prompt, on_progress);
     } else {
         prompt->given_up = true;
         mine_text = "given up";
         yours_text = "asked for";
-        for_each_attempt(prompt, on_given_up);
+        for_each_transfer(prompt, on_given_up);
         if (!ticket_with(prompt->key) && !ended_prompt(prompt)) {
             prompt->state = UNDELIVERED;
             give_pages_back(prompt);
