@@ -119,13 +119,13 @@ class Live:
         self.address = free_address() if keyed else f"ipc://{self.folder.name}/engine"
         self.theirs, self.keys = new_keys(), new_keys()
         """Pairs of the engine and of the suite, where there are keys."""
-        self._command = list(command)
+        self.command = list(command)
         self.start()
 
     def start(self) -> None:
         """Start an engine if none is running."""
         role, world, transport, keyed = self.key
-        self.engine = Engine(self._command)
+        self.engine = Engine(self.command)
         try:
             stated: Json = {"listen": self.address} if role == "source" else {}
             if keyed:

@@ -165,7 +165,8 @@ static void fail_as(Session *session, Transfer *transfer, uint64_t id) { /* with
     transfer->packed = (Text){0};
     form_ids(&json, session, id ? id : session->next_request++, transfer->sequence);
     form(&json, "%s}", transfer->failed.text);
-    await_answer(session, L_Failed, id ? id : session->next_request - 1, transfer->sequence, frame_of(L_Failed, json.text));
+    if (id) notice(session, L_Failed, json.text); /* a reply: again only if the Transfer comes again */
+    else await_answer(session, L_Failed, session->next_request - 1, transfer->sequence, frame_of(L_Failed, json.text));
     free(json.text);
 }
 static void fail(Session *session, Transfer *transfer, const char *error, const char *path) {
@@ -726,7 +727,7 @@ static void done_ack(Session *session, const Node *map) {
     if (transfer->state == DONE && drop_request(session, L_Done, transfer, request)) {
         transfer->state = ENDED;
         mark_use(session, transfer, DELIVERED);
-    } else if (transfer->state == FAILED_BY && drop_request(session, L_Failed, transfer, request)) transfer->state = ENDED;
+    } else if (transfer->state == FAILED_BY && (request == transfer->request || drop_request(session, L_Failed, transfer, request))) transfer->state = ENDED;
     raise_mark(session);
 }
 static void refused_done(Session *session, uint64_t request) { /* an Error in its place */

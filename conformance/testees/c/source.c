@@ -6,7 +6,7 @@
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
  * intent, a catalogue. In order: frames in, prompts, what the suite asks, the loop. Before them pool.c, peer.c, serve.c, mapping.c and push.c. */
 #define CLAIM "\"name\": \"source.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"source\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\", \"resume\"]"
 #define POOL_ITEMS 256
 #include "push.c"
 
@@ -80,11 +80,11 @@ static void hear_known(const char *route, size_t size, const Layout *layout, con
     else {
         Session *session = map->items[0].kind ? session_with(map->items[0].number) : NULL;
         if (!session && map->items[0].kind && has_ended(map->items[0].number, &superseded)) {
+            if (superseded) deny("SUPERSEDED", "session", "a later run of this rank", "an earlier one");
             if (kind == L_Abort) {
                 drained(route, size, map);
                 return;
             }
-            if (superseded) deny("SUPERSEDED", "session", "a later run of this rank", "an earlier one");
         }
         if (!session || !same_route(session, route, size)) deny("UNKNOWN_SESSION", "session", "sessions of this connection", "another");
         session->heard = now();

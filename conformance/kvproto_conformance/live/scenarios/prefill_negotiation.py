@@ -61,6 +61,8 @@ def _superseded(run: PrefillRun) -> None:
     run.keep(new)
     id = old.misstate("Ping")
     run.refused(old, id, "Error", "SUPERSEDED", clause="KVP-SES-REPLACED")
+    id = old.misstate("Abort", sequence="1", reason="the client is gone")
+    run.refused(old, id, "Error", "SUPERSEDED", "session", "KVP-SES-REPLACED")
     ghost = run.sink(name=old.name)
     ghost.incarnation = old.incarnation
     sent = ghost.send("Hello", **ghost.hello())
