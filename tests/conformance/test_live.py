@@ -162,7 +162,7 @@ class Apart(Prefill):
 serve(Apart())
 """
     )
-    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409")]
+    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409", "LIVE-520")]
     assert [(r.status, r.text) for r in run([sys.executable, str(program)], chosen)] == [("pass", "")] * len(chosen)
 
 

@@ -10,7 +10,6 @@ from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import STARTING, scenario
-from kvproto_conformance.live.sink import Request, Sink
 from kvproto_conformance.live.wire import Dealer
 
 _PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
@@ -201,21 +200,15 @@ def _described_again(run: PrefillRun) -> None:
     run.hand_over(sink)
 
 
-def _ended(run: PrefillRun) -> tuple[Sink, Request, str]:
-    """A sink that said Goodbye while the engine computed for it, and the session."""
+@scenario("LIVE-184", "Abort of a session that has ended, over its connection and over another", "KVP-END-AFTER",
+          guards=_PAGES)  # fmt: skip
+def _abort_after(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     run.take(prompt)
     made = sink.request(prompt.key, prompt.tokens)
     sink.ask_for(made)
     session = sink.session
     sink.goodbye()
-    return sink, made, session
-
-
-@scenario("LIVE-184", "Abort of a session that has ended, over its connection and over another", "KVP-END-AFTER",
-          guards=_PAGES)  # fmt: skip
-def _abort_after(run: PrefillRun) -> None:
-    sink, made, session = _ended(run)
     for again in (False, True):
         if again:
             sink.wire.close()

@@ -227,6 +227,12 @@ def _describe(change: Change, by: str, codes: Codes, path: str | None, clause: s
 
 for _made, _rows, _name in ((_register, REGISTERS, "Register"), (_describe, DESCRIBES, "Describe")):
     for _id, _what, _change, _by, _codes, _path, _clause, _guards in _rows:
-        scenario(_id, f"a {_name} with {_what}", _clause, "KVP-ERR-ALONE", guards=_guards, level="L4")(
-            _made(_change, _by, _codes, _path, _clause)
-        )
+        scenario(
+            _id,
+            f"a {_name} with {_what}",
+            _clause,
+            "KVP-ERR-ALONE",
+            guards=_guards,
+            level="L4",
+            maps=_clause == "KVP-REG-FAIL" or "another host" in _what,
+        )(_made(_change, _by, _codes, _path, _clause))
