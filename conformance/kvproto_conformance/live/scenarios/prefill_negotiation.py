@@ -81,7 +81,7 @@ def _unknown_ticket(run: PrefillRun) -> None:
     found = sink.expect("Failed", seconds=20.0, clause="KVP-TKT-EARLY")
     run.check("code", found.fields["code"] == "UNKNOWN_TICKET", str(found.fields), "KVP-TKT-EARLY")
     sink.reply(found, "DoneAck")
-    run.hand_over(sink)
+    run.hand_over(run.ready(), prompt)  # which has bound the ticket to nobody
 
 
 @scenario("LIVE-147", "the engine drains: what is under way ends, the rest is refused", "KVP-SES-DRAINING",
