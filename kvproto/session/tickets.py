@@ -283,9 +283,7 @@ class Tickets:
             _check(state, attempt, (peer.engine, peer.replica))
         except KvprotoError as error:
             attempt.fail(error, now)
-            if (
-                state.users.get(session.session) is attempt
-            ):  # it was here before its prompt, and has not used the ticket
+            if state.users.get(session.session) is attempt:  # it came before its prompt, and has used nothing
                 del state.users[session.session]
                 self._leave(attempt)
                 state.bound = state.bound if state.users else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvproto_conformance.live.prefill import PrefillRun
 from kvproto_conformance.live.scenario import scenario
 from kvproto_conformance.live.sink import Sink
-from kvproto_conformance.live.wire import Dealer
 
 _TWICE = "One ticket is fetched twice, and the second time from pages of another request."
 _LOST = "A request that could have been served is refused, for what another has done."

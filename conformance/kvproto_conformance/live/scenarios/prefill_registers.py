@@ -55,6 +55,10 @@ def _not_memory(memory: Shared) -> tuple[str, str]:
     return "SHM", memory.handle(fd=0)
 
 
+def _more_columns(good: Json, sink: Sink) -> Json:
+    return {"columns": [*good["columns"], good["columns"][0] | {"group": "99"}]}
+
+
 def _second_region(good: Json, sink: Sink) -> Json:
     assert sink.memory is not None
     handle = {"transport": "SHM", "data": sink.memory.handle(nonce="0" * 32)}
@@ -129,7 +133,7 @@ REGISTERS: list[tuple[str, str, Change, str, Codes, str | None, str, str]] = [
      "Refused", "TRANSPORT_FAILED", None, "KVP-REG-FAIL", "The end of a mapping kills its readers (SIGBUS)."),
     ("LIVE-527", "an offset far beyond the region", _column("offset", lambda v, g: 2**63),
      "Refused", "OUT_OF_REGION", "columns[0].offset[0]", "KVP-REG-REGION", _STRAY),
-    ("LIVE-528", "columns of a group that nobody has", lambda g, s: {"columns": [*g["columns"], g["columns"][0] | {"group": "99"}]},
+    ("LIVE-528", "columns of a group that nobody has", _more_columns,
      "Refused", "BAD_COLUMNS", "columns", "KVP-REG-COLUMNS", _STRAY),
     ("LIVE-529", "a second region that cannot be mapped", _second_region,
      "Refused", "TRANSPORT_FAILED", "regions[1].handles", "KVP-REG-FAIL", "Half of a memory stays mapped for ever."),
