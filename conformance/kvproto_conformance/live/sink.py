@@ -283,9 +283,9 @@ class Sink(Peer):
                 raise Missed(f"{text} and {found.fields['yours']!r} in place of Done")
             self.take_data(made, found)
 
-    def asked(self, request: Frame) -> Any:
+    def answers(self, id: str) -> Any:
         """Whether a frame has the id of a request."""
-        return lambda fields: fields.get("request") == request.fields["request"]
+        return lambda fields: fields.get("request") == id
 
     def of(self, made: Request) -> Any:
         """Whether a frame is about a request."""

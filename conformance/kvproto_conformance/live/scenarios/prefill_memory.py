@@ -180,11 +180,11 @@ def _refused_again(run: PrefillRun) -> None:
     fields = sink.transfer(sink.request(prompt.key, prompt.tokens)) | {"content": "ab" * 32}
     first = sink.send("Transfer", request=sink.next_id(), **fields)
     for _ in range(2):
-        found = sink.expect("Failed", where=sink.asked(first), seconds=6.0, clause="KVP-SES-REPLY")
+        found = sink.expect("Failed", where=sink.answers(first.fields["request"]), seconds=6.0, clause="KVP-SES-REPLY")
         run.check("code", found.fields["code"] == "CONTENT_MISMATCH", found.fields["code"], "KVP-SES-REPLY")
         sink.watch.see(first.raw, "suite")
         sink.wire.send(first.raw)
-    sink.reply(sink.expect("Failed", where=sink.asked(first), clause="KVP-SES-REPLY"), "DoneAck")
+    sink.reply(sink.expect("Failed", where=sink.answers(first.fields["request"]), clause="KVP-SES-REPLY"), "DoneAck")
     run.engine.ask("fail", id=prompt.id, reason="over")
     run.untouched(sink)
     run.hand_over(sink)
@@ -214,7 +214,7 @@ def _abort_after(run: PrefillRun) -> None:
             sink.wire.close()
             sink.wire = Dealer(run.live.address)
         id = sink.misstate("Abort", session=session, sequence=made.sequence, reason="the client is gone")
-        found = sink.expect("Drained", "Error", where=lambda f, id=id: f.get("request") == id, clause="KVP-END-AFTER")
+        found = sink.expect("Drained", "Error", where=sink.answers(id), clause="KVP-END-AFTER")
         proof = found.fields.get("proof", found.fields.get("code"))
         run.check("proven", proof == "PROVEN", f"{found.name} {proof}", "KVP-END-AFTER")
     sink.session = ""
