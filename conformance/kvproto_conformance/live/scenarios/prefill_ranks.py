@@ -184,3 +184,72 @@ def _turns(run: PrefillRun) -> None:
     sink.register()
     run.keep(sink)
     run.hand_over(sink)
+
+
+@scenario("LIVE-203", "a second Transfer of a sequence that is under way", "KVP-TRN-STALE",
+          guards="One transfer has two records: it is freed by one, and written by the other.")  # fmt: skip
+def _second(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    fields = sink.transfer(made)
+    sink.ask("Transfer", "Accepted", **fields)
+    id = sink.misstate("Transfer", **fields)
+    run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
+    run.fill(prompt)
+    run.finish(prompt)
+    run.arrived(sink, made, prompt)
+    run.over(prompt)
+
+
+@scenario("LIVE-204", "a Transfer after the Descriptions, before Register", "KVP-TRN-CHECKS", level="L4",
+          guards="Items of memory that nobody has mapped are written.")  # fmt: skip
+def _unregistered(run: PrefillRun) -> None:
+    sink, prompt = run.sink(), run.prompt()
+    sink.greet()
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    id = sink.misstate("Transfer", **sink.transfer(made))
+    run.refused(sink, id, "Failed", "UNEXPECTED_MESSAGE", "", "KVP-TRN-CHECKS", made.sequence)
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.keep(sink)
+    sink.register()
+    run.hand_over(sink)
+
+
+@scenario("LIVE-205", "Abort of a transfer beyond max_transfers: no proof, or the transfer is refused later",
+          "KVP-END-UNSEEN", level="L4",
+          guards="An Abort is answered and forgotten, and its Transfer is served into pages of somebody else.")  # fmt: skip
+def _beyond(run: PrefillRun) -> None:
+    sink = run.sink()
+    most = int(sink.greet().fields["limits"]["max_transfers"])
+    sink.describe(sink.geometry or {})
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    proof = sink.ask("Abort", "Drained", sequence=str(most + 1), reason="changed its mind").fields["proof"]
+    run.hand_over(sink)
+    if proof == "PROVEN":
+        prompt = run.prompt()
+        run.serve(prompt)
+        fields = sink.transfer(sink.request(prompt.key, prompt.tokens)) | {"sequence": str(most + 1)}
+        id = sink.misstate("Transfer", **fields)
+        run.refused(sink, id, "Failed", "ABORTED", "sequence", "KVP-END-UNSEEN", fields["sequence"])
+        run.untouched(sink)
+        run.engine.ask("fail", id=prompt.id, reason="over")
+
+
+@scenario("LIVE-206", "Abort where there can be no transfer", "KVP-SES-STATE", level="L4",
+          guards="A message at the wrong time moves the state of a session.")  # fmt: skip
+def _no_transfer(run: PrefillRun) -> None:
+    sink = run.sink()
+    sink.greet()
+    sink.describe(sink.geometry or {})
+    id = sink.misstate("Abort", sequence="9", reason="over")
+    run.refused(sink, id, "Error", "UNEXPECTED_MESSAGE", "sequence", "KVP-SES-STATE")
+    sink.allocate()
+    run.keep(sink)
+    sink.register()
+    run.hand_over(sink)
