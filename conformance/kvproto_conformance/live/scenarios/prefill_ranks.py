@@ -221,7 +221,7 @@ def _unregistered(run: PrefillRun) -> None:
 
 @scenario("LIVE-205", "Abort of a transfer beyond max_transfers: no proof, or the transfer is refused later",
           "KVP-END-UNSEEN", level="L4",
-          guards="An Abort is answered and forgotten, and its Transfer is served into pages of somebody else.")  # fmt: skip
+          guards="An Abort is answered and forgotten, and its Transfer is served into other pages.")  # fmt: skip
 def _beyond(run: PrefillRun) -> None:
     sink = run.sink()
     most = int(sink.greet().fields["limits"]["max_transfers"])

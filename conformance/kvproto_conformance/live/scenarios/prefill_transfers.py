@@ -38,6 +38,14 @@ def _windows(good: Json, sink: Sink) -> Json:
     return {"grants": grants}
 
 
+def _beyond_ring(good: Json, sink: Sink) -> Json:
+    grants = [dict(grant) for grant in good["grants"]]
+    end = int(grants[1]["first"]) + int(grants[1]["count"])
+    more = 1 + next(int(g["rows"]) for g in (sink.geometry or {})["groups"] if g["id"] == grants[1]["group"])
+    grants[1] |= {"first": str(end - more), "count": str(more)}
+    return {"grants": grants}
+
+
 @scenario("LIVE-150", "a sink that takes short bodies alone is sent no longer Data", "KVP-FRAME-W-LENGTH",
           guards="A message that its reader has not the room for ends the session.", transport="INLINE",
           extensions=("INLINE",))  # fmt: skip
@@ -73,6 +81,9 @@ LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, 
      "Failed", "BAD_GRANT", "grants", "KVP-HND-GRANT", "The first token is lost: decode begins with a wrong one."),
     ("LIVE-408", "a grant for a group that nobody has", "gqa", _grant(1, group="99"),
      "Failed", "BAD_GRANT", "grants", "KVP-GRANT-GROUPS", _WRITES),
+    ("LIVE-433", "a grant too many", "gqa",
+     lambda good, sink: {"grants": [*good["grants"], good["grants"][0] | {"group": "99"}]},
+     "Failed", "BAD_GRANT", "grants", "KVP-GRANT-GROUPS", _WRITES),
     ("LIVE-409", "an item beyond the pool", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], "64"])),
      "Failed", "OUT_OF_REGION", "grants[0].items", "KVP-GRANT-POOL", _WRITES),
     ("LIVE-410", "an item far beyond the pool", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], str(2**32 - 1)])),
@@ -106,6 +117,9 @@ LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, 
      _grant(1, first=lambda g: str(int(g["first"]) - 1), count=lambda g: str(int(g["count"]) + 1)),
      "Failed", ("BAD_GRANT", "NOT_HELD"), None, "KVP-GRANT-HELD",
      "Rows that the ring has overwritten are served as if they were old ones."),
+    ("LIVE-434", "a window longer than the sink's own ring", "hybrid", _beyond_ring,
+     "Failed", "BAD_GRANT", "grants[1].count", "KVP-GRANT-RING",
+     "Rows of one window are written over others of it."),
     ("LIVE-425", "more transfers than the grants' writers: none", "gqa", _fields(writers=[]),
      "Error", "OUT_OF_RANGE", "writers", "KVP-BODY-RANGE", "A request that nobody answers."),
     ("LIVE-426", "a ticket key of 15 bytes", "gqa", _fields(ticket="00" * 15),
