@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvproto_conformance.codec import read_struct
-from kvproto_conformance.live import list_scenarios, moving, run
+from kvproto_conformance.live import list_scenarios, moving, run, running
 from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.scenario import Prompt, handoff, rows_of, shares
+from tools.prove import source_c
 
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 FLAGS = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O1", "-g", "-fsanitize=address,undefined",
@@ -30,6 +31,21 @@ This one does neither.
 
 CLAIMED = {"source": {"INLINE", "RESUME", "VERIFY"}, "sink": {"INLINE"}}
 """Extensions by which they are played with."""
+APART = """import json, subprocess, sys
+
+with subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        if asked.get("transport") == "SHM":
+            answer = json.dumps({"seq": asked["seq"], "unsupported": "SHM"}).encode() + b"\\n"
+        else:
+            engine.stdin.write(line)
+            engine.stdin.flush()
+            answer = engine.stdout.readline()
+        sys.stdout.buffer.write(answer)
+        sys.stdout.buffer.flush()
+"""
+"""An adapter that has no shared memory, and asks the one that it is given all else."""
 INCLUDES = ("/usr/include", "/usr/local/include")
 
 
@@ -120,3 +136,25 @@ def test_they_pass_the_live_driver(engines: dict[str, str], role: str, level: st
     assert len(chosen) > 20
     found = {each.id: (each.status, each.text) for each in run([engines[role]], chosen)}
     assert found == {each.id: ("pass", "") for each in chosen}
+
+
+def test_a_bug_of_the_source_is_noticed() -> None:
+    """Each of the table is at its place, and one that is planted makes a scenario of its clause fail."""
+    if shutil.which("gcc") is None or not any(Path(each, "zmq.h").exists() for each in INCLUDES):
+        pytest.skip("no gcc, or no libzmq3-dev")
+    (bug,) = (each for each in source_c.load() if each.name == "a byte too many in Done")
+    found, text = source_c.noticed(bug, "LIVE-101")
+    assert found == "LIVE-101"
+    assert text.startswith("bytes: ")
+
+
+def test_a_source_without_shared_memory_passes_what_is_over_inline(engines: dict[str, str], tmp_path: Path) -> None:
+    """Scenarios of memory that others write it passes unasked."""
+    program = tmp_path / "source.py"
+    program.write_text(APART)
+    ids = ("LIVE-101", "LIVE-121", "LIVE-519", "LIVE-520", "LIVE-525", "LIVE-529")
+    chosen = [each for each in list_scenarios("source") if each.id in ids]
+    found = list(run([sys.executable, str(program), engines["source"]], chosen))
+    assert [(each.status, each.text) for each in found] == [("pass", "")] * len(ids)
+    unasked = {each.id for each in found if [check.name for check in each.checks] == [running.NO_MEMORY]}
+    assert unasked == {"LIVE-519", "LIVE-520", "LIVE-525", "LIVE-529"}

@@ -18,12 +18,13 @@ from kvproto_conformance.live.scenario import SCENARIOS, Check, Live, Run, Scena
 from kvproto_conformance.live.watch import ENGINE, Blamed
 from kvproto_conformance.testee import NOT_ASKED
 
-__all__ = ["Result", "lacks", "list_scenarios", "run"]
+__all__ = ["NO_MEMORY", "Result", "lacks", "list_scenarios", "run"]
 
 _SILENCES = 3
 """How often an engine may leave a question unanswered until it gets no more."""
 
-_NO_MEMORY = "nobody but the engine writes its memory"
+NO_MEMORY = "nobody but the engine writes its memory"
+"""The check of what an engine without SHM is not asked."""
 
 
 @attrs.frozen
@@ -104,7 +105,7 @@ def run(command: Sequence[str], scenarios: Iterable[Scenario], seconds: float = 
                 yield Result(each.id, "unsupported", (), str(said), "", time.monotonic() - begin)
                 continue
             if each.maps and not shared:
-                yield Result(each.id, "pass", (Check(_NO_MEMORY, True),), "", "", 0.0)
+                yield Result(each.id, "pass", (Check(NO_MEMORY, True),), "", "", 0.0)
                 continue
             result = _one(live, each)
             silences += result.status == "error" and result.text.startswith("timeout")
