@@ -241,7 +241,18 @@ def test_a_suite_without_nixl_says_what_it_could_not_ask(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     report = tmp_path / "report.json"
-    claim = ["--role", "source", "--level", "L3", "--extension", "staged", "--only", "LIVE-120"]
+    claim = [
+        "--role",
+        "source",
+        "--level",
+        "L3",
+        "--only",
+        "LIVE-120",
+        "--extension",
+        "staged",
+        "--extension",
+        "resume",
+    ]
     live = ["--live-source", " ".join(adapter("live_source.py"))]
     ended = main(["run", *claim, *live, "--report", str(report), "--", *adapter("python_kvproto.py")])
     made: dict[str, Any] = json.loads(report.read_text())
