@@ -253,3 +253,12 @@ def _no_transfer(run: PrefillRun) -> None:
     run.keep(sink)
     sink.register()
     run.hand_over(sink)
+
+
+@scenario("LIVE-207", "Credit in a session whose bytes go by shared memory", "KVP-SES-STATE", level="L4", maps=True,
+          guards="A message at the wrong time moves the state of a session.")  # fmt: skip
+def _no_credit(run: PrefillRun) -> None:
+    sink = run.ready()
+    sink.misstate("Credit", kind="INLINE", total="100", epoch=str(sink.epoch))
+    run.refused(sink, None, "Error", "UNEXPECTED_MESSAGE", "", "KVP-SES-STATE")
+    run.hand_over(sink)
