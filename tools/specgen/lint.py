@@ -77,7 +77,7 @@ def _parts(facts: Facts) -> None:
     names = [*parts, *(alias for row in parts.values() for alias in row["aliases"])]
     _need(len(set(names)) == len(names), f"part names and aliases repeat: {sorted(names)}")
     for name, row in parts.items():
-        _keys(row, {"lane", "row", "since", "aliases", "doc"}, {"of", "scales"}, f"part {name}")
+        _keys(row, {"lane", "row", "since", "aliases", "doc"}, {"of", "scales", "optional"}, f"part {name}")
         for key in ("of", "scales"):
             _need(row.get(key, "k") in parts and row.get(key) != name, f"part {name}: {key} {row.get(key)}")
     for name, row in facts["group"].items():
@@ -122,10 +122,10 @@ def _messages(facts: Facts) -> None:
     for name, m in messages.items():
         facts_of = {"id", "since", "status", "sender", "delivery", "reply", "frozen", "doc", "field"}
         _keys(m, facts_of, {"rule", "feature"}, name)
-        _need(
-            ("feature" in m) == (m["status"] == "draft"), f"{name}: a draft message is behind a feature, others are not"
-        )
         _features(m, facts, name)
+        statuses = {facts["feature"][feature]["status"] for feature in m.get("feature", ())} or {"stable"}
+        firmest = "stable" if "stable" in statuses else "draft"
+        _need(m["status"] == firmest, f"{name}: a message is as firm as the firmest of its features")
         _need(m["status"] in facts["status"] and m["id"] != _NEVER_TYPE, f"{name}: status, id")
         _need(m["sender"] in ("source", "sink", "both"), f"{name}: sender")
         _need(m["delivery"] in facts["delivery"], f"{name}: delivery")
