@@ -267,18 +267,22 @@ static const Node *grant_of(const Node *grants, uint64_t group, size_t *i) {
         if (number(L_Grants, &grants->items[*i], "group") == group) return &grants->items[*i];
     return NULL;
 }
+static bool is_scale_of(const char *name, const char *other) { /* of the registered names, those of scales end so (parts.md) */
+    size_t size = strlen(other);
+    return !strncmp(name, other, size) && !strcmp(name + size, "_scale");
+}
 static void check_scale_windows(const Session *session, const Node *grants) { /* KVP-GRANT-SCALES */
     for (size_t i = 0, j; i < grants->count; i++) {
         const Group *group = group_with(session->side, number(L_Grants, &grants->items[i], "group"));
         for (size_t p = 0; group->partial && group->kind == PAGE && p < group->count; p++) {
             const Registered *name = registered(&group->parts[p].name);
-            for (size_t n = 0; name && name->scales && n < session->side->group_count; n++) {
+            for (size_t n = 0; name && n < session->side->group_count; n++) {
                 const Group *rows_group = &session->side->groups[n];
                 const Node *grant = grant_of(grants, rows_group->id, &j);
                 bool scaled = false;
                 for (size_t q = 0; q < rows_group->count; q++) {
                     const Registered *other = registered(&rows_group->parts[q].name);
-                    scaled |= other && !strcmp(other->name, name->scales);
+                    scaled |= other && is_scale_of(name->name, other->name);
                 }
                 if (!grant || !scaled || rows_group->partial || rows_group->kind != PAGE || rows_group->model != group->model) continue;
                 uint64_t origin = group->origin > rows_group->origin ? group->origin : rows_group->origin, a = number(L_Grants, &grants->items[i], "first"), b = number(L_Grants, grant, "first");
