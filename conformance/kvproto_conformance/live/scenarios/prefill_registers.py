@@ -55,6 +55,12 @@ def _not_memory(memory: Shared) -> tuple[str, str]:
     return "SHM", memory.handle(fd=0)
 
 
+def _last_item(good: Json, sink: Sink) -> Json:
+    columns = copy.deepcopy(good["columns"])
+    columns[0]["offset"][0] = str(int(good["regions"][0]["length"]) - int(columns[0]["item_stride"][0]))
+    return {"columns": columns}
+
+
 def _more_columns(good: Json, sink: Sink) -> Json:
     return {"columns": [*good["columns"], good["columns"][0] | {"group": "99"}]}
 
@@ -133,6 +139,8 @@ REGISTERS: list[tuple[str, str, Change, str, Codes, str | None, str, str]] = [
      "Refused", "TRANSPORT_FAILED", None, "KVP-REG-FAIL", "The end of a mapping kills its readers (SIGBUS)."),
     ("LIVE-527", "an offset far beyond the region", _column("offset", lambda v, g: 2**63),
      "Refused", "OUT_OF_REGION", "columns[0].offset[0]", "KVP-REG-REGION", _STRAY),
+    ("LIVE-530", "an offset from which the first item alone is within the region", _last_item,
+     "Refused", "OUT_OF_REGION", "columns[0].item_stride[0]", "KVP-REG-REGION", _STRAY),
     ("LIVE-528", "columns of a group that nobody has", _more_columns,
      "Refused", "BAD_COLUMNS", "columns", "KVP-REG-COLUMNS", _STRAY),
     ("LIVE-529", "a second region that cannot be mapped", _second_region,
