@@ -29,7 +29,7 @@ This one does neither.
 """
 
 
-CLAIMED = {"source": {"INLINE", "RESUME", "VERIFY"}, "sink": {"INLINE"}}
+CLAIMED = {"source": {"DEALS", "INLINE", "RESUME", "SECTIONS", "VERIFY"}, "sink": {"DEALS", "INLINE", "SECTIONS"}}
 """Extensions by which they are played with."""
 APART = """import json, subprocess, sys
 

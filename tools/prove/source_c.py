@@ -27,7 +27,7 @@ from tools.specgen.registry import ROOT
 __all__ = ["main"]
 
 FOLDER = ROOT / "conformance/testees/c"
-CLAIMED = {"INLINE", "RESUME", "VERIFY"}
+CLAIMED = {"DEALS", "INLINE", "RESUME", "SECTIONS", "VERIFY"}
 FLAGS = ["-std=c11", "-O0", "-w"]
 _SECONDS = 240.0
 """Of all scenarios of one bug."""

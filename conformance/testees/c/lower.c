@@ -6,7 +6,7 @@
  * sink.c includes this file and adds what a live engine does. In order: one side of a rank pair, rows, moves, windows that begin late, inline, the testee. */
 #ifndef CLAIM
 #define CLAIM "\"name\": \"lower.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"both\", \"level\": \"L2\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
 #endif
 #include "plan.c"
 
@@ -272,6 +272,7 @@ static void answer_late(const Json *question) {
         uint64_t mine = integer(each, NULL);
         since = mine > since ? mine : since;
     }
+    if (number(L_Grants, &grant, "count") && asked % group.tokens && (group.kind == PAGE || group.kind == RING)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
     if (!cut_late(&group, integer(member(question, "cp_rank"), NULL), since, &grant)) refuse("NOT_HELD", &(Path){NULL, "grants[0].first", 0});
     if (number(L_Grants, &grant, "first") != asked) {
         say("\"begins\": ");

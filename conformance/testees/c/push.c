@@ -246,7 +246,7 @@ static void check_grant(const Session *session, const Node *grant, size_t i, uin
     if ((*all += items.count) > MAX_ITEMS) bad_grant("BAD_GRANT", i, "items", "no more than max_items", "more");
     rows_of(group, grant, &begin, &stop);
     if (group->kind != HANDOFF) {
-        if (group->partial && count && first % group->tokens) bad_grant("BAD_GRANT", i, "first", "the beginning of a row", "within one");
+        if (group->kind != SLOT && count && first % group->tokens) bad_grant("BAD_GRANT", i, "first", "the beginning of a row", "within one");
         if (group->opaque && group->kind == PAGE && count && rows_below(group, share_in(end, group)->cp_rank, first) % group->rows) bad_grant("BAD_GRANT", i, "first", "the beginning of an item", "within one");
         if (group->kind == RING && stop - begin > group->rows) bad_grant("BAD_GRANT", i, "count", "no more rows than the ring has", "more");
         if (count && begins_early(session, group, first)) bad_grant("BAD_GRANT", i, "first", "no token before the origin", "one");

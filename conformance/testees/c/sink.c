@@ -6,7 +6,7 @@
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
  * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, peer.c, session.c, hear.c and transfers.c. */
 #define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "transfers.c"
 
 /* ---- what the suite asks of a live engine ---- */

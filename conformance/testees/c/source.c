@@ -6,7 +6,7 @@
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
  * intent, a catalogue. In order: frames in, prompts, what the suite asks, the loop. Before them pool.c, peer.c, serve.c, mapping.c and push.c. */
 #define CLAIM "\"name\": \"source.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"source\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\", \"resume\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\", \"resume\"]"
 #define POOL_ITEMS 256
 #include "push.c"
 
