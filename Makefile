@@ -57,7 +57,7 @@ check: $(VENV)/.check
 # The conformance suite on every testee, as far as its claim goes; a page for each, and one for all, in build/conformance.
 # NIXL is for the live scenarios of staging slots.
 conformance: $(VENV)/.demo $(VENV)/.nixl
-	@test -e /usr/include/zmq.h || { echo "installing libzmq3-dev, for the sink in C"; apt-get install -y -qq libzmq3-dev > /dev/null 2>&1 || true; }
+	@test -e /usr/include/zmq.h || { echo "installing libzmq3-dev, for the engines in C"; apt-get install -y -qq libzmq3-dev > /dev/null 2>&1 || true; }
 	@$(PY) -m tools.conformance $(ARGS)
 
 # Does the suite notice what is wrong? Mutants of the registry and of code, and bugs that engines have had.

@@ -41,7 +41,7 @@ SLOW = {
     "conformance/test_planner.py",
     "conformance/test_prove.py",
     "conformance/test_reports.py",
-    "conformance/test_sink_c.py",
+    "conformance/test_engines_c.py",
     "conformance/test_testees.py",
     "demo",
     "door/test_faults.py",
@@ -132,7 +132,7 @@ SLOW = {
 
 ONE_WORKER = {
     "conformance/test_meeting.py": "versions",
-    "conformance/test_sink_c.py": "sink in C",
+    "conformance/test_engines_c.py": "engines in C",
     "conformance/test_testees.py": "testees",
     "reference/test_reference_parallel.py": "ranks",
     "reference/test_hf_checkpoint.py": "transformers",

@@ -27,7 +27,7 @@ TESTEES = ROOT / "conformance/testees"
 PAGES = ROOT / "build/conformance"
 RESULTS = ROOT / "docs/results.md"
 SOCKETS = Path("/usr/include/zmq.h")
-"""From Debian's libzmq3-dev, the only library that the sink in C needs."""
+"""From Debian's libzmq3-dev, the only library that the engines in C need."""
 Run = tuple[str, list[str], list[str]]
 KVPROTO = [sys.executable, str(TESTEES / "python_kvproto.py")]
 LIVE = [
@@ -57,7 +57,7 @@ Seconds on {cores} cores, of cases alone:
 | kvproto | the library of this repository; where `session` and `robust` have numbers, its engines, live over ZeroMQ |
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
-| sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
+| source.c, sink.c | engines in C over shm and inline, from the prose alone; libzmq is their one dependency |
 | planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
 | plan.c, lower.c | a planner, and the rest that two engines compute alike, in C from the prose alone: a third opinion |
 | planner.rs | all of that in Rust on std alone, from the prose alone: a fourth |
@@ -97,9 +97,10 @@ def runs(live: bool) -> Iterator[Run]:
             subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{name}.c"], check=True)
             yield f"{name}-c", [], [str(program)]
     if shutil.which("gcc") and SOCKETS.exists():
-        program = PAGES / "sink"
-        subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / "c/sink.c", "-lzmq"], check=True)
-        yield "sink-c", ["--live-sink", str(program)], [str(program)]
+        for role in ("source", "sink"):
+            program = PAGES / role
+            subprocess.run(["gcc", "-std=c11", "-O2", "-o", program, TESTEES / f"c/{role}.c", "-lzmq"], check=True)
+            yield f"{role}-c", [f"--live-{role}", str(program)], [str(program)]
     if shutil.which("node"):
         yield "javascript", [], ["node", str(TESTEES / "node/codec.mjs")]
     if shutil.which("rustc"):

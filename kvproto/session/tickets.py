@@ -279,6 +279,10 @@ class Tickets:
             _check(state, attempt, (peer.engine, peer.replica))
         except KvprotoError as error:
             attempt.fail(error, now)
+            if state.users.get(session.session) is attempt:  # it came before its prompt, and has used nothing
+                del state.users[session.session]
+                self._leave(attempt)
+                state.bound = state.bound if state.users else None
             if state.content is not None and state.error is None:
                 self._calls.report(Declined(state.request, session.name, error.kept()))
             return

@@ -177,7 +177,11 @@ class SourceTransfers(Extension):
             self._session.move(attempt, "DoneAck")
 
     def _abort(self, message: m.Abort, now: float) -> None:
-        session, attempt = self._session, self._aborted(message)
+        session = self._session
+        if session.open and session.state != SessionState.READY:
+            mine = f"session {session.state.value}"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, "Abort", "register first")
+        attempt = self._aborted(message)
         if attempt is None:  # it has ended, and is refused from now on
             self._drained(message)
             return

@@ -160,7 +160,7 @@ class Apart(Prefill):
 serve(Apart())
 """
     )
-    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409")]
+    chosen = [SCENARIOS[id] for id in ("LIVE-101", "LIVE-112", "LIVE-118", "LIVE-143", "LIVE-409", "LIVE-520")]
     assert [(r.status, r.text) for r in run([sys.executable, str(program)], chosen)] == [("pass", "")] * len(chosen)
 
 
@@ -239,7 +239,18 @@ def test_a_suite_without_nixl_says_what_it_could_not_ask(
 ) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     report = tmp_path / "report.json"
-    claim = ["--role", "source", "--level", "L3", "--extension", "staged", "--only", "LIVE-120"]
+    claim = [
+        "--role",
+        "source",
+        "--level",
+        "L3",
+        "--only",
+        "LIVE-120",
+        "--extension",
+        "staged",
+        "--extension",
+        "resume",
+    ]
     live = ["--live-source", " ".join(adapter("live_source.py"))]
     ended = main(["run", *claim, *live, "--report", str(report), "--", *adapter("python_kvproto.py")])
     made: dict[str, Any] = json.loads(report.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BadHandle", "Bytes", "Shared", "boot_id", "holds", "map_region", "read_uint", "write_uint"]
+__all__ = ["BadHandle", "Bytes", "Shared", "began", "boot_id", "holds", "map_region", "read_uint", "write_uint"]
 
 Bytes = npt.NDArray[np.uint8]
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -55,6 +55,14 @@ class Shared:
         self.bytes = np.empty(0, np.uint8)
         self._map.close()
         os.close(self.fd)
+
+
+def began(pid: int) -> int:
+    """When a process began, in ticks since boot; -1 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
 
 
 def holds(pids: Iterable[int], nonce: str) -> bool:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvproto_conformance.live import moving, world
-from kvproto_conformance.live.memory import holds
+from kvproto_conformance.live.memory import began, boot_id, holds
 from kvproto_conformance.live.pull import PullSink
 from kvproto_conformance.live.scenario import Live, Prompt, Run, Scenario, handoff, rows_of, shares
 from kvproto_conformance.live.sink import Request, Sink
@@ -47,8 +47,9 @@ class PrefillRun(Run):
         self.keep(made)
         process = made.last_heard["Registered"].fields.get("process")
         if process is not None:
-            own = int(process["pid"]) in self.engine.pids
-            self.check("process", own, f"Registered names process {process['pid']}", "KVP-REG-PROCESS")
+            pid, start = int(process["pid"]), int(process["start"])
+            own = pid in self.engine.pids and start == began(pid) and process["boot"] == boot_id()
+            self.check("process", own, f"Registered names process {pid}, begun at {start}", "KVP-REG-PROCESS")
         return made
 
     def refused(

@@ -44,6 +44,7 @@ class Scenario:
         extensions: The features that it needs.
         slow: Whether it waits for a timer of the protocol.
         spoils: Whether the engine serves nobody afterwards, for example because it drains.
+        maps: Whether it is about memory that one process maps and another owns.
         script: What is done.
     """
 
@@ -59,6 +60,7 @@ class Scenario:
     extensions: tuple[str, ...]
     slow: bool
     spoils: bool
+    maps: bool
     script: Script = attrs.field(repr=False)
 
 
@@ -69,7 +71,7 @@ SCENARIOS: dict[str, Scenario] = {}
 def scenario(
     id: str, title: str, *clauses: str, guards: str, role: str = "source", level: str = "L3", world: str = "gqa",
     transport: str = "SHM", must: bool = True, extensions: tuple[str, ...] = (), slow: bool = False,
-    spoils: bool = False,
+    spoils: bool = False, maps: bool = False,
 ) -> Callable[[Script], Script]:  # fmt: skip
     """Turn a script into a scenario."""
 
@@ -77,7 +79,7 @@ def scenario(
         if id in SCENARIOS:
             raise ValueError(f"two scenarios {id}")
         SCENARIOS[id] = Scenario(
-            id, title, clauses, guards, role, level, world, transport, must, extensions, slow, spoils, script
+            id, title, clauses, guards, role, level, world, transport, must, extensions, slow, spoils, maps, script
         )
         return script
 
@@ -119,13 +121,13 @@ class Live:
         self.address = free_address() if keyed else f"ipc://{self.folder.name}/engine"
         self.theirs, self.keys = new_keys(), new_keys()
         """Pairs of the engine and of the suite, where there are keys."""
-        self._command = list(command)
+        self.command = list(command)
         self.start()
 
     def start(self) -> None:
         """Start an engine if none is running."""
         role, world, transport, keyed = self.key
-        self.engine = Engine(self._command)
+        self.engine = Engine(self.command)
         try:
             stated: Json = {"listen": self.address} if role == "source" else {}
             if keyed:

@@ -52,6 +52,7 @@ class Sink(Peer):
     ) -> None:  # fmt: skip
         """`geometry` is the suite's own Description; without it, one is made to fit once the engine's is known."""
         super().__init__(Dealer(address, keys), "source")
+        self.address = address
         self.name, self.rank, self.transport = name, rank, transport
         self.offered = sorted({*offered, *(["INLINE"] if transport == "INLINE" else [])}, key=_feature)
         self.needed = list(needed)
@@ -91,11 +92,13 @@ class Sink(Peer):
         id = sent.fields["request"]
         found = self.expect("Welcome", where=lambda f: f["request"] == id, again=sent, clause="KVP-NEG-CHOOSE")
         self.session, self.source_rank = found.fields["session"], int(found.fields["rank"])
-        listed = {e["rank"] for e in found.fields["endpoints"]}
+        listed = {e["rank"]: e["address"] for e in found.fields["endpoints"]}
         if found.fields["engine"] != "engine" or found.fields["rank"] not in listed:
             raise Missed(
                 f"Welcome of {found.fields['engine']!r}, with endpoints of ranks {sorted(listed)}", "KVP-NEG-CHOOSE"
             )
+        if self.address.startswith("ipc:") and listed[found.fields["rank"]] != self.address:
+            raise Missed(f"Welcome at {self.address} says {listed[found.fields['rank']]}", "KVP-NEG-CHOOSE")
         return found
 
     def describe(self, geometry: Json) -> Frame:
@@ -279,6 +282,10 @@ class Sink(Peer):
                 text = f"Failed {found.fields['code']} at {found.fields['path']!r}, {found.fields['mine']!r}"
                 raise Missed(f"{text} and {found.fields['yours']!r} in place of Done")
             self.take_data(made, found)
+
+    def answers(self, id: str) -> Any:
+        """Whether a frame has the id of a request."""
+        return lambda fields: fields.get("request") == id
 
     def of(self, made: Request) -> Any:
         """Whether a frame is about a request."""

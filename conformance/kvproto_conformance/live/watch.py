@@ -79,6 +79,8 @@ class Watch:
         self._requests: dict[tuple[str, str], Frame] = {}
         self._answered: dict[tuple[str, str], str] = {}
         self._lies: set[tuple[str, str]] = set()
+        self._again: set[tuple[str, str]] = set()
+        """Requests that were sent more than once."""
 
     def bad(self, raw: bytes, what: str) -> None:
         """Log what breaks a rule on purpose: nobody is blamed, and it makes a transition only if that is legal."""
@@ -155,7 +157,11 @@ class Watch:
                 self._requests.setdefault((frame.sender, f"failed {id}"), frame)
                 if (other, id) in self._lies:
                     self._lies.add((frame.sender, f"failed {id}"))
-            before = self._answered.get((other, id)) == frame.name
+            said = self._answered.get((other, id))
+            if (frame.sender, frame.name, said) == (ENGINE, "Failed", "Accepted") and (other, id) not in self._again:
+                text = f"Failed under request id {id}, which is that of a {asked.name} that was accepted"
+                raise Blamed(frame.sender, text, "KVP-SES-REQUEST-ID")
+            before = said == frame.name
             self._answered[other, id] = frame.name
             key = f"failed {id}" if asked is failed and failed is not None else id
             return before or (other, key) in self._lies
@@ -164,6 +170,8 @@ class Watch:
             text = f"{frame.name} under request id {id}, which {earlier.name} has used"
             raise Blamed(frame.sender, text, "KVP-SES-REQUEST-ID")
         self._requests[frame.sender, id] = frame
+        if earlier is not None:
+            self._again.add((frame.sender, id))
         return earlier is not None
 
     def _move(self, frame: Frame) -> None:

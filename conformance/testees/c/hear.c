@@ -1,34 +1,6 @@
 /* Frames in: what is read, what is refused and how that is answered, what is asked again; from errors.md, session.md and zeromq.md. Included by transfers.c. */
 #include "session.c"
 
-static const int REQUESTS[] = {L_Hello, L_Ping, L_Describe, L_Register, L_Unregister, L_Transfer, L_Grant, L_Done, L_Failed, L_Abort, L_Offer, L_Renew};
-static bool is_request(int layout) {
-    for (int i = 0; i < COUNT(REQUESTS); i++)
-        if (REQUESTS[i] == layout) return true;
-    return false;
-}
-static void read_ids(const uint8_t *frame, size_t size, Node *session, Node *request) { /* of any body, as far as its first fields can be read */
-    const char *error = code;
-    char *path = copy_of(where.text, where.size);
-    jmp_buf here, *outer = refused;
-    refused = &here;
-    if (!setjmp(here)) {
-        data = frame + HEADER;
-        at = 1;
-        end = size - HEADER;
-        for (uint64_t before = 0; kind_here(NULL) == UINT && before < 2;) {
-            uint64_t id = head(NULL);
-            if (id <= before || id > 2 || kind_here(NULL) != UINT) break;
-            *(id == 1 ? session : request) = (Node){.kind = UINT, .number = head(NULL)};
-            before = id;
-        }
-    }
-    refused = outer;
-    code = error;
-    where.size = 0;
-    add(&where, path, strlen(path));
-    free(path);
-}
 static void act(Session *session, const Layout *layout, const Node *map) {
     Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
     Text json = {0};
@@ -79,18 +51,10 @@ static void hear(Session *session, const uint8_t *frame, size_t size) {
     } else {
         refused = &here;
         Node id = {0}, request = {0};
-        int kind = -1;
-        for (int i = 0; size >= HEADER && !memcmp(frame, "KVPW", 4) && i < COUNT(LAYOUTS); i++)
-            if (LAYOUTS[i].type && LAYOUTS[i].type == number_of(frame + 6, 2, true)) kind = i;
-        if (*inside) { /* KVP-DSC-PATH */
-            Text path = {0};
-            form(&path, "%s%s%s", inside, where.size ? "." : "", where.text);
-            where.size = 0;
-            add(&where, path.text, path.size);
-            free(path.text);
-        }
+        int kind = kind_of(frame, size);
+        begin_path();
         if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
-        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, id.kind ? id.number : 0, &request, LAYOUTS[kind].type);
+        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) say_error(session, &id, &request, LAYOUTS[kind].type);
         if (layout && (kind == L_Welcome || kind == L_Description || kind == L_Registered)) { /* nothing can come of this session */
             session->source->failed = strcmp(code, "SUPERSEDED") ? code_named(code) : NULL;
             end_session(session, code_named(code), true);

@@ -244,44 +244,51 @@ static uint64_t begins_at(const Group *group, uint64_t since) { /* rounded up to
     }
     return since <= from ? from : from + (since - from + step - 1) / step * step;
 }
-static void answer_late(const Json *question) {
+static bool inside_item(const Group *group, uint64_t cp_rank, const Node *grant) { /* where a window of whole items must not begin */
+    uint64_t rows[2];
+    rows_of(group, grant, &rows[0], &rows[1]);
+    const uint64_t begin = rows_below(group, cp_rank, rows[0] * group->tokens);
+    return group->opaque && group->kind == PAGE && begin % group->rows && begin < rows_below(group, cp_rank, rows[1] * group->tokens);
+}
+/* A window cut to the tokens that the source holds from a number on, and its items to those that are left; false where it begins below the number and is not late. */
+static bool cut_late(const Group *group, uint64_t cp_rank, uint64_t since, Node *grant) {
     const Layout *grants = &LAYOUTS[L_Grants];
-    Node map = taken_map(&LAYOUTS[L_Group], member(question, "group"), NULL), grant = taken_map(grants, member(question, "grant"), NULL);
+    Node *first = &grant->items[field_index(grants, "first")], *count = &grant->items[field_index(grants, "count")], *items = &grant->items[field_index(grants, "items")];
+    uint64_t end = first->number + count->number, before[2], after[2], held = since ? begins_at(group, since) : 0;
+    if (held <= first->number || !count->number || group->kind == SLOT || group->kind == HANDOFF) return true;
+    if (!number(L_Grants, grant, "late")) return false;
+    rows_of(group, grant, &before[0], &before[1]);
+    first->number = held < end ? held : end;
+    count->number = end - first->number;
+    rows_of(group, grant, &after[0], &after[1]);
+    uint64_t skipped = rows_below(group, cp_rank, after[0] * group->tokens), all = rows_below(group, cp_rank, after[1] * group->tokens);
+    uint64_t gone = skipped / group->rows - rows_below(group, cp_rank, before[0] * group->tokens) / group->rows;
+    if (skipped >= all) gone = items->count;
+    if (group->kind == PAGE && gone <= items->count) {
+        items->numbers += gone;
+        items->count -= gone;
+    }
+    return true;
+}
+static void answer_late(const Json *question) {
+    Node map = taken_map(&LAYOUTS[L_Group], member(question, "group"), NULL), grant = taken_map(&LAYOUTS[L_Grants], member(question, "grant"), NULL);
     const Group group = group_of(&map);
-    uint64_t since = 0, cp_rank = integer(member(question, "cp_rank"), NULL);
+    uint64_t since = 0, asked = number(L_Grants, &grant, "first");
     for (const Json *each = member(question, "since")->items; each; each = each->next) {
         uint64_t mine = integer(each, NULL);
         since = mine > since ? mine : since;
     }
-    Node *first = &grant.items[field_index(grants, "first")], *count = &grant.items[field_index(grants, "count")], *items = &grant.items[field_index(grants, "items")];
-    uint64_t end = first->number + count->number, asked = first->number, before[2], after[2], held = since ? begins_at(&group, since) : 0;
-    if (count->number && first->number % group.tokens && (group.kind == PAGE || group.kind == RING)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
-    if (group.opaque && group.kind == PAGE) { /* whole items */
-        rows_of(&group, &grant, &before[0], &before[1]);
-        uint64_t skipped = rows_below(&group, cp_rank, before[0] * group.tokens);
-        if (skipped % group.rows && skipped < rows_below(&group, cp_rank, before[1] * group.tokens)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
-    }
-    if (held > first->number && count->number && group.kind != SLOT && group.kind != HANDOFF) {
-        if (!number(L_Grants, &grant, "late")) refuse("NOT_HELD", &(Path){NULL, "grants[0].first", 0});
-        rows_of(&group, &grant, &before[0], &before[1]);
-        first->number = held < end ? held : end;
-        count->number = end - first->number;
-        rows_of(&group, &grant, &after[0], &after[1]);
-        uint64_t skipped = rows_below(&group, cp_rank, after[0] * group.tokens), all = rows_below(&group, cp_rank, after[1] * group.tokens);
-        uint64_t gone = skipped / group.rows - rows_below(&group, cp_rank, before[0] * group.tokens) / group.rows;
-        if (skipped >= all) gone = items->count;
-        if (group.kind == PAGE && gone <= items->count) {
-            items->numbers += gone;
-            items->count -= gone;
-        }
-    }
-    if (first->number != asked) {
+    const uint64_t cp_rank = integer(member(question, "cp_rank"), NULL);
+    if (number(L_Grants, &grant, "count") && asked % group.tokens && (group.kind == PAGE || group.kind == RING)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
+    if (inside_item(&group, cp_rank, &grant)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
+    if (!cut_late(&group, cp_rank, since, &grant)) refuse("NOT_HELD", &(Path){NULL, "grants[0].first", 0});
+    if (number(L_Grants, &grant, "first") != asked) {
         say("\"begins\": ");
-        say_number(first->number);
+        say_number(number(L_Grants, &grant, "first"));
         say(", ");
     }
     say("\"window\": ");
-    say_map(grants, &grant);
+    say_map(&LAYOUTS[L_Grants], &grant);
 }
 
 /* ---- inline ---- */

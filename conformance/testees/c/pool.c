@@ -1,4 +1,4 @@
-/* The memory of a small engine in C, and how its attention reads it. What kvproto is told of it follows from the same table; the reading does not. Included by session.c. */
+/* The memory of a small engine in C, and how its attention reads it. What kvproto is told of it follows from the same table; the reading does not. Included by peer.c. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdarg.h>
@@ -6,8 +6,6 @@
 #include <sys/random.h>
 #include <unistd.h>
 #define LIVE
-#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "lower.c"
 
 /* ---- text ---- */
@@ -45,7 +43,10 @@ static const Cache CACHES[] = {
     {"hybrid", "window", "RING", 0, 1, 1, 8, 0, {{"k", "U8", 2, 16}, {"v", "U8", 2, 16}}},
     {"hybrid", "state", "SLOT", 0, 2, 1, 3, 2, {{"ssm", "U8", 4, 32}}},
 };
-enum { ITEMS = 64, GROUPS = 3 };
+#ifndef POOL_ITEMS
+#define POOL_ITEMS 64
+#endif
+enum { ITEMS = POOL_ITEMS, GROUPS = 3 };
 static struct {
     const Cache *caches; /* groups have the ids 0, 1, 2 in this order */
     int count, fd;
@@ -93,27 +94,13 @@ static bool open_pool(const char *world, bool shared) { /* a sealed memfd, where
 
 /* ---- attention: a row of a head, by item and row; heads come first in an item ---- */
 
-static const uint8_t *head_row(int group, int layer, int part, unsigned item, int row, int head) {
+static uint8_t *head_row(int group, int layer, int part, unsigned item, int row, int head) {
     const Cache *cache = &pool.caches[group];
-    const uint8_t *found = pool.bytes + pool.begins[group] + (size_t)(layer - cache->layer) * layer_size(cache);
+    uint8_t *found = pool.bytes + pool.begins[group] + (size_t)(layer - cache->layer) * layer_size(cache);
     for (int p = 0; p < part; p++) found += part_size(cache, p);
     const PoolPart *of = &cache->parts[part];
     return found + ((size_t)item * (size_t)of->lanes + (size_t)head) * (size_t)(cache->rows * of->bytes) + (size_t)row * (size_t)of->bytes;
 }
-static bool read_rows(Text *text, const unsigned *items, int group, int layer, const char *name, uint64_t first, uint64_t count) { /* as hex, heads side by side */
-    const Cache *cache = &pool.caches[group];
-    int part = 0;
-    while (part < parts_of(cache) && strcmp(cache->parts[part].name, name)) part++;
-    if (part == parts_of(cache)) return false;
-    bool pages = !strcmp(cache->kind, "PAGE");
-    for (uint64_t row = first; row < first + count; row++)
-        for (int head = 0; head < cache->parts[part].lanes; head++) {
-            unsigned item = items[pages ? row / (uint64_t)cache->rows : 0];
-            form_hex(text, head_row(group, layer, part, item, (int)(row % (uint64_t)cache->rows), head), (size_t)cache->parts[part].bytes);
-        }
-    return true;
-}
-
 /* ---- what kvproto is told: Geometry and columns, in JSON form ---- */
 
 static void form_geometry(Text *text) {
@@ -162,23 +149,4 @@ static void form_columns(Text *text) { /* one region, in which items lie as [ite
     }
     form(text, "]");
 }
-static void form_region(Text *text) {
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    char boot[64] = "", digits[33] = "";
-    if (!file || !fgets(boot, sizeof boot, file)) abort();
-    fclose(file);
-    for (char *c = boot, *d = digits; *c && d < digits + 32; c++)
-        if (*c != '-') *d++ = *c;
-    form(text, "[{\"id\": \"0\", \"base\": \"0\", \"length\": \"%zu\", \"kind\": \"HOST\", \"boot\": \"%s\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.size, digits, pool.shared ? "SHM" : "INLINE");
-    if (pool.shared) { /* an array of PID, descriptor and nonce */
-        made.size = 0;
-        put_number(0x93, 1);
-        put_uint((uint64_t)getpid());
-        put_uint((uint64_t)pool.fd);
-        put_number(0xd9, 1);
-        put_number(32, 1);
-        add(&made, pool.nonce, 32);
-        form_hex(text, made.text, made.size);
-    }
-    form(text, "\"}]}]");
-}
+

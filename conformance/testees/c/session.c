@@ -1,32 +1,9 @@
 /* Sessions of a sink, over ZeroMQ: Hello to Registered, and Goodbye; from session.md, negotiation.md and registration.md. Included by hear.c. */
-#include "pool.c"
-#include <poll.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <zmq.h>
+#include "peer.c"
 
-enum { IDLE, GREETED, DESCRIBING, DESCRIBED, REGISTERING, READY, CLOSED };
-static const double RESEND = 2, PATIENCE = 30, TICKET_WAIT = 10, SILENCE = 5; /* seconds */
 static const uint64_t WINDOW = 1 << 20; /* bytes of Data on their way */
 
-typedef struct Session Session;
 typedef struct Source Source;
-typedef struct Request { struct Request *next; uint64_t id, sequence; int kind; Text frame; double again, until; } Request;
-struct Session { /* of one source rank */
-    Session *next;
-    Source *source;
-    void *socket;
-    int state;
-    bool verify, known; /* known: the source's rank has said who it is */
-    uint64_t rank, id, version, sequence, next_request, max_body, total, counted;
-    Request *requests;
-    Block *memory; /* of the Description and the plan */
-    Side *side;
-    uint64_t (*box)[ROW]; /* the plan */
-    size_t boxes;
-    char digest[32];
-    double heard;
-};
 typedef struct { uint64_t rank; char *address; } Endpoint;
 struct Source { /* an engine */
     Source *next;
@@ -40,115 +17,21 @@ typedef struct Met { struct Met *next; char *engine; uint64_t replica, rank, inc
 static Met *met;
 static Source *sources;
 static Session *gone; /* closed, but an Abort or Drained may still pass */
-static void *context;
-static struct { char *name; uint64_t incarnation; bool verify; Text geometry; char digest[32]; Side *side; End end; Block *memory; } me;
-static const char *mine_text = "", *yours_text = "", *inside = ""; /* inside: of what an error's path begins */
-
 static void lost(Session *session, const char *why); /* in sink.c: what the session's transfers come to */
 static void became_ready(Source *source);
 static void grant_credit(Session *session);
 static bool hear_transfer(Session *session, const Layout *layout, const Node *map);
 static void refused_transfer(Session *session, int layout, const Node *map);
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
-}
+/* ---- a session's life ---- */
+
 static const char *code_named(const char *name) { /* the same text, for good */
     for (int i = 0; i < ENUMS[E_ErrorCode].count; i++)
         if (!strcmp(ENUMS[E_ErrorCode].values[i].name, name)) return ENUMS[E_ErrorCode].values[i].name;
     return "INTERNAL";
 }
-static char *copy_of(const char *text, size_t size) {
-    char *copy = calloc(1, size + 1);
-    if (!copy) abort();
-    memcpy(copy, text, size);
-    return copy;
-}
-static void keep(Block **memory) { /* what was made so far outlives this turn */
-    Block **last = &blocks;
-    while (*last) last = &(*last)->next;
-    *last = *memory;
-    *memory = blocks;
-    blocks = NULL;
-}
-static _Noreturn void deny(const char *error, const char *path, const char *mine, const char *yours) {
-    mine_text = mine;
-    yours_text = yours;
-    refuse(error, *path ? &(Path){NULL, path, 0} : NULL);
-}
-
-/* ---- frames out ---- */
-
-static Text frame_of(int layout, const char *fields) { /* a frame of fields in JSON form */
-    Text frame = {0};
-    const char *before = reading;
-    reading = fields;
-    Node map = taken_map(&LAYOUTS[layout], json_here(), NULL);
-    put_frame(&LAYOUTS[layout], &map);
-    add(&frame, made.text, made.size);
-    reading = before;
-    return frame;
-}
 static void send_frame(Session *session, const Text *frame) {
     if (session->socket && frame->size <= HEADER + session->max_body) zmq_send(session->socket, frame->text, frame->size, ZMQ_DONTWAIT);
-}
-static void notice(Session *session, int layout, const char *fields) { /* or a reply: sent once */
-    Text frame = frame_of(layout, fields);
-    send_frame(session, &frame);
-    free(frame.text);
-}
-static uint64_t ask(Session *session, int layout, uint64_t sequence, const char *fields) { /* under a fresh id, and again until it is answered; the first field */
-    Text json = {0};
-    uint64_t id = session->next_request++;
-    form(&json, "{");
-    if (layout != L_Hello) form(&json, "\"session\": \"%llu\", ", (unsigned long long)session->id);
-    form(&json, "\"request\": \"%llu\"%s}", (unsigned long long)id, fields);
-    Request *request = calloc(1, sizeof *request);
-    if (!request) abort();
-    *request = (Request){session->requests, id, sequence, layout, frame_of(layout, json.text), now() + RESEND, now() + PATIENCE};
-    session->requests = request;
-    send_frame(session, &request->frame);
-    free(json.text);
-    return id;
-}
-static bool answered(Session *session, const Node *request, int kind) { /* whether this answers a request that is out */
-    for (Request **each = &session->requests; *each; each = &(*each)->next)
-        if ((*each)->id == request->number && (*each)->kind == kind) {
-            Request *found = *each;
-            *each = found->next;
-            free(found->frame.text);
-            free(found);
-            return true;
-        }
-    return false;
-}
-static void say_error(Session *session, uint64_t id, const Node *request, unsigned about) {
-    Text json = {0};
-    form(&json, "{");
-    if (id) form(&json, "\"session\": \"%llu\", ", (unsigned long long)id);
-    if (request && request->kind) form(&json, "\"request\": \"%llu\", ", (unsigned long long)request->number);
-    form(&json, "\"code\": \"%s\", \"path\": \"%s\", \"mine\": \"%s\", \"yours\": \"%s\"", code, where.text, mine_text, yours_text);
-    if (about) form(&json, ", \"about\": \"%u\"", about);
-    form(&json, "}");
-    notice(session, L_Error, json.text);
-    free(json.text);
-}
-
-/* ---- a session's life ---- */
-
-static void drop_requests(Session *session, bool aborts) { /* aborts of what nothing is proven of go on (KVP-END-LATE) */
-    for (Request **each = &session->requests; *each;) {
-        Request *found = *each;
-        if (!aborts && found->kind == L_Abort) {
-            each = &found->next;
-            continue;
-        }
-        *each = found->next;
-        free(found->frame.text);
-        free(found);
-    }
 }
 static void end_session(Session *session, const char *why, bool say_goodbye) {
     if (session->state == CLOSED) return;
@@ -157,31 +40,23 @@ static void end_session(Session *session, const char *why, bool say_goodbye) {
     if (say_goodbye && session->id) notice(session, L_Goodbye, json.text);
     free(json.text);
     session->state = CLOSED;
-    drop_requests(session, false);
+    drop_requests(session, L_Abort); /* what nothing is proven of is asked on (KVP-END-LATE) */
     lost(session, why);
 }
 static void close_session(Session *session) {
     if (session->socket) zmq_close(session->socket);
-    drop_requests(session, true);
+    drop_requests(session, -1);
     Block *outer = blocks;
     blocks = session->memory;
     give_back();
     blocks = outer;
     free(session);
 }
-static bool may_connect(const char *address) { /* ipc in a directory that others cannot enter; this sink has no keys (KVP-NET-INSECURE) */
-    struct stat about;
-    char folder[108];
-    if (strncmp(address, "ipc://", 6) || address[6] != '/' || strlen(address + 6) >= sizeof folder) return false;
-    strcpy(folder, address + 6);
-    *strrchr(folder, '/') = 0;
-    return !stat(*folder ? folder : "/", &about) && S_ISDIR(about.st_mode) && !(about.st_mode & 077);
-}
 static Session *dial(Source *source, const char *address, uint64_t rank) {
     if (!may_connect(address)) return NULL;
     Session *session = calloc(1, sizeof *session);
     if (!session) abort();
-    *session = (Session){source->sessions, source, zmq_socket(context, ZMQ_DEALER), GREETED, .rank = rank, .next_request = 1, .max_body = MAX_BODY, .heard = now()};
+    *session = (Session){.next = source->sessions, .source = source, .socket = zmq_socket(context, ZMQ_DEALER), .state = GREETED, .rank = rank, .next_request = 1, .max_body = MAX_BODY, .heard = now()};
     zmq_setsockopt(session->socket, ZMQ_LINGER, &(int){500}, sizeof(int));
     zmq_setsockopt(session->socket, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + MAX_BODY}, sizeof(int64_t));
     if (zmq_connect(session->socket, address)) {
@@ -259,32 +134,30 @@ static void welcome(Session *session, const Node *map) {
     free(json.text);
 }
 static bool routed(const Session *session, size_t i) { return session->box[i][0] == session->rank && session->box[i][1] == 0; }
-static void form_digest(Text *text, uint64_t (*row)[ROW], size_t count) {
-    char *bytes = get(count * sizeof *row + 1), digest[32];
-    for (size_t i = 0; i < count * ROW; i++)
-        for (int b = 0; b < 8; b++) bytes[8 * i + (size_t)b] = (char)(row[i / ROW][i % ROW] >> 8 * b);
-    sha256(bytes, count * sizeof *row, digest);
-    form_hex(text, digest, sizeof digest);
-}
-static void form_routes(Text *text, const Session *session) { /* and the plan's digest, as Register and Registered have them */
-    form(text, "\"routes\": [");
-    bool more = false;
-    for (size_t i = 0, n; i < session->boxes; i += n) {
-        for (n = 1; i + n < session->boxes && !memcmp(session->box[i], session->box[i + n], 3 * sizeof(uint64_t)); n++) {}
-        if (!routed(session, i)) continue;
-        form(text, "%s{\"group\": \"%llu\", \"digest\": \"", more ? ", " : "", (unsigned long long)session->box[i][2]);
-        form_digest(text, session->box + i, n);
-        form(text, "\"}");
-        more = true;
-    }
-    form(text, "], \"plan\": \"");
-    form_digest(text, session->box, session->boxes);
-    form(text, "\"");
-}
 static Session *session_of(const Source *source, uint64_t rank) {
     Session *each = source->sessions;
     while (each && (each->state == CLOSED || each->rank != rank)) each = each->next;
     return each;
+}
+static void form_region(Text *text) {
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    char boot[64] = "", digits[33] = "";
+    if (!file || !fgets(boot, sizeof boot, file)) abort();
+    fclose(file);
+    for (char *c = boot, *d = digits; *c && d < digits + 32; c++)
+        if (*c != '-') *d++ = *c;
+    form(text, "[{\"id\": \"0\", \"base\": \"0\", \"length\": \"%zu\", \"kind\": \"HOST\", \"boot\": \"%s\", \"handles\": [{\"transport\": \"%s\", \"data\": \"", pool.size, digits, pool.shared ? "SHM" : "INLINE");
+    if (pool.shared) { /* an array of PID, descriptor and nonce */
+        made.size = 0;
+        put_number(0x93, 1);
+        put_uint((uint64_t)getpid());
+        put_uint((uint64_t)pool.fd);
+        put_number(0xd9, 1);
+        put_number(32, 1);
+        add(&made, pool.nonce, 32);
+        form_hex(text, made.text, made.size);
+    }
+    form(text, "\"}]}]");
 }
 static void register_memory(Session *session) {
     Text json = {0};

@@ -4,10 +4,26 @@
  *     kvproto-conformance run --live-sink ./sink -- ./sink
  *
  * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
- * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, session.c, hear.c and transfers.c. */
+ * intent, and to go on with a session over another connection; it opens another. In order: what the suite asks, the loop. Before them pool.c, peer.c, session.c, hear.c and transfers.c. */
+#define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "transfers.c"
 
 /* ---- what the suite asks of a live engine ---- */
+
+static bool read_rows(Text *text, const unsigned *items, int group, int layer, const char *name, uint64_t first, uint64_t count) { /* as hex, heads side by side */
+    const Cache *cache = &pool.caches[group];
+    int part = 0;
+    while (part < parts_of(cache) && strcmp(cache->parts[part].name, name)) part++;
+    if (part == parts_of(cache)) return false;
+    bool pages = !strcmp(cache->kind, "PAGE");
+    for (uint64_t row = first; row < first + count; row++)
+        for (int head = 0; head < cache->parts[part].lanes; head++) {
+            unsigned item = items[pages ? row / (uint64_t)cache->rows : 0];
+            form_hex(text, head_row(group, layer, part, item, (int)(row % (uint64_t)cache->rows), head), (size_t)cache->parts[part].bytes);
+        }
+    return true;
+}
 
 static Source *source_named(const char *name) {
     Source *each = sources;
@@ -20,40 +36,6 @@ static Fetch *fetch_named(const Json *id) {
     return each;
 }
 static void turn_once(double seconds, bool commands);
-static void open_engine(const Json *question) {
-    const Json *verify = member(question, "verify"), *transport = member(question, "transport");
-    if (!open_pool(member(question, "world")->text, !strcmp(transport->text, "SHM"))) deny("NO_TRANSPORT", "world", "gqa, mla, hybrid, long", "another");
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    uint32_t chance;
-    random_bytes(&chance, sizeof chance);
-    me.name = copy_of(member(question, "name")->text, member(question, "name")->size);
-    me.incarnation = ((uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000) << 20 | (chance & 0xfffff);
-    me.verify = !verify || verify->truth;
-    Text json = {0}, columns = {0};
-    form_geometry(&json);
-    form_columns(&columns);
-    reading = json.text;
-    Node *map = get(sizeof *map);
-    *map = taken_map(&LAYOUTS[L_Geometry], json_here(), NULL);
-    me.side = side_of_map(map);
-    made.size = 0;
-    put_map(&LAYOUTS[L_Geometry], map);
-    add(&me.geometry, made.text, made.size);
-    sha256(me.geometry.text, me.geometry.size, me.digest);
-    reading = columns.text;
-    me.end = (End){.side = me.side, .mine = &me.side->ranks[0]};
-    me.end.columns = taken_list(L_Columns, json_here(), &me.end.column_count);
-    say("\"geometry\": \"");
-    Text hex = {0};
-    form_hex(&hex, me.geometry.text, me.geometry.size);
-    say(hex.text);
-    say("\"");
-    free(hex.text);
-    free(json.text);
-    free(columns.text);
-    keep(&me.memory);
-}
 static void begin_fetch(const Json *question) {
     Source *source = source_named(member(question, "engine")->text);
     if (!source) deny("UNKNOWN_TICKET", "engine", "a source that was named by connect", "another");
@@ -195,45 +177,10 @@ static bool is_live(const char *op) {
         if (!strcmp(names[n], op)) return true;
     return false;
 }
-static bool answer_more(const char *op, const Json *question) {
-    if (!is_live(op)) return answer_of_lower(op, question);
-    const size_t begun = out.size;
-    jmp_buf here, *outer = refused;
-    refused = &here;
-    say("\"ok\": {");
-    if (setjmp(here)) {
-        out.size = begun;
-        Text json = {0};
-        form(&json, "\"err\": {\"code\": \"%s\", \"path\": \"%s\", \"text\": \"%s, not %s\"}", code, where.text, mine_text, yours_text);
-        say(json.text);
-        free(json.text);
-    } else {
-        answer_live(op, question);
-        say("}");
-    }
-    refused = outer;
-    return true;
-}
+static bool answer_more(const char *op, const Json *question) { return is_live(op) ? answer_as_engine(op, question) : answer_of_lower(op, question); }
 
 /* ---- the loop ---- */
 
-static bool stopped;
-static Text heard;
-static void hear_commands(void) {
-    char bytes[1 << 16];
-    ssize_t size = read(0, bytes, sizeof bytes);
-    if (size <= 0) stopped = true;
-    else add(&heard, bytes, (size_t)size);
-    for (char *line_end; !stopped && heard.size && (line_end = memchr(heard.text, '\n', heard.size));) {
-        size_t length = (size_t)(line_end - heard.text) + 1;
-        char *line = copy_of(heard.text, length);
-        memmove(heard.text, heard.text + length, heard.size - length);
-        heard.size -= length;
-        stopped = !answer_line(line);
-        give_back();
-        free(line);
-    }
-}
 static void turn_once(double seconds, bool commands) { /* whatever comes within so many seconds, at most a tenth of one */
     zmq_pollitem_t items[128] = {{.fd = 0, .events = commands ? ZMQ_POLLIN : 0}};
     Session *polled[128];
@@ -272,12 +219,6 @@ int main(void) {
         free(each->engine);
         free(each);
     }
-    Block *outer = blocks;
-    blocks = me.memory;
-    give_back();
-    blocks = outer;
-    free(me.name);
-    free(me.geometry.text);
-    for (Text *each[] = {&heard, &out, &where, &made, &moves, &maps}, **t = each; t < each + 6; t++) free((*t)->text);
+    free_engine();
     return 0;
 }

@@ -103,20 +103,6 @@ static void lower_attempt(Attempt *attempt, const char *grants) { /* what of the
     for (size_t i = 0; i < attempt->moves; i++) attempt->length += attempt->move[i][LENGTH];
     keep(&attempt->memory);
 }
-static void form_content(Text *text, const Fetch *fetch) { /* the content digest */
-    Text json = {0};
-    char digest[32];
-    form(&json, "{\"tokens\": [");
-    for (uint64_t i = 0; i < fetch->count; i++) form(&json, "%s\"%llu\"", i ? ", " : "", (unsigned long long)fetch->tokens[i]);
-    form(&json, "], \"adapter\": \"\", \"salts\": []}");
-    reading = json.text;
-    Node map = taken_map(&LAYOUTS[L_Content], json_here(), NULL);
-    made.size = 0;
-    put_map(&LAYOUTS[L_Content], &map);
-    sha256(made.text, made.size, digest);
-    form_hex(text, digest, 32);
-    free(json.text);
-}
 static void start(Fetch *fetch) { /* once all routed ranks are ready and state one Description */
     Session *some = fetch->source->sessions;
     while (some && some->state < DESCRIBED) some = some->next;
@@ -136,10 +122,12 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
         Session *session = session_of(fetch->source, ranks[n]);
         *attempt = (Attempt){.session = session, .session_id = session->id, .sequence = ++session->sequence, .state = ASKED};
         Text json = {0}, grants = {0};
+        char content[32];
         form_grants(&grants, fetch, session);
         lower_attempt(attempt, grants.text);
         form(&json, ", \"sequence\": \"%llu\", \"ticket\": \"%s\", \"content\": \"", (unsigned long long)attempt->sequence, fetch->key);
-        form_content(&json, fetch);
+        content_digest(content, fetch->tokens, fetch->count);
+        form_hex(&json, content, 32);
         form(&json, "\", \"source_version\": \"%llu\", \"sink_version\": \"1\", \"epoch\": \"1\", \"grants\": %s, \"writers\": [", (unsigned long long)session->version, grants.text);
         for (uint64_t k = 0; k < count; k++) form(&json, "%s\"%llu\"", k ? ", " : "", (unsigned long long)ranks[k]);
         form(&json, "]");

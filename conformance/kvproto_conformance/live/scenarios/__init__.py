@@ -19,6 +19,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     prefill_long,
     prefill_memory,
     prefill_negotiation,
+    prefill_ranks,
     prefill_registers,
     prefill_sessions,
     prefill_transfers,

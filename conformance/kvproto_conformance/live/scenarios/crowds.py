@@ -79,4 +79,5 @@ def _full(run: PrefillRun) -> None:
     own.wire = Dealer(run.live.address)
     found = own.greet(resume=own.session).fields["session"]
     run.check("resumed", found == own.session, f"session {found}", "KVP-SES-RESUME")
+    own.count_anew()
     run.hand_over(own)

@@ -266,7 +266,7 @@ def _late(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-351", "items of which nothing is proven are named to nobody", "KVP-END-REUSE", role="sink",
-          guards=_PAGES)  # fmt: skip
+          guards=_PAGES, maps=True)  # fmt: skip
 def _unproven(run: DecodeRun) -> None:
     source, prompt, asked = _begun(run)
     held = _items(asked)
@@ -380,7 +380,7 @@ def _sparse(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-358", "a source says Goodbye amid a copy: its items are not free", "KVP-END-REUSE", role="sink",
-          guards=_PAGES)  # fmt: skip
+          guards=_PAGES, maps=True)  # fmt: skip
 def _may_write(run: DecodeRun) -> None:
     source, prompt, _ = _begun(run)
     source.goodbye()

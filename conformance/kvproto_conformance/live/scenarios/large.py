@@ -24,7 +24,8 @@ _ATTEMPTS = 5
 
 
 def _ready(run: PrefillRun, *offered: str) -> Sink:
-    sink = run.ready(items=256, offered=offered)
+    rows = next(int(group["rows"]) for group in run.live.geometry["groups"] if group["kind"] == "PAGE")
+    sink = run.ready(items=-(-2 * _TOKENS // rows), offered=offered)
     run.chosen(sink)
     return sink
 

@@ -1,11 +1,16 @@
-"""What a source has to remember, and may not let out: incarnations, tickets, sequences, session ids, keys."""
+"""What a source has to remember, and may not let out: incarnations, tickets, sequences, session ids, keys, ends."""
 
 from __future__ import annotations
 
+import tempfile
 from itertools import combinations
+from pathlib import Path
 
+from kvproto_conformance.live import moving, world
+from kvproto_conformance.live.engine import Engine
 from kvproto_conformance.live.prefill import PrefillRun
-from kvproto_conformance.live.scenario import scenario
+from kvproto_conformance.live.scenario import STARTING, scenario
+from kvproto_conformance.live.wire import Dealer
 
 _PAGES = "Pages are used again while somebody still writes them: one request reads the cache of another."
 _TWICE = "One ticket is fetched twice, and the second time from pages of another request."
@@ -165,3 +170,105 @@ def _secrets(run: PrefillRun) -> None:
     printed = run.engine.printed()
     for form in (aborted.key.encode(), aborted.key.upper().encode(), bytes.fromhex(aborted.key)):
         run.check("no key", form not in printed, "the key of a ticket is on stderr", "KVP-SECRET-LOG")
+
+
+@scenario("LIVE-182", "a Transfer that was refused comes again under its id, and is refused again", "KVP-SES-REPLY",
+          level="L4", guards="A Failed that was lost lets a request hang.")  # fmt: skip
+def _refused_again(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    fields = sink.transfer(sink.request(prompt.key, prompt.tokens)) | {"content": "ab" * 32}
+    first = sink.send("Transfer", request=sink.next_id(), **fields)
+    for _ in range(2):
+        found = sink.expect("Failed", where=sink.answers(first.fields["request"]), seconds=6.0, clause="KVP-SES-REPLY")
+        run.check("code", found.fields["code"] == "CONTENT_MISMATCH", found.fields["code"], "KVP-SES-REPLY")
+        sink.watch.see(first.raw, "suite")
+        sink.wire.send(first.raw)
+    sink.reply(sink.expect("Failed", where=sink.answers(first.fields["request"]), clause="KVP-SES-REPLY"), "DoneAck")
+    run.engine.ask("fail", id=prompt.id, reason="over")
+    run.untouched(sink)
+    run.hand_over(sink)
+
+
+@scenario("LIVE-183", "another Describe in a session that is ready, without EPOCHS", "KVP-SES-STATE", level="L4",
+          guards="Caches change under a plan that was made for others.")  # fmt: skip
+def _described_again(run: PrefillRun) -> None:
+    sink = run.ready()
+    data, digest = world.digest_of(sink.geometry or {})
+    id = sink.misstate("Describe", version="2", geometry=data, digest=digest)
+    run.refused(sink, id, "Refused", "UNEXPECTED_MESSAGE", "", "KVP-SES-STATE")
+    run.hand_over(sink)
+
+
+@scenario("LIVE-184", "Abort of a session that has ended, over its connection and over another", "KVP-END-AFTER",
+          guards=_PAGES)  # fmt: skip
+def _abort_after(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    session = sink.session
+    sink.goodbye()
+    for again in (False, True):
+        if again:
+            sink.wire.close()
+            sink.wire = Dealer(run.live.address)
+        id = sink.misstate("Abort", session=session, sequence=made.sequence, reason="the client is gone")
+        found = sink.expect("Drained", "Error", where=sink.answers(id), clause="KVP-END-AFTER")
+        proof = found.fields.get("proof", found.fields.get("code"))
+        run.check("proven", proof == "PROVEN", f"{found.name} {proof}", "KVP-END-AFTER")
+    sink.session = ""
+    run.serve_fresh()
+
+
+@scenario("LIVE-185", "checksums are of what the source holds, not of what is at the sink by then",
+          "KVP-VERIFY-SOURCE", extensions=("VERIFY",),
+          guards="Bytes that went wrong on the way pass as verified.")  # fmt: skip
+def _own_memory(run: PrefillRun) -> None:
+    sink, prompt = run.ready(offered=["VERIFY"]), run.prompt()
+    run.take(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    run.fill(prompt)
+    run.engine.ask("computed", id=prompt.id, tokens=len(prompt.tokens))
+    sink.silence(0.1, but=("Data",))
+    assert sink.memory is not None
+    sink.memory.bytes[:] = ~sink.memory.bytes
+    run.finish(prompt)
+    done = sink.await_done(made)
+    sums = {str(g): str(v) for g, v in moving.checksums(sink.pieces(made), prompt.seed).items()}
+    found = {c["group"]: c["value"] for c in done.fields.get("checksums", [])}
+    run.check("checksums", found == sums, f"{found}, not {sums}", "KVP-VERIFY-SOURCE")
+    sink.end(done, 0)
+    run.over(prompt)
+
+
+@scenario("LIVE-186", "Done is answered by UNKNOWN_SESSION: the source's session has ended, and the request too",
+          "KVP-TRN-REFUSED", guards="Memory of a peer that began again stays mapped for ever.")  # fmt: skip
+def _unknown(run: PrefillRun) -> None:
+    sink, prompt = run.ready(), run.prompt()
+    run.serve(prompt)
+    made = sink.request(prompt.key, prompt.tokens)
+    sink.ask_for(made)
+    asked = sink.await_done(made).fields["request"]
+    sink.send("Error", request=asked, code="UNKNOWN_SESSION", path="session", mine="others", yours=sink.session)
+    run.over(prompt, "undelivered")
+    id = sink.misstate("Ping")
+    run.refused(sink, id, "Error", "UNKNOWN_SESSION", "session", "KVP-SES-UNKNOWN")
+    sink.session = ""
+    run.serve_fresh()
+
+
+@scenario("LIVE-187", "an engine is to listen in a directory that others may enter, without keys", "KVP-NET-INSECURE",
+          guards="Anybody on the host reads the prompts of everybody.", level="L4")  # fmt: skip
+def _insecure(run: PrefillRun) -> None:
+    command, (role, caches, transport, _) = run.live.command, run.live.key
+    with tempfile.TemporaryDirectory(prefix="kvproto-open-") as folder:
+        Path(folder).chmod(0o755)
+        other, address = Engine(command), f"ipc://{folder}/engine"
+        try:
+            asked = {"role": role, "world": caches, "transport": transport, "name": "engine", "listen": address}
+            run.check("refused", "err" in other.answer("open", STARTING, **asked), "it listens", "KVP-NET-INSECURE")
+        finally:
+            other.stop()
+    run.serve_fresh()

@@ -61,6 +61,8 @@ def _superseded(run: PrefillRun) -> None:
     run.keep(new)
     id = old.misstate("Ping")
     run.refused(old, id, "Error", "SUPERSEDED", clause="KVP-SES-REPLACED")
+    id = old.misstate("Abort", sequence="1", reason="the client is gone")
+    run.refused(old, id, "Error", "SUPERSEDED", "session", "KVP-SES-REPLACED")
     ghost = run.sink(name=old.name)
     ghost.incarnation = old.incarnation
     sent = ghost.send("Hello", **ghost.hello())
@@ -79,7 +81,7 @@ def _unknown_ticket(run: PrefillRun) -> None:
     found = sink.expect("Failed", seconds=20.0, clause="KVP-TKT-EARLY")
     run.check("code", found.fields["code"] == "UNKNOWN_TICKET", str(found.fields), "KVP-TKT-EARLY")
     sink.reply(found, "DoneAck")
-    run.hand_over(sink)
+    run.hand_over(run.ready(), prompt)  # which has bound the ticket to nobody
 
 
 @scenario("LIVE-147", "the engine drains: what is under way ends, the rest is refused", "KVP-SES-DRAINING",

@@ -55,6 +55,24 @@ def _not_memory(memory: Shared) -> tuple[str, str]:
     return "SHM", memory.handle(fd=0)
 
 
+def _last_item(good: Json, sink: Sink) -> Json:
+    columns = copy.deepcopy(good["columns"])
+    columns[0]["offset"][0] = str(int(good["regions"][0]["length"]) - int(columns[0]["item_stride"][0]))
+    return {"columns": columns}
+
+
+def _more_columns(good: Json, sink: Sink) -> Json:
+    return {"columns": [*good["columns"], good["columns"][0] | {"group": "99"}]}
+
+
+def _second_region(good: Json, sink: Sink) -> Json:
+    assert sink.memory is not None
+    handle = {"transport": "SHM", "data": sink.memory.handle(nonce="0" * 32)}
+    columns = copy.deepcopy(good["columns"])
+    columns[0]["region"][-1] = "1"
+    return {"columns": columns, "regions": [good["regions"][0], good["regions"][0] | {"id": "1", "handles": [handle]}]}
+
+
 def _shorter(good: Json, sink: Sink) -> Json:
     columns = copy.deepcopy(good["columns"])
     for name in ("region", "offset", "item_stride", "row_stride", "lane_stride"):
@@ -119,6 +137,14 @@ REGISTERS: list[tuple[str, str, Change, str, Codes, str | None, str, str]] = [
      "Refused", "TRANSPORT_FAILED", None, "KVP-REG-FAIL", "A file that is made shorter kills its readers (SIGBUS)."),
     ("LIVE-525", "a region longer than its file", _longer,
      "Refused", "TRANSPORT_FAILED", None, "KVP-REG-FAIL", "The end of a mapping kills its readers (SIGBUS)."),
+    ("LIVE-527", "an offset far beyond the region", _column("offset", lambda v, g: 2**63),
+     "Refused", "OUT_OF_REGION", "columns[0].offset[0]", "KVP-REG-REGION", _STRAY),
+    ("LIVE-530", "an offset from which the first item alone is within the region", _last_item,
+     "Refused", "OUT_OF_REGION", "columns[0].item_stride[0]", "KVP-REG-REGION", _STRAY),
+    ("LIVE-528", "columns of a group that nobody has", _more_columns,
+     "Refused", "BAD_COLUMNS", "columns", "KVP-REG-COLUMNS", _STRAY),
+    ("LIVE-529", "a second region that cannot be mapped", _second_region,
+     "Refused", "TRANSPORT_FAILED", "regions[1].handles", "KVP-REG-FAIL", "Half of a memory stays mapped for ever."),
     ("LIVE-526", "epoch 0", lambda g, s: {"epoch": "0"},
      "Error", "OUT_OF_RANGE", "epoch", "KVP-BODY-RANGE", _ROUTES),
 ]  # fmt: skip
@@ -155,6 +181,10 @@ def _geometry(change: Callable[[Json], None]) -> Change:
 
 def _fact(geometry: Json) -> None:
     geometry["facts"] = [{"name": "weights.target", "value": os.urandom(4).hex(), "rule": "EQUAL"}]
+
+
+def _quoted(geometry: Json) -> None:
+    geometry["facts"] = [{"name": 'a"b\\c', "value": "00", "rule": "EQUAL"}]
 
 
 def _group(**wrong: str) -> Change:
@@ -196,6 +226,8 @@ DESCRIBES: list[tuple[str, str, Change, str, Codes, str | None, str, str]] = [
      "Refused", "AXIS_MISMATCH", None, "KVP-PLAN-FIT", _OTHER),
     ("LIVE-610", "another model", _group(model="3"),
      "Refused", "PART_MISSING", None, "KVP-PLAN-FIT", "Layers of a draft are taken for those of the target."),
+    ("LIVE-613", "a fact whose name has quotes", _geometry(_quoted),
+     "Refused", "IDENTITY_MISMATCH", None, "KVP-GEO-FACT", "A name ends the text that quotes it, or the engine."),
     ("LIVE-611", "version 0", lambda g, s: {"version": "0"},
      "Error", "OUT_OF_RANGE", "version", "KVP-BODY-RANGE", _ROUTES),
     ("LIVE-612", "an alias in place of the name of a part", _part(name="key"),
@@ -215,7 +247,9 @@ def _describe(change: Change, by: str, codes: Codes, path: str | None, clause: s
         data, digest = world.digest_of(sink.geometry or {})
         good = {"version": "1", "geometry": data, "digest": digest}
         id = sink.misstate("Describe", **(good | change(good, sink)))
-        run.refused(sink, id, by, codes, path, clause)
+        found = run.refused(sink, id, by, codes, path, clause).fields["path"]
+        if clause == "KVP-DSC-PATH":
+            run.check("inside the geometry", found.startswith("geometry"), found, clause)
         sink.describe(sink.geometry or {})
         sink.allocate()
         run.keep(sink)
@@ -227,6 +261,12 @@ def _describe(change: Change, by: str, codes: Codes, path: str | None, clause: s
 
 for _made, _rows, _name in ((_register, REGISTERS, "Register"), (_describe, DESCRIBES, "Describe")):
     for _id, _what, _change, _by, _codes, _path, _clause, _guards in _rows:
-        scenario(_id, f"a {_name} with {_what}", _clause, "KVP-ERR-ALONE", guards=_guards, level="L4")(
-            _made(_change, _by, _codes, _path, _clause)
-        )
+        scenario(
+            _id,
+            f"a {_name} with {_what}",
+            _clause,
+            "KVP-ERR-ALONE",
+            guards=_guards,
+            level="L4",
+            maps=_clause == "KVP-REG-FAIL" or "another host" in _what,
+        )(_made(_change, _by, _codes, _path, _clause))

@@ -16,16 +16,17 @@ _TWICE = "A frame that comes twice is done twice, or not answered."
           "KVP-PLAN-EXACT", guards=_PAGES)  # fmt: skip
 def _two_ranks(run: PrefillRun) -> None:
     name = f"pair-{run.prompt().id}"
-    first, second = (run.ready(ranks=2, rank=rank, name=name) for rank in (0, 1))
-    prompt = run.prompt()
-    run.serve(prompt)
-    made = [sink.request(prompt.key, prompt.tokens) for sink in (first, second)]
-    first.ask_for(made[0])
-    second.ask_for(made[1])
-    run.arrived(first, made[0], prompt)
-    run.over(prompt, "held", 0.1)
-    run.arrived(second, made[1], prompt)
-    run.over(prompt)
+    sinks = [run.ready(ranks=2, rank=rank, name=name) for rank in (0, 1)]
+    for first, second in (sinks, sinks[::-1]):
+        prompt = run.prompt()
+        run.serve(prompt)
+        made = [sink.request(prompt.key, prompt.tokens) for sink in (first, second)]
+        first.ask_for(made[0])
+        second.ask_for(made[1])
+        run.arrived(first, made[0], prompt)
+        run.over(prompt, "held", 0.1)
+        run.arrived(second, made[1], prompt)
+        run.over(prompt)
 
 
 @scenario("LIVE-112", "a Transfer that comes before its prompt", "KVP-TKT-EARLY",

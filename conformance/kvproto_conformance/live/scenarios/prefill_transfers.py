@@ -38,6 +38,14 @@ def _windows(good: Json, sink: Sink) -> Json:
     return {"grants": grants}
 
 
+def _beyond_ring(good: Json, sink: Sink) -> Json:
+    grants = [dict(grant) for grant in good["grants"]]
+    end = int(grants[1]["first"]) + int(grants[1]["count"])
+    more = 1 + next(int(g["rows"]) for g in (sink.geometry or {})["groups"] if g["id"] == grants[1]["group"])
+    grants[1] |= {"first": str(end - more), "count": str(more)}
+    return {"grants": grants}
+
+
 @scenario("LIVE-150", "a sink that takes short bodies alone is sent no longer Data", "KVP-FRAME-W-LENGTH",
           guards="A message that its reader has not the room for ends the session.", transport="INLINE",
           extensions=("INLINE",))  # fmt: skip
@@ -55,6 +63,10 @@ LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, 
     ("LIVE-401", "the content digest of another prompt", "gqa", _fields(content="ab" * 32),
      "Failed", "CONTENT_MISMATCH", "content", "KVP-TKT-CONTENT",
      "The cache of one prompt is handed to another request: an answer to somebody else's question."),
+    ("LIVE-432", "the content digest but for its last byte", "gqa",
+     lambda good, sink: {"content": good["content"][:-2] + f"{int(good['content'][-2:], 16) ^ 1:02x}"},
+     "Failed", "CONTENT_MISMATCH", "content", "KVP-TKT-CONTENT",
+     "The cache of one prompt is handed to another request: an answer to somebody else's question."),
     ("LIVE-402", "another version of the sink's Description", "gqa", _fields(sink_version="7"),
      "Failed", "BAD_GRANT", "sink_version", "KVP-TRN-AGREE", _WRONG),
     ("LIVE-403", "another version of the source's Description", "gqa", _fields(source_version="7"),
@@ -68,6 +80,9 @@ LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, 
     ("LIVE-407", "no grant for the hand-off group", "gqa", lambda good, sink: {"grants": good["grants"][:1]},
      "Failed", "BAD_GRANT", "grants", "KVP-HND-GRANT", "The first token is lost: decode begins with a wrong one."),
     ("LIVE-408", "a grant for a group that nobody has", "gqa", _grant(1, group="99"),
+     "Failed", "BAD_GRANT", "grants", "KVP-GRANT-GROUPS", _WRITES),
+    ("LIVE-433", "a grant too many", "gqa",
+     lambda good, sink: {"grants": [*good["grants"], good["grants"][0] | {"group": "99"}]},
      "Failed", "BAD_GRANT", "grants", "KVP-GRANT-GROUPS", _WRITES),
     ("LIVE-409", "an item beyond the pool", "gqa", _grant(0, items=_items(lambda i: [*i[:-1], "64"])),
      "Failed", "OUT_OF_REGION", "grants[0].items", "KVP-GRANT-POOL", _WRITES),
@@ -100,8 +115,11 @@ LIES: list[tuple[str, str, str, Change, str, str | tuple[str, ...], str | None, 
      "A recurrent state of other tokens is decoded on: the text drifts, and nothing says so."),
     ("LIVE-424", "a window longer than the source's ring", "hybrid",
      _grant(1, first=lambda g: str(int(g["first"]) - 1), count=lambda g: str(int(g["count"]) + 1)),
-     "Failed", ("BAD_GRANT", "NOT_HELD"), None, "KVP-GRANT-HELD",
+     "Failed", "NOT_HELD", "grants[1].first", "KVP-GRANT-HELD",
      "Rows that the ring has overwritten are served as if they were old ones."),
+    ("LIVE-434", "a window longer than the sink's own ring", "hybrid", _beyond_ring,
+     "Failed", "BAD_GRANT", "grants[1].count", "KVP-GRANT-RING",
+     "Rows of one window are written over others of it."),
     ("LIVE-425", "more transfers than the grants' writers: none", "gqa", _fields(writers=[]),
      "Error", "OUT_OF_RANGE", "writers", "KVP-BODY-RANGE", "A request that nobody answers."),
     ("LIVE-426", "a ticket key of 15 bytes", "gqa", _fields(ticket="00" * 15),

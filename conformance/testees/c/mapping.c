@@ -1,0 +1,248 @@
+/* The memory that a sink registers: what of a Register is refused, in the order of its table, and how shared memory is mapped; from registration.md. Included by push.c. */
+#include "serve.c"
+
+enum { MAX_REGIONS = 1024 };
+
+static _Noreturn void deny_at(const char *error, const char *format, size_t i, const char *name, long k, const char *mine, const char *yours) { /* list[i].name[k] */
+    static char path[128];
+    int size = snprintf(path, sizeof path, format, i);
+    if (name) size += snprintf(path + size, sizeof path - (size_t)size, ".%s", name);
+    if (k >= 0) snprintf(path + size, sizeof path - (size_t)size, "[%ld]", k);
+    deny(error, path, mine, yours);
+}
+static const Node *region_with(const Node *regions, uint64_t id) {
+    for (size_t i = 0; i < regions->count; i++)
+        if (number(L_Region, &regions->items[i], "id") == id) return &regions->items[i];
+    return NULL;
+}
+
+/* ---- columns: one of each group, an entry of each layer and part ---- */
+
+static uint64_t farther(uint64_t reach, uint64_t stride, uint64_t steps) { return steps && stride > (UINT64_MAX - reach) / steps ? UINT64_MAX : reach + stride * steps; } /* no more than 64 bits say */
+static void check_entry(const Node *columns, size_t i, size_t k, const Group *group, const Share *share, uint64_t length) {
+    static const char *const names[3] = {"item_stride", "row_stride", "lane_stride"};
+    const Part *part = &group->parts[k % group->count];
+    uint64_t lanes = 0, extents[3] = {number(L_Columns, columns, "items"), group->rows, 0}, strides[3], offset = field(L_Columns, columns, "offset").numbers[k];
+    int order[3] = {0, 1, 2};
+    for (size_t n = 0; n < share->count; n++)
+        if (share->spans[n].part == k % group->count) lanes += share->spans[n].hi - share->spans[n].lo;
+    extents[2] = lanes;
+    for (int n = 0; n < 3; n++) strides[n] = field(L_Columns, columns, names[n]).numbers[k];
+    for (int a = 0; a < 3; a++)
+        for (int b = a + 1; b < 3; b++)
+            if (strides[order[b]] < strides[order[a]]) {
+                int other = order[a];
+                order[a] = order[b];
+                order[b] = other;
+            }
+    uint64_t reach = part->bytes, inner = reach; /* inner: without the greatest stride */
+    const char *greatest = "offset";
+    for (int n = 0; n < 3; n++) {
+        int axis = order[n];
+        if (extents[axis] < 2) continue; /* never used */
+        if (strides[axis] > length) deny_at("OUT_OF_REGION", "columns[%zu]", i, names[axis], (long)k, "a stride within the region", "a longer one");
+        if (strides[axis] < reach) deny_at("BAD_COLUMNS", "columns[%zu]", i, names[axis], (long)k, "a stride of no less than what it strides over", "less");
+        inner = reach;
+        reach = farther(reach, strides[axis], extents[axis] - 1);
+        greatest = names[axis];
+    }
+    if (offset > length || inner > length - offset) deny_at("OUT_OF_REGION", "columns[%zu]", i, "offset", (long)k, "an offset within the region", "beyond it");
+    if (reach > length - offset) deny_at("OUT_OF_REGION", "columns[%zu]", i, greatest, (long)k, "items that end within the region", "beyond it");
+}
+static void check_columns(const Session *session, const Node *map) {
+    static const char *const arrays[] = {"region", "offset", "item_stride", "row_stride", "lane_stride"};
+    Node columns = field(L_Register, map, "columns"), regions = field(L_Register, map, "regions");
+    const Rank *mine = session->sink->end.mine;
+    size_t count = 0;
+    for (size_t i = 0; mine && i < mine->count; i++) {
+        if (mine->shares[i].group->kind == HANDOFF) continue;
+        if (count >= columns.count || number(L_Columns, &columns.items[count], "group") != mine->shares[i].id) deny("BAD_COLUMNS", "columns", "the groups that the rank owns", "others");
+        count++;
+    }
+    if (count != columns.count) deny("BAD_COLUMNS", "columns", "the groups that the rank owns", "more");
+    for (size_t i = 0, s = 0; i < count; i++, s++) {
+        while (mine->shares[s].group->kind == HANDOFF) s++;
+        const Share *share = &mine->shares[s];
+        size_t entries = share->layers.count * share->group->count;
+        for (int a = 0; a < COUNT(arrays); a++)
+            if (field(L_Columns, &columns.items[i], arrays[a]).count != entries) deny_at("BAD_COLUMNS", "columns[%zu]", i, arrays[a], -1, "an entry for each layer and part", "another number");
+        Node region = field(L_Columns, &columns.items[i], "region");
+        for (size_t k = 0; k < entries; k++)
+            if (!region_with(&regions, region.numbers[k])) deny_at("BAD_COLUMNS", "columns[%zu]", i, "region", (long)k, "a region of this Register", "none");
+        for (size_t k = 0; k < entries; k++) check_entry(&columns.items[i], i, k, share->group, share, number(L_Region, region_with(&regions, region.numbers[k]), "length"));
+    }
+}
+
+/* ---- regions ---- */
+
+static void this_boot(uint8_t boot[16]) {
+    char digits[64] = "";
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (!file || !fgets(digits, sizeof digits, file)) abort();
+    fclose(file);
+    int n = 0;
+    for (const char *c = digits; *c && n < 32; c++)
+        if (*c != '-' && *c != '\n') {
+            boot[n / 2] = (uint8_t)((n % 2 ? boot[n / 2] : 0) | (*c <= '9' ? *c - '0' : *c - 'a' + 10) << (n % 2 ? 0 : 4));
+            n++;
+        }
+}
+static const Node *handle_known(const Node *region) { /* the first handle by which this engine can reach it */
+    Node handles = field(L_Region, region, "handles"), boot = field(L_Region, region, "boot");
+    uint8_t here[16];
+    this_boot(here);
+    for (size_t i = 0; i < handles.count; i++) {
+        const char *name = name_of(&ENUMS[E_Transport], number(L_Handle, &handles.items[i], "transport"));
+        if (name && !strcmp(name, "SHM") && pool.shared && number(L_Region, region, "kind") == 1 && !memcmp(boot.bytes, here, 16)) return &handles.items[i];
+        if (name && !strcmp(name, "INLINE") && !pool.shared) return &handles.items[i];
+    }
+    return NULL;
+}
+static bool read_handle(const Node *handle, uint64_t *pid, uint64_t *descriptor, char nonce[33]) { /* an array of PID, descriptor and nonce */
+    static bool fine;
+    Node bytes = field(L_Handle, handle, "data");
+    const uint8_t *outer_data = data;
+    size_t outer_at = at, outer_end = end;
+    jmp_buf here, *outer = refused;
+    refused = &here;
+    fine = false;
+    if (!setjmp(here)) {
+        data = (const uint8_t *)bytes.bytes;
+        at = 0;
+        end = bytes.count;
+        values = MAX_VALUES;
+        if (kind_here(NULL) == LIST && counted(LIST, NULL) == 3 && kind_here(NULL) == UINT) {
+            *pid = head(NULL);
+            if (kind_here(NULL) == UINT) {
+                *descriptor = head(NULL);
+                if (kind_here(NULL) == STR) {
+                    Node text = text_here(NULL);
+                    fine = text.count == 32 && !left();
+                    for (size_t i = 0; fine && i < 32; i++) fine = text.bytes[i] && strchr("0123456789abcdef", text.bytes[i]);
+                    if (fine) snprintf(nonce, 33, "%.32s", text.bytes);
+                }
+            }
+        }
+    }
+    refused = outer;
+    data = outer_data;
+    at = outer_at;
+    end = outer_end;
+    return fine;
+}
+static const char *map_region(const Node *region, const Node *handle, Mapped *mapped) { /* what is wrong, below the region's path; NULL where nothing is */
+    uint64_t pid, descriptor, length = number(L_Region, region, "length");
+    char nonce[33], path[64], wanted[64], link[128] = "";
+    if (!read_handle(handle, &pid, &descriptor, nonce) || pid > INT32_MAX || descriptor > INT32_MAX) return "handles";
+    snprintf(path, sizeof path, "/proc/%llu/fd/%llu", (unsigned long long)pid, (unsigned long long)descriptor);
+    snprintf(wanted, sizeof wanted, "/memfd:kvproto-%s (deleted)", nonce);
+    if (readlink(path, link, sizeof link - 1) < 0 || strcmp(link, wanted)) return "handles";
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return "handles";
+    struct stat about;
+    int seals = fcntl(fd, F_GET_SEALS);
+    const char *wrong = fstat(fd, &about) || seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW) ? "handles" : (uint64_t)about.st_size < length ? "length" : NULL;
+    if (!wrong) {
+        void *bytes = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (bytes == MAP_FAILED) wrong = "handles";
+        else *mapped = (Mapped){number(L_Region, region, "id"), length, bytes};
+    }
+    close(fd);
+    return wrong;
+}
+static void map_regions(Session *session, const Node *regions) {
+    Sink *sink = session->sink;
+    bool known = false;
+    for (size_t i = 0; i < regions->count; i++) known |= handle_known(&regions->items[i]) != NULL;
+    if (!known) deny("NO_TRANSPORT", "regions[0].handles", pool.shared ? "SHM, on this host" : "INLINE", "others");
+    sink->regions = calloc(regions->count + 1, sizeof *sink->regions);
+    if (!sink->regions) abort();
+    for (size_t i = 0; i < regions->count; i++) {
+        const Node *handle = handle_known(&regions->items[i]);
+        const char *wrong = !handle ? "handles" : pool.shared ? map_region(&regions->items[i], handle, &sink->regions[sink->region_count]) : NULL;
+        if (!wrong) {
+            sink->region_count += pool.shared;
+            continue;
+        }
+        for (size_t n = 0; n < sink->region_count; n++) munmap(sink->regions[n].bytes, sink->regions[n].length);
+        free(sink->regions);
+        sink->regions = NULL;
+        sink->region_count = 0;
+        deny_at("TRANSPORT_FAILED", "regions[%zu]", i, wrong, -1, "memory that can be mapped", "none");
+    }
+}
+
+/* ---- Register ---- */
+
+static void check_routes(const Session *session, const Node *map) {
+    Text stated = {0}, own = {0};
+    Node routes = field(L_Register, map, "routes"), plan = field(L_Register, map, "plan");
+    form_routes(&own, session);
+    form(&own, "}");
+    char *wrapped = get(own.size + 2);
+    snprintf(wrapped, own.size + 2, "{%s", own.text);
+    free(own.text);
+    reading = wrapped;
+    const Json *json = json_here();
+    size_t i = 0;
+    for (const Json *each = member(json, "routes")->items; each || i < routes.count; each = each ? each->next : NULL, i++) {
+        Node mine = each ? taken_map(&LAYOUTS[L_RouteRef], each, NULL) : (Node){0};
+        Node own_digest = each ? field(L_RouteRef, &mine, "digest") : (Node){0}, digest = i < routes.count ? field(L_RouteRef, &routes.items[i], "digest") : (Node){0};
+        bool alike = each && i < routes.count && number(L_RouteRef, &mine, "group") == number(L_RouteRef, &routes.items[i], "group") && !memcmp(own_digest.bytes, digest.bytes, 32);
+        if (!alike) deny_at("ROUTE_MISMATCH", "routes[%zu]", i, NULL, -1, "the routes of both Descriptions", "others");
+    }
+    form_hex(&stated, plan.bytes, plan.count);
+    bool alike = !strcmp(stated.text, member(json, "plan")->text);
+    free(stated.text);
+    if (!alike) deny("ROUTE_MISMATCH", "plan", "the plan of both Descriptions", "another");
+}
+static void send_registered(Session *session) {
+    Text json = {0};
+    struct stat about;
+    uint8_t boot[16];
+    this_boot(boot);
+    form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"epoch\": \"%llu\", \"transport\": \"%s\", ", (unsigned long long)session->id, (unsigned long long)session->sink->registered,
+        (unsigned long long)session->sink->epoch, pool.shared ? "SHM" : "INLINE");
+    form_routes(&json, session);
+    char line[1024] = "";
+    FILE *file = fopen("/proc/self/stat", "r");
+    if (pool.shared && file && fgets(line, sizeof line, file) && strrchr(line, ')') && !stat("/proc/self/ns/pid", &about)) {
+        unsigned long long start = 0;
+        const char *from = strrchr(line, ')') + 1; /* field 3 comes next */
+        for (int n = 3; n < 22 && from; n++) from = strchr(from + 1, ' ');
+        if (from) start = strtoull(from, NULL, 10);
+        form(&json, ", \"process\": {\"boot\": \"");
+        form_hex(&json, boot, 16);
+        form(&json, "\", \"namespace\": \"%llu\", \"pid\": \"%lld\", \"start\": \"%llu\"}", (unsigned long long)about.st_ino, (long long)getpid(), start);
+    }
+    if (file) fclose(file);
+    form(&json, "}");
+    notice(session, L_Registered, json.text);
+    free(json.text);
+}
+static void register_memory(Session *session, const Node *map) {
+    uint64_t request = number(L_Register, map, "request");
+    Sink *sink = session->sink;
+    Node source = field(L_Register, map, "source"), theirs = field(L_Register, map, "sink"), regions = field(L_Register, map, "regions"), columns = field(L_Register, map, "columns");
+    if (session->state == READY && request == sink->registered) {
+        send_registered(session);
+        return;
+    }
+    if (session->state == READY) deny("UNEXPECTED_MESSAGE", "epoch", "one Register", "another");
+    if (session->state != DESCRIBED) deny("UNEXPECTED_MESSAGE", "", "both Descriptions first", "Register");
+    if (memcmp(source.bytes, me.digest, 32)) deny("DESCRIPTION_MISMATCH", "source", "this source's digest", "another");
+    if (memcmp(theirs.bytes, session->digest, 32)) deny("DESCRIPTION_MISMATCH", "sink", "the digest of Describe", "another");
+    if (number(L_Register, map, "access") != 1) deny("NO_TRANSPORT", "access", "WRITE", "READ");
+    check_routes(session, map);
+    if (regions.count > MAX_REGIONS) deny("TOO_LARGE", "regions", "1024", "more");
+    check_columns(session, map);
+    map_regions(session, &regions);
+    sink->end.columns = get((columns.count + 1) * sizeof *sink->end.columns);
+    if (columns.count) memcpy(sink->end.columns, columns.items, columns.count * sizeof *sink->end.columns);
+    sink->end.column_count = columns.count;
+    sink->epoch = number(L_Register, map, "epoch");
+    sink->registered = request;
+    session->state = READY;
+    keep(&session->memory);
+    send_registered(session);
+}

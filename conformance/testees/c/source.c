@@ -1,0 +1,384 @@
+/* A kvproto source in C11: it hands caches over by shm and inline, as a prefill engine does. libzmq is all that it needs; made from spec/v1 alone.
+ *
+ *     gcc -std=c11 -O2 -o source source.c -lzmq
+ *     kvproto-conformance run --live-source ./source -- ./source
+ *
+ * It answers the questions of a testee at L2 (lower.c), and is the adapter of a live engine (testee.md). One rank, one thread. What it leaves out: keys, epochs, pull, staging,
+ * intent, a catalogue. In order: frames in, prompts, what the suite asks, the loop. Before them pool.c, peer.c, serve.c, mapping.c and push.c. */
+#define CLAIM "\"name\": \"source.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"source\", \"level\": \"L4\", " \
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\", \"resume\"]"
+#define POOL_ITEMS 256
+#include "push.c"
+
+/* ---- frames in ---- */
+
+static void hear_error(const char *route, size_t size, const Node *map) { /* never answered */
+    Node id = field(L_Error, map, "session"), request = field(L_Error, map, "request");
+    const char *name = name_of(&ENUMS[E_ErrorCode], number(L_Error, map, "code"));
+    Session *session = id.kind ? session_with(id.number) : NULL;
+    if (!session || !same_route(session, route, size)) return;
+    session->heard = now();
+    if (name && (!strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED"))) end_session(session, NULL, false);
+    else if (request.kind) refused_done(session, request.number);
+}
+static void act(Session *session, const Layout *layout, const Node *map) {
+    Text json = {0};
+    Node request = layout->count > 1 && !strcmp(layout->fields[1].name, "request") ? map->items[1] : (Node){0};
+    switch ((int)(layout - LAYOUTS)) {
+        case L_Ping:
+            form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request.number);
+            notice(session, L_Pong, json.text);
+            free(json.text);
+            break;
+        case L_Pong: answered(session, &request, L_Ping); break;
+        case L_Goodbye: end_session(session, NULL, false); break;
+        case L_Describe: describe(session, map); break;
+        case L_Register: register_memory(session, map); break;
+        case L_Transfer:
+            hear_transfer(session, map);
+            break;
+        case L_DoneAck: done_ack(session, map); break;
+        case L_Abort: abort_transfer(session, map); break;
+        case L_Credit: credit(session, map); break;
+        default: deny("UNEXPECTED_MESSAGE", "", "a message with a row for this state", layout->name);
+    }
+}
+static void drained(const char *route, size_t size, const Node *map) { /* of a session that has ended, with which all its writes have (KVP-END-AFTER) */
+    Sink sink = {.route_size = size};
+    Session past = {.sink = &sink, .id = number(L_Abort, map, "session"), .max_body = MAX_BODY};
+    Text json = {0};
+    memcpy(sink.route, route, size);
+    form_ids(&json, &past, number(L_Abort, map, "request"), number(L_Abort, map, "sequence"));
+    form(&json, ", \"proof\": \"PROVEN\"}");
+    notice(&past, L_Drained, json.text);
+    free(json.text);
+}
+static void answer_refused(const char *route, size_t size, int kind, const Node *id, const Node *request, const Node *map) { /* by the message that carries the error */
+    Sink sink = {.route_size = size};
+    Session *session = id->kind ? session_with(id->number) : NULL, stranger = {.sink = &sink, .max_body = session ? session->max_body : MAX_BODY};
+    bool by_refused = map && (kind == L_Hello || kind == L_Describe || kind == L_Register), by_failed = map && kind == L_Transfer;
+    if (!strcmp(code, "UNKNOWN_SESSION") || (kind != L_Hello && !strcmp(code, "SUPERSEDED"))) by_refused = by_failed = false;
+    memcpy(sink.route, route, size);
+    if (!by_refused && !by_failed) {
+        say_error(&stranger, id, request, LAYOUTS[kind].type);
+        return;
+    }
+    Text json = {0};
+    form(&json, "{\"request\": \"%llu\"", (unsigned long long)request->number);
+    if (id->kind && kind != L_Hello) form(&json, ", \"session\": \"%llu\"", (unsigned long long)id->number);
+    if (by_failed) form(&json, ", \"sequence\": \"%llu\"", (unsigned long long)number(L_Transfer, map, "sequence"));
+    form_refusal(&json);
+    form(&json, "}");
+    notice(&stranger, by_failed ? L_Failed : L_Refused, json.text);
+    free(json.text);
+}
+static void hear_known(const char *route, size_t size, const Layout *layout, const Node *map) {
+    int kind = (int)(layout - LAYOUTS);
+    bool superseded;
+    if (kind == L_Hello) hello(route, size, map);
+    else if (kind == L_Error) hear_error(route, size, map);
+    else {
+        Session *session = map->items[0].kind ? session_with(map->items[0].number) : NULL;
+        if (!session && map->items[0].kind && has_ended(map->items[0].number, &superseded)) {
+            if (superseded) deny("SUPERSEDED", "session", "a later run of this rank", "an earlier one");
+            if (kind == L_Abort) {
+                drained(route, size, map);
+                return;
+            }
+        }
+        if (!session || !same_route(session, route, size)) deny("UNKNOWN_SESSION", "session", "sessions of this connection", "another");
+        session->heard = now();
+        act(session, layout, map);
+    }
+}
+static void hear(const char *route, size_t route_size, const uint8_t *frame, size_t size) {
+    static const Layout *layout;
+    static Node map;
+    Block *outer_blocks = blocks;
+    jmp_buf here, *outer = refused;
+    blocks = NULL;
+    refused = &here;
+    layout = NULL;
+    inside = "";
+    mine_text = "what kvproto 1.0 says";
+    yours_text = "what came";
+    if (!setjmp(here)) {
+        const Layout *found = envelope(frame, size);
+        map = body(found, frame + HEADER, size - HEADER);
+        layout = found;
+        hear_known(route, route_size, layout, &map);
+    } else {
+        refused = &here;
+        int kind = kind_of(frame, size);
+        Node id = {0}, request = {0};
+        begin_path();
+        if (kind >= 0 && size > HEADER) read_ids(frame, size, &id, &request);
+        if (kind >= 0 && kind != L_Error && (layout || is_request(kind))) answer_refused(route, route_size, kind, &id, &request, layout ? &map : NULL);
+    }
+    refused = outer;
+    give_back();
+    blocks = outer_blocks;
+}
+static void receive(void) { /* a bounded number of frames of all connections, which libzmq reads in turn (KVP-NET-TURN) */
+    for (int n = 0; n < 256; n++) {
+        zmq_msg_t part;
+        char route[256];
+        zmq_msg_init(&part);
+        if (zmq_msg_recv(&part, door, ZMQ_DONTWAIT) < 0) {
+            zmq_msg_close(&part);
+            return;
+        }
+        size_t size = zmq_msg_size(&part) < sizeof route ? zmq_msg_size(&part) : 0;
+        memcpy(route, zmq_msg_data(&part), size);
+        bool more = zmq_msg_more(&part);
+        for (int frames = 0; more; frames++) {
+            zmq_msg_recv(&part, door, ZMQ_DONTWAIT);
+            more = zmq_msg_more(&part);
+            if (!frames && !more) hear(route, size, zmq_msg_data(&part), zmq_msg_size(&part)); /* KVP-NET-ONE */
+        }
+        zmq_msg_close(&part);
+    }
+}
+static void on_time(Session *session) {
+    double time = now();
+    bool pinged = false;
+    for (Request *each = session->requests; each; each = each->next) {
+        pinged |= each->kind == L_Ping;
+        if (time < each->again) continue;
+        each->again = time + RESEND;
+        if (time >= each->until) {
+            end_session(session, "PEER_LOST", false);
+            return;
+        }
+        send_frame(session, &each->frame);
+    }
+    for (Transfer *each = session->sink->transfers; each; each = each->next)
+        if (each->state == WAITING && time >= each->until) {
+            mine_text = "no prompt of it";
+            yours_text = "a ticket";
+            forget_use(session, each);
+            fail(session, each, "UNKNOWN_TICKET", "ticket");
+        }
+    if (!pinged && time > session->heard + SILENCE) ask(session, L_Ping, 0, "");
+}
+
+/* ---- prompts ---- */
+
+static void for_each_transfer(const Prompt *prompt, void (*what)(Session *, Transfer *, Prompt *)) {
+    for (Session *session = sessions; session; session = session->next)
+        for (Transfer *each = session->sink->transfers; each; each = each->next)
+            if (each->prompt == prompt || (!each->prompt && each->state == WAITING && !memcmp(each->key, prompt->key, 16))) what(session, each, (Prompt *)prompt);
+}
+static void on_come(Session *session, Transfer *transfer, Prompt *prompt) {
+    if (transfer->state == WAITING) meet_prompt(session, transfer, prompt, 0);
+}
+static void on_progress(Session *session, Transfer *transfer, Prompt *prompt) {
+    (void)prompt;
+    go_on(session, transfer);
+}
+static void on_given_up(Session *session, Transfer *transfer, Prompt *prompt) {
+    (void)prompt;
+    if (transfer->state == RUNNING || transfer->state == STREAMING) fail(session, transfer, "ABORTED", "");
+}
+static void on_deadline(Session *session, Transfer *transfer, Prompt *prompt) {
+    (void)prompt;
+    if (transfer->state == RUNNING || transfer->state == STREAMING) fail(session, transfer, "DEADLINE", "");
+}
+static void no_room(Session *session, Transfer *transfer, Prompt *prompt) {
+    (void)prompt;
+    if (transfer->state == WAITING) fail(session, transfer, "PROMPT_TOO_LONG", "");
+}
+static void check_deadlines(void) {
+    for (Prompt *each = prompts; each; each = each->next) {
+        if (now() < each->deadline || each->state == EXPIRED) continue;
+        Ticket *ticket = ticket_with(each->key);
+        bool ended_before = ended_prompt(each);
+        mine_text = "the ticket's deadline";
+        yours_text = "passed";
+        for_each_transfer(each, on_deadline);
+        if (ticket) forget_ticket(ticket);
+        if (ended_before) memset(each->key, 0, sizeof each->key); /* its ticket alone is forgotten */
+        else each->state = EXPIRED;
+        if (ended_before) each->deadline = 1e300;
+        give_pages_back(each);
+    }
+}
+
+/* ---- what the suite asks of a live engine ---- */
+
+static void turn_once(double seconds, bool commands);
+static void open_source(const Json *question) {
+    const Json *listen = member(question, "listen");
+    char *address = copy_of(listen->text, listen->size);
+    if (!may_connect(address)) {
+        free(address);
+        deny("NOT_ALLOWED", "listen", "ipc in a directory of mode 0700", "another address");
+    }
+    open_engine(question);
+    door = zmq_socket(context, ZMQ_ROUTER);
+    zmq_setsockopt(door, ZMQ_LINGER, &(int){500}, sizeof(int));
+    zmq_setsockopt(door, ZMQ_MAXMSGSIZE, &(int64_t){HEADER + MAX_BODY}, sizeof(int64_t));
+    zmq_setsockopt(door, ZMQ_RCVHWM, &(int){16}, sizeof(int));
+    zmq_setsockopt(door, ZMQ_SNDHWM, &(int){2048}, sizeof(int));
+    zmq_setsockopt(door, ZMQ_HANDSHAKE_IVL, &(int){5000}, sizeof(int));
+    listening = address;
+    met = calloc(MET, sizeof *met);
+    if (!met) abort();
+    if (zmq_bind(door, address)) deny("INTERNAL", "listen", "an address to listen at", "one that is taken");
+}
+static Prompt *prompt_named(const Json *id) {
+    Prompt *each = prompts;
+    while (each && (!id || strcmp(each->id, id->text))) each = each->next;
+    return each;
+}
+static void take_request(const Json *question) {
+    const Json *id = member(question, "id"), *tokens = member(question, "tokens");
+    size_t size;
+    const uint8_t *key = unhex(member(question, "key"), &size);
+    if (size != 16) deny("OUT_OF_RANGE", "key", "16 bytes", "another number");
+    Prompt *prompt = calloc(1, sizeof *prompt);
+    if (!prompt) abort();
+    prompt->id = copy_of(id->text, id->size);
+    prompt->count = tokens->count;
+    memcpy(prompt->key, key, 16);
+    prompt->tokens = calloc(prompt->count + 1, sizeof(uint64_t));
+    uint64_t n = 0;
+    for (const Json *each = tokens->items; each; each = each->next) prompt->tokens[n++] = integer(each, NULL);
+    content_digest(prompt->content, prompt->tokens, prompt->count);
+    prompt->deadline = now() + (double)integer(member(question, "deadline"), NULL) / 1000;
+    bool room = true;
+    for (int g = 0; g < pool.count; g++) {
+        const Cache *cache = &pool.caches[g];
+        int need = !has_memory(cache) ? 0 : strcmp(cache->kind, "PAGE") ? 1 : (int)((prompt->count + (uint64_t)cache->rows - 1) / (uint64_t)cache->rows);
+        for (unsigned item = 0; item < ITEMS && prompt->held[g] < need; item++)
+            if (!pool.used[g][item]) {
+                pool.used[g][item] = true;
+                prompt->items[g][prompt->held[g]++] = item;
+            }
+        room &= prompt->held[g] == need;
+    }
+    prompt->next = prompts;
+    prompts = prompt;
+    if (room) for_each_transfer(prompt, on_come);
+    else {
+        mine_text = "fewer pages";
+        yours_text = "a longer prompt";
+        for_each_transfer(prompt, no_room);
+        prompt->state = UNDELIVERED;
+        give_pages_back(prompt);
+        deny("PROMPT_TOO_LONG", "tokens", "fewer pages", "a longer prompt");
+    }
+}
+static void fill(Prompt *prompt, const Json *question) {
+    int group = 0;
+    size_t size, row_size = 0, part = 0;
+    const uint8_t *rows = unhex(member(question, "data"), &size);
+    uint64_t layer = integer(member(question, "layer"), NULL), first = integer(member(question, "first"), NULL);
+    while (group < pool.count - 1 && strcmp(pool.caches[group].name, member(question, "group")->text)) group++;
+    const Cache *cache = &pool.caches[group];
+    while ((int)part < parts_of(cache) - 1 && strcmp(cache->parts[part].name, member(question, "part")->text)) part++;
+    row_size = (size_t)(cache->parts[part].lanes * cache->parts[part].bytes);
+    for (uint64_t n = 0; n < size / row_size; n++)
+        for (int head = 0; head < cache->parts[part].lanes; head++) {
+            uint64_t row = first + n, page = strcmp(cache->kind, "PAGE") ? 0 : row / (uint64_t)cache->rows;
+            if (page >= (uint64_t)prompt->held[group]) deny("OUT_OF_RANGE", "first", "a row of the request", "one beyond it");
+            memcpy(head_row(group, (int)layer, (int)part, prompt->items[group][page], (int)(row % (uint64_t)cache->rows), head), rows + n * row_size + (size_t)(head * cache->parts[part].bytes), (size_t)cache->parts[part].bytes);
+        }
+}
+static void finish(Prompt *prompt, const Json *question) {
+    const Json *handoff = member(question, "handoff"), *finished = member(question, "finished");
+    for (int g = 0; g < pool.count; g++)
+        for (int p = 0; !has_memory(&pool.caches[g]) && p < parts_of(&pool.caches[g]); p++) {
+            const Json *data_of = member(member(handoff, pool.caches[g].name), pool.caches[g].parts[p].name);
+            size_t size;
+            const uint8_t *bytes = unhex(data_of, &size);
+            prompt->handoff[g][p].size = 0;
+            add(&prompt->handoff[g][p], bytes, size);
+        }
+    prompt->ends = finished && finished->truth;
+    prompt->computed = prompt->count;
+    prompt->finished = true;
+    for_each_transfer(prompt, on_progress);
+}
+static void wait_for(const Prompt *prompt, const Json *question) {
+    static const char *const states[] = {"held", "freed", "undelivered", "expired"};
+    double until = now() + strtod(member(question, "seconds")->text, NULL);
+    while (now() < until && !ended_prompt(prompt)) turn_once(until - now(), false);
+    say("\"state\": \"");
+    say(states[prompt->state]);
+    say("\"");
+}
+static void answer_live(const char *op, const Json *question) {
+    Prompt *prompt = prompt_named(member(question, "id"));
+    if (!strcmp(op, "open")) open_source(question);
+    else if (!strcmp(op, "request")) take_request(question);
+    else if (!strcmp(op, "drain")) draining = true;
+    else if (!prompt) deny("UNKNOWN_TICKET", "id", "a request", "none");
+    else if (!strcmp(op, "wait")) wait_for(prompt, question);
+    else if (ended_prompt(prompt)) return; /* whose prefill goes on for nobody */
+    else if (!strcmp(op, "fill")) fill(prompt, question);
+    else if (!strcmp(op, "finish")) finish(prompt, question);
+    else if (!strcmp(op, "computed")) {
+        prompt->computed = integer(member(question, "tokens"), NULL);
+        for_each_transfer(prompt, on_progress);
+    } else {
+        prompt->given_up = true;
+        mine_text = "given up";
+        yours_text = "asked for";
+        for_each_transfer(prompt, on_given_up);
+        if (!ticket_with(prompt->key) && !ended_prompt(prompt)) {
+            prompt->state = UNDELIVERED;
+            give_pages_back(prompt);
+        }
+    }
+}
+static bool is_live(const char *op) {
+    static const char *const names[] = {"open", "request", "fill", "computed", "finish", "fail", "wait", "drain"};
+    for (int n = 0; n < COUNT(names); n++)
+        if (!strcmp(names[n], op)) return true;
+    return false;
+}
+static bool answer_more(const char *op, const Json *question) { return is_live(op) ? answer_as_engine(op, question) : answer_of_lower(op, question); }
+
+/* ---- the loop ---- */
+
+static void turn_once(double seconds, bool commands) { /* whatever comes within so many seconds, at most a tenth of one */
+    zmq_pollitem_t items[2] = {{.fd = 0, .events = commands ? ZMQ_POLLIN : 0}, {.socket = door, .events = ZMQ_POLLIN}};
+    zmq_poll(items, door ? 2 : 1, seconds <= 0 ? 0 : seconds < 0.1 ? (long)(seconds * 1000) : 100);
+    Block *outer = blocks;
+    blocks = NULL;
+    if (door) receive();
+    for (Session *each = sessions, *next; each; each = next) {
+        next = each->next;
+        on_time(each);
+    }
+    check_deadlines();
+    give_back();
+    blocks = outer;
+    if (items[0].revents) hear_commands();
+}
+static void free_all(void) {
+    while (sessions) end_session(sessions, "it ends", false);
+    while (tickets) forget_ticket(tickets);
+    for (Prompt *each; (each = prompts);) {
+        prompts = each->next;
+        for (int g = 0; g < GROUPS; g++)
+            for (int p = 0; p < 2; p++) free(each->handoff[g][p].text);
+        free(each->tokens);
+        free(each->id);
+        free(each);
+    }
+    for (size_t i = 0; met && i < MET; i++) free(met[i].engine);
+    free(met);
+    free(listening);
+    free_engine();
+}
+int main(void) {
+    context = zmq_ctx_new();
+    while (!stopped) turn_once(0.1, true);
+    while (sessions) end_session(sessions, "it ends", false);
+    if (door) zmq_close(door);
+    zmq_ctx_term(context);
+    free_all();
+    return 0;
+}
