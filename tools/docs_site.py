@@ -26,7 +26,7 @@ from tools.session_figures import session_rows
 from tools.specgen.clauses import Clause, clauses
 from tools.specgen.registry import ROOT, load
 
-PAGES = ("*.md", "docs/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
+PAGES = ("*.md", "docs/**/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
 ASSETS = (
     "docs/**/*.svg",
     "docs/**/*.css",
