@@ -66,6 +66,8 @@ WATCHED = (
     "benchmarks/results",
 )
 STANDS_FOR = {
+    r"README\.md": "index.md",
+    r"docs/index\.md": "index.md",
     r"examples": "docs/examples.md",
     r"examples/(\w+)\.py": r"docs/examples.md#\1",
     r"kvproto/source/source\.py": "docs/api.md#kvproto.Source",
@@ -80,6 +82,7 @@ _NAMED = re.compile(r"(?<!\[)`(KVP-[A-Z0-9-]+)`(?!\])")
 _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
 _DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
+_TO_FILE = re.compile(r"\]\(([^)#\s:]+)")
 _NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*|\d+\. .*)?\n)*", re.MULTILINE)
 
 
@@ -96,9 +99,10 @@ def on_files(files: Files, config: Any) -> Files:
     """The repository's pages and assets at their own paths, and the generated pages."""
     found = [f for f in files if f.src_dir != config.docs_dir]  # from the theme and plugins
     for pattern in (*PAGES, *ASSETS):
-        for path in sorted(ROOT.glob(pattern)):
+        for path in sorted(set(ROOT.glob(pattern)) - {ROOT / "README.md", ROOT / "docs/index.md"}):
             found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     found += [File.generated(config, f"docs/{name}.md", content=make()) for name, make in MADE.items()]
+    found.append(File.generated(config, "index.md", content=_home()))
     return Files(found)
 
 
@@ -131,6 +135,12 @@ def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
     alone = page.parent is None or len(page.parent.children) == 1
     page.meta["hide"] = ["navigation"] if alone else []
     return context
+
+
+def _home() -> str:
+    """docs/index.md as the site's first page, which lies a folder higher."""
+    text = (ROOT / "docs/index.md").read_text()
+    return _TO_FILE.sub(lambda m: f"]({os.path.normpath('docs/' + m[1])}", text)
 
 
 def _nested(items: str) -> str:
