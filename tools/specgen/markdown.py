@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.specgen.clauses import binds, clauses
+from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
@@ -305,21 +306,25 @@ def features(facts: Facts) -> str:
 
 
 def machines(facts: Facts) -> str:
-    """Both transition tables."""
+    """Both machines: a drawing, and a table of states and messages."""
     out = []
     for name, machine in facts["machine"].items():
-        out += [f"**{name.title()}**: {machine['doc']}", "", "| state | | message: next state |", "|---|---|---|"]
+        out += [f"### States of a {name}", "", machine["doc"], ""]
+        out += [f"![States of a {name}: {about(name)}](../assets/{name}-states.svg)", ""]
+        out += ["| state | message | next state | needs |", "|---|---|---|---|"]
         rows = moves(facts, name)
         for state in machine["state"]:
-            here = [(m, after, features) for before, m, after, features in rows if before == state["name"]]
-            said = ", ".join(f"{m}: {after}{_behind(features)}" for m, after, features in here)
-            out.append(f"| {state['name']}{_behind(state.get('feature', ()))} | {state['doc']} | {said or '-'} |")
+            here: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+            for before, message, after, features in rows:
+                if before == state["name"]:
+                    here.setdefault((after, features), []).append(message)
+            said = f"**{state['name']}**: {state['doc']}"
+            for (after, features), some in here.items() or [(("", ()), ["none"])]:
+                goes = "stays" if after == state["name"] else after
+                out.append(f"| {said} | {', '.join(some)} | {goes} | {' or '.join(features)} |")
+                said = state["name"]
         out.append("")
     return "\n".join(out).rstrip()
-
-
-def _behind(features: Sequence[str]) -> str:
-    return f" ({' or '.join(features)})" if features else ""
 
 
 def delivery(facts: Facts) -> str:
