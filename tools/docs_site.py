@@ -24,11 +24,13 @@ from mkdocs.structure.files import File, Files
 
 from tools.session_figures import session_rows
 from tools.specgen.clauses import Clause, clauses
+from tools.specgen.drawings import ASSETS, page_style
 from tools.specgen.registry import ROOT, load
 
 PAGES = ("*.md", "docs/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
 ASSETS = (
     "docs/**/*.svg",
+    "spec/assets/*.svg",
     "docs/**/*.css",
     "docs/**/*.js",
     "spec/v1/registry.json",
@@ -99,6 +101,7 @@ def on_files(files: Files, config: Any) -> Files:
         for path in sorted(ROOT.glob(pattern)):
             found.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     found += [File.generated(config, f"docs/{name}.md", content=make()) for name, make in MADE.items()]
+    found.append(File.generated(config, "docs/assets/drawings.css", content=page_style("figure.drawing")))
     return Files(found)
 
 
@@ -165,13 +168,13 @@ def _code(here: str, link: str) -> str:
 
 
 def _drawing(here: str, title: str, link: str) -> str:
-    """Put a drawing of docs/assets into the page, so that it has the page's colours; a terminal keeps its own."""
+    """Put a drawing into the page, so that it has the page's colours; a terminal keeps its own."""
     path = ROOT / _target(here, link)
-    if path.parent != ROOT / "docs/assets" or not path.exists():
+    if path.parent not in (ROOT / "docs/assets", ASSETS) or not path.exists():
         return f"![{title}]({link})"
     if 'class="rich-terminal"' in (text := path.read_text()):
         return f"![{title}]({link}){{ .terminal }}"
-    drawing = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)  # site.css has the page's colours
+    drawing = re.sub(r"<(style|title|desc)>.*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
     drawing = re.sub(r"\s*\n\s*", " ", drawing.strip())
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 

@@ -1,6 +1,6 @@
-"""Drawings of the spec: the state machines, drawn from the registry, and one style for all of spec/assets.
+"""Drawings of the spec: the state machines, drawn from the registry, and one style for all drawings.
 
-A drawing is legible alone, as on GitHub, in light and dark; the site takes its style away and gives it the page's colours.
+A drawing is legible alone, as on GitHub, in light and dark. On the site it has the colours of the page instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import attrs
 from tools.specgen.lint import RegistryError
 from tools.specgen.registry import ROOT, Facts, moves
 
-__all__ = ["ASSETS", "about", "drawings", "machine"]
+__all__ = ["ASSETS", "about", "drawings", "machine", "page_style"]
 
 ASSETS = ROOT / "spec/assets"
+_ALSO = ROOT / "docs/assets/ownership.svg", ROOT / "docs/assets/strides.svg"
 STYLE = """<style>
   svg { color: #24292f; }
   @media (prefers-color-scheme: dark) { svg { color: #d8dee4; } }
@@ -91,11 +92,21 @@ _PLANS = {
 def drawings(facts: Facts) -> dict[Path, str]:
     """Every drawing of spec/assets: the state machines, and those that are drawn by hand, with the style renewed."""
     made = {ASSETS / f"{name}-states.svg": machine(facts, name) for name in facts["machine"]}
-    by_hand = {path: path.read_text() for path in sorted(ASSETS.glob("*.svg")) if path not in made}
+    by_hand = {path: path.read_text() for path in (*sorted(ASSETS.glob("*.svg")), *_ALSO) if path not in made}
     for path, text in by_hand.items():
         if not _STYLE.search(text) or "<title>" not in text:
             raise RegistryError(f"{path.relative_to(ROOT)}: a drawing needs a title, and a style, which is renewed")
     return made | {path: _STYLE.sub(lambda _: STYLE, text) for path, text in by_hand.items()}
+
+
+def page_style(scope: str) -> str:
+    """The style of drawings that are part of a page, within a CSS selector; the page sets the colour of their text."""
+    rules = [line.strip() for line in STYLE.splitlines()[1:-1] if "svg" not in line]
+    return "\n".join(
+        ", ".join(f"{scope} {one.strip()}" for one in rule[: rule.index("{")].split(","))
+        + f" {rule[rule.index('{') :]}"
+        for rule in rules
+    )
 
 
 def about(name: str) -> str:
