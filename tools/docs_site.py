@@ -66,6 +66,8 @@ _ONLY_CODE = re.compile(r"^\[[^\]]*\]\(([^)#\s]+\.py)\)$", re.MULTILINE)
 _DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 _ALERT = re.compile(r"^> \[!([A-Z]+)\]\n((?:>.*\n?)+)", re.MULTILINE)
+_ALERTS = {"CAUTION": "danger", "IMPORTANT": "info"}
+"""Kinds of alerts that Material calls otherwise."""
 _NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*|\d+\. .*)?\n)*", re.MULTILINE)
 
 
@@ -116,8 +118,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Mark what site.css lays out: long code within a sentence or a cell, which alone may wrap, and tables."""
+    """Mark what site.css lays out: long code within a sentence or a cell, which alone may wrap; tables; reasons."""
     text = re.sub(r"<code>([^<]{25,})</code>", r'<code class="long">\1</code>', laid_out(html))
+    text = text.replace("<p><em>Why:</em>", '<p class="why"><em>Why:</em>')
     return filterable(text, _clauses(), load()) if page.file.src_uri == _FILTERED else text
 
 
@@ -136,7 +139,8 @@ def _nested(items: str) -> str:
 
 def _alert(kind: str, lines: str) -> str:
     """An alert as GitHub writes it, as an admonition."""
-    return f"!!! {kind.lower()}\n\n" + re.sub(r"^> ?(.*)$", r"    \1", lines, flags=re.MULTILINE)
+    kind = _ALERTS.get(kind, kind.lower())
+    return f"!!! {kind}\n\n" + re.sub(r"^> ?(.*)$", r"    \1", lines, flags=re.MULTILINE)
 
 
 def _relative(target: str, here: str) -> str:

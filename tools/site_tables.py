@@ -16,7 +16,8 @@ _CELL = re.compile(r"<t([hd])([^>]*)>(.*?)</t\1>", re.DOTALL)
 _NUMBER = re.compile(r"[-+~]?(?:\d[\d,. ]*|0x[0-9A-F]+)(?: ?[%x])?(?:, p?\d[\d,.]*)?")
 _TAG = re.compile(r"<[^>]+>")
 _LONG = 40
-"""Characters of a cell from which its table's rows become cards on a narrow screen; shorter tables scroll."""
+_TEXTS = 4
+"""Rows become cards on a narrow screen if a cell has more than these characters, or if so many columns are words."""
 _CLAUSE = re.compile(r"<tr>(\s*<td[^>]*>(?:<a[^>]*>)?<code>(KVP-[A-Z0-9-]+)</code>)")
 
 
@@ -31,7 +32,7 @@ def _table(table: str) -> str:
     columns = [[_text(row[i][2]) for row in body if i < len(row)] for i in range(len(heads))]
     numeric = [any(c) and all(_NUMBER.fullmatch(cell) for cell in c if cell) for c in columns]
     long = [any(len(cell) > _LONG for cell in c) for c in columns]
-    cards = len(heads) > 2 and any(long)
+    cards = (len(heads) > 2 and any(long)) or len(heads) - sum(numeric) >= _TEXTS
 
     def row(match: re.Match[str]) -> str:
         column = iter(range(len(heads)))
