@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.specgen.clauses import binds, clauses
+from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
@@ -302,21 +304,23 @@ def features(facts: Facts) -> str:
 
 
 def machines(facts: Facts) -> str:
-    """Both transition tables."""
+    """Both machines: a drawing, and a table of states and messages."""
     out = []
     for name, machine in facts["machine"].items():
-        out += [f"**{name.title()}**: {machine['doc']}", "", "| state | | message: next state |", "|---|---|---|"]
-        rows = moves(facts, name)
+        out += [f"### States of a {name}", "", machine["doc"], ""]
+        out += [f"![States of a {name}: {about(name)}](../assets/{name}-states.svg)", ""]
+        out += ["| state | meaning |", "|---|---|", *(f"| {s['name']} | {s['doc']} |" for s in machine["state"]), ""]
+        out += ["| state | message | next state | needs |", "|---|---|---|---|"]
+        cells: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+        for before, message, after, features in moves(facts, name):
+            cells.setdefault((before, after, features), []).append(message)
         for state in machine["state"]:
-            here = [(m, after, features) for before, m, after, features in rows if before == state["name"]]
-            said = ", ".join(f"{m}: {after}{_behind(features)}" for m, after, features in here)
-            out.append(f"| {state['name']}{_behind(state.get('feature', ()))} | {state['doc']} | {said or '-'} |")
+            for (before, after, features), some in cells.items():
+                if before == state["name"]:
+                    goes = "stays" if after == before else after
+                    out.append(f"| {before} | {', '.join(some)} | {goes} | {' or '.join(features)} |")
         out.append("")
     return "\n".join(out).rstrip()
-
-
-def _behind(features: Sequence[str]) -> str:
-    return f" ({' or '.join(features)})" if features else ""
 
 
 def delivery(facts: Facts) -> str:
@@ -336,8 +340,34 @@ def dump(facts: Facts) -> str:
     return f"```\n{explain(bytes.fromhex(frame), secrets=True)}\n```"
 
 
+_TOPICS = {
+    "Wire format": ("conventions", "framing", "messages", "negotiation"),
+    "Planning": ("model", "dcp", "planning"),
+    "Lowering": ("lowering", "verify"),
+    "Sessions and transfers": ("session", "registration", "transfers", "epochs", "handoff"),
+    "Transports and keys": ("pull", "packed", "zeromq"),
+    "Cached pages": ("tiers",),
+}
+"""Pages to which a topic of decision records belongs, for those that have pages."""
+_RECORD = re.compile(r"^## (\d{4}-\d\d-\d\d): (.*)\n(?:<!-- topic: (.*) -->\n)?", re.MULTILINE)
+
+
+def decisions(_facts: Facts) -> str:
+    """Decision records by topic, each topic with its pages; records that name none come last."""
+    topics: dict[str, list[str]] = {topic: [] for topic in _TOPICS}
+    for date, title, topic in _RECORD.findall((SPEC / "../rationale/choices.md").read_text()):
+        link = re.sub(r"[^\w -]", "", f"{date}-{title}".lower()).replace(" ", "-")
+        topics.setdefault(topic or "Other", []).append(f"* [{title}](#{link})")
+    out = []
+    for topic, records in sorted(topics.items(), key=lambda item: item[0] == "Other"):
+        pages = ", ".join(f"[{page}](../v1/{page}.md)" for page in _TOPICS.get(topic, ()))
+        out += [f"### {topic}", "", *([f"Pages: {pages}.", ""] if pages else []), *records, ""]
+    return "\n".join(out).rstrip()
+
+
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "../README.md": {"profiles": profiles},
+    "../rationale/choices.md": {"decisions": decisions},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
