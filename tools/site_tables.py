@@ -52,10 +52,12 @@ def _text(cell: str) -> str:
 
 
 def filterable(page: str, known: dict[str, Clause], facts: Facts) -> str:
-    """The page of clauses, whose rows say what clauses.js filters by."""
+    """The page of clauses, whose rows say what clauses.js filters by; exemptions below name some of them again."""
+    left = dict(known)
 
     def marked(match: re.Match[str]) -> str:
-        clause = known[match[2]]
+        if (clause := left.pop(match[2], None)) is None:
+            return match[0]
         sides = " ".join(side for side in ("source", "sink") if binds(clause, side))
         says = {
             "id": clause.id,
