@@ -11,10 +11,13 @@ import kvproto
 from kvproto.wire.enums import ErrorCode
 from tests.examples.test_examples import example
 from tests.processes import Command
+from tools.site_pages import MADE
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"\]\((?!\))([^)#\s:]*)(?:#([^)\s]*))?\)")
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+ID = re.compile(r'id="([^"]+)"')
 
 
 def snippets(page: str) -> str:
@@ -104,20 +107,31 @@ def test_troubleshooting_has_an_entry_for_each_code() -> None:
 
 
 PAGES = sorted(
-    str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "spec/v1").glob("*.md")]
+    str(path.relative_to(ROOT))
+    for kind in ("*.md", "docs/**/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
+    for path in ROOT.glob(kind)
 )
-GENERATED = ("api", "cli", "examples", "handovers", "host", "registry")
-"""Pages of the site that are made from code and data (tools/docs_site.py)."""
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "reference/README.md"]
-)
+def anchors(page: Path) -> set[str]:
+    """What a link to a page may name: its headings, as GitHub and the site call them, and ids."""
+    text = FENCE.sub("", page.read_text())
+    heads = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head) for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads} | set(ID.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere_in_the_repository(page: str) -> None:
+    """To a file, and in pages to a heading; pages that are made for the site are not in the repository."""
     here = ROOT / page
-    made = {(ROOT / "docs" / f"{name}.md").resolve() for name in GENERATED}
-    to = {link: (here.parent / link).resolve() for link in LINK.findall(here.read_text())}
-    assert not [link for link, path in to.items() if path not in made and not path.exists()]
+    made = {(ROOT / "docs" / f"{name}.md").resolve() for name in MADE}
+    links = [
+        (to, anchor, (here.parent / to).resolve() if to else here)
+        for to, anchor in LINK.findall(FENCE.sub("", here.read_text()))
+    ]
+    links = [link for link in links if link[2] not in made]
+    assert not [to for to, _, path in links if not path.exists()]
+    assert not [(to, anchor) for to, anchor, path in links if anchor and anchor not in anchors(path)]
 
 
 def test_tests_that_a_page_names_are_there() -> None:
