@@ -12,6 +12,7 @@ from kvproto.wire.enums import ErrorCode
 from tests.examples.test_examples import example
 from tests.processes import Command
 from tools.site_pages import MADE
+from tools.specgen.registry import load
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -96,6 +97,15 @@ def test_the_reference_has_every_option() -> None:
     table = text[text.index("| field | default | of |") :].partition("\n\n")[0]
     named = re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in table.splitlines()[2:]))
     assert sorted(named) == sorted(field.name for field in attrs.fields(kvproto.Options))
+
+
+def test_transports_have_the_status_of_their_features() -> None:
+    status = {name: row["status"] for name, row in load()["feature"].items()}
+    rows = re.findall(
+        r"^\| `\w+` \| (\w+) \| [^|]* \| [^|]* \| (\w+) \|", (ROOT / "docs/reference.md").read_text(), re.M
+    )
+    assert len(rows) == 2
+    assert [said for said, _ in rows] == [status[feature] for _, feature in rows]
 
 
 def test_troubleshooting_has_an_entry_for_each_code() -> None:
