@@ -76,7 +76,11 @@ SAYS = {"docs/how-to/changed-pages.md": "item 1 of the pool"}
 """What a page's program is meant to print on stderr."""
 
 
-@pytest.mark.parametrize("page", [*HOW_TO, "docs/quickstart.md", "docs/your-engine.md", "README.md"])
+ALONE = [*HOW_TO, "docs/quickstart.md", "docs/your-engine.md", "README.md"]
+"""Pages whose Python is a program."""
+
+
+@pytest.mark.parametrize("page", ALONE)
 def test_snippets_run(page: str, tmp_path: Path) -> None:
     program = tmp_path / "page.py"
     program.write_text(snippets(page))
@@ -121,6 +125,13 @@ PAGES = sorted(
     for kind in ("*.md", "docs/**/*.md", "spec/**/*.md", "conformance/*.md", "reference/*.md")
     for path in ROOT.glob(kind)
 )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python\n" in (ROOT / page).read_text()])
+def test_python_of_every_page_is_run(page: str) -> None:
+    """Here, or by another test, which reads the page."""
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert page in ALONE or any(f'"{page}"' in test for test in tests)
 
 
 def anchors(page: Path) -> set[str]:
