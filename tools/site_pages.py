@@ -57,7 +57,7 @@ def _registry() -> str:
             "",
             f"## {title}",
             "",
-            "| name | " + " | ".join(columns).replace("doc", "") + " |",
+            "| name | " + " | ".join(columns).replace("doc", "meaning") + " |",
             "|---" * (len(columns) + 1) + "|",
         ]
         for name, row in facts[key].items():

@@ -129,9 +129,16 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python\n" in (ROOT / page).read_text()])
 def test_python_of_every_page_is_run(page: str) -> None:
-    """Here, or by another test, which reads the page."""
+    """Here, or by another test, which reads the page. Blocks marked `py` need a GPU."""
     tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     assert page in ALONE or any(f'"{page}"' in test for test in tests)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_column_but_the_first_has_a_head(page: str) -> None:
+    """The first column of a table may name its rows."""
+    heads = re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", FENCE.sub("", (ROOT / page).read_text()), re.MULTILINE)
+    assert not [head for head in heads if not all(cell.strip() for cell in head.split("|")[1:])]
 
 
 def anchors(page: Path) -> set[str]:

@@ -147,7 +147,7 @@ def _span(f: Facts) -> str:
 
 def errors(facts: Facts) -> str:
     """Every error and what to do."""
-    out = ["| code | name | class | recovery | |", "|---|---|---|---|---|"]
+    out = ["| code | name | class | recovery | meaning |", "|---|---|---|---|---|"]
     out += [
         f"| `0x{e['code']:04X}` | `{n}` | {e['class']} | {e['recovery']} | {e['doc']} |"
         for n, e in facts["error"].items()
@@ -157,7 +157,7 @@ def errors(facts: Facts) -> str:
 
 def limits(facts: Facts, scope: str = "body") -> str:
     """The limits of a scope; by default those of every reader."""
-    out = ["| limit | value | unit | |", "|---|---|---|---|"]
+    out = ["| limit | value | unit | meaning |", "|---|---|---|---|"]
     rows = ((n, r) for n, r in facts["limit"].items() if r["scope"] == scope)
     out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in rows]
     return "\n".join(out)
@@ -181,13 +181,13 @@ def plan_limits(facts: Facts) -> str:
 def metrics(facts: Facts) -> str:
     """Metrics, the values of their labels, and their buckets."""
     out = ["Every metric has the labels `engine`, `replica` and `rank` of the side that shows it, and its `role`.", ""]
-    out += ["| metric | type | unit | shown by | labels | |", "|---|---|---|---|---|---|"]
+    out += ["| metric | type | unit | shown by | labels | meaning |", "|---|---|---|---|---|---|"]
     for name, row in facts["metric"].items():
         labels = ", ".join(f"`{label}`" for label in row["labels"]) or "-"
         out.append(
             f"| `{name}` | {row['type']} | {row['unit']} | {', '.join(row['roles'])} | {labels} | {row['doc']} |"
         )
-    out += ["", "| label | value | |", "|---|---|---|"]
+    out += ["", "| label | value | meaning |", "|---|---|---|"]
     for name, values in facts["metric_label"].items():
         out += [f"| `{name}` | `{value}` | {doc} |" for value, doc in values.items()]
     out += ["| `code` | names of [errors](errors.md) | |", "| `group` | names of the side's own groups | |", ""]
@@ -252,7 +252,7 @@ def _anchor(title: str) -> str:
 def exempt(facts: Facts) -> str:
     """Clauses that no test names, and why."""
     out = ["| reason | means |", "|---|---|", *(f"| {name} | {doc} |" for name, doc in REASONS.items())]
-    out += ["", "| clause | reason | shown by | |", "|---|---|---|---|"]
+    out += ["", "| clause | reason | shown by | because |", "|---|---|---|---|"]
     for id_, row in exemptions(facts).items():
         shown = f"`{row['shown']}`" if "shown" in row else ""
         out.append(f"| `{id_}` | {row['reason']} | {shown} | {row['note']} |")
@@ -261,13 +261,13 @@ def exempt(facts: Facts) -> str:
 
 def fact_names(facts: Facts) -> str:
     """Names of identity facts."""
-    out = ["| fact | rule | |", "|---|---|---|"]
+    out = ["| fact | rule | meaning |", "|---|---|---|"]
     return "\n".join([*out, *(f"| `{n}` | {r['rule']} | {r['doc']} |" for n, r in facts["fact"].items())])
 
 
 def parts(facts: Facts) -> str:
     """Names of parts, and their aliases."""
-    out = ["| part | a lane | a row | | aliases |", "|---|---|---|---|---|"]
+    out = ["| part | a lane | a row | meaning | aliases |", "|---|---|---|---|---|"]
     for name, row in facts["part"].items():
         doc = row["doc"] + (f" A share of `{row['of']}`." if "of" in row else "")
         doc += f" `{row['scales']}` means nothing without them." if "scales" in row else ""
@@ -277,7 +277,7 @@ def parts(facts: Facts) -> str:
 
 def part_groups(facts: Facts) -> str:
     """Groups of the field, by their parts."""
-    out = ["| group | items | parts | perhaps | | also called |", "|---|---|---|---|---|---|"]
+    out = ["| group | items | parts | perhaps | meaning | also called |", "|---|---|---|---|---|---|"]
     for name, row in facts["group"].items():
         cells = (", ".join(f"`{x}`" for x in row[key]) or "-" for key in ("has", "may"))
         out.append(
@@ -295,7 +295,7 @@ def predicates(facts: Facts) -> str:
 
 def features(facts: Facts) -> str:
     """Optional behaviour."""
-    out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
+    out = ["| value | feature | status | meaning | clauses |", "|---|---|---|---|---|"]
     of = {feature: row["title"] for row in facts["profile"].values() for feature in row.get("features", ())}
     for n, r in facts["feature"].items():
         where = f"[{of[n].lower()}](clauses.md#{_anchor(of[n])})"
@@ -325,9 +325,9 @@ def machines(facts: Facts) -> str:
 
 def delivery(facts: Facts) -> str:
     """Delivery classes and statuses."""
-    out = ["| delivery | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
+    out = ["| delivery | meaning |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
     return "\n".join(
-        [*out, "", "| status | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
+        [*out, "", "| status | meaning |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
     )
 
 
