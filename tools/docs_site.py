@@ -187,7 +187,7 @@ def _drawing(here: str, title: str, link: str) -> str:
         return f"![{title}]({link}){{ .terminal }}"
     drawing = re.sub(r"<(style|title|desc)>.*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
     drawing = re.sub(r"\s*\n\s*", " ", drawing.strip())
-    drawing = re.sub(r' width="(\d+)"', lambda m: f' style="width: {int(m[1]) / 17:.1f}rem"', drawing, count=1)
+    drawing = re.sub(r'(<svg[^>]*) width="(\d+)"', lambda m: f'{m[1]} style="width: {int(m[2]) / 17:.1f}rem"', drawing)
     return f'<figure class="drawing" role="img" aria-label="{html.escape(title)}">{drawing}</figure>'
 
 

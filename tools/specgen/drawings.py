@@ -18,7 +18,7 @@ from tools.specgen.registry import ROOT, Facts, moves
 __all__ = ["ASSETS", "about", "drawings", "machine", "page_style"]
 
 ASSETS = ROOT / "spec/assets"
-_ALSO = ROOT / "docs/assets/ownership.svg", ROOT / "docs/assets/strides.svg"
+_ALSO = tuple(ROOT / f"docs/assets/{name}.svg" for name in ("architecture", "ownership", "strides"))
 STYLE = """<style>
   svg { color: #24292f; }
   @media (prefers-color-scheme: dark) { svg { color: #d8dee4; } }
