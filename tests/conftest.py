@@ -137,6 +137,7 @@ ONE_WORKER = {
     "conformance/test_testees.py": "testees",
     "reference/test_reference_parallel.py": "ranks",
     "reference/test_hf_checkpoint.py": "transformers",
+    "reference/test_hf_configs.py": "transformers",
     "reference/test_hf_logits.py": "transformers",
     "reference/test_hf_demo.py": "transformers",
     "reference/test_smollm2.py": "transformers",

@@ -11,7 +11,7 @@ import numpy as np
 from kvproto.copying.execute import PageSums
 from kvproto.copying.grants import cut_to_begins, items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
+from kvproto.copying.program import CopyProgram, Operations, RankLayout, Runs, Window, windows
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
@@ -139,8 +139,8 @@ class RegisteredPool:
         stated = any(checksum.group == group for checksum in done.checksums or ())
         if not stated or Feature.VERIFY_PAGES not in self._endpoint.features():
             return None
-        ops = sums.program.ops[sums.program.ops["group"] == group]
-        return sums.of_pages([self.lent.pool.layout.groups[group]], attrs.evolve(sums.program, ops=ops))
+        ops = Operations(sums.program.ops[sums.program.ops["group"] == group])
+        return sums.of_pages([self.lent.pool.layout.groups[group]], attrs.evolve(sums.program, operations=ops))
 
     def failure(self, done: Done, sums: Sums, group: int, pages: PageSums | None) -> RemoteError:
         """The error for a checksum that differs, and where, if sums of `pages` are known (KVP-VERIFY-SINK)."""

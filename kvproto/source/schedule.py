@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from kvproto.copying.program import OP, CopyProgram
+from kvproto.copying.program import OP, CopyProgram, Operations
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.rank.checksums import Checksums
 from kvproto.rank.registration import PeerMapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_ROWS", "LastPart", "Scheduler", "Send", "StreamRows"]
 
-NO_ROWS = CopyProgram((), np.empty(0, OP), (), ())
+NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""
 
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")

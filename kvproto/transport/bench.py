@@ -13,7 +13,7 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
+from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap
 
 __all__ = ["HOST", "LAYERS", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor"]
 __all__ += ["Measured", "Prepare", "RunOnce", "Sample", "program", "same_path", "scattered"]
@@ -193,7 +193,7 @@ def scattered(
         ops[f"{side}_items"], ops[f"{side}_rows"] = 1, places * run
     item = np.zeros(number, np.int64)
     rows = RowMap(item, source, item, sink, np.full(number, run), np.array([0]), np.array([number * run]))
-    return CopyProgram((rows,), ops, (1,))
+    return CopyProgram((rows,), Operations(ops), (1,))
 
 
 def _distinct(dice: np.random.Generator, places: int, number: int) -> IntArray:

@@ -64,6 +64,8 @@ class Geometry:
     """Cache groups, by ascending id. Since 1.0."""
     ranks: tuple[Rank, ...] = field(metadata=row(4, "list<struct:Rank>", min=1))
     """Ranks, by ascending number. Since 1.0."""
+    without: tuple[str, ...] | None = field(default=None, metadata=row(5, "list<str>", min=1, max=512))
+    """Of a sink: names of parts that it leaves out of layers that it takes, on purpose. Since 1.0."""
 
 
 @frozen(kw_only=True)

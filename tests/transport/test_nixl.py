@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
+from kvproto.copying.program import OP, CopyProgram, Operations, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
@@ -577,7 +577,7 @@ def test_a_slow_link_needs_no_packing() -> None:
     assert choose(Runs(1000, 1000 * 65536), Costs(descriptor=6.5e-6, link=1e9)) == WriteMode.DIRECT
 
 
-NOTHING = CopyProgram((), np.empty(0, OP), (), ())
+NOTHING = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 
 
 @needs_nixl

@@ -141,10 +141,13 @@ def parts_module(facts: Facts) -> str:
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
     out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
-    return (
-        "\n".join([*out, "}", '"""The part that means nothing without its scales, by the name of the scales."""'])
-        + "\n"
-    )
+    optional = [name for name, row in parts.items() if row.get("optional")]
+    out += ["}", '"""The part that means nothing without its scales, by the name of the scales."""', ""]
+    out += [
+        f"OPTIONAL = ({json.dumps(optional)[1:-1]})",
+        '"""Parts that a sink takes or leaves, whatever else it takes of a layer."""',
+    ]
+    return "\n".join(out) + "\n"
 
 
 _TABLES_HEAD = """

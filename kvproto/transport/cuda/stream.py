@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram, Operations, RowMap
 from kvproto.errors import LocalError
 from kvproto.transport.cuda import kernel
 from kvproto.transport.staging.packed import Order, Side, StreamColumns
@@ -86,7 +86,7 @@ class StreamSide:
         for name, value in linear.items():
             ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
-        self.table = kernel.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
+        self.table = kernel.table(CopyProgram(program.maps, Operations(ops), ()), sources, sinks, free=self.stream)
         # lists, as a chunk looks up too few for numpy to pay off
         self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
         """The bytes of a record in each column, and the column of each operation of the table."""
