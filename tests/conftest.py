@@ -80,7 +80,6 @@ SLOW = {
     "plan/test_block_scales.py::test_blocks_move_with_their_scales",
     "plan/test_deals.py",
     "plan/test_engines.py::test_a_model_moves_byte_by_byte_from_each_engine_to_another",
-    "plan/test_faults.py",
     "plan/test_late.py::test_a_window_is_cut_to_the_rows_that_are_held",
     "plan/test_parallel.py::test_whatever_is_laid_out_is_a_description_and_the_rest_is_refused_by_name",
     "plan/test_plan.py::test_many_groups_and_many_runs_of_layers_take_no_longer_than_what_they_state",

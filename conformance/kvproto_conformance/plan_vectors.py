@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.catalog.models import PRESETS, Parallel, describe, draft_of
+from kvproto.catalog.config import draft_of
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
-from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part

@@ -1,17 +1,10 @@
 """Which layer of a model has which cache, according to its Hugging Face config.json; there are many ways to say it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvproto.errors import U32, bad
-
-__all__ = [
-    "MOST_LAYERS", "STATE_SIZE", "Config", "Read", "compress_ratios", "draft_of", "index_layers", "layer_kinds",
-    "nested", "number", "text",
-]  # fmt: skip
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")

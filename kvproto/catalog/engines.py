@@ -4,8 +4,6 @@ The tables describe the releases in `ENGINES`; `make engines` compares them with
 State a pool that is not here with `Cache`, `lay_out` and the strides of its tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs

@@ -29,11 +29,6 @@ from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, FactRule
 from kvproto.wire.messages import Fact
 
-__all__ = [
-    "PRESETS", "Arranged", "Config", "KvDtype", "Make", "Parallel", "Setup", "cache_kind", "check_heads",
-    "describe", "draft_of", "dtype_of", "element_type", "model_dtype", "specs", "stored_caches", "with_windows",
-]  # fmt: skip
-
 
 def describe(
     target: Config,

@@ -1,15 +1,14 @@
 """`kvproto describe`: a model as an engine divides it, as a Description or, with `--engine`, as tensors and strides."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvproto.catalog.engines import ENGINES, Setup, pools
-from kvproto.catalog.models import PRESETS, Config, describe, draft_of
+from kvproto.catalog.config import Config, draft_of
+from kvproto.catalog.engines import ENGINES, pools
+from kvproto.catalog.models import PRESETS, Setup, describe
 from kvproto.catalog.tensors import Array, RankMemory
 from kvproto.catalog.vllm import BACKENDS
 from kvproto.cli.plans import read_config
@@ -20,8 +19,6 @@ from kvproto.planning.geometry import Geometry, validate
 from kvproto.planning.layout import DEALS, Parallel
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind, word
-
-__all__ = ["add"]
 
 _KV_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32, DType.F8E4M3)] + list(BLOCK_SCALED)
 _STATE_DTYPES = [d.name for d in (DType.BF16, DType.F16, DType.F32)]

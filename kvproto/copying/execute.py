@@ -6,8 +6,6 @@ each index by arrays and each copy of more than 500 elements, and a thread that 
 both sides, as the sections of a transposed part do, run as one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import lru_cache
@@ -21,8 +19,6 @@ import numpy.typing as npt
 from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap, Side
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Group
-
-__all__ = ["PageSums", "checksums", "execute", "page_sums", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]

@@ -28,8 +28,6 @@ from kvproto.planning.plan import Box, Route
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
 
-__all__ = ["MapSpec", "Pair", "lower", "row_map"]
-
 
 class Pair:
     """The routes of one rank pair over its two layouts, without hand-off groups; made once, at registration."""

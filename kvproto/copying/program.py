@@ -22,10 +22,6 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = [
-    "EMPTY_MAP", "OP", "PLACE", "CopyProgram", "Operations", "RankLayout", "RowMap", "Runs", "Side", "Window", "windows"
-]  # fmt: skip
-
 IntArray = npt.NDArray[np.int64]
 UIntArray = npt.NDArray[np.uint64]
 Side = Literal["source", "sink"]

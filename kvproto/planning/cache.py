@@ -17,8 +17,6 @@ from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
-__all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
-
 BITS: dict[int, int] = {
     DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
     DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,

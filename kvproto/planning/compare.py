@@ -3,8 +3,6 @@
 In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -20,11 +18,6 @@ from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
-
-__all__ = [
-    "COMPARED", "check_facts", "check_pair", "differences", "first_difference", "left_behind", "missing", "name_of",
-    "scaled_by", "unstated",
-]  # fmt: skip
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
 """Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""

@@ -3,8 +3,6 @@
 Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import NoneType

@@ -4,8 +4,6 @@ The space is model x layer x part x lane x token class; a lane bound is in bytes
 two sides may cut lanes differently. Nothing here knows a parallel size, an attention kind or an address.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator

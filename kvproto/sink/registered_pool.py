@@ -1,7 +1,5 @@
 """A pool of a sink as one source replica fills it: registered under a plan, unpacked into, and verified."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,8 +27,6 @@ from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
 
-__all__ = ["LentSinkPool", "RegisteredPool", "SinkPrograms", "begins_stated", "prepared"]
-
 
 @attrs.define(eq=False)
 class LentSinkPool(LentPool):
@@ -56,7 +52,7 @@ class RegisteredPool:
         """Deliveries of packed streams, by source rank and transport."""
 
     @property
-    def programs(self) -> SinkPrograms:
+    def programs(self) -> "SinkPrograms":
         """The programs of the source ranks; only once both Descriptions are known."""
         if self._programs is None:
             plan, source = self._endpoint.plan, self._endpoint.source

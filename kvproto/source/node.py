@@ -1,7 +1,5 @@
 """A turn of a source rank: receive, copy, answer, and report the requests whose pages are free."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -32,8 +30,6 @@ from kvproto.transport.base import Piece, Transport, bells
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
-
-__all__ = ["SourceNode"]
 
 _log = logging.getLogger("kvproto")
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")

@@ -23,8 +23,6 @@ from kvproto.transport.base import Move, Transport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["GuardedPages", "PageCheck", "PageGuard"]
-
 _POLL = 1e-4
 """Seconds between looks whether a device has written the rows."""
 

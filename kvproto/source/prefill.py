@@ -1,7 +1,5 @@
 """The rows of a request that prefill has computed: the program that copies them to one sink, and the items to read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
-from kvproto.transport.base import Layer
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Begin, Grants, HandOff
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from kvproto.source.page_guard import GuardedPages
 
 IntArray = npt.NDArray[np.int64]
-
-__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends", "offered"]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)
@@ -48,7 +44,7 @@ class Finished:
     """The handle of the device event after which the rows are written; None: they are already."""
     since: Mapping[int, int] = {}
     """The first token whose row is still held, by this side's group id, unless it is token 0."""
-    guarded: GuardedPages | None = None
+    guarded: "GuardedPages | None" = None
     """The checksums of its pages, with `Options.debug_pages`."""
 
     @property

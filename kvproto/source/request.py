@@ -25,8 +25,6 @@ from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
 from kvproto.wire.enums import ErrorCode, Outcome
 
-__all__ = ["Request", "RequestCalls"]
-
 _HOWEVER_LONG = -1.0
 """The timeout of a lock that is waited for without end."""
 _AT_ONCE = 1 << 20

@@ -16,15 +16,14 @@ from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.source.prefill import Prefill, asked_tokens, check_ends
 from kvproto.source.progress import Available, CopyStep, SendProgress
-from kvproto.transport.base import Layer, Stream
+from kvproto.transport.base import Stream
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Begin, Grants, HandOff
 
 if TYPE_CHECKING:
     from kvproto.source.page_guard import PageCheck
     from kvproto.source.request import Request
-
-__all__ = ["NO_ROWS", "LastPart", "Scheduler", "Send", "StreamRows"]
 
 NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""

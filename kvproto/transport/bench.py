@@ -4,8 +4,6 @@ A transport says how to measure it (`Provider.bench`), and `kvproto.calibration`
 start + bytes / link + runs * run seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -14,9 +12,6 @@ import attrs
 import numpy as np
 
 from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap
-
-__all__ = ["HOST", "LAYERS", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor"]
-__all__ += ["Measured", "Prepare", "RunOnce", "Sample", "program", "same_path", "scattered"]
 
 RunOnce = Callable[[], float]
 """Copies once and returns the seconds that it took."""
