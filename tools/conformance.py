@@ -34,7 +34,7 @@ LIVE = [
     "--role", "both", "--level", "L4", "--extension", "inline", "--extension", "verify",
     "--extension", "intent", "--extension", "spans", "--extension", "epochs",
     "--extension", "curve", "--extension", "pull", "--extension", "large", "--extension", "catalogue",
-    "--extension", "sleep", "--extension", "resume",
+    "--extension", "sleep", "--extension", "deals", "--extension", "sections", "--extension", "resume",
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
     *(["--extension", "staged"] if importlib.util.find_spec("nixl") else []),
@@ -58,6 +58,7 @@ Seconds on {cores} cores, of cases alone:
 | second opinion | written from the prose a second time, in plain Python; it shares no code with the library |
 | codec.c, codec.mjs, codec.rs | a strict reader and writer each, in one file: [where to begin](implement.md) |
 | sink.c | a sink in C over shm and inline, live over ZeroMQ, from the prose alone; libzmq is its one dependency |
+| planner.py | the planner of the core alone, without token deals, sections and encodings, in plain Python |
 | plan.c, lower.c | a planner, and the rest that two engines compute alike, in C from the prose alone: a third opinion |
 | planner.rs | all of that in Rust on std alone, from the prose alone: a fourth |
 
@@ -89,6 +90,7 @@ def runs(live: bool) -> Iterator[Run]:
     if live:
         yield "kvproto-live", LIVE, KVPROTO
     yield "second-opinion", [], [sys.executable, str(TESTEES / "second_opinion.py")]
+    yield "planner-py", [], [sys.executable, str(TESTEES / "planner.py")]
     if shutil.which("gcc"):
         for name in ("codec", "plan", "lower"):
             program = PAGES / name

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec.facts import PART_NAMES
 from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
@@ -192,7 +193,8 @@ TAKEN: list[tuple[str, str, Edit, str]] = [
 def made() -> str:
     """The text of the file."""
     named: Json = {"good": good()}
-    return text("plan/broken", list(_rows(named)), geometries=named)
+    rows = [row | beyond(named[row["source"]], named[row["sink"]]) for row in _rows(named)]
+    return text("plan/broken", rows, geometries=named)
 
 
 def _rows(named: Json) -> Iterator[Json]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvproto_conformance.claims import SUITES, Claim, extensions_of
 from kvproto_conformance.codec.facts import MESSAGE_TYPES
 from kvproto_conformance.data import VECTORS, sentence
 
-__all__ = ["WRITES", "Ask", "Case", "claimed", "load"]
+__all__ = ["WRITES", "Ask", "Case", "claimed", "easier", "load"]
 
 Json = dict[str, Any]
 WRITES = frozenset({"encode", "encode_struct"})
@@ -35,6 +35,8 @@ class Ask:
     """How far a number of the answer may be off, as a multiple of its size or of 1, whichever is greater."""
     more: bool = False
     """Whether the answer may have keys that are not in `expected`."""
+    declined: dict[str, Any] | None = None
+    """The refusal that is as good, of a testee that does not claim the extension which this needs."""
 
 
 @attrs.frozen
@@ -52,6 +54,8 @@ class Case:
     """Extensions that a claim needs for this case to apply."""
     role: str = ""
     """Source or sink, if the case is for one role only."""
+    beyond: tuple[tuple[str, str], ...] = ()
+    """Extensions that its Descriptions need, and where a planner without them refuses (KVP-GEO-UNSUPPORTED)."""
 
     @property
     def must(self) -> bool:
@@ -74,19 +78,31 @@ def load(folder: Path = VECTORS) -> list[Case]:
                 for suite, asks in cases_of(file, row):
                     name = suite if suite in _CLAUSES else file["suite"]
                     clause = _CLAUSES.get(suite, row["clause"])
-                    needs = extensions_of(suite, row.get("features", []))
-                    found.append(Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], _about(row), needs))
+                    needs = extensions_of(suite, row.get("features", [])) | {*row.get("extensions", ())}
+                    beyond = tuple((each["extension"], each["path"]) for each in row.get("beyond", ()))
+                    found.append(
+                        Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], _about(row), needs, beyond=beyond)
+                    )
     return sorted(found, key=lambda case: [*SUITES].index(case.suite))
 
 
 def claimed(cases: list[Case], claim: Claim) -> list[Case]:
     """The cases by which a claim is judged; a reader only reads."""
     roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
-    found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
+    found = [easier(c, claim.extensions) for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
     if claim.role != "reader":
         return found
     read = [attrs.evolve(c, asks=tuple(ask for ask in c.asks if ask.question["op"] not in WRITES)) for c in found]
     return [case for case in read if case.asks]
+
+
+def easier(case: Case, extensions: Collection[str]) -> Case:
+    """The case for a claim with these extensions: without one that it needs, a refusal is as good as the answer."""
+    path = next((path for name, path in case.beyond if name not in extensions), None)
+    refusal = {"error": "LAYOUT_UNSUPPORTED", "path": path}
+    return (
+        case if path is None else attrs.evolve(case, asks=tuple(attrs.evolve(a, declined=refusal) for a in case.asks))
+    )
 
 
 Asked = Iterator[tuple[str, tuple[Ask, ...]]]

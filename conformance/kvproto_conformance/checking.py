@@ -12,7 +12,7 @@ from kvproto_conformance.codec import Refusal, write_struct
 from kvproto_conformance.codec.facts import LIMITS, PART_NAMES
 from kvproto_conformance.sections import lane
 
-__all__ = ["check"]
+__all__ = ["beyond", "check", "extensions"]
 
 Json = dict[str, Any]
 
@@ -37,6 +37,29 @@ def check(side: Json) -> None:
             _need(all(homes.get(key, group["id"]) == group["id"] for key in held), f"{at}.layers")
             homes |= dict.fromkeys(held, group["id"])
             _need(len(homes) <= LIMITS["max_layers"], f"{at}.layers")
+
+
+def beyond(*sides: Json) -> Json:
+    """What a row of vectors states of Descriptions that not every planner reads (KVP-GEO-UNSUPPORTED).
+
+    For each extension that they need: where a planner without it refuses them.
+    """
+    found: dict[str, str] = {}
+    for side in sides:
+        for i, group in enumerate(side["groups"]):
+            if group["cp_size"] != "1":
+                found.setdefault("deals", f"groups[{i}].cp_size")
+            for j, part in enumerate(group["parts"]):
+                for field in (name for name in ("encoding", "at", "whole") if name in part):
+                    found.setdefault("sections", f"groups[{i}].parts[{j}].{field}")
+    rows = [{"extension": name, "path": path} for name, path in found.items()]
+    return {"beyond": rows} if rows else {}
+
+
+def extensions(*sides: Json) -> Json:
+    """The same for rows that are not put to whoever lacks one of these extensions."""
+    names = [row["extension"] for row in beyond(*sides).get("beyond", ())]
+    return {"extensions": names} if names else {}
 
 
 def _sizes(side: Json, groups: dict[str, Json]) -> None:

@@ -61,7 +61,7 @@ SUITES = {
     "json": Suite("L1", frozenset(ROLES) - {"reader", "router"}, "the JSON form of everything else", "json"),
     "streams": Suite("L1", frozenset(ROLES), "frames in a stream, cut anywhere", "streams"),
     "negotiation": Suite("L2", _SOURCES, "version and features of a session"),
-    "deal": Suite("L2", _SIDES | {"planner"}, "which rank stores which token, and where"),
+    "deal": Suite("L2", _SIDES | {"planner"}, "which rank stores which token, and where", "deals"),
     "plan": Suite("L2", _SIDES | {"planner"}, "who sends what to whom"),
     "lowering": Suite("L2", _SIDES, "which bytes go where"),
     "late": Suite("L2", _SOURCES, "windows that begin late"),

@@ -267,7 +267,8 @@ def listed(args: Namespace) -> int:
 def _facts(case: Case) -> Json:
     return {
         "id": case.id, "level": SUITES[case.suite].level, "suite": case.suite, "clause": case.clause,
-        "must": case.must, "extensions": sorted(case.needs), "about": case.about, "note": case.note,
+        "must": case.must, "extensions": sorted(case.needs),
+        "beyond": [name for name, _ in case.beyond], "about": case.about, "note": case.note,
     }  # fmt: skip
 
 
@@ -278,6 +279,8 @@ def shown(args: Namespace) -> int:
     print(f"{case.id}: {case.note}\n\n{case.clause} ({clause['page']}): {clause['text']}\n")
     for ask in case.asks:
         print(f"asked    {json.dumps(ask.question)}\nexpected {json.dumps(ask.expected)}\n")
+    for name, path in case.beyond:
+        print(f"without extension {name}, as good: LAYOUT_UNSUPPORTED at {path}\n")
     print(engines.steps(case.id), end="")
     print("\n".join(line for ask in case.asks[:1] for line in html.explained(ask.question)))
     return 0

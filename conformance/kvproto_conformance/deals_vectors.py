@@ -95,10 +95,10 @@ FOUR_BITS: Sequence[tuple[str, str, Cache, Cache, tuple[int, int], str]] = [
     ("nvfp4-8-1", EXACT, NVFP4, NVFP4, (8, 1), "the same, more ranks than heads"),
     ("mxfp4-4-2", EXACT, MXFP4, MXFP4, (4, 2), "blocks of 32, scales that are powers of two"),
     ("mxfp4-latent-4-2", EXACT, LATENT4, LATENT4, (4, 2), "a 4-bit latent on every rank"),
-    ("refused-scales", "KVP-PLAN-DTYPE", NVFP4, MXFP4, (2, 2), "equal elements, other scales"),
-    ("refused-blocks", "KVP-PLAN-LANES", _four(32), NVFP4, (2, 2), "equal scales, of other blocks"),
-    ("refused-no-scales", "KVP-PLAN-PART", BARE, NVFP4, (2, 2), "elements without their scales"),
-    ("refused-four-bits-as-bytes", "KVP-PLAN-DTYPE", BARE, Cache.gqa("target", 2, kv_heads=4, head_dim=32, page=16, dtype=DType.U8),
+    ("refused-scales", "KVP-PLAN-FIT", NVFP4, MXFP4, (2, 2), "equal elements, other scales"),
+    ("refused-blocks", "KVP-PLAN-FIT", _four(32), NVFP4, (2, 2), "equal scales, of other blocks"),
+    ("refused-no-scales", "KVP-PLAN-FIT", BARE, NVFP4, (2, 2), "elements without their scales"),
+    ("refused-four-bits-as-bytes", "KVP-PLAN-FIT", BARE, Cache.gqa("target", 2, kv_heads=4, head_dim=32, page=16, dtype=DType.U8),
      (2, 2), "equal bytes that one side says nothing of"),
 ]  # fmt: skip
 """id, clause, cache of the source and of the sink, TP of both, and what it shows."""

@@ -12,6 +12,7 @@ from kvproto.planning.cache import Cache
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
 
@@ -66,6 +67,7 @@ def made() -> str:
                             "clause": clause,
                             **sides_,
                             "features": features,
+                            **beyond(*(geometries[name] for name in sides_.values())),
                             "expected": expected,
                             "note": note,
                         }

@@ -44,8 +44,10 @@ def _owner(group: Json, row: int) -> tuple[int, int] | None:
 
 
 def served(group: Json, cp_rank: str, grant: Json, since: list[int]) -> Json:
-    """The grant as it is served, and where it begins if that is later; raises Refusal NOT_HELD."""
+    """The grant as it is served, and where it begins if that is later; raises Refusal BAD_GRANT or NOT_HELD."""
     first, end = int(grant["first"]), int(grant["first"]) + int(grant["count"])
+    if group["kind"] in ("PAGE", "RING") and first < end and first % int(group["tokens_per_row"]):
+        raise Refusal("BAD_GRANT", "grants[0].first")
     begin = min(held(group, since), end)
     if begin <= first:
         return {"window": grant}
@@ -58,7 +60,7 @@ def served(group: Json, cp_rank: str, grant: Json, since: list[int]) -> Json:
 
 def items_of(group: Json, cp_rank: str, first: int, end: int) -> list[int]:
     """Which of its own items a rank needs for tokens [first, end)."""
-    if group["kind"] == "RING":
+    if group["kind"] in ("RING", "SLOT"):
         return [0]
     step = int(group["tokens_per_row"])
     last = -(-end // step) if group.get("partial") else end // step

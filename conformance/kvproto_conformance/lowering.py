@@ -14,7 +14,7 @@ from kvproto_conformance.dcp import Deal
 from kvproto_conformance.planner import boxes
 from kvproto_conformance.sections import place
 
-__all__ = ["Place", "copies", "joined", "stream", "sums"]
+__all__ = ["Place", "copies", "joined", "page_sums", "stream", "sums"]
 
 Json = dict[str, Any]
 Place = tuple[int, int]
@@ -104,6 +104,28 @@ def sums(source: Json, sink: Json) -> dict[str, str]:
         weight = _mix(row + _mix((model << 48) + (layer << 16) + part)) * _mix(x)
         found[str(group)] = (found.get(str(group), 0) + _byte(from_) * weight) % 2**64
     return {group: str(total) for group, total in found.items()}
+
+
+def page_sums(source: Json, sink: Json) -> dict[str, list[str]]:
+    """Feature VERIFY_PAGES: the same sums layer by layer, and page by page of those of which a row moved."""
+    found: dict[str, dict[tuple[int, int], int]] = {}
+    for from_, _, (group, model, layer, part, row, x) in _moved(source, sink):
+        stated = Side(sink).groups[str(group)]
+        apart = stated["kind"] == "PAGE" and not any("encoding" in p for p in stated["parts"])
+        at = layer, row // int(stated["rows"]) if apart else 0
+        weight = _mix(row + _mix((model << 48) + (layer << 16) + part)) * _mix(x)
+        sums = found.setdefault(str(group), {})
+        sums[at] = (sums.get(at, 0) + _byte(from_) * weight) % 2**64
+    routed: dict[str, set[int]] = {}
+    for a, b, group, _, first, last, *_ in boxes(source["geometry"], sink["geometry"]):
+        if (str(a), str(b)) == (source["rank"], sink["rank"]):
+            routed.setdefault(str(group), set()).update(range(first, last))
+    return {
+        group: [
+            str(sums.get((layer, page), 0)) for layer in sorted(routed[group]) for page in sorted({p for _, p in sums})
+        ]
+        for group, sums in found.items()
+    }
 
 
 def _byte(place: Place) -> int:

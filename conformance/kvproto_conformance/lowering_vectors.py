@@ -17,6 +17,7 @@ from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Columns, Grants
+from kvproto_conformance.checking import extensions
 from kvproto_conformance.lowering import copies, stream, sums
 from kvproto_conformance.row_vectors import changed, dealt, one, one_two, over, sections
 from kvproto_conformance.suites import MADE, text
@@ -374,7 +375,8 @@ def text_of(cases: Iterable[Case]) -> str:
     for id_, clause, here, there, note in cases:
         given = {"source": here, "sink": there, "expected": copies(here, there), "sums": sums(here, there)}
         given["stream"] = stream(here, there)
-        rows.append({"id": id_, "clause": clause, **given, "note": note})
+        needs = extensions(here["geometry"], there["geometry"])
+        rows.append({"id": id_, "clause": clause, **needs, **given, "note": note})
     return text("lowering", rows)
 
 

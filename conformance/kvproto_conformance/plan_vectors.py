@@ -19,6 +19,7 @@ from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
 from kvproto_conformance import deals_vectors
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.planner import plan
 from kvproto_conformance.suites import MADE, text
@@ -80,6 +81,7 @@ def cases() -> Iterator[Case]:
     yield from _kinds()
     yield from _lanes()
     yield from _refusals()
+    yield from _two_faults()
     yield from _left()
     yield from _opaque()
     yield from _misfits()
@@ -162,7 +164,7 @@ def _drafts() -> Iterator[Case]:
     draft_more = engine((gqa(0, "target", 0, 2, 128, 16), 2, None), (gqa(1, "draft", 1, 2, 128, 16), 2, None), ranks=1)
     yield (
         "draft-of-decode-alone",
-        "KVP-PLAN-PART",
+        "KVP-PLAN-FIT",
         (gqa_engine(2, 1), draft_more),
         [],
         "V of the target was written over K of the draft",
@@ -177,7 +179,7 @@ def _drafts() -> Iterator[Case]:
     alone = gqa_engine(2, 1)
     yield (
         "draft-of-no-rank",
-        "KVP-PLAN-PART",
+        "KVP-PLAN-FIT",
         (attrs.evolve(alone, groups=draft_more.groups), draft_more),
         [],
         "a part that the source states and no rank of it owns is one that it lacks",
@@ -295,7 +297,7 @@ def _kinds() -> Iterator[Case]:
         pair = lay_out(caches, Parallel(tp=4)), lay_out(caches, Parallel(tp=tp, dcp=dcp, interleave=4))
         yield f"cross-4-{tp}-{axis}", EXACT, pair, [], "K and V of what an encoder saw are dealt over no tokens"
     images, sounds = (lay_out([Cache.encoder("encoder", dim=256, page=1, axis=axis)]) for axis in ("image", "audio"))
-    yield "refused-axes", "KVP-PLAN-AXIS", (images, sounds), [], "positions of images to those of sound"
+    yield "refused-axes", "KVP-PLAN-FIT", (images, sounds), [], "positions of images to those of sound"
 
 
 def _lanes() -> Iterator[Case]:
@@ -315,7 +317,7 @@ def _lanes() -> Iterator[Case]:
     note = "bytes of an element type that neither side knows are bytes"
     yield (
         "dtype-unknown",
-        "KVP-PLAN-DTYPE",
+        "KVP-PLAN-FIT",
         (engine((later, 2, None), ranks=2), engine((later, 2, None), ranks=1)),
         [],
         note,
@@ -325,21 +327,21 @@ def _lanes() -> Iterator[Case]:
 def _refusals() -> Iterator[Case]:
     """Groups that differ in one field."""
     for id_, clause, change, note in (
-        ("kind", "KVP-PLAN-KIND", {"kind": ItemKind.SLOT}, "pages to a slot"),
-        ("axis", "KVP-PLAN-AXIS", {"axis": "image"}, "tokens to positions of images"),
-        ("step", "KVP-PLAN-ROWS", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
-        ("dtype", "KVP-PLAN-DTYPE", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
+        ("kind", "KVP-PLAN-FIT", {"kind": ItemKind.SLOT}, "pages to a slot"),
+        ("axis", "KVP-PLAN-FIT", {"axis": "image"}, "tokens to positions of images"),
+        ("step", "KVP-PLAN-FIT", {"tokens_per_row": 4}, "rows that cover other numbers of tokens"),
+        ("dtype", "KVP-PLAN-FIT", {"parts": _parts(dtype=DType.F16)}, "bf16 to f16: equal bytes, another meaning"),
         (
             "dtype-unknown",
-            "KVP-PLAN-DTYPE",
+            "KVP-PLAN-FIT",
             {"parts": _parts(dtype=77)},
             "an element type of a later version is not ours",
         ),
-        ("lanes", "KVP-PLAN-LANES", {"parts": _parts(lanes=3)}, "another model's number of heads"),
+        ("lanes", "KVP-PLAN-FIT", {"parts": _parts(lanes=3)}, "another model's number of heads"),
         ("encoding", "KVP-PLAN-OPAQUE", {"parts": _parts(encoding="tiled.16x64")}, "a tiled layout to a plain one"),
         (
             "part",
-            "KVP-PLAN-PART",
+            "KVP-PLAN-FIT",
             {"parts": (*_parts(), Part(name="scale", dtype=DType.F32, lanes=1, lane_bytes=4))},
             "scales that prefill does not keep",
         ),
@@ -347,6 +349,26 @@ def _refusals() -> Iterator[Case]:
         odd = attrs.evolve(gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16), **change)
         plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
         yield f"refused-{id_}", clause, (engine((plain, 2, None), ranks=1), engine((odd, 2, None), ranks=1)), [], note
+
+
+def _two_faults() -> Iterator[Case]:
+    """Groups that differ in two fields: the first of the table of planning.md is the one that is named."""
+    plain = gqa(0, "target", 0, 2, 128, 16, dtype=DType.BF16)
+    slot = attrs.evolve(plain, kind=ItemKind.SLOT)
+    thirds, halves = (_parts(lanes=lanes, lane_bytes=size) for lanes, size in ((3, 64), (2, 96)))
+    for id_, first, source, sink in (
+        ("kind-and-axis", "kind", slot, {"axis": "image"}),
+        ("axis-and-dtype", "axis", plain, {"axis": "image", "parts": _parts(dtype=DType.F16)}),
+        ("dtype-and-lanes", "dtype", plain, {"parts": _parts(dtype=DType.F16, lanes=3)}),
+        ("lanes-and-step", "lanes", plain, {"parts": _parts(lanes=3), "tokens_per_row": 4}),
+        ("step-and-live-rows", "step", slot, {"kind": ItemKind.SLOT, "tokens_per_row": 4, "live_rows": 2}),
+        ("step-and-partial", "step", plain, {"tokens_per_row": 4, "partial": True}),
+        ("live-rows-and-fold", "live rows", attrs.evolve(slot, parts=thirds),
+         {"kind": ItemKind.SLOT, "live_rows": 2, "parts": halves}),
+        ("partial-and-fold", "partial", attrs.evolve(plain, parts=thirds), {"partial": True, "parts": halves}),
+    ):  # fmt: skip
+        pair = engine((source, 2, None), ranks=1), engine((attrs.evolve(plain, **sink), 2, None), ranks=1)
+        yield f"refused-{id_}", "KVP-PLAN-FIT", pair, [], f"{first} comes first"
 
 
 def _opaque() -> Iterator[Case]:
@@ -375,13 +397,20 @@ def _misfits() -> Iterator[Case]:
     halves = attrs.evolve(thirds, parts=tuple(Part(name=n, dtype=DType.F32, lanes=2, lane_bytes=96) for n in "kv"))
     yield (
         "refused-fold",
-        "KVP-PLAN-LANES",
+        "KVP-PLAN-FIT",
         (engine((thirds, 1, None), ranks=1), engine((halves, 1, None), ranks=1)),
         [],
         "lanes of 64 and 96 bytes",
     )
-    yield "refused-layer", "KVP-PLAN-LAYER", (gqa_engine(2, 1, 2), gqa_engine(2, 1, 3)), [], "a layer more at the sink"
+    yield "refused-layer", "KVP-PLAN-FIT", (gqa_engine(2, 1, 2), gqa_engine(2, 1, 3)), [], "a layer more at the sink"
     part_of = engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1)
+    yield (
+        "refused-layer-before-coverage",
+        "KVP-PLAN-FIT",
+        (engine((gqa(0, "target", 0, 2, 128, 16), 2, lambda rank: [(0, 1)]), ranks=1), gqa_engine(2, 1, 3)),
+        [],
+        "all layers are compared before any is cut",
+    )
     yield "refused-coverage", "KVP-PLAN-COVER", (part_of, gqa_engine(2, 1)), [], "a head that no rank states"
     named = [
         attrs.evolve(gqa_engine(2, 1), facts=facts(f))
@@ -481,7 +510,9 @@ def made(file: str) -> str:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"], features)}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+        rows.append(
+            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
+        )
     return text("plan", rows)
 
 

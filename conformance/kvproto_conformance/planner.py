@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from math import lcm
 from typing import Any
@@ -143,7 +144,7 @@ def _part(source: Json, sink: Json, group: Json, index: int, spent: _Spent) -> l
     for layer in layers:
         owners = _owners(source, model, part, layer), _owners(sink, model, part, layer, group["id"])
         alike[tuple(tuple((o[0], o[1]["id"], *o[2:]) for o in side) for side in owners)].append(layer)
-    pieces: list[Piece] = []
+    families: list[tuple[list[int], list[Owner], list[Owner]]] = []
     for some_layers in alike.values():
         first = some_layers[0]
         have, want = _owners(source, model, part, first), _owners(sink, model, part, first, group["id"])
@@ -151,12 +152,13 @@ def _part(source: Json, sink: Json, group: Json, index: int, spent: _Spent) -> l
             raise Refusal("LAYER_MISSING" if known else "PART_MISSING", f"{at}.parts[{part}]")
         _compare(have[0][1], group, part, at)
         _meet(have[0][1], group, f"{at}.parts[{part}]", at, spent)
-        for some, needing in _families(have, want, group["parts"][index].get("encoding"), at, part):
-            _count(some, needing, group, f"{at}.parts[{part}]", at, spent)
-            made = [_cut(some, needing, layer, group, index, at) for layer in some_layers]
-            _share(made, have[0][1], group, part, f"{at}.parts[{part}]", spent)
-            pieces += [piece for of_layer in made for piece in of_layer]
-    return pieces
+        made = _families(have, want, group["parts"][index].get("encoding"), at, part)
+        families += [(some_layers, *family) for family in made]
+    for some_layers, have, want in families:
+        spent.pieces += _size(have, want, group["parts"][index], at) * len(some_layers)
+    if spent.pieces > LIMITS["max_pieces"]:
+        raise Refusal("TOO_LARGE", f"{at}.parts[{part}]")
+    return [p for some, have, want in families for layer in some for p in _cut(have, want, layer, group, index, at)]
 
 
 Owner = tuple[int, Json, int, int, int]
@@ -198,16 +200,12 @@ def _families(
 
 @dataclasses.dataclass
 class _Spent:
-    """What counts for KVP-PLAN-SIZE so far."""
+    """What counts for KVP-PLAN-RUNS and KVP-PLAN-SIZE so far."""
 
     met: set[tuple[str, str]]
     """Pairs of groups whose runs are counted."""
+    runs: int
     pieces: int
-    shares: int
-
-    def check(self, at: str) -> None:
-        if self.pieces > LIMITS["max_pieces"] or self.shares > LIMITS["max_shares"]:
-            raise Refusal("TOO_LARGE", at)
 
 
 def _meet(src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
@@ -216,31 +214,24 @@ def _meet(src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
         raise Refusal("ROW_MISMATCH", f"{at}.cp_size")
     if (src["id"], dst["id"]) not in spent.met:
         spent.met.add((src["id"], dst["id"]))
-        spent.pieces += sum(len(_order(g)) for g in (src, dst) if g["cp_size"] != "1")
-        spent.check(part)
+        spent.runs += sum(len(_order(g)) for g in (src, dst) if g["cp_size"] != "1")
+    if spent.runs > LIMITS["max_runs"]:
+        raise Refusal("TOO_LARGE", part)
 
 
-def _count(have: list[Owner], want: list[Owner], group: Json, part: str, at: str, spent: _Spent) -> None:
-    """Pieces of the intervals, and cuts times pairs of classes."""
+def _size(have: list[Owner], want: list[Owner], part: Json, at: str) -> int:
+    """How many pieces the intervals of both sides come to, in one layer."""
+    src, dst = have[0][1], want[0][1]
+    theirs = next(p for p in src["parts"] if p["name"] == part["name"])
+    sizes = sorted((lane(theirs), lane(part)))
     cuts = sorted({x for o in have + want for x in o[2:4]})
-    spent.pieces += sum(o[2] <= x < o[3] for o in have + want for x in cuts)
-    spent.pieces += len(cuts) * len(_classes(have[0][1], group, at))
-    spent.check(part)
-
-
-def _share(layers: list[list[Piece]], src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
-    """What the needy ranks of pieces take, layer by layer; of one in a run of them where no rank has a choice."""
-    parts = [[p for p in group["parts"] if p["name"] == part] for group in (src, dst)]
-    sizes = [lane(some[0]) for some in parts]
-    unit = (max if len(parts[0]) == len(parts[1]) == 1 else min)(sizes)
-    even, chosen = sizes[0] == sizes[1], any(len(p.needy) < len(p.candidates) for some in layers for p in some)
-    before = None
-    for some in layers:
-        if chosen or not even or (some and some[0].layer - 1 != before):
-            lanes = [1 if even else len(range(p.lo - p.lo % unit, p.hi, unit)) for p in some]
-            spent.shares += sum(len(p.needy) * number for p, number in zip(some, lanes, strict=True))
-        before = some[0].layer if some else None
-    spent.check(at)
+    classes, number = _classes(src, dst, at), 0
+    for side, owners in enumerate((have, want)):
+        met = Counter(pair[side] for pair in classes)
+        for _, _, lo, hi, cp_rank in owners:
+            lanes = len(range(lo - lo % sizes[0], hi, sizes[0])) if sizes[0] < sizes[1] else 0
+            number += (bisect_left(cuts, hi) - bisect_left(cuts, lo) + lanes) * met[cp_rank]
+    return number
 
 
 def _cut(have: list[Owner], want: list[Owner], layer: int, group: Json, index: int, at: str) -> list[Piece]:

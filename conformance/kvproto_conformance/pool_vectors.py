@@ -281,7 +281,7 @@ def _rows() -> Iterator[Case]:
         ("pages-side-by-side-halfway", (whole(kv), 0, 15, tokens), [2, 3, 5, 6], (whole(kv), 3, 12, tokens), [1, 2, 3, 4], "a gap after the second page"),
         ("pages-backwards", (whole(kv), 0, 15, tokens), [5, 4, 3, 2], (whole(kv), 3, 12, tokens), [7, 6, 5, 4], "items that touch in the other direction"),
         ("no-row", (whole(kv), 0, 11, padded), next_to, (whole(kv), 11, 0, heads), [], "a window of no tokens, as after a prefix that is all there"),
-        ("no-whole-row", (whole(attrs.evolve(kv, tokens_per_row=4)), 0, 11, padded), next_to, (whole(attrs.evolve(kv, tokens_per_row=4)), 5, 2, padded), [], "two tokens of a row of four"),
+        ("no-whole-row", (whole(attrs.evolve(kv, tokens_per_row=4)), 0, 11, padded), next_to, (whole(attrs.evolve(kv, tokens_per_row=4)), 8, 2, padded), [], "two tokens of a row of four"),
     ):  # fmt: skip
         yield id_, EXACT, side(*source, items=from_), side(*sink, items=to), note
     yield from _opaque_items(kv)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvproto_conformance import engines, report, terminal
-from kvproto_conformance.cases import Case, claimed, load
+from kvproto_conformance.cases import Case, claimed, easier, load
 from kvproto_conformance.claims import EXTENSIONS, Claim
 from kvproto_conformance.commands import Wrong, case_of, greeted
 from kvproto_conformance.data import sentence
@@ -35,6 +35,7 @@ def replayed(args: Namespace) -> int:
     if found["claim"]["role"] == "reader" and asked.suite != PROTOCOL:
         claim = Claim("reader", "L1", frozenset(EXTENSIONS))
         (asked,) = claimed([attrs.evolve(asked, needs=frozenset())], claim) or [asked]
+    asked = easier(asked, found["claim"]["extensions"])
     with Testee(args.testee or found["command"], args.patience) as testee:
         greeted(testee, found["seed"])
         (result,) = run([asked], testee)

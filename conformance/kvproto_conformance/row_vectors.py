@@ -14,6 +14,7 @@ import numpy as np
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, gqa, handoff, mla, owns
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.plan_vectors import engine, heads
 from kvproto_conformance.planner import plan
@@ -23,7 +24,7 @@ FILE = MADE / "plan/rows.json"
 Pair = tuple[Geometry, Geometry]
 Case = tuple[str, str, Pair, str]
 """Id, clause, source and sink, note."""
-EXACT, ROWS, KIND, OPAQUE = "KVP-PLAN-EXACT", "KVP-PLAN-ROWS", "KVP-PLAN-KIND", "KVP-PLAN-OPAQUE"
+EXACT, FIT, OPAQUE = "KVP-PLAN-EXACT", "KVP-PLAN-FIT", "KVP-PLAN-OPAQUE"
 
 HEADS = gqa(0, "target", 0, 4, 16, 4, dtype=DType.U8)
 LATENT = mla(0, "target", 0, 1152, 64, dtype=DType.U8)
@@ -124,10 +125,10 @@ def _scales_of_pages() -> Iterator[Case]:
         (over(whole, 2), over(attrs.evolve(SCALES, partial=False), 1)),
         "false is what absent means",
     )
-    yield "refused-partial-sink", ROWS, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
-    yield "refused-partial-source", ROWS, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
+    yield "refused-partial-sink", FIT, (over(whole, 2), over(SCALES, 1)), "a source that does not fill rows in part"
+    yield "refused-partial-source", FIT, (over(SCALES, 2), over(whole, 1)), "a sink that does not want rows in part"
     other = attrs.evolve(SCALES, tokens_per_row=32)
-    yield "refused-partial-pages", ROWS, (over(SCALES, 1), over(other, 1)), "scales of pages of another size"
+    yield "refused-partial-pages", FIT, (over(SCALES, 1), over(other, 1)), "scales of pages of another size"
     for name, odd in (("slot", SLOT), ("hand-off", handoff(0, "target", {"token": (DType.U32, 4)}))):
         odd = attrs.evolve(odd, partial=True)
         yield f"refused-partial-{name}", "KVP-GEO-PARTIAL", (one(odd), one(odd)), "rows that stand for no tokens"
@@ -154,7 +155,7 @@ def _owners() -> Iterator[Case]:
         (over(state, 2), over(attrs.evolve(SLOT, rows=3), 1)),
         "3 of 4 rows are all of 3",
     )
-    yield "refused-live-rows", ROWS, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
+    yield "refused-live-rows", FIT, (over(state, 1), over(SLOT, 1)), "a state of 3 rows to one of 4"
 
 
 def _rings() -> Iterator[Case]:
@@ -177,14 +178,14 @@ def _rings() -> Iterator[Case]:
     ):  # fmt: skip
         yield (
             f"refused-{name}",
-            KIND,
+            FIT,
             (one(source), one(sink)),
             "rows that do not stand for the same, or bytes that nobody may cut",
         )
     beside = attrs.evolve(changed(HEADS, 1, encoding="tiled"), kind=ItemKind.RING)
     yield (
         "refused-ring-beside-opaque",
-        KIND,
+        FIT,
         (one(HEADS), one(beside)),
         "the plain part of a group whose items move whole",
     )
@@ -266,17 +267,17 @@ def _refused_sections() -> Iterator[Case]:
     for name, group in broken().items():
         yield (
             f"refused-sections-{name}",
-            "KVP-GEO-SECTIONS",
+            "KVP-GEO-PARTS" if name == "twice" else "KVP-GEO-SECTIONS",
             (one(LATENT), one(group)),
             "a Description that contradicts itself",
         )
     yield (
         "refused-sections-length",
-        "KVP-PLAN-LANES",
+        "KVP-PLAN-FIT",
         (one(sections(LATENT, 1024, 64)), one(LATENT)),
         "a rotary part of another length",
     )
-    yield "refused-sections-dtype", "KVP-PLAN-DTYPE", (one(as_type(split, DType.I8)), one(LATENT)), "of another type"
+    yield "refused-sections-dtype", "KVP-PLAN-FIT", (one(as_type(split, DType.I8)), one(LATENT)), "of another type"
     yield (
         "refused-sections-to-opaque",
         OPAQUE,
@@ -342,7 +343,9 @@ def made() -> str:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": clause, **given, **expected, "note": note})
+        rows.append(
+            {"id": id_, "clause": clause, **given, **beyond(given["source"], given["sink"]), **expected, "note": note}
+        )
     return text("plan/rows", rows)
 
 

@@ -54,6 +54,8 @@ class Status(StrEnum):
     PASS = "pass"
     NONSTRICT = "nonstrict"
     """It breaks a SHOULD."""
+    DECLINED = "declined"
+    """Refused as what the claim does not plan (KVP-GEO-UNSUPPORTED)."""
     UNEARNED = "unearned"
     """A correct refusal by a testee that accepts nothing of the kind."""
     FAIL = "fail"
@@ -153,8 +155,10 @@ def run(cases: Iterable[Case], testee: Testee, told: Callable[[Result], object] 
     found = []
     for case in cases:
         begun = time.monotonic()
-        wrong = tuple(_judge(case, testee))
-        status = Status.PASS
+        answers = [(ask, testee.ask(ask.question)) for ask in case.asks]
+        declined = any(_declines(ask, answer) for ask, answer in answers)
+        wrong = tuple(wrong for ask, answer in answers for wrong in _judge(ask, answer))
+        status = Status.DECLINED if declined else Status.PASS
         if wrong:
             status = Status.FAIL if case.must else Status.NONSTRICT
             if any(each.kind for each in wrong):
@@ -176,7 +180,7 @@ def ended(testee: Testee) -> Result:
 
 def _earned(results: list[Result]) -> list[Result]:
     """The results; a testee that refuses everything has understood nothing, and earns nothing by it."""
-    asked = [r for r in results if not r.case.refusing]
+    asked = [r for r in results if not r.case.refusing and r.status is not Status.DECLINED]
     kinds = Counter(_kind(r.case) for r in asked)
     right = Counter(_kind(r.case) for r in asked if not r.wrong)
     suites = Counter(r.case.suite for r in asked)
@@ -184,7 +188,8 @@ def _earned(results: list[Result]) -> list[Result]:
 
     def unearned(result: Result) -> bool:
         case, kind = result.case, _kind(result.case)
-        if result.wrong or not case.refusing or not asked:
+        refused = case.refusing or result.status is Status.DECLINED
+        if result.wrong or not refused or not asked:
             return False
         return not right[kind] if kinds[kind] else bool(suites[case.suite] and not right_suites[case.suite])
 
@@ -195,18 +200,24 @@ def _kind(case: Case) -> tuple[str, str]:
     return case.suite, case.about
 
 
-def _judge(case: Case, testee: Testee) -> Iterable[Wrong]:
-    for ask in case.asks:
-        answer = testee.ask(ask.question)
-        if isinstance(answer, Broken):
-            yield Wrong(ask.question, ask.expected, {"broken": answer.why}, answer.kind)
-            continue
-        if "error" in answer:
-            answer.pop("text", None)
-        if ask.more:
-            answer = {key: value for key, value in answer.items() if key in ask.expected} or answer
-        if not _alike(answer, ask.expected, ask.tolerance):
-            yield Wrong(ask.question, ask.expected, answer)
+def _judge(ask: Ask, answer: Json | Broken) -> Iterable[Wrong]:
+    if isinstance(answer, Broken):
+        yield Wrong(ask.question, ask.expected, {"broken": answer.why}, answer.kind)
+        return
+    answer = _plain(answer)
+    if ask.more:
+        answer = {key: value for key, value in answer.items() if key in ask.expected} or answer
+    if not _alike(answer, ask.expected, ask.tolerance) and not _declines(ask, answer):
+        yield Wrong(ask.question, ask.expected, answer)
+
+
+def _declines(ask: Ask, answer: Json | Broken) -> bool:
+    return ask.declined is not None and not isinstance(answer, Broken) and _plain(answer) == ask.declined
+
+
+def _plain(answer: Json) -> Json:
+    """An answer without the text of a refusal, which is not compared."""
+    return {key: value for key, value in answer.items() if key != "text"} if "error" in answer else answer
 
 
 def _alike(found: Any, wanted: Any, tolerance: float) -> bool:
@@ -234,7 +245,7 @@ def _near(found: str, wanted: float, tolerance: float) -> bool:
 
 def verdict(results: list[Result], incomplete: bool = False) -> Verdict:
     """The verdict: a run of nothing is no success, and known failures or cases left out rule conformance out."""
-    good = {Status.PASS, Status.NONSTRICT, Status.KNOWN}
+    good = {Status.PASS, Status.NONSTRICT, Status.DECLINED, Status.KNOWN}
     if all(result.case.suite == PROTOCOL for result in results) or Status.SUITE_ERROR in {r.status for r in results}:
         return Verdict.INVALID_RUN
     if any(result.status not in good for result in results):

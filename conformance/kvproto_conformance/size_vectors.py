@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
+import numpy as np
 
 from kvproto.planning.geometry import Geometry, Group, Rank, mla, owns
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal
 from kvproto_conformance.codec.facts import LIMITS
 from kvproto_conformance.planner import plan
@@ -21,7 +23,9 @@ from kvproto_conformance.row_vectors import changed, one, sections
 from kvproto_conformance.suites import MADE, text
 
 FILE = MADE / "plan/sizes.json"
-MOST = LIMITS["max_shares"]
+HALF = LIMITS["max_pieces"] // 2
+PLAIN = mla(0, "target", 0, 16, 16, dtype=DType.U8)
+SIZE = "KVP-PLAN-SIZE"
 Pair = tuple[Geometry, Geometry]
 
 
@@ -38,78 +42,97 @@ def lanes(number: int, size: int) -> Group:
     return changed(mla(0, "target", 0, size, 16, dtype=DType.U8), 0, lanes=number)
 
 
-def cases() -> Iterator[tuple[str, Pair, str]]:
-    """id, source and sink, note."""
-    plain = mla(0, "target", 0, 16, 16, dtype=DType.U8)
-    here, there = (attrs.evolve(plain, cp_size=n) for n in (181, 180))
-    # 181 * 180 pairs of classes, 2 cuts, 361 runs, and a piece for each rank
+def cases() -> Iterator[tuple[str, str, Pair, str]]:
+    """id, clause, source and sink, note."""
+    yield from _cut()
+    yield from _lanes()
+    yield from _dealt()
+
+
+def _cut() -> Iterator[tuple[str, str, Pair, str]]:
+    """Pieces of ranks, cuts and layers, where lanes are alike and tokens are not dealt."""
+    wide, run = changed(PLAIN, 0, lanes=128), range(64)
+    # of 64 layers, 128 pieces of each rank
+    for back in (False, True):
+        for number in (31, 32):
+            pair = ranks(wide, number, run), ranks(wide, 1, run, 128)
+            yield (
+                f"{'refused-pieces' if number == 32 else 'pieces'}-of-cuts{'-back' * back}",
+                SIZE,
+                (pair[1], pair[0]) if back else pair,
+                "ranks that own all lanes are cut where another rank's intervals begin",
+            )
     yield (
-        "pieces-at-most",
-        (ranks(here, 1), ranks(there, 14)),
-        "65,536 pieces are not too many: it is a rank that is missing",
+        "refused-layer-before-pieces",
+        "KVP-PLAN-FIT",
+        (ranks(lanes(1, HALF), 1), ranks(lanes(HALF, 1), 1, range(2))),
+        "all layers are compared before any is counted",
     )
-    yield "refused-pieces", (ranks(here, 1), ranks(there, 15)), "a rank more is a piece more"
-    yield (
-        "refused-pieces-of-cuts",
-        (ranks(here, 1), ranks(changed(there, 0, lanes=2, lane_bytes=8), 1, spans=2)),
-        "a cut more is 32,580 pieces more",
+    both, other = (
+        attrs.evolve(PLAIN, parts=(*PLAIN.parts, attrs.evolve(rope.parts[0], name="rope")))
+        for rope in (lanes(HALF - 1, 1), lanes(1, HALF - 1))
     )
-    yield "shares-at-most", (one(lanes(MOST, 2)), one(lanes(2 * MOST, 1))), "a share for each of the larger lanes"
-    yield "refused-shares", (one(lanes(MOST + 1, 2)), one(lanes(2 * MOST + 2, 1))), "a lane more"
-    yield "refused-shares-back", (one(lanes(2 * MOST + 2, 1)), one(lanes(MOST + 1, 2))), "and the other way round"
-    half = MOST // 2
-    yield "shares-of-two-ranks", (ranks(lanes(half, 2), 2), ranks(lanes(MOST, 1), 2)), "a share for each rank and lane"
-    yield "refused-shares-of-two-ranks", (ranks(lanes(half + 1, 2), 2), ranks(lanes(MOST + 2, 1), 2)), "a lane more"
-    yield (
-        "shares-of-four-layers",
-        (ranks(lanes(MOST // 4, 2), 1, range(4)), ranks(lanes(half, 1), 1, range(4))),
-        "layers in one run count one by one where lanes differ",
-    )
-    yield (
-        "refused-shares-of-four-layers",
-        (ranks(lanes(MOST // 4 + 1, 2), 1, range(4)), ranks(lanes(half + 2, 1), 1, range(4))),
-        "a lane more",
-    )
-    for id_, size in (("shares-of-sections", MOST), ("refused-shares-of-sections", MOST + 1)):
+    yield "refused-pieces-of-two-parts", SIZE, (one(both), one(other)), "the second part alone could be planned"
+
+
+def _lanes() -> Iterator[tuple[str, str, Pair, str]]:
+    """Pieces of lanes that differ in size: for each rank its one interval, and the smaller lanes in it."""
+    for size, id_ in ((HALF - 1, "lanes-at-most"), (HALF, "refused-lanes")):
+        pair = one(lanes(1, size)), one(lanes(size, 1))
+        yield id_, SIZE, pair, "one lane of a side is all lanes of the other"
+        yield f"{id_}-back", SIZE, (pair[1], pair[0]), "and the other way round"
+    for half, id_ in ((HALF // 2 - 1, "lanes-by-halves"), (HALF // 2, "refused-lanes-by-halves")):
+        yield id_, SIZE, (one(lanes(half, 2)), one(lanes(2 * half, 1))), "the smaller lanes count, not the larger"
+    for size, id_ in ((HALF // 4 - 1, "lanes-of-four-layers"), (HALF // 4, "refused-lanes-of-four-layers")):
+        pair = ranks(lanes(1, size), 1, range(4)), ranks(lanes(size, 1), 1, range(4))
+        yield id_, SIZE, pair, "layers in one run count one by one"
+    for size, id_ in ((HALF - 2, "lanes-of-sections"), (HALF - 1, "refused-lanes-of-sections")):
         cut = sections(lanes(1, size), size - 3, 3)
-        yield id_, (one(cut), one(lanes(size, 1))), "beside sections the smaller lanes count"
-        yield f"{id_}-back", (one(lanes(size, 1)), one(cut)), "the same back"
-    wide = changed(plain, 0, lanes=31, lane_bytes=1)
-    run, apart = range(257), range(0, 514, 2)
-    yield (
-        "shares-of-one-run",
-        (ranks(wide, 9, run), ranks(wide, 9, run, 31)),
-        "257 layers in a row are one, where no rank has a choice",
-    )
-    yield (
-        "refused-shares-of-runs",
-        (ranks(wide, 9, apart), ranks(wide, 9, apart, 31)),
-        "each second layer: as many runs as layers",
-    )
-    yield (
-        "refused-shares-of-a-choice",
-        (ranks(wide, 10, run), ranks(wide, 9, run, 31)),
-        "a source rank more, and each layer counts",
-    )
-    both = attrs.evolve(wide, parts=(*wide.parts, attrs.evolve(lanes(2 * MOST, 1).parts[0], name="rope")))
-    other = attrs.evolve(both, parts=(wide.parts[0], attrs.evolve(lanes(MOST, 2).parts[0], name="rope")))
-    yield (
-        "refused-shares-of-two-parts",
-        (one(both), one(other)),
-        "the first part has a share, and the second all that may be",
-    )
+        yield id_, SIZE, (one(cut), one(lanes(size, 1))), "a section has the smaller lanes that it reaches into"
+        yield f"{id_}-back", SIZE, (one(lanes(size, 1)), one(cut)), "the same back"
+    for half, id_ in ((HALF - 3, "lanes-cut-by-sections"), (HALF - 2, "refused-lanes-cut-by-sections")):
+        cut = sections(lanes(1, 2 * half), 2 * half - 3, 3)
+        yield id_, SIZE, (one(cut), one(lanes(half, 2))), "a lane that two sections reach into counts in both"
+
+
+def _dealt() -> Iterator[tuple[str, str, Pair, str]]:
+    """Pieces of token classes, and runs of deals."""
+    # 19 * 13,797 pairs of a sink rank and a class of the source, and one the other way round
+    dealt = attrs.evolve(PLAIN, cp_size=13797)
+    missing = "so many pieces are not too many: it is a rank that is missing"
+    yield "pieces-of-classes", SIZE, (ranks(dealt, 1), ranks(PLAIN, 19)), missing
+    yield "refused-pieces-of-classes", SIZE, (ranks(dealt, 2), ranks(PLAIN, 19)), "a rank more, and that goes first"
+    yield "refused-pieces-of-classes-back", SIZE, (ranks(PLAIN, 19), ranks(dealt, 2)), "and the other way round"
+    order = np.arange(4096, dtype=np.uint32) % 2
+    turns = attrs.evolve(PLAIN, cp_size=2, order=order)
+    made = tuple(Rank(rank=r, owns=(owns(turns, range(17), cp_rank=r),)) for r in range(2))
+    source = Geometry(replica=0, facts=(), groups=(turns,), ranks=made)
+    for number, id_ in ((16, "runs-at-most"), (17, "refused-runs")):
+        groups = tuple(attrs.evolve(PLAIN, id=n, name=f"layer {n}") for n in range(number))
+        rank = Rank(rank=0, owns=tuple(owns(group, [n]) for n, group in enumerate(groups)))
+        sink = Geometry(replica=0, facts=(), groups=groups, ranks=(rank,))
+        yield id_, "KVP-PLAN-RUNS", (source, sink), "4,096 runs, for each group that meets them"
 
 
 def made() -> str:
     """The text of the file."""
     rows = []
-    for id_, (source, sink), note in cases():
+    for id_, clause, (source, sink), note in cases():
         given: dict[str, Any] = {"source": to_json(source), "sink": to_json(sink), "features": []}
         try:
             expected: dict[str, Any] = {"expected": plan(given["source"], given["sink"])}
         except Refusal as refusal:
             expected = {"error": refusal.code, "path": refusal.path}
-        rows.append({"id": id_, "clause": "KVP-PLAN-SIZE", **given, **expected, "note": note})
+        rows.append(
+            {
+                "id": id_,
+                "clause": clause,
+                **given,
+                **beyond(given["source"], given["sink"]),
+                **expected,
+                "note": note,
+            }
+        )
     return text("plan/sizes", rows)
 
 

@@ -11,7 +11,7 @@ import sys
 
 HELLO = {"driver": 1, "name": "mine", "version": "0", "language": "python",
          "role": "reader", "level": "L1", "messages": ["DoneAck"]}  # fmt: skip
-FIELDS = {1: "session", 2: "request", 3: "sequence", 4: "attempt"}
+FIELDS = {1: "session", 2: "request", 3: "sequence"}
 
 
 class Refused(Exception):

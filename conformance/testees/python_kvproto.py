@@ -10,11 +10,12 @@ import numpy as np
 
 from kvproto import KvprotoError, local_row, most_before, owned_before, owner
 from kvproto.copying.execute import checksums, execute
-from kvproto.copying.grants import begins_of, cut_to_begins, held_from
+from kvproto.copying.grants import begins_of, check_grants, cut_to_begins, held_from
 from kvproto.copying.lowering import lower
 from kvproto.copying.program import CopyProgram, RankLayout, Window, windows
 from kvproto.planning.geometry import decode_geometry, encode_geometry, owns, validate
 from kvproto.planning.plan import Box, Route, plan
+from kvproto.rank.pool import columns_without_gaps
 from kvproto.session.inline import Came
 from kvproto.session.negotiation import Terms, negotiate
 from kvproto.session.tickets import check_held
@@ -196,6 +197,8 @@ def late(question: Json) -> Json:
     group, grant = from_json(Group, question["group"]), from_json(Grants, question["grant"])
     share = owns(group, [0], None, int(question["cp_rank"]))
     sink = Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(share,)),))
+    columns, _ = columns_without_gaps(sink, 0, {group.id: _MEMORY})
+    check_grants(sink, 0, columns, (group.id,), (grant,))
     since = [int(token) for token in question["since"]]
     at = {"model": 0, "part": 0, "lo": 0, "hi": 1, "source_class": 0, "sink_class": 0}
     boxes = tuple(Box(layer_lo=n, layer_hi=n + 1, source_group=n, **at) for n in range(len(since)))
@@ -249,7 +252,7 @@ class Counting:
 def inline(question: Json) -> Json:
     """What becomes of Data at a sink."""
     came, reader, into = Came(total=int(question["total"])), InlineReceiver(0), Counting(int(question["length"]))
-    reader.open(1, 1, into)
+    reader.open(1, into)
     refused: Json = {}
     for n, (offset, size, last) in enumerate(question["data"]):
         try:
@@ -257,7 +260,7 @@ def inline(question: Json) -> Json:
             made = {"offset": int(offset), "data": bytes(int(size)), "last": last == "true"}
             reader.data(messages.Data(session=1, sequence=1, **made))
         except KvprotoError as error:
-            reader.close(1, 1)
+            reader.close(1)
             refused = refused or {"refused": [str(n), error.code.name, error.path]}
     return {"unpacked": str(into.unpacked), "counted": str(came.bytes), **refused}
 
@@ -269,7 +272,7 @@ OPS = {
     "inline": inline, "decode_stream": streamed,
 }  # fmt: skip
 
-EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline"]
 HELLO = {"driver": 1, "name": "kvproto", "version": version("kvproto"), "language": "python",
          "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 

@@ -25,9 +25,9 @@ from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Begin, Columns, Grants, UIntArray
 
 __all__ = [
-    "all_granted", "begins_of", "check_grants", "cut_to_begins", "distinct", "granted_below", "granted_until",
-    "held_from", "items_before", "items_by_now", "items_needed", "lacks_items", "newly_granted", "no_items",
-    "placeholder_items", "rows_of", "size_of", "with_grant",
+    "all_granted", "begins_inside_item", "begins_of", "check_grants", "cut_to_begins", "distinct", "granted_below",
+    "granted_until", "held_from", "items_before", "items_by_now", "items_needed", "lacks_items", "newly_granted",
+    "no_items", "placeholder_items", "rows_of", "size_of", "with_grant",
 ]  # fmt: skip
 
 
@@ -74,7 +74,8 @@ def check_grants(
     `written`, may overlap. With `left_out` they name no items yet (feature INTENT). `asked` are the Transfer's windows
     if `grants` are what was granted of them so far, and `before` the part of `grants` that was checked already.
 
-    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -PARTIAL, -RING, -COUNT, -POOL, -SCALES, -ALIAS).
+    Raises BAD_GRANT, OUT_OF_REGION or ITEM_ALIAS (KVP-GRANT-GROUPS, -ROW, -WHOLE, -RING, -COUNT, -POOL, -SCALES,
+    -ALIAS).
     """
     groups = {g.id: g for g in geometry.groups}
     shares = {o.group: o for r in geometry.ranks if r.rank == rank for o in r.owns}
@@ -91,7 +92,7 @@ def check_grants(
             mine, advice = f"at most {MAX_ITEMS} items of one transfer", "use larger pages for prompts of this length"
             raise RemoteError(ErrorCode.BAD_GRANT, f"grants[{i}].items", mine, str(MAX_ITEMS - left), advice)
         if KINDS[group.kind].has_memory:
-            _check_window(f"grants[{i}]", group, grant)
+            _check_window(f"grants[{i}]", group, shares[grant.group].cp_rank, grant)
         if not left_out:
             had = 0 if before is None else size_of(before[i])
             _check_items(f"grants[{i}].items", group, grant, need, columns, written, had)
@@ -104,9 +105,21 @@ def check_grants(
         judged.check(grants)
 
 
-def _check_window(at: str, group: Group, grant: Grants) -> None:
-    if group.partial and grant.count and grant.first % group.tokens_per_row:
-        mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole, or not at all"
+def begins_inside_item(group: Group, cp_rank: int, first: int, count: int) -> bool:
+    """Whether a window begins inside an item of a group whose items move whole (KVP-GRANT-WHOLE)."""
+    if not KINDS[group.kind].paged or not any(part.encoding for part in group.parts):
+        return False
+    begin, end = (owned_before(group, cp_rank, row) for row in rows_of(group, first, count))
+    return begin < end and begin % group.rows != 0
+
+
+def _check_window(at: str, group: Group, cp_rank: int, grant: Grants) -> None:
+    rows = KINDS[group.kind].paged or KINDS[group.kind].wraps
+    if rows and grant.count and grant.first % group.tokens_per_row:
+        mine, advice = f"a multiple of {group.tokens_per_row}, where a row begins", "fetch the row whole"
+        raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, str(grant.first), advice)
+    if begins_inside_item(group, cp_rank, grant.first, grant.count):
+        mine, advice = f"where an item of {group.rows} rows begins", "fetch the item whole: its bytes have an encoding"
         raise RemoteError(ErrorCode.BAD_GRANT, f"{at}.first", mine, str(grant.first), advice)
     if KINDS[group.kind].wraps:
         lo, hi = rows_of(group, grant.first, grant.count)

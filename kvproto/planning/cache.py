@@ -288,8 +288,8 @@ class Cache:
     ) -> Cache:
         """One F32 scale for each page and KV head of K and of V, or with `of="latent"` one for each page.
 
-        Both sides must have equal pages. The scale of a page that is not full moves too (KVP-GRANT-PARTIAL). The scale
-        of a whole tensor is no cache, but a fact.
+        Both sides must have equal pages. The scale of a page that is not full moves too, so a fetch begins where
+        a page does (KVP-GRANT-ROW). The scale of a whole tensor is no cache, but a fact.
         """
         if of not in ("kv", "latent"):
             raise bad("Cache.of", "'kv' or 'latent'", repr(of))

@@ -1,7 +1,7 @@
 """Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from kvproto.planning.compare import check_pair
 from kvproto.planning.deals import runs, shared_classes
 from kvproto.planning.election import Layers, PieceTable, Ranks, ShareTable, elect
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
-from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
+from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_RUNS
 from kvproto.wire.enums import ErrorCode
 
 _SHOWN = 8
@@ -138,9 +138,25 @@ def _by_spans(owned: tuple[OwnedInterval, ...]) -> dict[tuple[tuple[int, int], .
     return families
 
 
-_MOST = {"pieces": MAX_PIECES, "shares": MAX_SHARES}
 _COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")
 """Dtypes of the columns of `PieceTable`: places on a lane axis may need 64 bits."""
+
+
+class _Meeting(NamedTuple):
+    """Which cp ranks of two groups share rows."""
+
+    numbers: tuple[Counter[int], Counter[int]]
+    """For each cp rank of the source the number of those of the sink, and the other way round."""
+    sources: dict[int, list[int]]
+    """For each cp rank of the sink, those of the source, ascending."""
+
+    @classmethod
+    def of(cls, src: Group, dst: Group) -> "_Meeting":
+        pairs = shared_classes(src, dst)
+        sources: dict[int, list[int]] = defaultdict(list)
+        for c, d in pairs:
+            sources[d].append(c)
+        return cls((Counter(c for c, _ in pairs), Counter(d for _, d in pairs)), sources)
 
 
 @attrs.define(eq=False)
@@ -153,11 +169,12 @@ class Cutter:
     _sets: list[Ranks] = attrs.field(factory=list)
     _numbers: dict[Ranks, int] = attrs.field(factory=dict)
     """The index in `_sets` of each set of ranks."""
-    _units: dict[tuple[int, int, int], int | None] = attrs.field(factory=dict)
-    """`_share_unit` by the ids of both groups and the index of the part."""
-    _pairs: dict[tuple[int, int], tuple[tuple[int, int], ...]] = attrs.field(factory=dict)
-    """`shared_classes` by the ids of both groups."""
-    _spent: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_MOST, 0))
+    _compared: set[tuple[int, int, int]] = attrs.field(factory=set)
+    """The ids of both groups, and the index of the part."""
+    _meetings: dict[tuple[int, int], _Meeting] = attrs.field(factory=dict)
+    """By the ids of both groups."""
+    _runs: int = 0
+    _pieces: int = 0
 
     def elect(self, ordinal: int, features: Collection[int]) -> tuple[PieceTable, ShareTable]:
         """All pieces, and who reads them from whom; `ordinal` is the sink's replica."""
@@ -168,55 +185,66 @@ class Cutter:
     def pair(self, src: Group, dst: Group, index: int) -> None:
         """Compare the sink's part of that index with the source's, and find the token classes that share rows.
 
-        Raises what `check_pair` does, ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-SIZE).
+        Raises what `check_pair` does, ROW_MISMATCH (KVP-PLAN-DEALS) or TOO_LARGE (KVP-PLAN-RUNS).
         """
-        if (src.id, dst.id, index) in self._units:
+        if (src.id, dst.id, index) in self._compared:
             return
-        part = dst.parts[index].name
-        check_pair(src, dst, part)
-        self._units[src.id, dst.id, index] = _share_unit(src, dst, part)
-        if (src.id, dst.id) not in self._pairs:
+        self._compared.add((src.id, dst.id, index))
+        check_pair(src, dst, dst.parts[index].name)
+        if (src.id, dst.id) not in self._meetings:
             if src.cp_size * dst.cp_size > MAX_CLASS_PAIRS:
                 path, advice = f"groups[{dst.name}].cp_size", f"at most {MAX_CLASS_PAIRS} pairs of cp ranks"
                 raise PlanError(ErrorCode.ROW_MISMATCH, path, str(src.cp_size), str(dst.cp_size), advice)
-            self._spend("pieces", sum(runs(g) for g in (src, dst) if g.cp_size > 1), dst, index)
-            self._pairs[src.id, dst.id] = shared_classes(src, dst)
+            self._runs += sum(runs(g) for g in (src, dst) if g.cp_size > 1)
+            if self._runs > MAX_RUNS:
+                raise _too_large(dst, index, f"at most {MAX_RUNS} runs", self._runs, "deal fewer groups, in fewer runs")
+            self._meetings[src.id, dst.id] = _Meeting.of(src, dst)
 
-    def cut(self, family: Family, layers: Layers, part: int) -> None:
-        """Add the pieces of intervals that have the same layers, after `pair` for their groups.
+    def cut(self, part: int, families: Iterable[tuple[Family, Layers]]) -> None:
+        """Add the pieces of one part of a group of the sink, after `pair`; each family has its layers.
 
-        Raises COVERAGE (KVP-PLAN-COVER) or TOO_LARGE (KVP-PLAN-SIZE).
+        Raises TOO_LARGE (KVP-PLAN-SIZE) or COVERAGE (KVP-PLAN-COVER).
         """
-        sources, sinks = family
-        src, dst = sources[0].group, sinks[0].group
-        unit, pairs = self._units[src.id, dst.id, part], self._pairs[src.id, dst.id]
-        cuts = sorted({bound for interval in sources + sinks for bound in (interval.lo, interval.hi)})
+        counted = []
+        for family, layers in families:
+            bounds = sorted({bound for side in family for interval in side for bound in (interval.lo, interval.hi)})
+            self._pieces += self._count(family, part, bounds) * sum(hi - lo for lo, hi in layers)
+            counted.append((family, layers, bounds))
+        if self._pieces > MAX_PIECES:
+            dst, advice = counted[0][0][1][0].group, "state fewer ranks, intervals or layers"
+            raise _too_large(dst, part, f"at most {MAX_PIECES} pieces", self._pieces, advice)
+        for family, layers, bounds in counted:
+            self._add(family, layers, part, bounds)
+
+    def _count(self, family: Family, part: int, cuts: list[int]) -> int:
+        """The pieces of both sides' intervals in one layer (KVP-PLAN-SIZE)."""
+        src, dst = (side[0].group for side in family)
+        meeting, lane = self._meetings[src.id, dst.id], _smaller_lane(src, dst, part)
         at = {cut: i for i, cut in enumerate(cuts)}
-        number = sum(at[interval.hi] - at[interval.lo] for interval in sources + sinks) + len(cuts) * len(pairs)
-        self._spend("pieces", number, dst, part)
+        number = 0
+        for side, times in zip(family, meeting.numbers, strict=True):
+            for interval in side:
+                pieces = at[interval.hi] - at[interval.lo]
+                lanes = -(-interval.hi // lane) - interval.lo // lane if lane else 0
+                number += (pieces + lanes) * times[interval.cp_rank]
+        return number
+
+    def _add(self, family: Family, layers: Layers, part: int, cuts: list[int]) -> None:
+        sources, sinks = family
+        dst = sinks[0].group
+        meeting = self._meetings[sources[0].group.id, dst.id]
         have, want = self._ranks_by_cut(sources, cuts), self._ranks_by_cut(sinks, cuts)
-        layers_index, shares, fewer = len(self._layers), 0, unit is not None
+        number = len(self._layers)
         self._layers.append(layers)
         for i, (lo, hi) in enumerate(pairwise(cuts)):
-            lanes = 1 if unit is None else -(-hi // unit) - lo // unit
-            for c, d in pairs:
-                needy, candidates = want[i].get(d), have[i].get(c)
-                if needy is None:
-                    continue
-                if candidates is None:
-                    mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
-                    yours, advice = f"rank {self._sets[needy][0]} needs them", "state every rank in the Description"
-                    raise PlanError(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
-                self._rows.append((dst.id, part, lo, hi, c, d, layers_index, candidates, needy))
-                shares += len(self._sets[needy]) * lanes
-                fewer |= len(self._sets[needy]) < len(self._sets[candidates])
-        self._spend("shares", shares * (sum(hi - lo for lo, hi in layers) if fewer else len(layers)), dst, part)
-
-    def _spend(self, what: str, number: int, dst: Group, part: int) -> None:
-        self._spent[what] += number
-        if self._spent[what] > _MOST[what]:
-            mine, advice = f"at most {_MOST[what]} {what}", "state fewer ranks, runs or intervals, or layers in one run"
-            raise PlanError(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(self._spent[what]), advice)
+            for d, needy in want[i].items():
+                for c in meeting.sources[d]:
+                    candidates = have[i].get(c)
+                    if candidates is None:
+                        mine = f"no rank of cp rank {c} owns bytes {lo}..{hi} of {_text(layers)}"
+                        yours, advice = f"rank {self._sets[needy][0]} needs them", "state every rank in the Description"
+                        raise PlanError(ErrorCode.COVERAGE, _where(dst, part), mine, yours, advice)
+                    self._rows.append((dst.id, part, lo, hi, c, d, number, candidates, needy))
 
     def _ranks_by_cut(self, owned: tuple[OwnedInterval, ...], cuts: list[int]) -> list[dict[int, int]]:
         """For each interval between two cuts: the index of the set of ranks that own it, by cp rank."""
@@ -234,16 +262,15 @@ class Cutter:
         return number
 
 
-def _share_unit(src: Group, dst: Group, part: str) -> int | None:
-    """If lanes differ in size: bytes of the lanes by which shares are counted (KVP-PLAN-SIZE); None if they do not.
+def _smaller_lane(src: Group, dst: Group, part: int) -> int:
+    """Bytes of the smaller lanes if lanes of the two sides differ; else 0."""
+    name = dst.parts[part].name
+    sizes = [lane_bytes(next(p for p in group.parts if p.name == name)) for group in (src, dst)]
+    return min(sizes) if sizes[0] != sizes[1] else 0
 
-    It is the larger of both sizes, or the smaller if the part is in sections on a side.
-    """
-    sections = [[p for p in group.parts if p.name == part] for group in (src, dst)]
-    sizes = [lane_bytes(parts[0]) for parts in sections]
-    if sizes[0] == sizes[1]:
-        return None
-    return max(sizes) if len(sections[0]) == len(sections[1]) == 1 else min(sizes)
+
+def _too_large(dst: Group, part: int, mine: str, number: int, advice: str) -> PlanError:
+    return PlanError(ErrorCode.TOO_LARGE, _where(dst, part), mine, str(number), advice)
 
 
 def _where(dst: Group, part: int) -> str:

@@ -5,7 +5,7 @@ MAX_GEOMETRY = 262144
 MAX_PARTS = 4096
 """Parts of all groups of a Description."""
 MAX_RUNS = 65536
-"""Runs in the orders of all groups of a Description."""
+"""Runs in the orders of all groups of a Description, and runs of a plan, counted as KVP-PLAN-RUNS says."""
 MAX_RANKS = 4096
 """Ranks of a Description."""
 MAX_CLAIMS = 131072
@@ -18,10 +18,8 @@ MAX_DEAL = 1048576
 """Tokens after which a deal repeats."""
 MAX_CLASS_PAIRS = 65536
 """Pairs of a cp rank of the source and one of the sink, for one part."""
-MAX_PIECES = 65536
+MAX_PIECES = 262144
 """Pieces of a plan, counted as KVP-PLAN-SIZE says."""
-MAX_SHARES = 65536
-"""Shares of a plan, counted as KVP-PLAN-SIZE says: what ranks need of each piece."""
 MAX_ITEMS = 1048576
 """Items of one Transfer, of all groups together."""
 MAX_SPANS = 131072

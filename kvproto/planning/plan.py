@@ -254,13 +254,15 @@ def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Colle
     cutter = Cutter()
     for dst, index, part in [(g, i, p.name) for g in sink.groups for i, p in enumerate(g.parts) if not p.at]:
         key = dst.model, part
+        families = []
         for sources, sinks, layers in () if dst.model in cold else shared.get(key, {}).get(dst.id, ()):
             if not sources:
                 raise missing(dst, part, layers[0][0], names[dst.model])
             cutter.pair(sources[0].group, dst, index)
             opaque = dst.parts[index].encoding
-            for family in opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]:
-                cutter.cut(family, layers, index)
+            alike = opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]
+            families += [(family, layers) for family in alike]
+        cutter.cut(index, families)
     _check_left(sink, have, want)
     return cutter
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.columns import scaling
-from kvproto.copying.grants import distinct, items_before, items_needed, rows_of
+from kvproto.copying.grants import begins_inside_item, distinct, items_before, items_needed, rows_of
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError, check_type, check_whole, type_name, wrong_type
 from kvproto.planning.axes import NO_AXES, TOKENS, axis_of, length_of, lengths_of
@@ -356,10 +356,15 @@ def _grant(group: Group, cp_rank: int, table: IntArray | None, first: int, token
     if group.cp_size > 1:
         first = min(max(first, group.origin), tokens)
     first = max(first, _ring_begins(group, tokens))
-    whole = group.partial or KINDS[group.kind].paged  # a ring begins where it has whole rows
-    if whole and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-PARTIAL)
+    rows = KINDS[group.kind].paged or KINDS[group.kind].wraps
+    if rows and first < tokens and first % group.tokens_per_row:  # (KVP-GRANT-ROW)
         wanted = f"a multiple of {group.tokens_per_row}, where a row begins, or {tokens}"
         raise _bad(f'cached["{group.name}"]', wanted, str(first), "a row that covers several tokens is fetched whole")
+    if begins_inside_item(group, cp_rank, first, tokens - first):
+        wanted = f"where an item of {group.rows} rows begins, or {tokens}"
+        raise _bad(
+            f'cached["{group.name}"]', wanted, str(first), "an item whose bytes have an encoding is fetched whole"
+        )
     items = None
     if table is not None:
         skip = items_before(group, cp_rank, first) if first else 0

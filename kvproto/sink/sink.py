@@ -99,9 +99,9 @@ class Sink(EngineRank):
 
         `pages` is the request's page table by group name: page ids, [pages], from the page of token 0 on, or the id of
         a slot. A table may be longer than needed. `cached` is the first token to fetch, for all groups of tokens or by
-        group name: the pages hold the tokens before it, or a window has no pages for them. `tokens` is the end of the
-        fetch (None: the whole prompt), in tokens or by axis name. Name a page only when all device work that used it
-        has completed, and leave it alone until `Fetch.pages_free`.
+        group name: the pages hold the tokens before it, or a window has no pages for them. A row of several tokens is
+        fetched whole. `tokens` is the end of the fetch (None: the whole prompt), in tokens or by axis name. Name a page
+        only when all device work that used it has completed, and leave it alone until `Fetch.pages_free`.
 
         Without `pages`, the request waits for prefill and ties up no page here: PagesWanted reports when pages are of
         use, and `Fetch.grant` names them. `claim` is called with that event, where `Options.callbacks` says, and

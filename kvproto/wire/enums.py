@@ -175,6 +175,7 @@ class ErrorCode(IntEnum):
     NO_VERSION = 0x030E, "incompatible", "give-up", "No version is common to both sides."
     FEATURE_MISSING = 0x030F, "incompatible", "give-up", "A feature that one side needs is not offered by the other, or was not chosen."
     AXIS_MISMATCH = 0x0310, "incompatible", "give-up", "The rows of a group stand for positions of different axes."
+    LAYOUT_UNSUPPORTED = 0x0311, "incompatible", "give-up", "A side does not plan what a Description states, because it lacks the extension: state it otherwise, or use an engine that has it."
     UNKNOWN_SESSION = 0x0401, "state", "reconnect", "The session id is not known."
     UNEXPECTED_MESSAGE = 0x0402, "state", "fix", "The message is not allowed in this state."
     WRONG_PEER = 0x0403, "state", "give-up", "The engine, role or rank is not the one expected."

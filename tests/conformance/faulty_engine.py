@@ -22,9 +22,9 @@ from live_source import Prefill
 from toy_engine import serve
 
 from kvproto.copying.columns import Overlaps
-from kvproto.errors import KvprotoError, RemoteError
+from kvproto.errors import KvprotoError, PlanError, RemoteError
 from kvproto.net.allow_list import Allowed, AllowList
-from kvproto.session import core, endpoint, push, tickets
+from kvproto.session import core, descriptions, endpoint, push, tickets
 from kvproto.session.catalogue import SinkCatalogue
 from kvproto.session.error_fields import refusal
 from kvproto.session.inline import SinkInline, SourceInline
@@ -269,6 +269,14 @@ def any_replica(adapter: Any) -> None:
     tickets._check = check
 
 
+def no_deals(cls: Any, message: Any, read: Any = descriptions.Stated.read) -> Any:
+    stated = read(message)
+    for i, group in enumerate(stated.geometry.groups):
+        if group.cp_size > 1:
+            raise PlanError(ErrorCode.ROW_MISMATCH, f"geometry.groups[{i}].cp_size", "1", str(group.cp_size), "")
+    return stated
+
+
 def used_first(adapter: Any) -> None:
     plain = SourceTransfers._check
 
@@ -488,6 +496,9 @@ FAULTS: dict[str, Fault] = {
     "what a source had before it ended": ("sink", does("on_held", held_for_ever), "LIVE-1426", "{'tokens': 48"),
     "the pages of one rank for those of all": ("sink", has(WatchEndpoint, "known", any_rank), "LIVE-1429", "{'tokens': 80"),
     "a piece counts whatever it says": ("sink", has(core.Session, "give_up", lambda self, error: None), "LIVE-1422", "Goodbye has"),
+    "deals that are not planned are refused as rows": (
+        "source", has(descriptions.Stated, "read", classmethod(no_deals)), "LIVE-164", "ROW_MISMATCH at",
+    ),
     "a pool is free without proof": ("sink", does("on_returned", free_when_asked), "LIVE-1132", "not free"),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvproto.copying.grants import begins_of, cut_to_begins, held_from
+from kvproto.copying.grants import begins_of, check_grants, cut_to_begins, held_from
 from kvproto.copying.program import RankLayout
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import Geometry, Rank, owns
@@ -31,16 +31,22 @@ def test_kvproto_says_the_same(case: dict[str, Any]) -> None:
     boxes = tuple(Box(layer_lo=n, layer_hi=n + 1, source_group=n, **at) for n in range(len(case["since"])))
     route = Route(source=0, sink=0, group=0, boxes=boxes, digest=bytes(32))
     held = held_from([route], {0: group}, {n: int(first) for n, first in enumerate(case["since"])})
-    if "error" in case:
-        with pytest.raises(RemoteError) as refused:
-            check_held(held, (grant,))
-        assert (refused.value.code.name, refused.value.path) == (case["error"], case["path"])
-        return
-    check_held(held, (grant,))
-    said = begins_of(held, [grant])
-    assert [str(each.first) for each in said] == ([case["begins"]] if "begins" in case else [])
     ranks = (Rank(rank=0, owns=(owns(group, [0], None, int(case["cp_rank"])),)),)
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=ranks)
-    side = RankLayout(geometry, 0, columns_without_gaps(geometry, 0, {0: 99})[0])
+    columns, _ = columns_without_gaps(geometry, 0, {0: 99})
+
+    def checked() -> None:
+        check_grants(geometry, 0, columns, (0,), (grant,))
+        check_held(held, (grant,))
+
+    if "error" in case:
+        with pytest.raises(RemoteError) as refused:
+            checked()
+        assert (refused.value.code.name, refused.value.path) == (case["error"], case["path"])
+        return
+    checked()
+    said = begins_of(held, [grant])
+    assert [str(each.first) for each in said] == ([case["begins"]] if "begins" in case else [])
+    side = RankLayout(geometry, 0, columns)
     (window,) = cut_to_begins(side, (grant,), {each.group: each.first for each in said})
     assert to_json(window) == case["window"]

@@ -196,29 +196,34 @@ def sections_of_lanes(ranks: int) -> tuple[Geometry, Geometry]:
     return stated([first], [owns(first, every)]), stated([second], *[[owns(second, every)]] * ranks)
 
 
-@pytest.mark.parametrize(
-    ("made", "most"),
-    [
-        (many_pieces, 2),
-        (many_tables, 2),
-        (few_needy, 2),
-        (every_class, 2),
-        (lanes_by_halves, 65536),
-        (sections_of_lanes, 16),
-    ],
-)
+def families(layers: int) -> tuple[Geometry, Geometry]:
+    """A plain part that leaves 4,096 pieces, and a tiled one, of which a source rank is in a family without a sink."""
+    group, state = mla(0, "target", 0, 8, 4), mla(1, "tiled", 0, 8, 4)
+    plain = attrs.evolve(group, parts=(Part(name="k", dtype=DType.U8, lanes=64, lane_bytes=8),))
+    tiled = attrs.evolve(state, parts=(Part(name="s", dtype=DType.U8, lanes=2, lane_bytes=8, encoding="tiled"),))
+    cut = owns(plain, range(64), [(n, n + 1) for n in range(64)])
+    whole, all_, half = owns(plain, range(64)), owns(tiled, range(layers)), owns(tiled, range(layers), [(0, 1)])
+    source = stated([plain, tiled], [cut, all_], [half])
+    return source, stated([plain, tiled], [whole, all_], *[[whole]] * 61)
+
+
+LARGE: dict[Made, tuple[int, int]] = {
+    many_pieces: (511, 512),
+    many_tables: (2, 3),
+    few_needy: (63, 64),
+    every_class: (126, 127),
+    lanes_by_halves: (65535, 65536),
+    sections_of_lanes: (41, 42),
+    families: (2048, 2049),
+}
+"""The greatest world that fits, and the least that does not."""
+
+
+@pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
 @pytest.mark.parametrize("over", [False, True])
-def test_two_planners_know_when_it_is_too_much(made: Made, most: int, over: bool) -> None:
-    """KVP-PLAN-SIZE: of pieces, of runs of deals, of layers that have a choice or not, and of lanes of other bytes."""
-    beyond = {
-        many_pieces: 180,
-        many_tables: 3,
-        few_needy: 33,
-        every_class: 33,
-        lanes_by_halves: 65537,
-        sections_of_lanes: 17,
-    }
-    source, sink = made(beyond[made] if over else most)
+def test_two_planners_know_when_it_is_too_much(made: Made, over: bool) -> None:
+    """KVP-PLAN-SIZE, KVP-PLAN-RUNS: pieces, runs of deals, layers, and lanes of other bytes."""
+    source, sink = made(LARGE[made][over])
     found = ours(source, sink, ())
     assert found == theirs(source, sink, ())
     assert (found[0] if isinstance(found, tuple) else None) == ("TOO_LARGE" if over else None)

@@ -15,6 +15,7 @@ from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
 from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
+from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.testee import Testee as Driver
 from tests.conformance import test_planner
@@ -25,15 +26,8 @@ from tests.plan.worlds import caches, side
 TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+CORE = [sys.executable, str(TESTEES / "planner.py")]
 Said = pytest.CaptureFixture[str]
-LARGE: dict[test_planner.Made, tuple[int, int]] = {
-    test_planner.many_pieces: (126, 127),
-    test_planner.many_tables: (2, 3),
-    test_planner.few_needy: (32, 33),
-    test_planner.every_class: (32, 33),
-    test_planner.lanes_by_halves: (65536, 65537),
-    test_planner.sections_of_lanes: (16, 17),
-}
 
 
 def compiled(flags: list[str], folder: Path, name: str = "codec") -> list[str]:
@@ -75,8 +69,8 @@ def test_they_are_conformant(command: list[str], capsys: Said) -> None:
 @pytest.mark.parametrize(
     ("name", "claim"),
     [
-        ("plan", "planner · L2 · cold · json · spread"),
-        ("lower", "both · L2 · cold · inline · json · spread · staged · streams · verify"),
+        ("plan", "planner · L2 · cold · deals · json · sections · spread"),
+        ("lower", "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"),
     ],
 )
 def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: Path, capsys: Said) -> None:
@@ -97,7 +91,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
     assert main(["run", *planner]) == 0
-    claim = "both · L2 · cold · inline · json · spread · staged · streams · verify"
+    claim = "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"
     assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
 
 
@@ -122,10 +116,32 @@ def same_in_worlds(testee: Driver, seed: int) -> None:
         assert asked(testee, *pair) == test_planner.ours(*pair), seed
 
 
-@pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
+def test_a_planner_of_the_core_is_conformant(capsys: Said) -> None:
+    assert main(["run", *CORE]) == 0
+    assert "conformant: kvproto 1.0-draft · planner · L2 · " in capsys.readouterr().out
+
+
+def test_a_planner_of_the_core_plans_as_kvproto_does_or_declines() -> None:
+    """KVP-GEO-UNSUPPORTED: it declines the worlds that state what it lacks, and no other."""
+    planned = 0
+    with Driver(CORE) as testee:
+        testee.greet({"op": "hello"})
+        for seed in range(200):
+            rng = random.Random(seed)
+            held = caches(rng)
+            source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
+            for pair in ((world(seed).source, world(seed).sink), (source, sink), odd_world(rng)):
+                lacked = beyond(*map(to_json, pair)).get("beyond")
+                wanted = ("LAYOUT_UNSUPPORTED", lacked[0]["path"]) if lacked else test_planner.ours(*pair, ())
+                assert asked(testee, *pair, ()) == wanted, seed
+                planned += not lacked and not isinstance(wanted, tuple)
+    assert planned > 100
+
+
+@pytest.mark.parametrize("made", test_planner.LARGE, ids=lambda made: made.__name__)
 def test_rust_knows_when_it_is_too_much(planner: list[str], made: test_planner.Made) -> None:
     """KVP-PLAN-SIZE: the greatest world that fits, and the least that does not."""
-    fits, beyond = LARGE[made]
+    fits, beyond = test_planner.LARGE[made]
     with Driver(planner) as testee:
         testee.greet({"op": "hello"})
         for many in (fits, beyond):

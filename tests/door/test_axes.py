@@ -102,7 +102,7 @@ def test_images_of_another_number_are_another_prompt(tmp_path: Path) -> None:
 
 
 def test_sides_that_mean_different_axes_are_refused(tmp_path: Path) -> None:
-    """KVP-PLAN-AXIS: tokens are an axis like others."""
+    """KVP-PLAN-FIT: tokens are an axis like others."""
     with raises(PlanError, code=ErrorCode.AXIS_MISMATCH, path="groups[cross].axis") as refused:
         plan(engine(4), engine(8, "audio"))
     assert (refused.value.mine, refused.value.yours) == ("image", "audio")

@@ -238,7 +238,7 @@ def test_a_sink_states_layers_that_share_a_cache_once(tmp_path: Path) -> None:
 
 
 def test_scales_of_pages_are_fetched_from_where_a_page_begins(tmp_path: Path) -> None:
-    """KVP-GRANT-PARTIAL: the sink's own call says so, and the last page, which is not full, comes with its scale."""
+    """KVP-GRANT-ROW: the sink's own call says so, and the last page, which is not full, comes with its scale."""
     caches = [Cache.mla("kv", 1, page=4, **LATENT), Cache.page_scales("scales", 1, of="latent", page=4)]
     here, there = (Pool.allocate(lay_out(caches), PAGES) for _ in "ab")
     array = here.array("scales", 0, "latent_scale")

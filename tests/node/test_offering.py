@@ -34,7 +34,8 @@ def test_what_is_offered_suffices(number: int) -> None:
             items, pair = window(from_, source, order), routes.between(source, sink)
             asked = []
             for route in pair:
-                group, first = there.layout.groups[route.group], rng.randrange(FEW)
+                group = there.layout.groups[route.group]
+                first = rng.randrange(0, FEW, group.tokens_per_row)
                 need = items_needed(group, there.layout.shares[group.id].cp_rank, first, FEW - first)
                 found = np.array(order[group.id][:need], np.uint32)
                 asked.append(Grants(group=group.id, first=first, count=FEW - first, valid=FEW, items=found))

@@ -415,25 +415,41 @@ def test_a_pair_of_descriptions_that_would_take_minutes_to_plan_is_refused() -> 
         plan(geometry, geometry)
 
 
-def test_pieces_count_over_all_parts_and_sets_of_layers() -> None:
-    """KVP-PLAN-SIZE: k is planned, k and v are not, for what four ranks need in all or for the pieces of eight."""
+def test_pieces_count_over_all_parts_layers_and_ranks() -> None:
+    """KVP-PLAN-SIZE: k is planned, k and v are not, for the pieces of all layers of all parts."""
     group = gqa(0, "target", 0, 512, 8, 4)
     cut = [Rank(rank=r, owns=(owns(group, range(r, 18, 2), [(n, n + 1) for n in range(512)]),)) for r in range(2)]
-    whole = [Rank(rank=r, owns=(owns(group, range(18)),)) for r in range(2, 6)]
+    whole = [Rank(rank=r, owns=(owns(group, range(18)),)) for r in range(2, 12)]
     geometry = Geometry(replica=0, facts=(), groups=(group,), ranks=(*cut, *whole))
-    with raises(PlanError, code=ErrorCode.TOO_LARGE, mine="at most 65536 shares") as caught:
+    with raises(PlanError, code=ErrorCode.TOO_LARGE, mine="at most 262144 pieces") as caught:
         plan(geometry, attrs.evolve(geometry, ranks=tuple(whole)))
-    assert (caught.value.path, caught.value.yours) == ("groups[target].parts[v]", str(2 * 18 * 4 * 512))
-    fewer = [Rank(rank=r.rank, owns=(attrs.evolve(r.owns[0], layers=r.owns[0].layers[:1]),)) for r in geometry.ranks]
-    many = [attrs.evolve(r, rank=r.rank + 10 * n) for n in range(8) for r in fewer]
-    with raises(PlanError, code=ErrorCode.TOO_LARGE, mine="at most 65536 pieces"):
-        plan(attrs.evolve(geometry, ranks=tuple(many)), attrs.evolve(geometry, ranks=tuple(many)))
-    even = attrs.evolve(geometry, ranks=(cut[0], *(Rank(rank=r.rank, owns=cut[0].owns) for r in whole)))
-    assert plan(even, even).routes
+    of_layers = 2 * 9 + 18 * 10 + 18 * 10
+    """Ranks times layers, of the source's two kinds and of the sink's."""
+    assert (caught.value.path, caught.value.yours) == ("groups[target].parts[v]", str(2 * 512 * of_layers))
+    fewer = attrs.evolve(geometry, ranks=(*cut, *whole[:5]))
+    assert plan(fewer, attrs.evolve(fewer, ranks=fewer.ranks[2:])).routes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "code"),
+    [(66, 0, ErrorCode.COVERAGE), (200, 0, ErrorCode.TOO_LARGE), (200, 1, ErrorCode.LAYER_MISSING)],
+)
+def test_layers_are_compared_before_pieces_are_counted_and_these_before_bytes_are_missed(
+    ranks: int, more: int, code: ErrorCode
+) -> None:
+    """KVP-PLAN-SIZE, KVP-PLAN-COVER: nobody at the source has the last lane."""
+    group = gqa(0, "target", 0, 512, 8, 4)
+    cut = owns(group, [0, 1], [(n, n + 1) for n in range(511)])
+    source, sink = (
+        Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(Rank(rank=r, owns=(own,)) for r in range(number)))
+        for own, number in ((cut, 64), (owns(group, range(2 + more)), ranks))
+    )
+    with raises(PlanError, code=code):
+        plan(source, sink)
 
 
 def test_intervals_that_touch_are_one() -> None:
-    """KVP-PLAN-SIZE counts runs of consecutive layers."""
+    """A set of layers is stated by its runs."""
     assert merged_intervals([(0, 1), (1, 3), (4, 5)]) == [(0, 3), (4, 5)]
     assert merged_intervals([]) == []
 

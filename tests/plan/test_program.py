@@ -572,17 +572,44 @@ def test_opaque_items_move_whole(first: int, count: int, moved: int | None) -> N
 SCALES = lay_out([Cache.page_scales("scales", 1, kv_heads=2, page=4)])
 
 
-@pytest.mark.parametrize(("first", "count", "refused"), [(2, 12, True), (2, 1, True), (2, 0, False), (4, 9, False)])
-def test_a_row_that_is_covered_in_part_is_not_begun_in_its_middle(first: int, count: int, refused: bool) -> None:
-    """KVP-GRANT-PARTIAL: the scale of a page of 4 tokens, of which two are asked for."""
-    columns = columns_without_gaps(SCALES, 0, {0: 4})[0]
-    need = items_needed(SCALES.groups[0], 0, first, count)
-    asked = (grant(first, count, list(range(need))),)
-    if not refused:
-        check_grants(SCALES, 0, columns, (0,), asked)
+@pytest.mark.parametrize("partial", [None, True])
+@pytest.mark.parametrize(("kind", "refuses"), [(ItemKind.PAGE, True), (ItemKind.RING, True), (ItemKind.SLOT, False)])
+@pytest.mark.parametrize(("first", "count", "inside"), [(2, 12, True), (2, 1, True), (2, 0, False), (4, 9, False)])
+def test_a_window_does_not_begin_inside_a_row(
+    kind: ItemKind, refuses: bool, partial: bool | None, first: int, count: int, inside: bool
+) -> None:
+    """KVP-GRANT-ROW: rows of 4 tokens; a slot moves whole."""
+    group = attrs.evolve(SCALES.groups[0], kind=kind, rows=4, partial=partial)
+    made = attrs.evolve(SCALES, groups=(group,))
+    columns, _ = columns_without_gaps(made, 0, {0: 4})
+    asked = (grant(first, count, list(range(items_needed(group, 0, first, count)))),)
+    if not (refuses and inside):
+        check_grants(made, 0, columns, (0,), asked)
         return
-    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[0].first"):
-        check_grants(SCALES, 0, columns, (0,), asked)
+    with raises(
+        RemoteError, code=ErrorCode.BAD_GRANT, path="grants[0].first", mine="a multiple of 4, where a row begins"
+    ):
+        check_grants(made, 0, columns, (0,), asked)
+
+
+@pytest.mark.parametrize("encoding", ["maker.blocks", None])
+@pytest.mark.parametrize(("first", "count", "inside"), [(4, 8, True), (4, 1, True), (4, 0, False), (8, 8, False)])
+def test_a_window_of_whole_items_does_not_begin_inside_one(
+    encoding: str | None, first: int, count: int, inside: bool
+) -> None:
+    """KVP-GRANT-WHOLE: items of 8 rows whose bytes only their maker knows; items of plain rows may be cut."""
+    plain = lay_out([Cache.mla("latent", 1, latent=8, rope=8, page=8)])
+    group = plain.groups[0]
+    made = attrs.evolve(
+        plain, groups=(attrs.evolve(group, parts=tuple(attrs.evolve(part, encoding=encoding) for part in group.parts)),)
+    )
+    columns = columns_without_gaps(made, 0, {0: 4})[0]
+    asked = (grant(first, count, list(range(items_needed(made.groups[0], 0, first, count)))),)
+    if not (encoding and inside):
+        check_grants(made, 0, columns, (0,), asked)
+        return
+    with raises(RemoteError, code=ErrorCode.BAD_GRANT, path="grants[0].first", mine="where an item of 8 rows begins"):
+        check_grants(made, 0, columns, (0,), asked)
 
 
 SCALED = [

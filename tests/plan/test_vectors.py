@@ -1,6 +1,7 @@
 """The plan vectors: what the suite's own planner expects, kvproto's finds. Each names a fault of the field that it would show."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvproto.wire import from_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Geometry
 from kvproto_conformance import broken_vectors, fleet_vectors, plan_vectors, row_vectors, size_vectors
+from kvproto_conformance.cases import load
 
 CASES: list[dict[str, Any]] = [
     case for file in plan_vectors.FILES for case in json.loads((plan_vectors.FOLDER / file).read_text())["cases"]
@@ -39,6 +41,22 @@ def test_plan(case: dict[str, Any]) -> None:
     ] == wanted["routes"]
     assert {str(r.rank): [str(a) for a in made.required(r.rank)] for r in sink.ranks} == wanted["required"]
     assert (made.digest.hex(), [str(m) for m in made.cold]) == (wanted["plan"], wanted["cold"])
+
+
+def test_each_row_of_the_table_of_pairs_refuses_a_case() -> None:
+    """KVP-PLAN-FIT: planning.md has no code or place that no case has, and no case one that it has not."""
+    prose = (Path(__file__).parents[2] / "spec/v1/planning.md").read_text()
+    table = re.search(r"\| what must hold, or be equal .*\n[|-]+\n((?:\|.*\n)+)", prose)
+    assert table is not None
+    rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")[1:]] for line in table[1].splitlines()]
+    stated = {(code, path) for codes, paths in rows for code in codes for path in paths}
+    names, met = re.compile(r"(groups|parts)\[[^\]]*\]"), set()
+    for case in load():
+        if case.suite == "plan" and "error" in (said := case.asks[0].expected):
+            place = said["error"], names.sub(lambda m: f"{m[1]}[{m[1][0]}]", said["path"])
+            assert case.clause != "KVP-PLAN-FIT" or place in stated, case.id
+            met.add(place)
+    assert stated <= met
 
 
 @pytest.mark.parametrize("file", plan_vectors.FILES)

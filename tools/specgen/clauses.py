@@ -22,6 +22,8 @@ _ROLE = re.compile(
 )
 _NAME = re.compile(r"`([A-Z][A-Z_]+)`")
 
+_TABLE = re.compile(r"^(\|.* refused by \|.*)\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
+
 
 @attrs.frozen
 class Clause:
@@ -96,6 +98,15 @@ def as_json(facts: Facts) -> str:
     return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
+def _tabled() -> set[str]:
+    """The errors in the column "refused by" of a page's table."""
+    tables = [table for path in SPEC.glob("*.md") for table in _TABLE.findall(path.read_text())]
+    cells = [
+        (head.split("|").index(" refused by "), row.split("|")) for head, rows in tables for row in rows.splitlines()
+    ]
+    return {name for column, row in cells for name in _NAME.findall(row[column])}
+
+
 def check(facts: Facts) -> None:
     """Raise RegistryError if registry and prose do not match."""
     known = clauses(facts)
@@ -107,7 +118,7 @@ def check(facts: Facts) -> None:
         for pattern in row["clauses"]:
             used = any(fnmatchcase(id_, f"KVP-{pattern}") and c.profile == name for id_, c in known.items())
             _need(used, f"profile {name}: no clause of it fits {pattern}")
-    said = {c.error for c in known.values()}
+    said = {c.error for c in known.values()} | _tabled()
     said |= {r["error"] for b in (facts["struct"] | facts["message"]).values() for r in b.get("rule", ())}
     for name in facts["error"]:
         _need(name in said, f"error {name}: no clause says it")

@@ -35,6 +35,7 @@ def counts() -> dict[str, tuple[int, int]]:
     accepting = {(case.suite, case.about) for case in cases if not _refuses(case)}
     tally: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for case in cases:
+        tally["KVP-GEO-UNSUPPORTED"][1] += bool(case.beyond)
         if not _refuses(case):
             tally[case.clause][0] += 1
             ops = {ask.question["op"] for ask in case.asks}

@@ -6,7 +6,7 @@
  * sink.c includes this file and adds what a live engine does. In order: one side of a rank pair, rows, moves, windows that begin late, inline, the testee. */
 #ifndef CLAIM
 #define CLAIM "\"name\": \"lower.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"both\", \"level\": \"L2\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
 #endif
 #include "plan.c"
 
@@ -255,6 +255,7 @@ static void answer_late(const Json *question) {
     }
     Node *first = &grant.items[field_index(grants, "first")], *count = &grant.items[field_index(grants, "count")], *items = &grant.items[field_index(grants, "items")];
     uint64_t end = first->number + count->number, asked = first->number, before[2], after[2], held = since ? begins_at(&group, since) : 0;
+    if (count->number && first->number % group.tokens && (group.kind == PAGE || group.kind == RING)) refuse("BAD_GRANT", &(Path){NULL, "grants[0].first", 0});
     if (held > first->number && count->number && group.kind != SLOT && group.kind != HANDOFF) {
         if (!number(L_Grants, &grant, "late")) refuse("NOT_HELD", &(Path){NULL, "grants[0].first", 0});
         rows_of(&group, &grant, &before[0], &before[1]);

@@ -6,7 +6,7 @@
 
 typedef struct { const size_t *ranks; size_t count; } Ranks; /* places of ranks in their side, ascending */
 typedef struct { const Group *group; size_t part; uint64_t layer, lo, hi; Pair classes; Ranks candidates, needy; uint64_t first_unit; } Piece;
-typedef struct { const Side *source, *sink; bool spread_one, few_sources, cold_draft; uint64_t pieces, shares; Classes *classes; } Plan;
+typedef struct { const Side *source, *sink; bool spread_one, few_sources, cold_draft; uint64_t runs, pieces; Classes *classes; } Plan;
 static Text pieces, rows, cut_pieces, intervals[2], covers[2]; /* rows of twelve numbers; of source and sink */
 
 static _Noreturn void unlike(const char *error, const Group *group, const Part *part, const char *name) { /* groups[g].parts[p].name */
@@ -58,8 +58,8 @@ static const Part *part_named(const Group *group, const Node *name) {
 static const Classes *classes_known(Plan *plan, const Group *source, const Group *sink, const Part *part) {
     for (const Classes *known = plan->classes; known; known = known->next)
         if (known->source == source && known->sink == sink) return known;
-    plan->pieces += (source->cp_size > 1 ? turns(source) : 0) + (sink->cp_size > 1 ? turns(sink) : 0);
-    if (plan->pieces > MAX_PIECES) unlike("TOO_LARGE", sink, part, NULL);
+    plan->runs += (source->cp_size > 1 ? turns(source) : 0) + (sink->cp_size > 1 ? turns(sink) : 0);
+    if (plan->runs > MAX_RUNS) unlike("TOO_LARGE", sink, part, NULL);
     Classes *found = get(sizeof *found);
     *found = classes_of(source, sink);
     found->next = plan->classes;
@@ -136,17 +136,12 @@ static size_t cut_at(const uint64_t *cuts, size_t count, uint64_t byte) {
     const uint64_t *found = bsearch(&byte, cuts, count, sizeof *cuts, by_number);
     return (size_t)(found - cuts);
 }
-/* Which ranks of which class have each piece: intervals become covers, sorted. Their number is that of the pieces. */
-static uint64_t covered(Text *covers, const Text *intervals, const uint64_t *cuts, size_t count, bool fill) {
-    uint64_t all = 0;
+/* Which ranks of which class have each piece: intervals become covers, sorted. */
+static void cover(Text *covers, const Text *intervals, const uint64_t *cuts, size_t count) {
     const Interval *each = (const Interval *)intervals->text;
-    for (size_t i = 0; i < intervals->size / sizeof *each; i++) {
-        size_t lo = cut_at(cuts, count, each[i].lo), hi = cut_at(cuts, count, each[i].hi);
-        all += hi - lo;
-        for (size_t cut = lo; fill && cut < hi; cut++) add(covers, &(Cover){cut, each[i].cp_rank, each[i].rank}, sizeof(Cover));
-    }
-    if (fill && covers->size) qsort(covers->text, covers->size / sizeof(Cover), sizeof(Cover), by_cover);
-    return all;
+    for (size_t i = 0; i < intervals->size / sizeof *each; i++)
+        for (size_t cut = cut_at(cuts, count, each[i].lo); cuts[cut] < each[i].hi; cut++) add(covers, &(Cover){cut, each[i].cp_rank, each[i].rank}, sizeof(Cover));
+    if (covers->size) qsort(covers->text, covers->size / sizeof(Cover), sizeof(Cover), by_cover);
 }
 static Ranks ranks_at(const Text *covers, size_t cut, uint64_t cp_rank) {
     const Cover *each = (const Cover *)covers->text;
@@ -167,53 +162,64 @@ static bool same_ranks(const Owned *a, const Owned *b) { return a->count == b->c
 typedef struct { const Group *from; const Owned *source, *sink; } Layer; /* a layer of a part of a sink group, and what it is read from */
 static bool one_set(const Layer *a, const Layer *b) { return a->from == b->from && same_ranks(a->source, b->source) && same_ranks(a->sink, b->sink); }
 
-/* The pieces of the layers of one set, and of one family of it where the part is encoded. */
-static void cut(Plan *plan, const Group *group, size_t p, const Layer *layers, size_t count, const Share *family) {
+/* The intervals of the layers of one set, of one family of it where the part is encoded, and where they begin and end. */
+static uint64_t *bounds_of(const Plan *plan, const Group *group, size_t p, const Layer *layers, const Share *family, size_t *kept) {
     const Part *part = &group->parts[p], *other = part_named(layers->from, &part->name);
-    const Classes *classes = classes_known(plan, layers->from, group, part);
-    size_t q = (size_t)(other - layers->from->parts), cut_count = 0, set = 0, runs = 0;
-    for (int i = 0; i < 2; i++) intervals[i].size = covers[i].size = 0;
+    size_t q = (size_t)(other - layers->from->parts), count = 0;
+    for (int i = 0; i < 2; i++) intervals[i].size = 0;
     intervals_of(&intervals[0], plan->source, layers->from, q, (Ranks){layers->source->ranks, layers->source->count}, family, p);
     intervals_of(&intervals[1], plan->sink, group, p, (Ranks){layers->sink->ranks, layers->sink->count}, family, p);
-    if (family && !intervals[0].size) unlike("LAYOUT_OPAQUE", group, part, NULL);
-    const size_t all = (intervals[0].size + intervals[1].size) / sizeof(Interval);
-    uint64_t *cuts = get((2 * all + 2) * sizeof *cuts), larger = part->whole > other->whole ? part->whole : other->whole;
+    uint64_t *cuts = get(2 * (intervals[0].size + intervals[1].size) / sizeof(Interval) * sizeof *cuts);
     for (int i = 0; i < 2; i++)
         for (size_t n = 0; n < intervals[i].size / sizeof(Interval); n++) {
-            cuts[cut_count++] = ((const Interval *)intervals[i].text)[n].lo;
-            cuts[cut_count++] = ((const Interval *)intervals[i].text)[n].hi;
+            cuts[count++] = ((const Interval *)intervals[i].text)[n].lo;
+            cuts[count++] = ((const Interval *)intervals[i].text)[n].hi;
         }
-    cuts[cut_count++] = 0;
-    cuts[cut_count++] = part->lanes * part->whole;
-    qsort(cuts, cut_count, sizeof *cuts, by_number);
-    size_t kept = 1;
-    for (size_t i = 1; i < cut_count; i++)
-        if (cuts[i] != cuts[kept - 1]) cuts[kept++] = cuts[i];
-    plan->pieces += covered(NULL, &intervals[0], cuts, kept, false) + covered(NULL, &intervals[1], cuts, kept, false) + kept * classes->count;
-    if (plan->pieces > MAX_PIECES) unlike("TOO_LARGE", group, part, NULL);
-    for (int i = 0; i < 2; i++) covered(&covers[i], &intervals[i], cuts, kept, true);
-    for (size_t i = 0, last = 0; i < count; i++) {
-        if (!one_set(layers, &layers[i])) continue;
-        runs += !set || layers[i].sink->layer != layers[last].sink->layer + 1;
-        set++;
-        last = i;
+    qsort(cuts, count, sizeof *cuts, by_number);
+    *kept = 1;
+    for (size_t i = 1; i < count; i++)
+        if (cuts[i] != cuts[*kept - 1]) cuts[(*kept)++] = cuts[i];
+    return cuts;
+}
+typedef void Cutting(Plan *, const Group *, size_t, const Layer *, size_t, const Share *);
+/* KVP-PLAN-SIZE: what the layers of a set come to. */
+static void count_pieces(Plan *plan, const Group *group, size_t p, const Layer *layers, size_t count, const Share *family) {
+    const Part *part = &group->parts[p], *other = part_named(layers->from, &part->name);
+    const Classes *classes = classes_known(plan, layers->from, group, part);
+    uint64_t lane = part->whole == other->whole ? 0 : part->whole < other->whole ? part->whole : other->whole, set = 0;
+    size_t kept;
+    const uint64_t *cuts = bounds_of(plan, group, p, layers, family, &kept);
+    if (family && !intervals[0].size) unlike("LAYOUT_OPAQUE", group, part, NULL);
+    for (size_t i = 0; i < count; i++) set += one_set(layers, &layers[i]);
+    for (int i = 0; i < 2; i++)
+        for (size_t n = 0; n < intervals[i].size / sizeof(Interval) && plan->pieces <= MAX_PIECES; n++) {
+            const Interval *each = &((const Interval *)intervals[i].text)[n];
+            uint64_t number = cut_at(cuts, kept, each->hi) - cut_at(cuts, kept, each->lo) + (lane ? (each->hi - 1) / lane - each->lo / lane + 1 : 0);
+            plan->pieces += number * set * classes->met[i][each->cp_rank];
+        }
+}
+/* The pieces of the layers of a set. */
+static void cut(Plan *plan, const Group *group, size_t p, const Layer *layers, size_t count, const Share *family) {
+    const Part *part = &group->parts[p];
+    const Classes *classes = classes_known(plan, layers->from, group, part);
+    size_t kept;
+    const uint64_t *cuts = bounds_of(plan, group, p, layers, family, &kept);
+    for (int i = 0; i < 2; i++) {
+        covers[i].size = 0;
+        cover(&covers[i], &intervals[i], cuts, kept);
     }
-    bool few = false, bytes = part->whole != other->whole, sections = part->bytes != part->whole || other->bytes != other->whole;
-    uint64_t lane = sections ? part->whole + other->whole - larger : larger, needed = 0, needed_lanes = 0;
     cut_pieces.size = 0;
-    for (size_t i = 0; i + 1 < kept; i++)
-        for (size_t n = 0; n < classes->count; n++) {
-            Piece piece = {.group = group, .part = p, .lo = cuts[i], .hi = cuts[i + 1], .classes = classes->pairs[n], .needy = ranks_at(&covers[1], i, classes->pairs[n].sink)};
-            if (!piece.needy.count) continue;
-            piece.candidates = ranks_at(&covers[0], i, classes->pairs[n].source);
+    const Cover *sink = (const Cover *)covers[1].text;
+    for (size_t n = 0, same; n < covers[1].size / sizeof *sink; n += same) {
+        Piece piece = {.group = group, .part = p, .lo = cuts[sink[n].cut], .hi = cuts[sink[n].cut + 1], .needy = ranks_at(&covers[1], sink[n].cut, sink[n].cp_rank)};
+        for (same = 1; n + same < covers[1].size / sizeof *sink && sink[n + same].cut == sink[n].cut && sink[n + same].cp_rank == sink[n].cp_rank; same++) {}
+        for (size_t i = 0; i < classes->met[1][sink[n].cp_rank]; i++) {
+            piece.classes = classes->pairs[classes->first[sink[n].cp_rank] + i];
+            piece.candidates = ranks_at(&covers[0], sink[n].cut, piece.classes.source);
             if (!piece.candidates.count) unlike("COVERAGE", group, part, NULL);
-            few |= piece.needy.count < piece.candidates.count;
-            needed += piece.needy.count;
-            needed_lanes += piece.needy.count * ((piece.hi - 1) / lane - piece.lo / lane + 1);
             add(&cut_pieces, &piece, sizeof piece);
         }
-    plan->shares += bytes ? needed_lanes * set : needed * (few ? set : runs);
-    if (plan->shares > MAX_SHARES) unlike("TOO_LARGE", group, part, NULL);
+    }
     for (size_t i = 0; i < count; i++)
         for (size_t n = 0; one_set(layers, &layers[i]) && n < cut_pieces.size / sizeof(Piece); n++) {
             Piece piece = ((const Piece *)cut_pieces.text)[n];
@@ -221,7 +227,11 @@ static void cut(Plan *plan, const Group *group, size_t p, const Layer *layers, s
             add(&pieces, &piece, sizeof piece);
         }
 }
-static void cut_families(Plan *plan, const Group *group, size_t p, const Layer *layers, size_t count) {
+static void each_family(Cutting *made, Plan *plan, const Group *group, size_t p, const Layer *layers, size_t count) {
+    if (!group->parts[p].encoding.kind) {
+        made(plan, group, p, layers, count, NULL);
+        return;
+    }
     const Share *before = NULL;
     for (;;) { /* each time the least of those that come after the one before */
         const Share *next = NULL;
@@ -230,7 +240,7 @@ static void cut_families(Plan *plan, const Group *group, size_t p, const Layer *
             if ((!before || order_of_spans(share, p, before, p) > 0) && (!next || order_of_spans(share, p, next, p) < 0)) next = share;
         }
         if (!next) return;
-        cut(plan, group, p, layers, count, next);
+        made(plan, group, p, layers, count, next);
         before = next;
     }
 }
@@ -258,17 +268,18 @@ static void pair_part(Plan *plan, const Group *group, size_t p) {
         const Claim *claim = claim_of(plan->source, group->model, word, group->owned[i].layer);
         if (claim->group) layers[i] = (Layer){claim->group, owned_of(claim->group, claim->layer), &group->owned[i]};
     }
+    bool *seen = get(group->layers * sizeof *seen);
     for (size_t i = 0; i < group->layers; i++) {
         if (!there) unlike("PART_MISSING", group, part, NULL);
         if (!layers[i].from) unlike("LAYER_MISSING", group, part, NULL);
         compare_groups(layers[i].from, group, part);
         classes_known(plan, layers[i].from, group, part);
-        bool seen = false;
-        for (size_t j = 0; j < i && !seen; j++) seen = one_set(&layers[j], &layers[i]);
-        if (seen) continue;
-        if (part->encoding.kind) cut_families(plan, group, p, layers + i, group->layers - i);
-        else cut(plan, group, p, layers + i, group->layers - i, NULL);
+        for (size_t j = 0; j < i && !seen[i]; j++) seen[i] = one_set(&layers[j], &layers[i]);
+        if (!seen[i]) each_family(count_pieces, plan, group, p, layers + i, group->layers - i);
     }
+    if (plan->pieces > MAX_PIECES) unlike("TOO_LARGE", group, part, NULL);
+    for (size_t i = 0; i < group->layers; i++)
+        if (!seen[i]) each_family(cut, plan, group, p, layers + i, group->layers - i);
 }
 static bool is_optional(const Node *name) { return registered(name) && registered(name)->optional; }
 static bool may_be_left(const Plan *plan, const Node *name) {

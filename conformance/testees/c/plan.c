@@ -6,7 +6,7 @@
  * codec.c reads and writes, description.c says what is wrong with a Description, pieces.c pairs two of them and cuts. Here: election, digests, the testee. */
 #ifndef CLAIM /* lower.c includes this file and says more */
 #define PLANNER_ALONE
-#define CLAIM "\"name\": \"plan.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"planner\", \"level\": \"L2\", \"extensions\": [\"json\", \"spread\", \"cold\"]"
+#define CLAIM "\"name\": \"plan.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"planner\", \"level\": \"L2\", \"extensions\": [\"json\", \"deals\", \"sections\", \"spread\", \"cold\"]"
 #endif
 #include "pieces.c"
 

@@ -7,7 +7,7 @@
 #include <unistd.h>
 #define LIVE
 #define CLAIM "\"name\": \"sink.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"sink\", \"level\": \"L4\", " \
-    "\"extensions\": [\"json\", \"streams\", \"spread\", \"cold\", \"verify\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"inline\"]"
 #include "lower.c"
 
 /* ---- text ---- */

@@ -371,8 +371,7 @@ mod tables {
     pub const MAX_LAYERS: u64 = 8192;
     pub const MAX_DEAL: u64 = 1048576;
     pub const MAX_CLASS_PAIRS: u64 = 65536;
-    pub const MAX_PIECES: u64 = 65536;
-    pub const MAX_SHARES: u64 = 65536;
+    pub const MAX_PIECES: u64 = 262144;
     pub const MAX_ITEMS: u64 = 1048576;
     pub const MAX_SPANS: u64 = 131072;
     /// Name, whether it is optional, what else it is called.

@@ -20,8 +20,11 @@ pub fn late(question: &Json) -> Option<String> {
                 (Window::of(&map), truth(&map, "late"))
             };
             let begins = group.begins(since);
+            let rows = group.kind == PAGE || group.kind == RING;
+            let inside = rows && window.count > 0 && window.first % group.step > 0;
             let cut = group.kind != HANDOFF && begins > window.first;
             let served = match cut {
+                _ if inside => refuse_at("BAD_GRANT", "grants[0].first"),
                 true if !asked => refuse_at("NOT_HELD", "grants[0].first"),
                 true => Ok(Some(begins.min(window.first + window.count))),
                 false => Ok(None),

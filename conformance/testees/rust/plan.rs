@@ -87,7 +87,7 @@ pub fn plan(source: &Geometry, sink: &Geometry, features: Features) -> Result<Pl
         true => ours.keys().map(|key| key.0).filter(|model| *model > 0 && lacks(*model)).collect(),
         false => BTreeSet::new(),
     };
-    let mut pairing = Pairing { source, pieces: Vec::new(), counted: 0, shares: 0, classes: BTreeMap::new() };
+    let mut pairing = Pairing { source, pieces: Vec::new(), runs: 0, counted: 0, classes: BTreeMap::new() };
     let asked = || sink.groups.iter().filter(|group| !cold.contains(&group.model));
     for group in asked() {
         for (p, part) in group.parts.iter().enumerate().filter(|(p, part)| part.first == *p) {
@@ -150,15 +150,59 @@ fn at(group: &Group, part: &Part, field: &str) -> String {
 struct Pairing<'a> {
     source: &'a Geometry,
     pieces: Vec<Piece>,
+    runs: u64,
     counted: u64,
-    shares: u64,
-    /// Pairs of cp ranks that share a row, by group of the source and of the sink.
-    classes: BTreeMap<(u64, u64), Rc<Vec<(u64, u64)>>>,
+    /// By group of the source and of the sink.
+    classes: BTreeMap<(u64, u64), Rc<Classes>>,
+}
+
+/// Which cp ranks of two groups share rows: of each of the source those of the sink, and the other way round.
+struct Classes {
+    sinks: Vec<Vec<u64>>,
+    sources: Vec<Vec<u64>>,
+}
+
+/// Layers that the same ranks hold, who of the source may send them, and who of the sink needs them.
+struct Alike<'a> {
+    home: &'a Group,
+    sent: &'a Part,
+    layers: Rc<Vec<u64>>,
+    sending: Vec<&'a Held>,
+    needy: Vec<&'a Held>,
+}
+
+impl Alike<'_> {
+    /// Where intervals of either side begin or end.
+    fn cuts(&self) -> Vec<u64> {
+        let spans = self.sending.iter().chain(&self.needy).flat_map(|held| &held.spans);
+        spans.flat_map(|span| [span.0, span.1]).collect::<BTreeSet<u64>>().into_iter().collect()
+    }
+
+    /// How many pieces both sides' intervals come to (KVP-PLAN-SIZE), or so many that it is too much.
+    fn size(&self, part: &Part, classes: &Classes) -> u64 {
+        let (cuts, mut all) = (self.cuts(), 0);
+        let lane = if self.sent.whole == part.whole { None } else { Some(self.sent.whole.min(part.whole)) };
+        let place = |byte: u64| cuts.binary_search(&byte).expect("a cut") as u64;
+        for (side, met) in [(&self.sending, &classes.sinks), (&self.needy, &classes.sources)] {
+            for held in side {
+                for &(lo, hi) in &held.spans {
+                    let lanes = lane.map_or(0, |lane| (hi - 1) / lane - lo / lane + 1);
+                    let pieces = place(hi) - place(lo) + lanes;
+                    all += pieces * met[held.cp_rank as usize].len() as u64 * self.layers.len() as u64;
+                    if all > MAX_PIECES {
+                        return all;
+                    }
+                }
+            }
+        }
+        all
+    }
 }
 
 impl Pairing<'_> {
     fn part(&mut self, group: &Group, p: usize, ours: &Holders, theirs: Option<&Holders>) -> Result<()> {
         let part = &group.parts[p];
+        let source = self.source;
         let layers = || ours.layers.iter().filter(|layer| layer.1 .0 == group.id);
         let mut sets: BTreeMap<(u64, &[usize], &[usize]), Vec<u64>> = BTreeMap::new();
         for (layer, (_, needy)) in layers() {
@@ -166,6 +210,7 @@ impl Pairing<'_> {
                 sets.entry((*from, sending, needy)).or_default().push(*layer);
             }
         }
+        let mut alike = Vec::new();
         for (layer, (_, needy)) in layers() {
             let theirs = match theirs {
                 Some(theirs) => theirs,
@@ -175,131 +220,98 @@ impl Pairing<'_> {
                 Some(held) => held,
                 None => return refuse_at("LAYER_MISSING", &at(group, part, "")),
             };
-            let home = self.source.group(*from).expect("owners have a group");
+            let home = source.group(*from).expect("owners have a group");
             let sent = home.parts.iter().find(|it| it.name == part.name).expect("owners have the part");
             compare(home, sent, group, part)?;
-            let classes = self.classes(home, group, part)?;
-            let held = |side: &'_ Holders, some: &[usize]| -> BTreeSet<Vec<(u64, u64)>> {
-                some.iter().map(|one| side.held[*one].spans.clone()).collect()
-            };
-            let families = match part.encoding {
-                None => vec![None],
-                Some(_) if !held(ours, needy).is_subset(&held(theirs, sending)) => {
-                    return refuse_at("LAYOUT_OPAQUE", &at(group, part, ""));
-                }
-                Some(_) => held(ours, needy).into_iter().map(Some).collect(),
-            };
+            self.classes(home, group, part)?;
             let layers = match sets.remove(&(*from, &sending[..], &needy[..])) {
                 Some(layers) => Rc::new(layers),
                 None => continue,
             };
-            for family in families {
-                let of = |side: &'_ Holders, some: &[usize]| -> Vec<usize> {
-                    let mine = |one: &&usize| family.as_ref().map_or(true, |family| *family == side.held[**one].spans);
-                    some.iter().filter(mine).copied().collect()
+            let sending: Vec<&Held> = sending.iter().map(|one| &theirs.held[*one]).collect();
+            let needy: Vec<&Held> = needy.iter().map(|one| &ours.held[*one]).collect();
+            if part.encoding.is_none() {
+                alike.push(Alike { home, sent, layers, sending, needy });
+                continue;
+            }
+            for family in needy.iter().map(|held| &held.spans).collect::<BTreeSet<_>>() {
+                let of = |side: &[&'_ Held]| -> Vec<usize> {
+                    (0..side.len()).filter(|one| side[*one].spans == *family).collect()
                 };
-                let (sending, needy) = (of(theirs, sending), of(ours, needy));
-                let sending: Vec<&Held> = sending.iter().map(|one| &theirs.held[*one]).collect();
-                let needy: Vec<&Held> = needy.iter().map(|one| &ours.held[*one]).collect();
-                self.cut(group, p, sent, &layers, &classes, &sending, &needy)?;
+                let sending: Vec<&Held> = of(&sending).into_iter().map(|one| sending[one]).collect();
+                let needy: Vec<&Held> = of(&needy).into_iter().map(|one| needy[one]).collect();
+                if sending.is_empty() {
+                    return refuse_at("LAYOUT_OPAQUE", &at(group, part, ""));
+                }
+                alike.push(Alike { home, sent, layers: layers.clone(), sending, needy });
             }
         }
-        Ok(())
+        for some in &alike {
+            self.counted += some.size(part, &*self.classes(some.home, group, part)?);
+            if self.counted > MAX_PIECES {
+                return refuse_at("TOO_LARGE", &at(group, part, ""));
+            }
+        }
+        alike.iter().try_for_each(|some| self.cut(group, p, some))
     }
 
-    /// Pairs of cp ranks of two groups that share a row at all.
-    fn classes(&mut self, from: &Group, to: &Group, part: &Part) -> Result<Rc<Vec<(u64, u64)>>> {
+    /// Which cp ranks of two groups share a row at all.
+    fn classes(&mut self, from: &Group, to: &Group, part: &Part) -> Result<Rc<Classes>> {
         if let Some(known) = self.classes.get(&(from.id, to.id)) {
             return Ok(known.clone());
         }
         if from.cp_size * to.cp_size > MAX_CLASS_PAIRS {
             return refuse_at("ROW_MISMATCH", &format!("groups[{}].cp_size", to.name));
         }
-        let runs = [from, to].into_iter().filter(|group| group.cp_size > 1).map(Group::places).sum::<u64>();
-        self.counted += runs;
-        if self.counted > MAX_PIECES {
+        self.runs += [from, to].into_iter().filter(|group| group.cp_size > 1).map(Group::places).sum::<u64>();
+        if self.runs > MAX_RUNS {
             return refuse_at("TOO_LARGE", &at(to, part, ""));
         }
-        let classes = Rc::new(meeting(from, to));
+        let empty = |group: &Group| vec![Vec::new(); group.cp_size as usize];
+        let mut classes = Classes { sinks: empty(from), sources: empty(to) };
+        for (c, d) in meeting(from, to) {
+            classes.sinks[c as usize].push(d);
+            classes.sources[d as usize].push(c);
+        }
+        let classes = Rc::new(classes);
         self.classes.insert((from.id, to.id), classes.clone());
         Ok(classes)
     }
 
-    /// Cuts a set of layers that the same ranks hold.
-    #[allow(clippy::too_many_arguments)]
-    fn cut(
-        &mut self,
-        group: &Group,
-        p: usize,
-        sent: &Part,
-        layers: &Rc<Vec<u64>>,
-        classes: &[(u64, u64)],
-        sending: &[&Held],
-        needy: &[&Held],
-    ) -> Result<()> {
-        let part = &group.parts[p];
-        let refuse = |code| refuse_at(code, &at(group, part, ""));
-        let spans = || sending.iter().chain(needy).flat_map(|held| &held.spans);
-        let cuts: Vec<u64> = spans().flat_map(|span| [span.0, span.1]).collect::<BTreeSet<u64>>().into_iter().collect();
+    fn cut(&mut self, group: &Group, p: usize, alike: &Alike) -> Result<()> {
+        let (part, cuts) = (&group.parts[p], alike.cuts());
+        let classes = self.classes(alike.home, group, part)?;
         let place = |byte: u64| cuts.binary_search(&byte).expect("a cut");
-        let ends = BTreeSet::from([0, part.lanes * part.whole]);
-        let all = ends.iter().filter(|end| cuts.binary_search(end).is_err()).count() + cuts.len();
-        self.counted += spans().map(|span| (place(span.1) - place(span.0)) as u64).sum::<u64>();
-        self.counted += all as u64 * classes.len() as u64;
-        if self.counted > MAX_PIECES {
-            return refuse("TOO_LARGE");
-        }
-        let mut of: BTreeMap<(bool, u64), Vec<Vec<u64>>> = BTreeMap::new();
-        for (side, some) in [(true, sending), (false, needy)] {
+        let mut sides: [BTreeMap<(usize, u64), Vec<u64>>; 2] = Default::default();
+        for (side, some) in sides.iter_mut().zip([&alike.sending, &alike.needy]) {
             for held in some {
-                let pieces = of.entry((side, held.cp_rank)).or_insert_with(|| vec![Vec::new(); cuts.len()]);
                 for span in &held.spans {
-                    pieces[place(span.0)..place(span.1)].iter_mut().for_each(|ranks| ranks.push(held.rank));
+                    for i in place(span.0)..place(span.1) {
+                        side.entry((i, held.cp_rank)).or_default().push(held.rank);
+                    }
                 }
             }
         }
-        let runs = layers.windows(2).filter(|pair| pair[1] != pair[0] + 1).count() as u64 + 1;
-        let (mut many, mut folded, mut fewer) = (0, 0, false);
-        let cut = [sent, part].iter().any(|it| it.whole != it.lane_bytes);
-        let lane = if cut { sent.whole.min(part.whole) } else { sent.whole.max(part.whole) };
-        for &(c, d) in classes {
-            let wanted = match of.get(&(false, d)) {
-                Some(wanted) => wanted,
-                None => continue,
-            };
-            for i in 0..cuts.len() {
-                if wanted[i].is_empty() {
-                    continue;
-                }
-                let held = match of.get(&(true, c)) {
-                    Some(held) if !held[i].is_empty() => held,
-                    _ => return refuse("COVERAGE"),
+        let [held, wanted] = sides;
+        for ((i, d), needy) in wanted {
+            let needy = Rc::new(needy);
+            for &c in &classes.sources[d as usize] {
+                let candidates = match held.get(&(i, c)) {
+                    Some(candidates) => candidates,
+                    None => return refuse_at("COVERAGE", &at(group, part, "")),
                 };
-                let (lo, hi, m) = (cuts[i], cuts[i + 1], wanted[i].len() as u64);
-                many += m;
-                folded += m * ((hi - 1) / lane - lo / lane + 1);
-                fewer |= m < held[i].len() as u64;
                 self.pieces.push(Piece {
                     group: group.id,
                     model: group.model,
                     part: p as u64,
-                    layers: layers.clone(),
-                    lo,
-                    hi,
+                    layers: alike.layers.clone(),
+                    lo: cuts[i],
+                    hi: cuts[i + 1],
                     classes: (c, d),
-                    candidates: Rc::new(held[i].clone()),
-                    needy: Rc::new(wanted[i].clone()),
+                    candidates: Rc::new(candidates.clone()),
+                    needy: needy.clone(),
                 });
             }
-        }
-        let each = layers.len() as u64;
-        self.shares += match (sent.whole != part.whole, fewer) {
-            (true, _) => folded * each,
-            (false, true) => many * each,
-            (false, false) => many * runs,
-        };
-        if self.shares > MAX_SHARES {
-            return refuse("TOO_LARGE");
         }
         Ok(())
     }

@@ -26,7 +26,7 @@ use plan::{digest, plan, Features, Plan};
 
 const HELLO: &str = concat!(
     r#""driver": 1, "name": "planner.rs", "version": "1", "language": "rust", "role": "both", "level": "L2", "#,
-    r#""extensions": ["cold", "inline", "json", "spread", "staged", "streams", "verify"]"#,
+    r#""extensions": ["cold", "deals", "inline", "json", "sections", "spread", "staged", "streams", "verify"]"#,
 );
 
 fn main() -> std::io::Result<()> {

@@ -183,7 +183,7 @@ def _refused(steps: int, name: str, code: str) -> Any:
 
 for _id, _steps, _name, _code in (
     ("LIVE-343", 0, "Hello", "BUSY"), ("LIVE-344", 1, "Describe", "DTYPE_MISMATCH"),
-    ("LIVE-345", 2, "Register", "TRANSPORT_FAILED"),
+    ("LIVE-345", 2, "Register", "TRANSPORT_FAILED"), ("LIVE-359", 1, "Describe", "LAYOUT_UNSUPPORTED"),
 ):  # fmt: skip
     scenario(_id, f"{_name} is answered by Refused", "KVP-SES-LOST", role="sink",
              guards=_LOST)(_refused(_steps, _name, _code))  # fmt: skip

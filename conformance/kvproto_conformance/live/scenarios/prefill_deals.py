@@ -17,7 +17,7 @@ def _dealing(run: PrefillRun) -> list[Sink]:
 
 
 @scenario("LIVE-161", "two sink ranks that deal tokens from an origin on, each of which takes its own",
-          "KVP-DCP-OWNER", "KVP-GRANT-COUNT", "KVP-TRN-HOLD",
+          "KVP-DCP-OWNER", "KVP-GRANT-COUNT", "KVP-TRN-HOLD", extensions=("DEALS",),
           guards="A rank gets rows of another, or all rows: it attends to tokens that are not its own.")  # fmt: skip
 def _shares(run: PrefillRun) -> None:
     sinks, prompt = _dealing(run), run.prompt()
@@ -37,8 +37,22 @@ def _alone(run: PrefillRun) -> None:
     run.hand_over(sink, run.prompt(), _ORIGIN - 3)
 
 
+@scenario("LIVE-164", "a sink that deals tokens: its Description is answered, or refused by name",
+          "KVP-GEO-UNSUPPORTED", "KVP-DSC-PATH",
+          guards="A source that plans no deals takes the rows of one rank for those of all.")  # fmt: skip
+def _either(run: PrefillRun) -> None:
+    sink = run.sink()
+    sink.greet()
+    data, digest = world.digest_of(world.dealt(run.live.geometry, _RANKS, _INTERLEAVE, _ORIGIN))
+    found = sink.ask("Describe", "Description", "Refused", version="1", geometry=data, digest=digest)
+    if found.name == "Refused":
+        code, path = (found.fields[key] for key in ("code", "path"))
+        good = (code, path) == ("LAYOUT_UNSUPPORTED", "geometry.groups[0].cp_size")
+        run.check("what a planner without deals refuses", good, f"{code} at {path!r}", "KVP-GEO-UNSUPPORTED")
+
+
 @scenario("LIVE-429", "a Transfer with a window that begins before the origin of the sink's deal", "KVP-DCP-WINDOW",
-          "KVP-TRN-CHECKS", level="L4",
+          "KVP-TRN-CHECKS", level="L4", extensions=("DEALS",),
           guards="Tokens that no rank owns are counted back from the origin, into rows of other tokens.")  # fmt: skip
 def _before(run: PrefillRun) -> None:
     sinks, prompt = _dealing(run), run.prompt()
