@@ -77,8 +77,9 @@ format: $(VENV)/.check
 	@$(VENV)/bin/ruff check --fix -q .
 	@$(VENV)/bin/ruff format .
 
+# Without -q: with it, mkdocs drops its warnings before --strict counts them.
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "the site is in build/site: open build/site/index.html, or run $(PY) -m mkdocs serve"
 
 coverage: $(VENV)/.test $(VENV)/.coverage

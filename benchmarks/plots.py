@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/vllm.md and docs/tiers.md from benchmarks/results.
+"""Draws the pictures of docs/gpu.md, docs/dcp_gpu.md, docs/vllm-figures.md and docs/tiers.md from benchmarks/results.
 
 `python benchmarks/plots.py [NAME ...]`: of transfer_gpu, dcp_gpu, vllm_gpu and tiers_disk (needs matplotlib, extra bench).
 """

@@ -88,6 +88,10 @@ class Options:
         thread: Whether an I/O thread drives the session; without it, call `step` or use `kvproto.asyncio.drive`.
         callbacks: The function that runs callbacks, such as `loop.call_soon_threadsafe` or `executor.submit`; None: the
             I/O thread or `step` runs them.
+        debug_pages: Source: whether to find pages that the engine changes between `finish` and the end of their copy.
+            `finish` then takes a checksum of each layer and page, and waits for it; it is compared when the last copy
+            to a sink is over. If one differs, the fetch is lost with VERIFY_FAILED, the request ends with Undelivered,
+            and both name the group, the layer and the page.
         part_bytes: Source: the least number of bytes of computed rows to copy while prefill is still running.
         first_part_ratio: Source: copy the first part once it is this many times as large as the rows still to come;
             None: chosen for the link.
@@ -117,6 +121,7 @@ class Options:
     insecure: bool = False
     thread: bool = True
     callbacks: Callable[[Callable[[], object]], object] | None = None
+    debug_pages: bool = False
     part_bytes: int = attrs.field(
         default=PART_BYTES, validator=_within(1, 1 << 62, "a whole number of bytes, at least 1", int)
     )

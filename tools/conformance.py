@@ -45,7 +45,7 @@ WORLDS = "gqa", "mla", "long"
 PAGE = """# Conformance results
 
 Reports of the [conformance suite](../conformance/README.md), made by `make conformance ARGS="--live --write"`.
-A cell says how many cases of a suite passed, of those that the implementation claims; an empty one is not claimed.
+A number alone means that all of these cases passed; an empty cell is not claimed.
 Suite {suite}, vectors {vectors}…, spec {spec}.
 
 {table}

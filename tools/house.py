@@ -28,6 +28,8 @@ SAME_NAME: dict[str, str] = {}
 SMALL: dict[str, str] = {}
 """Modules of kvproto/ that stay small beside their only user, and why."""
 
+_LAYERS = "docs/architecture.md"
+"""The page with the table of layers."""
 _FUNCTION_LINES = 70
 _MODULE_LINES = 60
 _REGISTRY_CLASSES = ("kvproto/wire/enums.py", "kvproto/wire/messages.py")
@@ -160,29 +162,29 @@ def _is_table(statement: ast.stmt) -> bool:
 
 
 def _layers(root: Path) -> Iterator[Problem]:
-    """Differences between README's table of layers, lowest first, and import-linter's contract, highest first."""
+    """Differences between the table of layers, lowest first, and import-linter's contract, highest first."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     levels = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     level_of = {name.strip(): n for n, level in enumerate(reversed(levels)) for name in level.split("|")}
     named: set[str] = set()
     reached = -1
-    rows = list(_table(root / "README.md", "| layer | folder |"))
+    rows = list(_table(root / _LAYERS, "| layer | folder |"))
     for number, cells in rows:
         row = list(_product_names(cells[1], level_of))
         for name in row:
             if name not in level_of:
                 text = f"{name} is in the table of layers and not in pyproject's contract: add it to one, or remove it"
-                yield Problem("README.md", number, text)
+                yield Problem(_LAYERS, number, text)
             elif level_of[name] < reached:
                 text = f"{name} is lower in pyproject's contract than a row above: move it up"
-                yield Problem("README.md", number, text)
+                yield Problem(_LAYERS, number, text)
         known = [level_of[name] for name in row if name in level_of]
         reached = max([reached, *known])
         named |= set(row)
     for name in level_of:
         if name not in named:
             text = f"layer {name} of pyproject's contract is in no row of the table: add it"
-            yield Problem("README.md", rows[0][0] if rows else 1, text)
+            yield Problem(_LAYERS, rows[0][0] if rows else 1, text)
 
 
 def _table(path: Path, head: str) -> Iterator[tuple[int, list[str]]]:

@@ -134,15 +134,24 @@ def matrix(reports: list[Json]) -> str:
 
 
 def matrix_text(reports: list[Json]) -> str:
-    """The same in Markdown."""
-    names = [name for name in SUITES if any(name in _counts(report) for report in reports)]
-    lines = [f"| implementation | claim | verdict | {' | '.join(names)} | date |", "|---" * (len(names) + 4) + "|"]
-    for report in reports:
-        cells = [f"{a:,}/{b:,}" if b else "" for a, b in (_counts(report).get(name, (0, 0)) for name in names)]
+    """The same in Markdown: a table of implementations, and one of suites, with a column for each implementation."""
+    lines = ["| implementation | claim | verdict | cases | date |", "|---|---|---|---:|---|"]
+    counts = [_counts(report) for report in reports]
+    for report, own in zip(reports, counts, strict=True):
         who, claim = (_cell_text(words) for words in (_who(report), _claim(report)))
-        row = [who, claim, report["verdict"], *cells, report["date"][:10]]
-        lines.append(f"| {' | '.join(row)} |")
+        cases = _cell_counts(sum(good for good, _ in own.values()), sum(number for _, number in own.values()))
+        lines.append(f"| {who} | {claim} | {report['verdict']} | {cases} | {report['date'][:10]} |")
+    heads = [_cell_text(f"{report['testee']['name']} {report['claim']['level']}") for report in reports]
+    lines += ["", f"| suite | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for name in SUITES:
+        if any(name in own for own in counts):
+            lines.append(f"| {name} | {' | '.join(_cell_counts(*own.get(name, (0, 0))) for own in counts)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell_counts(good: int, number: int) -> str:
+    """How many cases there are, if all passed; otherwise also how many did."""
+    return f"{number:,}" if good == number > 0 else f"{good:,}/{number:,}" if number else ""
 
 
 def _cell_text(words: str) -> str:

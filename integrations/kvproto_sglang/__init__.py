@@ -2,7 +2,7 @@
 
     KVPROTO_SGLANG='{"name": ...}' python -m sglang.launch_server ... --disaggregation-transfer-backend kvproto
 
-docs/sglang.md says the rest.
+docs/sglang-reference.md says the rest.
 """
 
 from kvproto_sglang.tickets import ticket_of

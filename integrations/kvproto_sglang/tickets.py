@@ -89,4 +89,4 @@ def asked_of(request: Any) -> Asked:
 
 
 def _bad(path: str, mine: str, yours: str) -> KvprotoError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, "see docs/sglang.md")
+    return LocalError(ErrorCode.OUT_OF_RANGE, path, mine, yours, "see docs/sglang-reference.md")

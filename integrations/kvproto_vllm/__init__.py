@@ -3,7 +3,7 @@ r"""kvproto for vLLM: a KV connector for prefill and decode engines, installed b
     vllm serve MODEL --kv-transfer-config \
         '{"kv_connector": "KvprotoConnector", "kv_connector_module_path": "kvproto_vllm", ...}'
 
-docs/vllm.md says the rest.
+docs/vllm-reference.md says the rest.
 """
 
 from typing import Any

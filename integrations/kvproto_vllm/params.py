@@ -106,4 +106,4 @@ def shorten(request: Any) -> None:
 
 
 def _bad(mine: str, yours: str) -> LocalError:
-    return LocalError(ErrorCode.OUT_OF_RANGE, "kv_transfer_params", mine, yours, "see docs/vllm.md")
+    return LocalError(ErrorCode.OUT_OF_RANGE, "kv_transfer_params", mine, yours, "see docs/vllm-reference.md")

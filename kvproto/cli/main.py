@@ -104,6 +104,8 @@ def _absent(reason: str, args: argparse.Namespace) -> int:
 def _errors(line: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for code in [_code(line, text) for text in args.code] or ErrorCode:
         print(f"0x{code:04x} {code.name:<22} {code.error_class:<13} {code.recovery:<12} {code.__doc__}")
+        if args.code:
+            print(f"       what to do: docs/troubleshooting.md#{code.name}")
     return 0
 
 

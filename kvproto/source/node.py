@@ -1,5 +1,6 @@
 """A turn of a source rank: receive, copy, answer, and report the requests whose pages are free."""
 
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,6 +19,7 @@ from kvproto.session.descriptions import Described
 from kvproto.session.records import Answer, Counters, SourceAttempt
 from kvproto.session.source import SourceSession
 from kvproto.source.copies import Copies, LentSourcePool
+from kvproto.source.page_guard import GuardedPages, PageGuard
 from kvproto.source.prefill import Computed, Finished, offered
 from kvproto.source.progress import CopyStep
 from kvproto.source.request import Request
@@ -29,6 +31,7 @@ from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
 
+_log = logging.getLogger("kvproto")
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")
 
@@ -54,6 +57,8 @@ class SourceNode:
         )
         self.tickets = self.endpoint.tickets
         self.tickets.wait = options.ticket_wait
+        self._guard: PageGuard | None = None
+        """Made with the first request that is guarded, for the pool of that time (`Options.debug_pages`)."""
         self._scheduler = Scheduler(options.part_bytes, options.first_part_ratio)
         self._copies = Copies(pool.memories, self._packed)
         self._background = Background()
@@ -103,6 +108,12 @@ class SourceNode:
             self._changed[request] = None
             self.tickets.hold(request.state, finished.since, time.monotonic())
             self.tickets.finish(request.state)
+
+    def guard(self, finished: Finished, axes: Mapping[str, int]) -> GuardedPages:
+        """Take checksums of a request's pages, between two turns (`Options.debug_pages`)."""
+        if self._guard is None or self._guard.pool is not self.pool:
+            self._guard = PageGuard(self.pool, self.transports[0])
+        return self._guard.guard(finished, axes)
 
     def refuse(self, request: Request, error: KvprotoError) -> None:
         """End a request that cannot be produced; until the ticket's deadline, sinks that ask for it receive the error.
@@ -280,6 +291,8 @@ class SourceNode:
             if not request.sends and (request.over is not None or not request.lent(now)):
                 del self._ending[request]
                 self.requests.pop(request, None)
+                if request.changed_for:
+                    request.over = Undelivered(request, getattr(request.over, "routed", ()), request.changed_for)
                 self._changed.pop(request, None)
                 self._events.append(request.conclude())
 
@@ -369,9 +382,11 @@ class SourceNode:
         for send in over[1:BEGUN]:
             self._summed(send, 0.0)
         for send in over:
-            if self._summed(send, until):
+            if self._summed(send, until) and self._unchanged(send, until):
                 send.request.sends.remove(send)
                 self._answer(send)
+                if send.check is not None and send.check.error is not None:
+                    self.refuse(send.request, send.check.error)
             else:
                 self._to_check[send] = None
 
@@ -382,6 +397,19 @@ class SourceNode:
         if send.sums is None:
             send.sums = Checksums(send.peer, send.program, self.pool.memories, send.attempt.session.features)
         return send.sums.advance(until)
+
+    def _unchanged(self, send: Send, until: float) -> bool:
+        """Compare its pages with what `finish` found, if that is asked for; whether that is over, or it has failed."""
+        finished = send.prefill.finished
+        if finished is None or finished.guarded is None or send.failure or send.unwanted():
+            return True
+        send.check = send.check or finished.guarded.check()
+        if not send.check.advance(until):
+            return False
+        if send.check.error is not None:
+            send.failure = send.request.changed_for[send.peer.pair.sink.rank] = send.check.error
+            _log.error("%s", send.check.error)
+        return True
 
     def _answer(self, send: Send) -> None:
         """Send Done, Offer or Failed, now that no copy of the send is under way."""

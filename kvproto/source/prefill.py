@@ -1,6 +1,7 @@
 """The rows of a request that prefill has computed: the program that copies them to one sink, and the items to read."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -18,6 +19,9 @@ from kvproto.source.progress import Available, layers_of
 from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Begin, Grants, HandOff
+
+if TYPE_CHECKING:
+    from kvproto.source.page_guard import GuardedPages
 
 IntArray = npt.NDArray[np.int64]
 
@@ -40,6 +44,8 @@ class Finished:
     """The handle of the device event after which the rows are written; None: they are already."""
     since: Mapping[int, int] = {}
     """The first token whose row is still held, by this side's group id, unless it is token 0."""
+    guarded: "GuardedPages | None" = None
+    """The checksums of its pages, with `Options.debug_pages`."""
 
     @property
     def events(self) -> tuple[int, ...]:

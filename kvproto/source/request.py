@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 
 from kvproto.errors import KvprotoError, LocalError, bad, check_type, check_whole
@@ -19,10 +20,13 @@ from kvproto.rank.handles import TicketHandle
 from kvproto.rank.page_tables import PageRules, PageTables, RequestTables, Since
 from kvproto.rank.pool import Pool
 from kvproto.session.tickets import TicketState
+from kvproto.source.page_guard import GuardedPages
 from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
 from kvproto.wire.enums import ErrorCode, Outcome
 
+_HOWEVER_LONG = -1.0
+"""The timeout of a lock that is waited for without end."""
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 
@@ -38,6 +42,9 @@ class RequestCalls(Protocol):
 
     def finish(self, request: Request, finished: Finished) -> None:
         """Serve the sinks, as prefill is over."""
+
+    def guard(self, finished: Finished, axes: Mapping[str, int]) -> GuardedPages:
+        """Take checksums of a request's pages."""
 
     def refuse(self, request: Request, error: KvprotoError) -> None:
         """End a request that cannot be produced."""
@@ -68,6 +75,8 @@ class Request(TicketHandle[Over]):
         """The session's state of its ticket; None until the request was accepted."""
         self.sends: list[Send] = []
         """The copies to each sink rank."""
+        self.changed_for: dict[int, KvprotoError] = {}
+        """By sink rank, the pages that were changed after `finish` and before its copy was over."""
         self.over: Over | None = None
         """The event with which it ends, once known; it ends when nothing reads its items any more."""
 
@@ -151,6 +160,10 @@ class Request(TicketHandle[Over]):
         self._tables.record(stated)
         self._finished, self.computed_at = True, time.monotonic()
         prefilled = Finished(stated.items, end, outcome, data, after, stated.since)
+        if self._rank.options.debug_pages:  # before the engine goes on and can change them
+            axes, ask = self.prompt.axes, self._rank._driver.between_turns
+            guarded = ask(lambda: self._calls.guard(prefilled, axes), _HOWEVER_LONG)
+            prefilled = attrs.evolve(prefilled, guarded=guarded)
         # a large request is left to the I/O thread, so that its copy does not hold up the engine
         small = end * self.pool.token_bytes <= _AT_ONCE
         self._post(lambda: self._calls.finish(self, prefilled), wait=small)

@@ -22,9 +22,10 @@ from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Begin, Grants, HandOff
 
 if TYPE_CHECKING:
+    from kvproto.source.page_guard import PageCheck
     from kvproto.source.request import Request
 
-_NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
+NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""
 
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
@@ -76,6 +77,8 @@ class Send:
     """Set when the last part is handed over."""
     sums: Checksums | None = None
     """Set when no copy is under way any more."""
+    check: PageCheck | None = None
+    """Set when no copy is under way any more, with `Options.debug_pages`."""
     failure: KvprotoError | None = None
     proof: Proof = Proof.PROVEN
     """Whether it is proven that no write of its copies can still arrive."""
@@ -224,7 +227,7 @@ class Scheduler:
             send.failure = error.kept()
             return []
         if send.peer.reads:
-            return [CopyStep(_NO_ROWS, None, finished.events, 0)]
+            return [CopyStep(NO_ROWS, None, finished.events, 0)]
         if send.begun:
             return send.progress.last(program, finished.events)
         return [CopyStep(program, None, finished.events, program.bytes)]

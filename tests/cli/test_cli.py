@@ -101,7 +101,9 @@ def test_bad_input_is_one_sentence(source: str, says: str, ran: Ran) -> None:
 
 
 def test_errors_by_name_or_number(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
-    first, second = ran("errors", "peer_lost", "0x0208").splitlines()
+    first, link, second, other = ran("errors", "peer_lost", "0x0208").splitlines()
+    assert link.endswith("docs/troubleshooting.md#PEER_LOST")
+    assert other.endswith("docs/troubleshooting.md#BAD_GRANT")
     assert first.startswith("0x040a PEER_LOST")
     assert second.startswith(f"0x0208 {ErrorCode(0x0208).name}")
     for wrong, said in (("PEER_LOSS", "is it PEER_LOST"), ("0xffff", "see `kvproto errors`")):

@@ -21,7 +21,7 @@ from .doors import address_in
 WAYS = [
     pytest.param(Options(), id="push"),
     pytest.param(Options(pull=True), id="pull"),
-    pytest.param(Options(verify="pages"), id="pages"),
+    pytest.param(Options(verify="pages", debug_pages=True), id="pages"),
 ]
 
 

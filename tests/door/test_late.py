@@ -192,6 +192,7 @@ def test_any_prefill_that_gives_pages_up(tmp_path: Path, seed: int) -> None:
     options = Options(
         pull=rng.random() < 0.3, part_bytes=1, first_part_ratio=rng.choice([0, None]), thread=False,
         verify=rng.choice([True, False, "pages"]),
+        debug_pages=rng.choice([True, False]),
     )  # fmt: skip
     with late(tmp_path, options, stages=rng.choice([1, 2])) as both:
         truth = [both.rows(layer, 0)[0].copy() for layer in range(LAYERS)]

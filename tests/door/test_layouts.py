@@ -19,7 +19,7 @@ from .doors import Two, address_in
 TOKENS, PAGES, POISON = 27, 10, 0xEE
 PROMPT = Prompt(range(TOKENS))
 WAYS = [
-    pytest.param(Options(thread=False, pull=pull, verify="pages"), id="pull" if pull else "push")
+    pytest.param(Options(thread=False, pull=pull, verify="pages", debug_pages=True), id="pull" if pull else "push")
     for pull in (False, True)
 ]
 LATENT = {"latent": 12, "rope": 4, "dtype": DType.U8}

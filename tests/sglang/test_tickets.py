@@ -118,7 +118,7 @@ def test_an_unknown_name_is_said_and_its_value_is_not() -> None:
 
 def test_the_router_of_the_page_has_both_engines_agree_on_a_ticket() -> None:
     """What it posts is read as each engine reads it; the answer of vLLM is as its connector makes it."""
-    page = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/sglang-reference.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     router: dict[str, Any] = {}
     exec(program, router)

@@ -13,7 +13,7 @@ type = "independence"
 type = "layers"
 layers = ["cli", "sink | source", "wire", "errors"]
 """
-README = """
+LAYERS = """
 | layer | folder | knows |
 |---|---|---|
 | spec | `spec/v1` | facts |
@@ -28,11 +28,11 @@ README = """
 
 @pytest.fixture
 def tree(tmp_path: Path):
-    """Writes files by name beside a README and a pyproject that agree, and returns the problems of the whole."""
+    """Writes files by name beside a page of layers and a pyproject that agree, and returns the problems of the whole."""
 
     def check(**files: str) -> list[str]:
-        for name, text in {"README": README, "pyproject": PROJECT, **files}.items():
-            ending = {"README": ".md", "pyproject": ".toml"}.get(name, ".py")
+        for name, text in {"docs__architecture": LAYERS, "pyproject": PROJECT, **files}.items():
+            ending = {"docs__architecture": ".md", "pyproject": ".toml"}.get(name, ".py")
             path = tmp_path / (name.replace("__", "/") + ending)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -116,10 +116,10 @@ def test_tables_are_laid_out_by_hand(tree, code):
 
 
 @pytest.mark.parametrize(("row", "other", "problem"), [
-    ("`kvproto/source`, `kvproto/sink`", "`kvproto/source`", "README.md:4: layer sink of pyproject's contract is in no row of the table: add it"),
-    ("`kvproto/cli`", "`kvproto/cli`, `kvproto/net`", "README.md:7: net is in the table of layers and not in pyproject's contract: add it to one, or remove it"),
-    ("`kvproto/errors.py`, `wire`", "`kvproto/wire`", "README.md:4: layer errors of pyproject's contract is in no row of the table: add it"),
-    ("`spec/v1`", "`kvproto/sink`", "README.md:5: wire is lower in pyproject's contract than a row above: move it up"),
+    ("`kvproto/source`, `kvproto/sink`", "`kvproto/source`", "docs/architecture.md:4: layer sink of pyproject's contract is in no row of the table: add it"),
+    ("`kvproto/cli`", "`kvproto/cli`, `kvproto/net`", "docs/architecture.md:7: net is in the table of layers and not in pyproject's contract: add it to one, or remove it"),
+    ("`kvproto/errors.py`, `wire`", "`kvproto/wire`", "docs/architecture.md:4: layer errors of pyproject's contract is in no row of the table: add it"),
+    ("`spec/v1`", "`kvproto/sink`", "docs/architecture.md:5: wire is lower in pyproject's contract than a row above: move it up"),
 ])  # fmt: skip
 def test_the_table_of_layers_and_the_contract(tree, row, other, problem):
-    assert problem in tree(README=README.replace(row, other))
+    assert problem in tree(docs__architecture=LAYERS.replace(row, other))

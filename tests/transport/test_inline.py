@@ -18,7 +18,7 @@ from kvproto.wire.enums import ErrorCode, Feature, Proof
 from tests.errors import raises
 from tests.node.stages import Stage
 
-DOCS = Path(__file__).parents[2] / "docs/embed.md"
+DOCS = Path(__file__).parents[2] / "docs/reference.md"
 
 
 def stream(link: InlineLink, rows: int, grows: bool = False) -> InlineStream:

@@ -261,7 +261,7 @@ def test_parameters_without_effect_are_named(params: Any, says: str, caplog: pyt
     assert made.finished(asked) == (False, None)
     (record,) = caplog.records
     assert (record.levelname, record.getMessage().startswith("request a is computed here: ")) == ("WARNING", True)
-    assert record.getMessage().endswith(f"got {says} (see docs/vllm.md)")
+    assert record.getMessage().endswith(f"got {says} (see docs/vllm-reference.md)")
 
 
 @pytest.mark.parametrize(("params", "roles"), [(PREFILL, (False, True)), (decode(), (True, False))])

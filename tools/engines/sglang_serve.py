@@ -24,7 +24,7 @@ from tools.engines.vllm_models import make
 
 __all__ = ["main"]
 
-_PAGE = Path(__file__).parents[2] / "docs/sglang.md"
+_DOCS = Path(__file__).parents[2] / "docs"
 _SMALL = "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.5 --log-level warning --random-seed 0"
 
 
@@ -39,12 +39,12 @@ def main(argv: list[str]) -> int:
 
 def _differences(model: Path, folder: Path) -> Iterator[str]:
     folder.chmod(0o700)
-    page = _PAGE.read_text()
+    page = (_DOCS / "sglang.md").read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     servers = [block for block in blocks if block.startswith("KVPROTO_SGLANG=")]
     (both,) = (block for block in blocks if "sglang_router" in block)
     router, curl = both.split("\n\n")
-    (flags,) = re.findall(r"`CPU=\"(.*?)\"`", page)
+    (flags,) = re.findall(r"^CPU=\"(.*?)\"$", page, re.MULTILINE)
     known = {"/run/kv": str(folder), "MODEL": f"{model} {_SMALL}", "$CPU": flags, "python ": f"{sys.executable} "}
     known |= {port: str(free_port()) for port in ("30000", "30100", "30200", "8998")}
 
@@ -62,7 +62,7 @@ def _differences(model: Path, folder: Path) -> Iterator[str]:
             running.append(started(command.replace("{", f'{{"description": "/run/kv/{name}.json", ', 1)))
         for port in ("30100", "30200"):
             wait(known[port], running)
-        check = re.findall(r"`(kvproto check .*?)`", page)[0].replace(
+        check = re.findall(r"`(kvproto check .*?)`", (_DOCS / "sglang-reference.md").read_text())[0].replace(
             "kvproto", f"{Path(sys.executable).parent}/kvproto", 1
         )
         fit = subprocess.run(["bash", "-ec", filled(check)], capture_output=True, text=True)

@@ -1,7 +1,7 @@
-"""docs/vllm.md as a user follows it: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS [NAME]`.
+"""docs/vllm.md and vllm-reference.md as a user follows them: two servers, curl, a proxy. `ENGINE/python -m tools.engines.vllm_serve MODELS [NAME]`.
 
-The commands are those of the page. Only the model, the folder, the ports and what makes a server small are put in. With
-the NAME of a model (tools/engines/vllm_models.py) each server has two data-parallel replicas of it, as the page says.
+The commands are those of the pages. Only the model, the folder, the ports and what makes a server small are put in. With
+the NAME of a model (tools/engines/vllm_models.py) each server has two data-parallel replicas of it, as the reference says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tools.engines.vllm_models import make
 
 __all__ = ["main"]
 
-_PAGE = Path(__file__).parents[2] / "docs/vllm.md"
+_ROOT = Path(__file__).parents[2]
+_PAGES = [_ROOT / "docs/vllm.md", _ROOT / "docs/vllm-reference.md"]
 _REPLICAS = {
     "--port": "--data-parallel-size 2 --port", "prefill-{rank}": "prefill-{replica}-{rank}",
     '{"prefill": "ipc:///run/kv/prefill-0"}':
@@ -49,7 +50,9 @@ def main(argv: list[str]) -> int:
 
 def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
     folder.chmod(0o700)
-    blocks = re.findall(r"```\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    blocks = [
+        block for page in _PAGES for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
     commands = [block for block in blocks if block.startswith("vllm serve")]
     firsts = ("curl", "TICKET=", "kvproto check", "curl -s localhost:8200/metrics")
     curl, both, check, count = (next(b for b in blocks if b.startswith(word)) for word in firsts)
@@ -96,7 +99,7 @@ def _differences(model: Path, folder: Path, replicas: bool) -> Iterator[str]:
             yield f"kvproto check: {fit.stdout}{fit.stderr}"
         port = free_port()
         proxy = [sys.executable, "-m", "tools.engines.proxy", str(port), f"http://localhost:{ports['8100']}", decode]
-        running.append(subprocess.Popen(proxy, env=env, cwd=_PAGE.parents[1]))
+        running.append(subprocess.Popen(proxy, env=env, cwd=_ROOT))
         wait(port, running, "")
         long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 4
         for text in (prompt, long, *(long[n:] for n in range(8 * replicas))):

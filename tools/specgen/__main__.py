@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, testees, vectors
+from tools.specgen import clauses, drawings, forms, lock, markdown, named, promela, python, shown, testees, vectors
 from tools.specgen.lint import RegistryError, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, load
 
@@ -45,6 +45,7 @@ def outputs() -> dict[Path, str]:
         SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
         SPEC / "clauses.json": clauses.as_json(facts),
         **markdown.pages(facts),
+        **drawings.drawings(facts),
         **codec,
         **forms.forms(facts, codec),
         **testees.testees(facts),

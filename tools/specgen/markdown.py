@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.specgen.clauses import binds, clauses
+from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
 from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
@@ -145,7 +147,7 @@ def _span(f: Facts) -> str:
 
 def errors(facts: Facts) -> str:
     """Every error and what to do."""
-    out = ["| code | name | class | recovery | |", "|---|---|---|---|---|"]
+    out = ["| code | name | class | recovery | meaning |", "|---|---|---|---|---|"]
     out += [
         f"| `0x{e['code']:04X}` | `{n}` | {e['class']} | {e['recovery']} | {e['doc']} |"
         for n, e in facts["error"].items()
@@ -155,7 +157,7 @@ def errors(facts: Facts) -> str:
 
 def limits(facts: Facts, scope: str = "body") -> str:
     """The limits of a scope; by default those of every reader."""
-    out = ["| limit | value | unit | |", "|---|---|---|---|"]
+    out = ["| limit | value | unit | meaning |", "|---|---|---|---|"]
     rows = ((n, r) for n, r in facts["limit"].items() if r["scope"] == scope)
     out += [f"| `{n}` | {r['value']} | {r['unit']} | {r['doc']} |" for n, r in rows]
     return "\n".join(out)
@@ -179,13 +181,13 @@ def plan_limits(facts: Facts) -> str:
 def metrics(facts: Facts) -> str:
     """Metrics, the values of their labels, and their buckets."""
     out = ["Every metric has the labels `engine`, `replica` and `rank` of the side that shows it, and its `role`.", ""]
-    out += ["| metric | type | unit | shown by | labels | |", "|---|---|---|---|---|---|"]
+    out += ["| metric | type | unit | shown by | labels | meaning |", "|---|---|---|---|---|---|"]
     for name, row in facts["metric"].items():
         labels = ", ".join(f"`{label}`" for label in row["labels"]) or "-"
         out.append(
             f"| `{name}` | {row['type']} | {row['unit']} | {', '.join(row['roles'])} | {labels} | {row['doc']} |"
         )
-    out += ["", "| label | value | |", "|---|---|---|"]
+    out += ["", "| label | value | meaning |", "|---|---|---|"]
     for name, values in facts["metric_label"].items():
         out += [f"| `{name}` | `{value}` | {doc} |" for value, doc in values.items()]
     out += ["| `code` | names of [errors](errors.md) | |", "| `group` | names of the side's own groups | |", ""]
@@ -250,7 +252,7 @@ def _anchor(title: str) -> str:
 def exempt(facts: Facts) -> str:
     """Clauses that no test names, and why."""
     out = ["| reason | means |", "|---|---|", *(f"| {name} | {doc} |" for name, doc in REASONS.items())]
-    out += ["", "| clause | reason | shown by | |", "|---|---|---|---|"]
+    out += ["", "| clause | reason | shown by | because |", "|---|---|---|---|"]
     for id_, row in exemptions(facts).items():
         shown = f"`{row['shown']}`" if "shown" in row else ""
         out.append(f"| `{id_}` | {row['reason']} | {shown} | {row['note']} |")
@@ -259,13 +261,13 @@ def exempt(facts: Facts) -> str:
 
 def fact_names(facts: Facts) -> str:
     """Names of identity facts."""
-    out = ["| fact | rule | |", "|---|---|---|"]
+    out = ["| fact | rule | meaning |", "|---|---|---|"]
     return "\n".join([*out, *(f"| `{n}` | {r['rule']} | {r['doc']} |" for n, r in facts["fact"].items())])
 
 
 def parts(facts: Facts) -> str:
     """Names of parts, and their aliases."""
-    out = ["| part | a lane | a row | | aliases |", "|---|---|---|---|---|"]
+    out = ["| part | a lane | a row | meaning | aliases |", "|---|---|---|---|---|"]
     for name, row in facts["part"].items():
         doc = row["doc"] + (f" A share of `{row['of']}`." if "of" in row else "")
         doc += f" `{row['scales']}` means nothing without them." if "scales" in row else ""
@@ -276,7 +278,7 @@ def parts(facts: Facts) -> str:
 
 def part_groups(facts: Facts) -> str:
     """Groups of the field, by their parts."""
-    out = ["| group | items | parts | perhaps | | also called |", "|---|---|---|---|---|---|"]
+    out = ["| group | items | parts | perhaps | meaning | also called |", "|---|---|---|---|---|---|"]
     for name, row in facts["group"].items():
         cells = (", ".join(f"`{x}`" for x in row[key]) or "-" for key in ("has", "may"))
         out.append(
@@ -294,7 +296,7 @@ def predicates(facts: Facts) -> str:
 
 def features(facts: Facts) -> str:
     """Optional behaviour."""
-    out = ["| value | feature | status | | clauses |", "|---|---|---|---|---|"]
+    out = ["| value | feature | status | meaning | clauses |", "|---|---|---|---|---|"]
     of = {feature: row["title"] for row in facts["profile"].values() for feature in row.get("features", ())}
     for n, r in facts["feature"].items():
         where = f"[{of[n].lower()}](clauses.md#{_anchor(of[n])})"
@@ -303,28 +305,30 @@ def features(facts: Facts) -> str:
 
 
 def machines(facts: Facts) -> str:
-    """Both transition tables."""
+    """Both machines: a drawing, and a table of states and messages."""
     out = []
     for name, machine in facts["machine"].items():
-        out += [f"**{name.title()}**: {machine['doc']}", "", "| state | | message: next state |", "|---|---|---|"]
-        rows = moves(facts, name)
+        out += [f"### States of a {name}", "", machine["doc"], ""]
+        out += [f"![States of a {name}: {about(name)}](../assets/{name}-states.svg)", ""]
+        out += ["| state | meaning |", "|---|---|", *(f"| {s['name']} | {s['doc']} |" for s in machine["state"]), ""]
+        out += ["| state | message | next state | needs |", "|---|---|---|---|"]
+        cells: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+        for before, message, after, features in moves(facts, name):
+            cells.setdefault((before, after, features), []).append(message)
         for state in machine["state"]:
-            here = [(m, after, features) for before, m, after, features in rows if before == state["name"]]
-            said = ", ".join(f"{m}: {after}{_behind(features)}" for m, after, features in here)
-            out.append(f"| {state['name']}{_behind(state.get('feature', ()))} | {state['doc']} | {said or '-'} |")
+            for (before, after, features), some in cells.items():
+                if before == state["name"]:
+                    goes = "stays" if after == before else after
+                    out.append(f"| {before} | {', '.join(some)} | {goes} | {' or '.join(features)} |")
         out.append("")
     return "\n".join(out).rstrip()
 
 
-def _behind(features: Sequence[str]) -> str:
-    return f" ({' or '.join(features)})" if features else ""
-
-
 def delivery(facts: Facts) -> str:
     """Delivery classes and statuses."""
-    out = ["| delivery | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
+    out = ["| delivery | meaning |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["delivery"].items())]
     return "\n".join(
-        [*out, "", "| status | |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
+        [*out, "", "| status | meaning |", "|---|---|", *(f"| {n} | {doc} |" for n, doc in facts["status"].items())]
     )
 
 
@@ -337,8 +341,34 @@ def dump(facts: Facts) -> str:
     return f"```\n{explain(bytes.fromhex(frame), secrets=True)}\n```"
 
 
+_TOPICS = {
+    "Wire format": ("conventions", "framing", "messages", "negotiation"),
+    "Planning": ("model", "dcp", "planning"),
+    "Lowering": ("lowering", "verify"),
+    "Sessions and transfers": ("session", "registration", "transfers", "epochs", "handoff"),
+    "Transports and keys": ("pull", "packed", "zeromq"),
+    "Cached pages": ("tiers",),
+}
+"""Pages to which a topic of decision records belongs, for those that have pages."""
+_RECORD = re.compile(r"^## (\d{4}-\d\d-\d\d): (.*)\n(?:<!-- topic: (.*) -->\n)?", re.MULTILINE)
+
+
+def decisions(_facts: Facts) -> str:
+    """Decision records by topic, each topic with its pages; records that name none come last."""
+    topics: dict[str, list[str]] = {topic: [] for topic in _TOPICS}
+    for date, title, topic in _RECORD.findall((SPEC / "../rationale/choices.md").read_text()):
+        link = re.sub(r"[^\w -]", "", f"{date}-{title}".lower()).replace(" ", "-")
+        topics.setdefault(topic or "Other", []).append(f"* [{title}](#{link})")
+    out = []
+    for topic, records in sorted(topics.items(), key=lambda item: item[0] == "Other"):
+        pages = ", ".join(f"[{page}](../v1/{page}.md)" for page in _TOPICS.get(topic, ()))
+        out += [f"### {topic}", "", *([f"Pages: {pages}.", ""] if pages else []), *records, ""]
+    return "\n".join(out).rstrip()
+
+
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "../README.md": {"profiles": profiles},
+    "../rationale/choices.md": {"decisions": decisions},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
