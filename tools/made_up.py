@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from tools.specgen import forms, testees, vectors
 from tools.specgen.__main__ import modules
 from tools.specgen.lint import DIGESTED, lint
-from tools.specgen.registry import ROOT, SPEC, Facts
+from tools.specgen.registry import ROOT, SPEC, Facts, as_json
 
 __all__ = ["build", "major", "minor"]
 
@@ -104,7 +103,7 @@ def build(facts: Facts, folder: Path) -> None:
     )
     codec = vectors.vectors(facts)
     made = {**modules(facts), **testees.testees(facts), **codec, **forms.forms(facts, codec)}
-    made[SPEC / "registry.json"] = json.dumps(facts)
+    made[SPEC / "registry.json"] = as_json(facts)
     for path, text in made.items():
         place = folder / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)

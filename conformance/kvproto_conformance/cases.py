@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvproto_conformance.claims import SUITES, Claim, extensions_of
+from kvproto_conformance.claims import SUITES, Claim, extensions_of, extensions_with
 from kvproto_conformance.codec.facts import MESSAGE_TYPES
 from kvproto_conformance.data import VECTORS, sentence
 
@@ -50,6 +50,8 @@ class Case:
     """The message or struct that it is about, if any."""
     needs: frozenset[str] = frozenset()
     """Extensions that a claim needs for this case to apply."""
+    either: frozenset[str] = frozenset()
+    """Extensions of which a claim needs one, as its message or struct belongs to no other profile."""
     role: str = ""
     """Source or sink, if the case is for one role only."""
 
@@ -75,14 +77,16 @@ def load(folder: Path = VECTORS) -> list[Case]:
                     name = suite if suite in _CLAUSES else file["suite"]
                     clause = _CLAUSES.get(suite, row["clause"])
                     needs = extensions_of(suite, row.get("features", []))
-                    found.append(Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], _about(row), needs))
+                    about = _about(row)
+                    either = extensions_with(row.get("message") or row.get("struct") or about)
+                    found.append(Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either))
     return sorted(found, key=lambda case: [*SUITES].index(case.suite))
 
 
 def claimed(cases: list[Case], claim: Claim) -> list[Case]:
     """The cases by which a claim is judged; a reader only reads."""
     roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
-    found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
+    found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.either, c.about)]
     if claim.role != "reader":
         return found
     read = [attrs.evolve(c, asks=tuple(ask for ask in c.asks if ask.question["op"] not in WRITES)) for c in found]

@@ -267,7 +267,7 @@ def listed(args: Namespace) -> int:
 def _facts(case: Case) -> Json:
     return {
         "id": case.id, "level": SUITES[case.suite].level, "suite": case.suite, "clause": case.clause,
-        "must": case.must, "extensions": sorted(case.needs), "about": case.about, "note": case.note,
+        "must": case.must, "extensions": sorted(case.needs), "either": sorted(case.either), "about": case.about, "note": case.note,
     }  # fmt: skip
 
 

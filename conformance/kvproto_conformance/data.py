@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence"]
+__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence", "spec"]
 
 VERSION = version("kvproto")
 """The suite's version, which is that of the distribution."""
@@ -39,6 +39,11 @@ def _clauses() -> dict[str, dict[str, str]]:
 def sentence(clause: str) -> dict[str, str]:
     """The `text`, `page` and `keyword` of a clause of the specification; the text of an unknown clause is empty."""
     return _clauses().get(clause, {"text": "", "page": "", "keyword": "MUST"})
+
+
+def spec() -> str:
+    """The version of the specification, such as 1.0-rc1."""
+    return str(json.loads(REGISTRY.read_text(encoding="utf-8"))["version"])
 
 
 def digest(folder: Path = VECTORS) -> str:

@@ -269,7 +269,8 @@ OPS = {
     "inline": inline, "decode_stream": streamed,
 }  # fmt: skip
 
-EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline",
+              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
 HELLO = {"driver": 1, "name": "kvproto", "version": version("kvproto"), "language": "python",
          "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 

@@ -43,7 +43,8 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "late": lambda q: late.served(q["group"], q["cp_rank"], q["grant"], [int(token) for token in q["since"]]),
     **dict.fromkeys(("owner", "length", "pages", "slots", "merge"), dcp.answer),
 }
-EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline"]
+EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline",
+              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
 HELLO = {
     "driver": 1,
     "name": "second opinion",

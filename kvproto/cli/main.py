@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvproto", description="Tools for the contract by which LLM engines hand over KV caches."
     )
     parser.add_argument(
-        "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"
+        "--version", action="version", version=f"kvproto {__version__}, spec {tables.SPEC}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("decode", help="print one frame, field by field; secrets are left out")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tools.files import renew
 from tools.specgen import clauses, forms, lock, markdown, named, promela, python, shown, testees, vectors
 from tools.specgen.lint import RegistryError, lint
-from tools.specgen.registry import ROOT, SPEC, Facts, load
+from tools.specgen.registry import ROOT, SPEC, Facts, as_json, load
+from tools.specgen.stamp import stamped
 
 __all__ = ["main", "modules", "outputs"]
 
@@ -39,16 +39,17 @@ def outputs() -> dict[Path, str]:
     facts = load()
     lint(facts)
     codec = vectors.vectors(facts)
-    return {
+    made = {
         **modules(facts),
         SPEC / "lifecycle/moves.pml": promela.moves_model(facts),
-        SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
+        SPEC / "registry.json": as_json(facts),
         SPEC / "clauses.json": clauses.as_json(facts),
         **markdown.pages(facts),
         **codec,
         **forms.forms(facts, codec),
         **testees.testees(facts),
     }
+    return made | stamped(facts, made)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.specgen.edges import edges, many_values
-from tools.specgen.registry import SPEC, Facts
+from tools.specgen.registry import SPEC, Facts, version
 from tools.specgen.vectors import uint
 
 __all__ = ["forms"]
@@ -79,12 +79,12 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
         "codec/enums": list(_enums(facts, rows)),
         "codec/edges": edges(facts),
     }
-    return {SPEC / f"vectors/{name}.json": _text(name, file_cases) for name, file_cases in files.items()}
+    return {SPEC / f"vectors/{name}.json": _text(facts, name, file_cases) for name, file_cases in files.items()}
 
 
-def _text(suite: str, cases: Iterable[Case]) -> str:
+def _text(facts: Facts, suite: str, cases: Iterable[Case]) -> str:
     lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
-    return f'{{"suite": "{Path(suite).name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
+    return f'{{"suite": "{Path(suite).name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
 
 
 def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[Any]]) -> Iterator[Case]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tools.specgen.registry import Facts, moves
+from tools.specgen.registry import CORE, Facts, moves
 
 __all__ = ["DIGESTED", "RegistryError", "lint"]
 
@@ -166,6 +166,7 @@ def _bodies(facts: Facts) -> None:
     _need(not structs.keys() & messages.keys(), "a struct has the name of a message")
     for name, body in (structs | messages).items():
         _need({"since", "doc", "field"} <= body.keys(), f"{name}: a fact is missing")
+        _need(body.get("profile", CORE) in facts["profile"], f"{name}: profile {body.get('profile')}")
         _ascend([f["id"] for f in body["field"]], f"{name}: field ids")
         _need(len({f["name"] for f in body["field"]}) == len(body["field"]), f"{name}: field names repeat")
         required = sum(f["presence"] == "required" for f in body["field"])

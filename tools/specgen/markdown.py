@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.specgen.clauses import binds, clauses
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
-from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
+from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, version
 
 __all__ = ["pages", "renewed"]
 
@@ -339,8 +339,20 @@ def dump(facts: Facts) -> str:
     return f"```\n{explain(bytes.fromhex(frame), secrets=True)}\n```"
 
 
+def stated(facts: Facts) -> str:
+    """The specification's version."""
+    return f"Version {version(facts)}."
+
+
+def candidates(facts: Facts) -> str:
+    """Every candidate and why it was opened."""
+    out = ["| candidate | day | why |", "|---|---|---|"]
+    return "\n".join([*out, *(f"| {row['version']} | {row['day']} | {row['why']} |" for row in facts["candidate"])])
+
+
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
-    "../README.md": {"profiles": profiles},
+    "../README.md": {"version": stated, "profiles": profiles},
+    "../rationale/candidates.md": {"candidates": candidates},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from tools.specgen.registry import SPEC, Facts
+from tools.specgen.registry import SPEC, Facts, version
 
 __all__ = ["Body", "Case", "Node", "binary", "ext", "numbers", "raw", "text", "uint", "vectors"]
 
@@ -40,7 +40,7 @@ def vectors(facts: Facts) -> dict[Path, str]:
         cases = list(Body(facts, name, judged).cases())
         lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
         head = (
-            f'{{"suite": "{name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n'
+            f'{{"suite": "{name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n'
         )
         number = f"{facts['message'][name]['id']:04x}" if name in facts["message"] else "struct"
         files[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"

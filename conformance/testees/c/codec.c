@@ -1398,7 +1398,7 @@ static void answer_stream(const Json *chunks) {
 #ifdef CLAIM /* of a file that includes this one, and answers more */
 static bool answer_more(const char *op, const Json *question);
 #else
-#define CLAIM "\"name\": \"codec.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"codec\", \"level\": \"L1\", \"extensions\": [\"json\", \"streams\"]"
+#define CLAIM "\"name\": \"codec.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"codec\", \"level\": \"L1\", \"extensions\": [\"json\", \"streams\", \"epochs\", \"intent\", \"inline\", \"staged\", \"pull\", \"catalogue\", \"storage\"]"
 #define answer_more(op, question) false
 #endif
 static void answer(const Json *question) {

@@ -1121,7 +1121,7 @@ pub fn answer(question: &Json) -> Option<String> {
 
 const HELLO: &str = concat!(
     r#""driver": 1, "name": "codec.rs", "version": "1", "language": "rust", "#,
-    r#""role": "codec", "level": "L1", "extensions": ["json", "streams"]"#,
+    r#""role": "codec", "level": "L1", "extensions": ["json", "streams", "epochs", "intent", "inline", "staged", "pull", "catalogue", "storage"]"#,
 );
 
 pub fn told(frame: Result<(&'static Layout, Record)>) -> String {

@@ -26,7 +26,7 @@ use plan::{digest, plan, Features, Plan};
 
 const HELLO: &str = concat!(
     r#""driver": 1, "name": "planner.rs", "version": "1", "language": "rust", "role": "both", "level": "L2", "#,
-    r#""extensions": ["cold", "inline", "json", "spread", "staged", "streams", "verify"]"#,
+    r#""extensions": ["catalogue", "cold", "epochs", "inline", "intent", "json", "pull", "spread", "staged", "storage", "streams", "verify"]"#,
 );
 
 fn main() -> std::io::Result<()> {
