@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.specgen import forms, testees, vectors
+from tools.specgen import minors, testees
 from tools.specgen.__main__ import modules
 from tools.specgen.lint import DIGESTED, lint
 from tools.specgen.registry import ROOT, SPEC, Facts, as_json
@@ -101,8 +101,7 @@ def build(facts: Facts, folder: Path) -> None:
     shutil.copytree(
         ROOT / "conformance/testees", folder / "conformance/testees", ignore=shutil.ignore_patterns("__pycache__")
     )
-    codec = vectors.vectors(facts)
-    made = {**modules(facts), **testees.testees(facts), **codec, **forms.forms(facts, codec)}
+    made = {**modules(facts), **testees.testees(facts), **minors.vectors(facts)}
     made[SPEC / "registry.json"] = as_json(facts)
     for path, text in made.items():
         place = folder / path.relative_to(ROOT)

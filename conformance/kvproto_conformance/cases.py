@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvproto_conformance.claims import SUITES, Claim, extensions_of, extensions_
 from kvproto_conformance.codec.facts import MESSAGE_TYPES
 from kvproto_conformance.data import VECTORS, sentence
 
-__all__ = ["WRITES", "Ask", "Case", "claimed", "load"]
+__all__ = ["WRITES", "Ask", "Case", "claimed", "load", "of_minor"]
 
 Json = dict[str, Any]
 WRITES = frozenset({"encode", "encode_struct"})
@@ -54,6 +54,8 @@ class Case:
     """Extensions of which a claim needs one, as its message or struct belongs to no other profile."""
     role: str = ""
     """Source or sink, if the case is for one role only."""
+    minors: range = range(256)
+    """The minor versions whose implementations it is for: from that of what it is about, until another case takes its place."""
 
     @property
     def must(self) -> bool:
@@ -79,13 +81,34 @@ def load(folder: Path = VECTORS) -> list[Case]:
                     needs = extensions_of(suite, row.get("features", []))
                     about = _about(row)
                     either = extensions_with(row.get("message") or row.get("struct") or about)
-                    found.append(Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either))
+                    minors = range(_minor(row.get("as_of", "1.0")), _minor(row.get("until", "1.256")))
+                    found.append(
+                        Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either, minors=minors)
+                    )
     return sorted(found, key=lambda case: [*SUITES].index(case.suite))
 
 
-def claimed(cases: list[Case], claim: Claim) -> list[Case]:
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2])
+
+
+def of_minor(cases: Iterable[Case], minor: int) -> list[Case]:
+    """The cases for an implementation that was made for a minor version; the frames that it writes say so."""
+    return [attrs.evolve(case, asks=tuple(_written(ask, minor) for ask in case.asks)) for case in cases if minor in case.minors]
+
+
+def _written(ask: Ask, minor: int) -> Ask:
+    """A question, with the minor version in the frame that is to be written; that of a message of major 0 stays."""
+    frame = str(ask.expected.get("frame", ""))
+    if int(frame[8:10] or "0", 16) == 0 or int(frame[10:12], 16) == minor:
+        return ask
+    return attrs.evolve(ask, expected=ask.expected | {"frame": f"{frame[:10]}{minor:02x}{frame[12:]}"})
+
+
+def claimed(cases: Iterable[Case], claim: Claim) -> list[Case]:
     """The cases by which a claim is judged; a reader only reads."""
     roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
+    cases = of_minor(cases, claim.minor)
     found = [c for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.either, c.about)]
     if claim.role != "reader":
         return found

@@ -98,6 +98,8 @@ class Claim:
     extensions: frozenset[str] = frozenset()
     messages: frozenset[str] = frozenset()
     """The messages and structs that it reads, unless it reads all."""
+    minor: int = 0
+    """The minor version of the specification that it was made for."""
 
     def asks(self, suite: str, needs: frozenset[str], either: frozenset[str], about: str) -> bool:
         """Whether a case counts: by its suite, the extensions it needs, all or `either`, and its message or struct (empty: any)."""

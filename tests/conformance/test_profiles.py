@@ -3,13 +3,15 @@
 import importlib
 import json
 import pkgutil
+import sys
+from pathlib import Path
 
 import pytest
 
 from kvproto_conformance.cases import claimed, load
 from kvproto_conformance.claims import EXTENSIONS, Claim
 from kvproto_conformance.data import CLAUSES, REGISTRY
-from kvproto_conformance.live import scenarios
+from kvproto_conformance.live import list_scenarios, run, scenarios
 from kvproto_conformance.live.scenario import SCENARIOS
 from tools.specgen.registry import load as load_registry
 from tools.specgen.registry import profiles
@@ -67,6 +69,18 @@ def test_an_extension_adds_its_messages(claim: Claim, reads: set[str]) -> None:
     """One of several extensions that have a message is enough, and so is the message's own name."""
     about = {case.about for case in claimed(load(), claim)}
     assert about & {"Offer", "Credit", "Chunk", "Data", "Manifest"} == reads
+
+
+@pytest.mark.parametrize(
+    ("role", "ids"), [("source", ["LIVE-733", "LIVE-734", "LIVE-735", "LIVE-736"]), ("sink", ["LIVE-880"])]
+)
+def test_an_engine_may_know_no_message_of_an_extension(role: str, ids: list[str]) -> None:
+    """KVP-VER-EXTENSION: it answers a request of an unknown type with UNKNOWN_MESSAGE, and a notice not at all."""
+    engine = [sys.executable, str(Path(__file__).with_name("core_engine.py")), role]
+    results = list(run(engine, [scenario for scenario in list_scenarios(role) if scenario.id in ids]))
+    assert [(result.id, result.status, result.text) for result in results] == [(id_, "pass", "") for id_ in ids]
+    codes = {fields["code"] for result in results for log in result.log for *_, name, fields in log if name == "Error"}
+    assert "UNKNOWN_MESSAGE" in codes
 
 
 def test_what_several_messages_have_belongs_to_all_of_their_profiles() -> None:

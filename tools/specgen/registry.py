@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CORE", "HEAD", "REGISTRY", "ROOT", "SPEC", "Facts", "as_json", "load", "moves", "profiles", "version"]
+__all__ = ["CORE", "HEAD", "REGISTRY", "ROOT", "SPEC", "Facts", "as_json", "load", "moves", "number", "profiles", "version"]
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,15 +42,21 @@ def load() -> Facts:
         "doc": "Optional behaviour, offered in Hello and chosen in Welcome.",
         "values": {name: row["value"] for name, row in features.items()},
         "docs": {name: row["doc"] for name, row in features.items()},
+        "since": {name: row["since"] for name, row in features.items()},
     }
     return facts
 
 
+def number(facts: Facts) -> tuple[int, int]:
+    """The major and minor version."""
+    return facts["protocol"]["major"], facts["protocol"]["minor"]
+
+
 def version(facts: Facts) -> str:
     """The specification's version: that of its last candidate, or a draft of a minor version that has none yet."""
-    number = f"{facts['protocol']['major']}.{facts['protocol']['minor']}"
+    ours = ".".join(map(str, number(facts)))
     last: str = facts["candidate"][-1]["version"] if facts["candidate"] else ""
-    return last if last.partition("-")[0] == number else f"{number}-draft"
+    return last if last.partition("-")[0] == ours else f"{ours}-draft"
 
 
 def as_json(facts: Facts) -> str:

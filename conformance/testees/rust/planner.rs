@@ -36,7 +36,7 @@ fn main() -> std::io::Result<()> {
 /// The entries of an answer; nothing where the question is not one that is known.
 fn answer(question: &Json) -> Option<String> {
     Some(match question.get("op")?.text()? {
-        "hello" => HELLO.to_string(),
+        "hello" => codec::hello(HELLO),
         "plan" => planned(question)?,
         "owner" => dealt(
             question,
