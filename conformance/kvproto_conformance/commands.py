@@ -243,21 +243,26 @@ def smoked(args: Namespace) -> int:
 
 
 def met(args: Namespace) -> int:
-    """`meet`: does it interoperate with the frozen versions: vectors, bytes both ways, negotiation."""
-    if not meeting.kept():
-        print("no version is frozen yet: there is nothing to meet")
+    """`meet`: does it interoperate with the candidates that are kept: vectors, bytes both ways, negotiation, sessions."""
+    versions = meeting.kept()
     today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
     with Testee(args.testee, args.patience) as testee:
         greeting = greeted(testee, 0)
         claim = _claim(Namespace(role="", level="", extension=()), greeting)
-        for kept in meeting.kept():
+        for kept in versions:
+            counts = kept.name in meeting.last(versions)
+            print(f"{kept.name}{'' if counts else ', which a later candidate has replaced'}:")
             with Testee(kept.command, args.patience) as old:
                 greet(old, VERSION, 0)
                 for what, wrong, asked in meeting.all_of(kept, old, testee, claim, today):
-                    print(f"{kept.name}: {what}: {asked - len(wrong):,} of {asked:,}")
+                    print(f"  {what}: {asked - len(wrong):,} of {asked:,}")
                     for each in wrong[:_SHOWN]:
                         print(f"    {each}")
-                    failed += len(wrong)
+                    failed += len(wrong) if counts else 0
+            for role, command in _engines(args).items():
+                good, said = kept.live(role, meeting.SESSIONS[role], command)
+                print(f"  a peer of old meets the {role}: {said.splitlines()[-1]}")
+                failed += not good and counts
     return Verdict.NONCONFORMANT if failed else Verdict.CONFORMANT
 
 
