@@ -31,7 +31,7 @@ from kvproto.wire.enums import Access, MemoryKind, Outcome, Transport
 from kvproto.wire.strict import read_whole
 
 WAYS = ("kvproto encode", "kvproto decode", "strict decode", "msgspec encode", "msgspec decode")
-IDS = {"session": 0x1122334455667788, "request": 77, "sequence": 1234, "attempt": 1}
+IDS = {"session": 0x1122334455667788, "request": 77, "sequence": 1234}
 
 
 def done() -> m.Done:

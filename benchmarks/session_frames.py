@@ -76,7 +76,7 @@ def measured(way: str, receiver: str, state: str, kinds: int) -> Iterator[dict[s
                 name = wrong.pair()
                 sequence = _STATES[state](wrong, name)
                 _, sink = wrong.sessions(name)
-                message = wrong.message(kind, sink.session, sequence=sequence, attempt=1)
+                message = wrong.message(kind, sink.session, sequence=sequence)
                 label, message = next(islice(greatest(message), n, None))
                 try:
                     frame = encode(message)

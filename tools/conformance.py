@@ -34,7 +34,7 @@ LIVE = [
     "--role", "both", "--level", "L4", "--extension", "inline", "--extension", "verify",
     "--extension", "intent", "--extension", "spans", "--extension", "epochs",
     "--extension", "curve", "--extension", "pull", "--extension", "large", "--extension", "catalogue",
-    "--extension", "sleep",
+    "--extension", "sleep", "--extension", "resume",
     "--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}",
     "--live-sink", f"{sys.executable} {TESTEES / 'live_sink.py'}",
     *(["--extension", "staged"] if importlib.util.find_spec("nixl") else []),

@@ -119,19 +119,19 @@ def _swapped(path: str) -> Edit:
 _SPAN = "ranks.0.owns.1.lanes"
 BROKEN: list[tuple[str, str, Edit, str, str]] = [
     # id, clause, what is changed, the path, the bug that it guards against
-    ("facts-order", "KVP-GEO-ORDER", _swapped("facts"), "facts[1].name", "a digest that depends on a dictionary"),
-    ("groups-order", "KVP-GEO-ORDER", _swapped("groups"), "groups[1].id", "a digest that depends on the order of registration"),
-    ("groups-twice", "KVP-GEO-ORDER", _set("groups.1.id", "0"), "groups[1].id", "two groups of which one is lost"),
-    ("ranks-order", "KVP-GEO-ORDER", _swapped("ranks"), "ranks[1].rank", "ranks by place and not by number"),
-    ("ranks-twice", "KVP-GEO-ORDER", _set("ranks.1.rank", "0"), "ranks[1].rank", "two processes that are one rank"),
-    ("shares-order", "KVP-GEO-ORDER", _swapped("ranks.1.owns"), "ranks[1].owns[1].group", "shares by place and not by group"),
-    ("layers-order", "KVP-GEO-ORDER", _swapped("ranks.0.owns.0.layers"), "ranks[0].owns[0].layers[1]", "layers paired by place, of another pipeline split"),
-    ("layers-twice", "KVP-GEO-ORDER", _set("ranks.0.owns.0.layers", ["1", "1"]), "ranks[0].owns[0].layers[1]", "a layer that is sent twice"),
-    ("spans-order", "KVP-GEO-ORDER", _swapped(_SPAN), "ranks[0].owns[1].lanes[1].part", "k and v exchanged"),
-    ("axis-of-slots", "KVP-GEO-AXIS", _set("groups.3.axis", "image"), "groups[3].axis", "state that is indexed by positions"),
-    ("live-rows-of-pages", "KVP-GEO-LIVE", _set("groups.0.live_rows", "64"), "groups[0].live_rows", "a field that means nothing"),
-    ("live-rows-above", "KVP-GEO-LIVE", _set("groups.3.live_rows", "5"), "groups[3].rows", "state beyond its slot"),
-    ("span-empty", "KVP-GEO-SPAN", _set(f"{_SPAN}.0.lo", "4"), "ranks[0].owns[1].lanes[0].hi", "a rank with no head"),
+    ("facts-order", "KVP-RULE-BREAK", _swapped("facts"), "facts[1].name", "a digest that depends on a dictionary"),
+    ("groups-order", "KVP-RULE-BREAK", _swapped("groups"), "groups[1].id", "a digest that depends on the order of registration"),
+    ("groups-twice", "KVP-RULE-BREAK", _set("groups.1.id", "0"), "groups[1].id", "two groups of which one is lost"),
+    ("ranks-order", "KVP-RULE-BREAK", _swapped("ranks"), "ranks[1].rank", "ranks by place and not by number"),
+    ("ranks-twice", "KVP-RULE-BREAK", _set("ranks.1.rank", "0"), "ranks[1].rank", "two processes that are one rank"),
+    ("shares-order", "KVP-RULE-BREAK", _swapped("ranks.1.owns"), "ranks[1].owns[1].group", "shares by place and not by group"),
+    ("layers-order", "KVP-RULE-BREAK", _swapped("ranks.0.owns.0.layers"), "ranks[0].owns[0].layers[1]", "layers paired by place, of another pipeline split"),
+    ("layers-twice", "KVP-RULE-BREAK", _set("ranks.0.owns.0.layers", ["1", "1"]), "ranks[0].owns[0].layers[1]", "a layer that is sent twice"),
+    ("spans-order", "KVP-RULE-BREAK", _swapped(_SPAN), "ranks[0].owns[1].lanes[1].part", "k and v exchanged"),
+    ("axis-of-slots", "KVP-RULE-BREAK", _set("groups.3.axis", "image"), "groups[3].axis", "state that is indexed by positions"),
+    ("live-rows-of-pages", "KVP-RULE-BREAK", _set("groups.0.live_rows", "64"), "groups[0].live_rows", "a field that means nothing"),
+    ("live-rows-above", "KVP-RULE-BREAK", _set("groups.3.live_rows", "5"), "groups[3].rows", "state beyond its slot"),
+    ("span-empty", "KVP-RULE-BREAK", _set(f"{_SPAN}.0.lo", "4"), "ranks[0].owns[1].lanes[0].hi", "a rank with no head"),
     ("part-twice", "KVP-GEO-PARTS", _set("groups.1.parts.1.name", "k"), "groups[1].parts[1].at", "two caches of one name, of which one is lost"),
     ("part-two-names", "KVP-PART-TWICE", _all(_set("groups.1.parts.0.name", "k"), _set("groups.1.parts.1.name", "key")), "groups[1].parts", "an alias beside its name"),
     ("part-two-aliases", "KVP-PART-TWICE", _all(_set("groups.1.parts.0.name", "key_cache"), _set("groups.1.parts.1.name", "self_attn.k")), "groups[1].parts", "two aliases of one name"),
@@ -175,7 +175,7 @@ BROKEN: list[tuple[str, str, Edit, str, str]] = [
 TAKEN: list[tuple[str, str, Edit, str]] = [
     # the nearest cases that are valid
     ("as-it-is", "KVP-PLAN-EXACT", lambda side: None, "the Description that the others are made of"),
-    ("live-rows-all", "KVP-GEO-LIVE", _set("groups.3.live_rows", "4"), "as many live rows as there are"),
+    ("live-rows-all", "KVP-RULE-BREAK", _set("groups.3.live_rows", "4"), "as many live rows as there are"),
     ("spans-two", "KVP-GEO-LANES", _set(_SPAN, [{"part": "0", "lo": lo, "hi": hi} for lo, hi in (("2", "4"), ("0", "2"))] + [{"part": "1", "lo": "0", "hi": "4"}]), "intervals of one part in any order"),
     ("lanes-replicated", "KVP-GEO-LANES", _all(*(_set(f"ranks.{r}.owns.1.lanes.{p}.{end}", n) for r in (0, 1) for p in (0, 1) for end, n in (("lo", "0"), ("hi", "8")))), "all lanes on both ranks"),
     ("sections-whole", "KVP-GEO-SECTIONS", _sections((0, 1024, 1152), (1024, 128, 1152)), "sections that tile the lane"),
@@ -209,7 +209,7 @@ def _rows(named: Json) -> Iterator[Json]:
             "path": path,
             "note": note,
         }
-    yield {"id": "both", "clause": "KVP-GEO-ORDER", "source": "cp-rank", "sink": "facts-order", "features": [], "error": "BAD_GEOMETRY",
+    yield {"id": "both", "clause": "KVP-RULE-BREAK", "source": "cp-rank", "sink": "facts-order", "features": [], "error": "BAD_GEOMETRY",
            "path": "ranks[0].owns[0].cp_rank", "note": "the source's Description comes first"}  # fmt: skip
     named["other-name"] = _edited(_set("groups.1.parts.0.name", "key"))
     named["class-pairs"] = _edited(_dealt(1024, 1))

@@ -20,7 +20,7 @@ WRITES = frozenset({"encode", "encode_struct"})
 """Questions that are not for readers."""
 
 
-_WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-MAP", "KVP-BODY-W-RANGE"})
+_WRITING = frozenset({"KVP-JSON-RANGE", "KVP-JSON-REQUIRED", "KVP-JSON-RULE", "KVP-BODY-W-FORM"})
 """Clauses of the JSON form that say what no writer may write, whatever form it is given."""
 
 

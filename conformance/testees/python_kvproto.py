@@ -255,7 +255,7 @@ def inline(question: Json) -> Json:
         try:
             came.count(int(size))
             made = {"offset": int(offset), "data": bytes(int(size)), "last": last == "true"}
-            reader.data(messages.Data(session=1, sequence=1, attempt=1, **made))
+            reader.data(messages.Data(session=1, sequence=1, **made))
         except KvprotoError as error:
             reader.close(1, 1)
             refused = refused or {"refused": [str(n), error.code.name, error.path]}

@@ -80,7 +80,7 @@ class Session:
         self.suspect = False
         """Whether the peer has been silent for so long that nothing new is sent to it (KVP-SES-SUSPECT)."""
         self.attempts: dict[int, Any] = {}
-        """The latest attempt of each sequence above the low-water mark."""
+        """The transfers above the low-water mark, by sequence."""
         self.low_water = 0
         """Every sequence up to this one has ended and is forgotten."""
         self.expected = ""
@@ -172,14 +172,14 @@ class Session:
         self.open = self.state != SessionState.CLOSED
 
     def move(self, attempt: Attempt, event: str) -> None:
-        """Move an attempt to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
+        """Move a transfer to its next state by the table; raises UNEXPECTED_MESSAGE if there is no row."""
         after = None if (attempt.state, event) in TRANSFER_FEATURES else TRANSFER.get((attempt.state, event))
         attempt.state = after or next_transfer(attempt.state, event, self.features)
         if attempt.state == TransferState.ENDED:
             self.host.ended(self, attempt)
 
     def forget(self) -> None:
-        """Raise the low-water mark past attempts that have ended."""
+        """Raise the low-water mark past transfers that have ended."""
         while (attempt := self.attempts.get(self.low_water + 1)) is not None and attempt.over:
             del self.attempts[self.low_water + 1]
             self.low_water += 1
@@ -236,7 +236,7 @@ class Session:
     def reply(self, cls: type[Any], to: Any, **fields: Any) -> None:
         """Answer a request; an answer about a transfer names it as the request does."""
         if hasattr(to, "sequence"):
-            fields |= {"sequence": to.sequence, "attempt": to.attempt}
+            fields["sequence"] = to.sequence
         self.notice(cls(session=self.session, request=to.request, **fields))
 
     def refuse(self, request: m.Describe | m.Register | m.Unregister, error: KvprotoError, ends: bool = True) -> None:
@@ -335,9 +335,7 @@ class Session:
             raise LocalError(ErrorCode.TOO_LARGE, cls.__name__, f"at most {most} bytes for this peer", f"{size} bytes")
         self._next_request = number + 1
         until = now + (limits.PATIENCE if patience is None else patience)
-        return PendingMessage(
-            number, frame, cls, until, on_error, (fields.get("sequence", 0), fields.get("attempt", 0))
-        )
+        return PendingMessage(number, frame, cls, until, on_error, fields.get("sequence", 0))
 
     def ask(self, request: PendingMessage, now: float) -> int:
         """Send a request, and resend it until it is answered or given up (KVP-SES-RESEND); returns its id."""
@@ -367,8 +365,8 @@ class Session:
         """Whether this request is under way."""
         return number in self._pending
 
-    def answered(self, number: int, *kinds: type, about: tuple[int, int] | None = None) -> bool:
-        """End a request, if it is one of these messages and about this attempt; returns whether it was under way.
+    def answered(self, number: int, *kinds: type, about: int | None = None) -> bool:
+        """End a request, if it is one of these messages and about this sequence; returns whether it was under way.
 
         Each side numbers its own requests, so the same number may also be that of a request of the peer.
         """

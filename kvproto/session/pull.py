@@ -114,8 +114,8 @@ class SinkPull(Delivery):
         super().__init__(session)
         self._holder = Holder(session, Access.READ, self._reads, self._end_epoch)
         session.install(self._holder)
-        self._read: OrderedDict[tuple[int, int], int] = OrderedDict()
-        """Bytes read, by attempt, for the attempts whose Offer the source may still repeat."""
+        self._read: OrderedDict[int, int] = OrderedDict()
+        """Bytes read, by sequence, for the transfers whose Offer the source may still repeat."""
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
@@ -125,7 +125,7 @@ class SinkPull(Delivery):
         session, transfers = self._session, self._session.transfers
         attempt = transfers.find(message)
         if attempt is None or attempt.state == TransferState.ENDED:
-            session.reply(m.Pulled, message, bytes=self._read.get((message.sequence, message.attempt), 0))
+            session.reply(m.Pulled, message, bytes=self._read.get(message.sequence, 0))
             return
         if attempt.lease is not None and attempt.lease.offer == message:
             return
@@ -157,7 +157,7 @@ class SinkPull(Delivery):
         if attempt.lease is None:
             raise LocalError(ErrorCode.UNEXPECTED_MESSAGE, "", "a leased offer", "none", "call may_read first")
         session, offer, attempt.lease = self._session, attempt.lease.offer, None
-        self._read[attempt.sequence, attempt.attempt] = count
+        self._read[attempt.sequence] = count
         if len(self._read) > limits.MAX_TRANSFERS:
             self._read.popitem(last=False)
         session.reply(m.Pulled, offer, bytes=count)

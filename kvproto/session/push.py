@@ -40,14 +40,13 @@ class SourcePush(Extension):
     _session: SourceSession
 
     def done(self, attempt: SourceAttempt, written: int, answer: Answer, now: float) -> None:
-        """Send Done, as every byte of the attempt is at its destination (KVP-TRN-ORDER)."""
+        """Send Done, as every byte of the transfer is at its destination (KVP-TRN-ORDER)."""
         session = self._session
         session.move(attempt, "Done")
         session.request(
             m.Done,
             now,
             sequence=attempt.sequence,
-            attempt=attempt.attempt,
             writer=session.me.rank,
             groups=np.array(attempt.described.groups, np.uint32),
             bytes=written,

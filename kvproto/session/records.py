@@ -35,26 +35,25 @@ class Counters(NamedTuple):
 
 @attrs.define(eq=False)
 class Attempt:
-    """One attempt of one transfer, as this side sees it."""
+    """One transfer of one session, as this side sees it."""
 
     sequence: int
-    attempt: int
     state: TransferState = TransferState.NEW
 
     @property
     def over(self) -> bool:
-        """Whether it can be forgotten, once all attempts before it can be as well."""
+        """Whether it can be forgotten, once all transfers before it can be as well."""
         return self.state == TransferState.ENDED
 
     @property
     def ids(self) -> dict[str, Any]:
         """The fields that identify it in a message."""
-        return {"sequence": self.sequence, "attempt": self.attempt}
+        return {"sequence": self.sequence}
 
 
 @attrs.define(eq=False)
 class SourceAttempt(Attempt):
-    """An attempt at the source: the part of this rank in what one sink rank asks for."""
+    """A transfer at the source: the part of this rank in what one sink rank asks for."""
 
     session: SourceSession = attrs.field(kw_only=True)
     transfer: m.Transfer | None = None
@@ -82,7 +81,7 @@ class SourceAttempt(Attempt):
     fetched: bool = False
     """Whether the sink has read what it was offered."""
     served: bool = False
-    """Whether the sink has acknowledged it, so that no other attempt follows (KVP-TRN-AGAIN)."""
+    """Whether the sink has acknowledged it, so that it is over."""
     lost: KvprotoError | None = None
     """Why the sink may not have it, although it did not abort it."""
     end: int | None = None
@@ -145,7 +144,7 @@ class SourceAttempt(Attempt):
 
 @attrs.define(eq=False)
 class SinkAttempt(Attempt):
-    """An attempt at the sink: the part of one source rank in a transfer."""
+    """A transfer of one session at the sink: the part of one source rank in a fetch."""
 
     session: Any = attrs.field(kw_only=True, repr=False)
     """The SinkSession of its source rank."""
@@ -235,7 +234,7 @@ class Answer:
 
 @attrs.define(eq=False)
 class SinkTransfer:
-    """A transfer at the sink: one attempt in the session of each required rank."""
+    """A transfer at the sink: one part in the session of each required rank."""
 
     fetch: Any
     """The record of the one who asked for it."""
@@ -271,6 +270,6 @@ class PendingMessage:
     """When it is given up."""
     on_error: Callable[[RemoteError, float], None] | None
     """Called if the peer answers with Error."""
-    about: tuple[int, int]
-    """The sequence and attempt that it names, or (0, 0)."""
+    about: int
+    """The sequence that it names, or 0."""
     timer: Timer | None = None

@@ -195,7 +195,7 @@ class SinkSession(Session):
         """Abort the first attempt of a sequence in a session that has ended; any answer to it is proof, or none."""
         number, self._next_request = self._next_request, self._next_request + 1
         reason = "the session is over: say what is known of its writes"
-        self.notice(m.Abort(session=self.session, request=number, sequence=sequence, attempt=1, reason=reason))
+        self.notice(m.Abort(session=self.session, request=number, sequence=sequence, reason=reason))
 
     def register(
         self, number: int, memory: object, columns: tuple[m.Columns, ...], exposed: Registration, now: float

@@ -223,7 +223,7 @@ class SinkEndpoint(Endpoint):
             if session is not None and head.delivery != "reply" and head.session == session.session:
                 # what its transfer lacks now will not come again
                 named: SinkAttempt | None = session.attempts.get(head.sequence or 0)
-                if named is not None and named.attempt == head.attempt:
+                if named is not None:
                     self._fail(named.transfer, error, now)
         self._after(now)
 

@@ -65,7 +65,7 @@ class SourceEndpoint(Endpoint):
     ) -> None:
         """`endpoints` are the addresses of all ranks of the replica, and `process` is the one that will write.
 
-        `mint` makes random session ids of 64 bits, not 0, that nobody can guess (KVP-SES-FRESH). `admit` raises
+        `mint` makes random session ids of 64 bits, not 0, that nobody can guess (KVP-SES-GUESS). `admit` raises
         NOT_ALLOWED for a peer that may not use a connection.
         """
         super().__init__(me, geometry)
@@ -142,8 +142,8 @@ class SourceEndpoint(Endpoint):
         if isinstance(message, m.Error):
             return None
         if isinstance(message, m.Abort) and number in self._drained:
-            ids = {"sequence": message.sequence, "attempt": message.attempt}
-            drained = m.Drained(session=number, request=message.request, **ids, proof=Proof.PROVEN)
+            ids = {"session": number, "request": message.request, "sequence": message.sequence}
+            drained = m.Drained(**ids, proof=Proof.PROVEN)
             self.send(conn, encode(drained, minor=self._drained[number]))
             return None
         if known == conn:

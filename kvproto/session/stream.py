@@ -41,23 +41,23 @@ class StreamWriter(Protocol):
 class StreamPiece(Protocol):
     """At the source: the next bytes of a stream."""
 
-    def notice(self, session: int, sequence: int, attempt: int) -> m.Chunk | m.Data:
+    def notice(self, session: int, sequence: int) -> m.Chunk | m.Data:
         """The message that carries or announces these bytes."""
 
 
 class StreamReader(Protocol):
-    """At the sink: streams from one source, named by sequence and attempt."""
+    """At the sink: streams from one source, named by sequence."""
 
     kind: ClassVar[CreditKind]
     """The unit of its credit."""
 
-    def open(self, sequence: int, attempt: int, packer: Any) -> None:
+    def open(self, sequence: int, packer: Any) -> None:
         """Expect a stream."""
 
-    def finish(self, sequence: int, attempt: int) -> bool:
+    def finish(self, sequence: int) -> bool:
         """End a stream; whether all is unpacked. Raises KvprotoError if bytes are missing (KVP-STG-END)."""
 
-    def close(self, sequence: int, attempt: int) -> bool:
+    def close(self, sequence: int) -> bool:
         """Discard a stream; whether nothing of it is being unpacked any more."""
 
 
@@ -97,7 +97,7 @@ class SourceStream(Extension):
 
     def send(self, attempt: SourceAttempt, piece: StreamPiece, begins: tuple[m.Begin, ...]) -> m.Chunk | m.Data:
         """Send a piece of the stream of an attempt; the first states where late windows begin (KVP-GRANT-LATE)."""
-        said = piece.notice(self._session.session, attempt.sequence, attempt.attempt)
+        said = piece.notice(self._session.session, attempt.sequence)
         for each in self.messages(attrs.evolve(said, begins=begins) if begins and not said.offset else said):
             self._session.move(attempt, type(each).__name__)
             self._session.notice(each)
@@ -144,9 +144,9 @@ class SinkStream(SinkPush):
     def __init__(self, session: Session, epoch: int, reader: StreamReader) -> None:
         super().__init__(session)
         self._epoch, self._reader = epoch, reader
-        self._unopened: dict[tuple[int, int], Unpacker] = {}
+        self._unopened: dict[int, Unpacker] = {}
         """Unpackers of attempts for which it is not known yet where their windows begin."""
-        self._begins: dict[tuple[int, int], Mapping[int, int]] = {}
+        self._begins: dict[int, Mapping[int, int]] = {}
         """Where the windows of the other attempts begin, by group id."""
 
     def take(self, message: m.Chunk | m.Data) -> None:
@@ -167,24 +167,24 @@ class SinkStream(SinkPush):
 
     def _check_begins(self, attempt: SinkAttempt, message: m.Chunk | m.Data) -> None:
         """Open the stream with its first piece; raises BAD_GRANT (KVP-GRANT-BEGINS)."""
-        key = attempt.sequence, attempt.attempt
+        key = attempt.sequence
         if key in self._unopened or (message.begins is not None and key in self._begins):
             self.begin_at(attempt, check_begins(attempt, message.begins))
 
     def begin(self, attempt: SinkAttempt, unpacker: Unpacker | None) -> None:
         assert unpacker is not None
-        self._unopened[attempt.sequence, attempt.attempt] = unpacker
+        self._unopened[attempt.sequence] = unpacker
         if not attempt.late:
             self._open(attempt, {})
 
     def _open(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
         """Open the stream of an attempt, now that it is known where its windows begin."""
-        unpacker = self._unopened.pop((attempt.sequence, attempt.attempt))
-        self._begins[attempt.sequence, attempt.attempt] = begins
-        self._reader.open(attempt.sequence, attempt.attempt, unpacker(begins))
+        unpacker = self._unopened.pop(attempt.sequence)
+        self._begins[attempt.sequence] = begins
+        self._reader.open(attempt.sequence, unpacker(begins))
 
     def begin_at(self, attempt: SinkAttempt, begins: Mapping[int, int]) -> None:
-        key = attempt.sequence, attempt.attempt
+        key = attempt.sequence
         if key in self._unopened:  # its stream is empty, so that no piece came
             self._open(attempt, begins)
         elif self._begins[key] != begins:
@@ -192,12 +192,12 @@ class SinkStream(SinkPush):
             raise RemoteError(ErrorCode.BAD_GRANT, "begins", mine, yours, "state in Done what the first piece states")
 
     def finish(self, attempt: SinkAttempt) -> bool:
-        return self._reader.finish(attempt.sequence, attempt.attempt)
+        return self._reader.finish(attempt.sequence)
 
     def stop(self, attempt: SinkAttempt) -> bool:
         for known in (self._unopened, self._begins):
-            known.pop((attempt.sequence, attempt.attempt), None)
-        return self._reader.close(attempt.sequence, attempt.attempt)
+            known.pop(attempt.sequence, None)
+        return self._reader.close(attempt.sequence)
 
     def free(self, attempt: SinkAttempt) -> bool:
         return True

@@ -1,9 +1,9 @@
 """The life of a transfer apart from its bytes, on both sides: Transfer, Accepted, Failed, Abort, Drained.
 
-A session keeps the latest attempt of each sequence above its low-water mark; a sequence at or below it has ended, and
-later messages about it change nothing. Every answer follows from the attempt's state, so that a request which is
-repeated after any pause gets the answer that is true then. `PROVEN` needs a record: an attempt that was never seen is
-recorded as aborted before it is called proven, and so is refused whenever its Transfer comes (KVP-END-UNSEEN).
+A session keeps a record of each transfer above its low-water mark; a sequence at or below it has ended, and later
+messages about it change nothing. Every answer follows from the transfer's state, so that a request which is repeated
+after any pause gets the answer that is true then. `PROVEN` needs a record: a transfer that was never seen is recorded
+as aborted before it is called proven, and so is refused whenever its Transfer comes (KVP-END-UNSEEN).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class SourceTransfers(Extension):
 
     def __init__(self, session: SourceSession) -> None:
         super().__init__(session)
-        self._unprovable: set[tuple[int, int]] = set()
-        """Attempts whose writes may still arrive at any time, although their copy has ended."""
+        self._unprovable: set[int] = set()
+        """Sequences whose writes may still arrive at any time, although their copy has ended."""
 
     @property
     def proven(self) -> bool:
-        """Whether it is proven of all attempts that have ended that none of their writes can arrive any more."""
+        """Whether it is proven of all transfers that have ended that none of their writes can arrive any more."""
         return not self._unprovable
 
     def find(self, message: Any) -> SourceAttempt | None:
-        """The attempt that a message names; None if there is no record of it."""
+        """The transfer that a message names; None if there is no record of it."""
         found: SourceAttempt | None = self._session.attempts.get(message.sequence)
-        return found if found is not None and found.attempt == message.attempt else None
+        return found
 
     def _transfer(self, message: m.Transfer, now: float) -> None:
         session, known = self._session, self.find(message)
@@ -66,7 +66,7 @@ class SourceTransfers(Extension):
         except RemoteError as error:
             session.reply(m.Failed, message, **refusal(error))
             return
-        attempt = SourceAttempt(message.sequence, message.attempt, session=self._session, transfer=message)
+        attempt = SourceAttempt(message.sequence, session=self._session, transfer=message)
         session.attempts[message.sequence] = attempt
         session.move(attempt, "Transfer")
         try:
@@ -87,25 +87,17 @@ class SourceTransfers(Extension):
             self._session.reply(m.Accepted, message, state=attempt.progress())
 
     def _check_sequence(self, message: m.Transfer) -> None:
-        """Raise if the sequence or the attempt is not the next one; such a Transfer leaves no record."""
+        """Raise if the sequence is known, over or too far ahead; such a Transfer leaves no record."""
         low, number = self._session.low_water, message.sequence
-        known: SourceAttempt | None = self._session.attempts.get(number)
-        if known is not None and known.aborted and message.attempt == known.attempt:
-            raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use the next attempt")
-        if number <= low or (known is not None and (known.served or message.attempt <= known.attempt)):
+        known = self.find(message)
+        if known is not None and known.aborted:
+            raise RemoteError(ErrorCode.ABORTED, "sequence", "aborted", str(number), "use another sequence and ticket")
+        if number <= low or known is not None:
             mine = f"every sequence up to {low} is over" if number <= low else f"sequence {number} is in use, or over"
             raise RemoteError(ErrorCode.STALE_TRANSFER, "sequence", mine, str(number), "number new transfers upwards")
-        self._check_next(known, message)
         if number > low + MAX_TRANSFERS:
             mine = f"{MAX_TRANSFERS} transfers at once, from {low + 1}"
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
-
-    def _check_next(self, known: SourceAttempt | None, message: m.Transfer | m.Abort) -> None:
-        """Raise UNEXPECTED_MESSAGE if an attempt is neither the first nor follows one that has ended."""
-        if message.attempt != (1 if known is None else known.attempt + 1) or (known is not None and not known.over):
-            mine = "no attempt yet" if known is None else f"attempt {known.attempt} is {known.state.value}"
-            advice = "abort the attempt before, and wait until it is Drained"
-            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "attempt", mine, f"attempt {message.attempt}", advice)
 
     def _check(self, attempt: SourceAttempt, message: m.Transfer) -> None:
         """Raise if a Transfer does not fit the session (KVP-TRN-AGREE, KVP-GRANT-*); record what it grants."""
@@ -181,7 +173,7 @@ class SourceTransfers(Extension):
 
     def _done_ack(self, message: m.DoneAck, now: float) -> None:
         attempt = self.find(message)
-        self._session.answered(message.request, m.Done, m.Failed, about=(message.sequence, message.attempt))
+        self._session.answered(message.request, m.Done, m.Failed, about=message.sequence)
         if attempt is not None and attempt.state in (TransferState.DONE, TransferState.FAILED):
             attempt.served = attempt.state == TransferState.DONE
             self._session.move(attempt, "DoneAck")
@@ -204,18 +196,15 @@ class SourceTransfers(Extension):
             self._end(attempt)
 
     def _aborted(self, message: m.Abort) -> SourceAttempt | None:
-        """The record of the attempt to abort, made if there is none; None if it has ended and is forgotten."""
+        """The record of the transfer to abort, made if there is none; None if it has ended and is forgotten."""
         session, number = self._session, message.sequence
-        known: SourceAttempt | None = session.attempts.get(number)
-        if known is not None and known.attempt == message.attempt:
+        known = self.find(message)
+        if known is not None or number <= session.low_water:
             return known
-        if number <= session.low_water or (known is not None and (known.served or message.attempt < known.attempt)):
-            return None
-        self._check_next(known, message)
         if len(session.attempts) >= 2 * MAX_TRANSFERS:
             mine = f"records of {len(session.attempts)} transfers"
             raise RemoteError(ErrorCode.BUSY, "sequence", mine, str(number), "wait until earlier transfers are over")
-        made = session.attempts[number] = SourceAttempt(number, message.attempt, session=self._session)
+        made = session.attempts[number] = SourceAttempt(number, session=self._session)
         return made
 
     def _end(self, attempt: SourceAttempt) -> None:
@@ -226,13 +215,13 @@ class SourceTransfers(Extension):
             attempt.drain = None
 
     def _drained(self, message: m.Abort) -> None:
-        unprovable = (message.sequence, message.attempt) in self._unprovable
+        unprovable = message.sequence in self._unprovable
         self._session.reply(m.Drained, message, proof=Proof.UNPROVABLE if unprovable else Proof.PROVEN)
 
     def copied(self, attempt: SourceAttempt, proof: Proof) -> None:
         """Note the end of an attempt's copy, and answer an Abort that waited for it with the proof (KVP-END-PROVEN)."""
         if proof != Proof.PROVEN:
-            self._unprovable.add((attempt.sequence, attempt.attempt))
+            self._unprovable.add(attempt.sequence)
             if attempt.epoch is not None:
                 attempt.epoch.proof = proof
         attempt.copying = False
@@ -308,7 +297,6 @@ class SinkTransfers(Extension):
         late = {g.group: (g.first, g.first + g.count) for g in asked if g.late}
         attempt = SinkAttempt(
             self._sequence + 1,
-            1,
             session=self._session,
             transfer=transfer,
             owned=owned,
@@ -325,7 +313,6 @@ class SinkTransfers(Extension):
             m.Transfer,
             now,
             sequence=attempt.sequence,
-            attempt=attempt.attempt,
             ticket=key,
             content=content,
             source_version=described.of_source.version,
@@ -351,15 +338,12 @@ class SinkTransfers(Extension):
         self._session.host.ended(self._session, attempt)
 
     def find(self, message: Any) -> SinkAttempt | None:
-        """The attempt that a message names; None if it has ended. Raises UNEXPECTED_MESSAGE if it never existed."""
+        """The transfer that a message names; None if it has ended. Raises UNEXPECTED_MESSAGE if it never existed."""
         found: SinkAttempt | None = self._session.attempts.get(message.sequence)
-        if found is not None and found.attempt == message.attempt:
-            return found
-        if message.sequence <= self._session.low_water:
-            return None
-        mine = "a transfer of this session"
-        yours = f"sequence {message.sequence}, attempt {message.attempt}"
-        raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
+        if found is None and message.sequence > self._session.low_water:
+            mine, yours = "a transfer of this session", f"sequence {message.sequence}"
+            raise RemoteError(ErrorCode.UNEXPECTED_MESSAGE, "sequence", mine, yours)
+        return found
 
     def mark_accepted(self, attempt: SinkAttempt) -> None:
         """Count the Transfer as answered by a message of its attempt, as Accepted may be lost or overtaken."""

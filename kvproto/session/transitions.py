@@ -29,7 +29,7 @@ class SessionState(Enum):
 
 
 class TransferState(Enum):
-    """One attempt of one transfer, inside a session that is ready."""
+    """One transfer, inside a session that is ready."""
 
     __hash__ = object.__hash__  # rows are looked up by it for every message
 
@@ -48,7 +48,7 @@ class TransferState(Enum):
     ABORTING = "aborting"
     """Abort awaits its answer."""
     ENDED = "ended"
-    """The attempt is over."""
+    """The transfer is over."""
 
 
 SESSION: dict[tuple[SessionState, str], SessionState] = {

@@ -92,7 +92,7 @@ class Move:
 class Piece(Protocol):
     """Bytes of a packed stream that a message carries or announces."""
 
-    def notice(self, session: int, sequence: int, attempt: int) -> Chunk | Data:
+    def notice(self, session: int, sequence: int) -> Chunk | Data:
         """That message."""
 
 
@@ -210,13 +210,13 @@ class Receiver(Protocol):
     def busy(self) -> bool:
         """Whether anything is being unpacked."""
 
-    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+    def open(self, sequence: int, packer: Packer) -> None:
         """Expect the stream of a transfer."""
 
-    def finish(self, sequence: int, attempt: int) -> bool:
+    def finish(self, sequence: int) -> bool:
         """Whether all is unpacked, when no more bytes come; raises KvprotoError if bytes are missing."""
 
-    def close(self, sequence: int, attempt: int) -> bool:
+    def close(self, sequence: int) -> bool:
         """Discard the stream; returns whether nothing is being unpacked any more."""
 
 

@@ -13,7 +13,7 @@ from kvproto.wire.strict import read_whole
 
 __all__ = ["Head", "read_head"]
 
-_IDS = ("session", "request", "sequence", "attempt")
+_IDS = ("session", "request", "sequence")
 
 
 @attrs.frozen
@@ -24,7 +24,6 @@ class Head:
     session: int | None = None
     request: int | None = None
     sequence: int | None = None
-    attempt: int | None = None
 
     @classmethod
     def of(cls, message: Any) -> Head:

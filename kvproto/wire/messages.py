@@ -621,21 +621,19 @@ class Transfer:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    ticket: bytes = field(repr=False, metadata=row(5, "bytes", length=16, unit="byte"))
+    ticket: bytes = field(repr=False, metadata=row(4, "bytes", length=16, unit="byte"))
     """Key of the ticket. [byte] Since 1.0."""
-    content: bytes = field(metadata=row(6, "bytes", length=32, unit="byte"))
+    content: bytes = field(metadata=row(5, "bytes", length=32, unit="byte"))
     """Content digest of the prompt. [byte] Since 1.0."""
-    source_version: int = field(metadata=row(7, "u32", min=1))
+    source_version: int = field(metadata=row(6, "u32", min=1))
     """Version of the source's Description. Since 1.0."""
-    sink_version: int = field(metadata=row(8, "u32", min=1))
+    sink_version: int = field(metadata=row(7, "u32", min=1))
     """Version of the sink's Description. Since 1.0."""
-    epoch: int = field(metadata=row(9, "u32", min=1))
+    epoch: int = field(metadata=row(8, "u32", min=1))
     """Epoch of the sink's registration. Since 1.0."""
-    grants: tuple[Grants, ...] = field(metadata=row(10, "list<struct:Grants>", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(9, "list<struct:Grants>", min=1))
     """Tokens and items of each routed group. Since 1.0."""
-    writers: UIntArray = field(eq=_same, hash=False, metadata=row(11, "array<u32>", min=1))
+    writers: UIntArray = field(eq=_same, hash=False, metadata=row(10, "array<u32>", min=1))
     """Source ranks whose answers the sink awaits. Since 1.0."""
 
 
@@ -650,9 +648,7 @@ class Accepted:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
+    state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
     """Progress of the source. Since 1.0."""
 
 
@@ -667,9 +663,7 @@ class Grant:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    grants: tuple[Grants, ...] = field(metadata=row(5, "list<struct:Grants>", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(4, "list<struct:Grants>", min=1))
     """For each routed group, the tokens granted so far and the items that no earlier Grant has named. Since 1.0."""
 
 
@@ -682,11 +676,9 @@ class Progress:
     """Session id that Welcome minted. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    state: enums.RequestState = field(metadata=row(5, "enum:RequestState"))
+    state: enums.RequestState = field(metadata=row(4, "enum:RequestState"))
     """Progress of the source. Since 1.0."""
-    tokens: int | None = field(default=None, metadata=row(6, "u64", unit="token"))
+    tokens: int | None = field(default=None, metadata=row(5, "u64", unit="token"))
     """Position below which all rows are computed, so that items for them are useful; absent: the whole prompt. [token] Since 1.0."""
 
 
@@ -701,21 +693,19 @@ class Done:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    writer: int = field(metadata=row(5, "u32"))
+    writer: int = field(metadata=row(4, "u32"))
     """Source rank. Since 1.0."""
-    groups: UIntArray = field(eq=_same, hash=False, metadata=row(6, "array<u32>", min=1))
+    groups: UIntArray = field(eq=_same, hash=False, metadata=row(5, "array<u32>", min=1))
     """Groups that this writer served, ascending. Since 1.0."""
-    bytes: int = field(metadata=row(7, "u64", unit="byte"))
+    bytes: int = field(metadata=row(6, "u64", unit="byte"))
     """Bytes that this writer wrote. [byte] Since 1.0."""
-    outcome: enums.Outcome = field(metadata=row(8, "enum:Outcome"))
+    outcome: enums.Outcome = field(metadata=row(7, "enum:Outcome"))
     """Whether there is anything to decode. Since 1.0."""
-    handoff: tuple[HandOff, ...] = field(metadata=row(9, "list<struct:HandOff>"))
+    handoff: tuple[HandOff, ...] = field(metadata=row(8, "list<struct:HandOff>"))
     """Bytes of routed hand-off groups. Since 1.0."""
-    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
+    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(9, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group as sent. Since 1.0."""
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(10, "list<struct:Begin>"))
     """Beginnings of late windows, for each that begins later than the Transfer asks. Since 1.0."""
 
 
@@ -730,8 +720,6 @@ class DoneAck:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -745,23 +733,21 @@ class Failed:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    code: int = field(metadata=row(5, "enum:ErrorCode"))
+    code: int = field(metadata=row(4, "enum:ErrorCode"))
     """Reason for the refusal. Since 1.0."""
-    path: str = field(metadata=row(6, "str"))
+    path: str = field(metadata=row(5, "str"))
     """Place of the fault, as a path of registry names; empty: the whole message. Since 1.0."""
-    mine: str = field(metadata=row(7, "str"))
+    mine: str = field(metadata=row(6, "str"))
     """Value that the writer of the refusal has. Since 1.0."""
-    yours: str = field(metadata=row(8, "str"))
+    yours: str = field(metadata=row(7, "str"))
     """Value that the writer of the refused message has. Since 1.0."""
-    advice: str | None = field(default=None, metadata=row(9, "str"))
+    advice: str | None = field(default=None, metadata=row(8, "str"))
     """Advice on what to do next. Since 1.0."""
 
 
 @frozen(kw_only=True)
 class Abort:
-    """Stop the attempt."""
+    """Stop the transfer."""
     TYPE: ClassVar[int] = 0x0208
     DELIVERY: ClassVar[str] = "request"
     session: int = field(metadata=row(1, "u64"))
@@ -770,15 +756,13 @@ class Abort:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    reason: str = field(metadata=row(5, "str"))
+    reason: str = field(metadata=row(4, "str"))
     """Reason, for people to read. Since 1.0."""
 
 
 @frozen(kw_only=True)
 class Drained:
-    """State what is known of the attempt's writes."""
+    """State what is known of the transfer's writes."""
     TYPE: ClassVar[int] = 0x0209
     DELIVERY: ClassVar[str] = "reply"
     session: int = field(metadata=row(1, "u64"))
@@ -787,9 +771,7 @@ class Drained:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    proof: enums.Proof = field(metadata=row(5, "enum:Proof"))
+    proof: enums.Proof = field(metadata=row(4, "enum:Proof"))
     """PROVEN: no write can arrive any more. Since 1.0."""
 
 
@@ -802,17 +784,15 @@ class Chunk:
     """Session id that Welcome minted. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    slot: int = field(metadata=row(5, "u32"))
+    slot: int = field(metadata=row(4, "u32"))
     """Staging slot that holds the bytes. Since 1.0."""
-    offset: int = field(metadata=row(6, "u64", unit="byte"))
+    offset: int = field(metadata=row(5, "u64", unit="byte"))
     """Place of the first byte in the packed stream of the rank pair. [byte] Since 1.0."""
-    bytes: int = field(metadata=row(7, "u32", min=1, unit="byte"))
+    bytes: int = field(metadata=row(6, "u32", min=1, unit="byte"))
     """Number of bytes. [byte] Since 1.0."""
-    last: bool = field(metadata=row(8, "bool"))
+    last: bool = field(metadata=row(7, "bool"))
     """Whether the stream ends here. Since 1.0."""
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(9, "list<struct:Begin>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
     """In the first Chunk of a stream: the `begins` that Done will state. Since 1.0."""
 
 
@@ -842,15 +822,13 @@ class Data:
     """Session id that Welcome minted. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    offset: int = field(metadata=row(5, "u64", unit="byte"))
+    offset: int = field(metadata=row(4, "u64", unit="byte"))
     """Place of the first byte in the packed stream of the rank pair. [byte] Since 1.0."""
-    data: bytes = field(metadata=row(6, "bytes", min=1, max=262144, unit="byte"))
+    data: bytes = field(metadata=row(5, "bytes", min=1, max=262144, unit="byte"))
     """The bytes. [byte] Since 1.0."""
-    last: bool = field(metadata=row(7, "bool"))
+    last: bool = field(metadata=row(6, "bool"))
     """Whether the stream ends here. Since 1.0."""
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(8, "list<struct:Begin>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(7, "list<struct:Begin>"))
     """In the first Data of a stream: the `begins` that Done will state. Since 1.0."""
 
 
@@ -865,23 +843,21 @@ class Offer:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    writer: int = field(metadata=row(5, "u32"))
+    writer: int = field(metadata=row(4, "u32"))
     """Source rank. Since 1.0."""
-    epoch: int = field(metadata=row(6, "u32", min=1))
+    epoch: int = field(metadata=row(5, "u32", min=1))
     """Epoch of the source's registration. Since 1.0."""
-    grants: tuple[Grants, ...] = field(metadata=row(7, "list<struct:Grants>", min=1))
+    grants: tuple[Grants, ...] = field(metadata=row(6, "list<struct:Grants>", min=1))
     """Tokens and items of each of the source's groups that the routes draw from. Since 1.0."""
-    lease: int = field(metadata=row(8, "u64", min=1, unit="ms"))
+    lease: int = field(metadata=row(7, "u64", min=1, unit="ms"))
     """Time for which the items stay unchanged. [ms] Since 1.0."""
-    outcome: enums.Outcome = field(metadata=row(9, "enum:Outcome"))
+    outcome: enums.Outcome = field(metadata=row(8, "enum:Outcome"))
     """Whether there is anything to decode. Since 1.0."""
-    handoff: tuple[HandOff, ...] = field(metadata=row(10, "list<struct:HandOff>"))
+    handoff: tuple[HandOff, ...] = field(metadata=row(9, "list<struct:HandOff>"))
     """Bytes of routed hand-off groups. Since 1.0."""
-    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(11, "list<struct:Checksum>"))
+    checksums: tuple[Checksum, ...] | None = field(default=None, metadata=row(10, "list<struct:Checksum>"))
     """Feature VERIFY: checksum of each group. Since 1.0."""
-    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(12, "list<struct:Begin>"))
+    begins: tuple[Begin, ...] | None = field(default=None, metadata=row(11, "list<struct:Begin>"))
     """Beginnings of late windows, for each that begins later than the Transfer asks. Since 1.0."""
 
 
@@ -896,9 +872,7 @@ class Pulled:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    bytes: int = field(metadata=row(5, "u64", unit="byte"))
+    bytes: int = field(metadata=row(4, "u64", unit="byte"))
     """Bytes that were read. [byte] Since 1.0."""
 
 
@@ -911,8 +885,6 @@ class Released:
     """Session id that Welcome minted. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
 
 
 @frozen(kw_only=True)
@@ -926,9 +898,7 @@ class Renew:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
+    lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
     """Lease requested, counted from now. [ms] Since 1.0."""
 
 
@@ -943,9 +913,7 @@ class Renewed:
     """Request id; a reply echoes it. Since 1.0."""
     sequence: int = field(metadata=row(3, "u64", min=1))
     """Number of the transfer in its session; rises by one. Since 1.0."""
-    attempt: int = field(metadata=row(4, "u32", min=1))
-    """Attempt of the same transfer, from 1. Since 1.0."""
-    lease: int = field(metadata=row(5, "u64", min=1, unit="ms"))
+    lease: int = field(metadata=row(4, "u64", min=1, unit="ms"))
     """Lease granted, counted from now; never more than requested. [ms] Since 1.0."""
 
 

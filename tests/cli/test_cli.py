@@ -16,7 +16,7 @@ from kvproto.wire.messages import DoneAck
 from tests.commands import Ran
 from tests.wire.frames import grant, register, transfer
 
-FRAME = encode(DoneAck(session=5, request=6, sequence=1, attempt=1))
+FRAME = encode(DoneAck(session=5, request=6, sequence=1))
 
 
 def test_decode_hex(ran: Ran) -> None:
@@ -35,11 +35,11 @@ def test_decode_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decode_byte_by_byte(capsys: pytest.CaptureFixture[str], ran: Ran) -> None:
-    assert "23  04 01                                  4 attempt = 1\nDoneAck: good" in ran(
+    assert "21  03 01                                  3 sequence = 1\nDoneAck: good" in ran(
         "decode", "--bytes", FRAME.hex()
     )
     assert main(["decode", "--bytes", FRAME[:-1].hex() + "00"]) == 1
-    assert "refused: OUT_OF_RANGE at attempt" in capsys.readouterr().out
+    assert "refused: OUT_OF_RANGE at sequence" in capsys.readouterr().out
 
 
 def test_secrets_are_in_no_dump(capsys: pytest.CaptureFixture[str]) -> None:

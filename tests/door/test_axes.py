@@ -219,7 +219,7 @@ def test_a_window_beyond_the_end_of_its_axis_is_refused_on_the_wire(tmp_path: Pa
 
 
 def test_kinds_of_items_that_have_no_axis() -> None:
-    """KVP-GEO-AXIS."""
+    """KVP-RULE-BREAK."""
     ring = lay_out([Cache.window("ring", 1, kv_heads=2, head_dim=4, ring_rows=8)])
     odd = attrs.evolve(ring, groups=(attrs.evolve(ring.groups[0], axis="image"),))
     assert odd.groups[0].kind == ItemKind.RING

@@ -281,7 +281,7 @@ def test_a_stepped_source_that_gets_no_turns_is_suspect_and_recovers(
 
 
 def test_an_engine_that_computes_is_no_suspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KVP-SES-BEAT: heartbeats are those of the I/O thread. A machine that stands still may look like silence once."""
+    """KVP-SES-PING: heartbeats are those of the I/O thread. A machine that stands still may look like silence once."""
     for silence in (0.2, 1.0, 8.0):
         monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", silence)
         folder = tmp_path / str(silence)

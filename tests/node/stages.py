@@ -50,7 +50,7 @@ class Stage:
         """A transfer that the sink asks for, and what is computed for it."""
         made = grants(self.sink, dict.fromkeys((0, 1), THERE), first, TOKENS)
         transfer = Transfer(
-            session=1, request=sequence, sequence=sequence, attempt=1, epoch=1, ticket=KEY, content=b"c" * 32, source_version=1,
+            session=1, request=sequence, sequence=sequence, epoch=1, ticket=KEY, content=b"c" * 32, source_version=1,
             sink_version=1,
             grants=tuple(made.values()), writers=np.array([0]),
         )  # fmt: skip

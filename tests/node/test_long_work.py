@@ -20,7 +20,7 @@ LONG, SHORT = Prompt(range(512)), Prompt(range(4))
 def test_a_short_request_ends_while_a_long_one_is_copied_and_summed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pull: bool
 ) -> None:
-    """KVP-SES-BEAT, KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: 4 MiB in 256 looks, of which the short one needs a handful."""
+    """KVP-VERIFY-SOURCE, KVP-VERIFY-SINK: 4 MiB in 256 looks, of which the short one needs a handful."""
     monkeypatch.setattr(shm, "_PART", 16 << 10)
     monkeypatch.setattr(shm, "_POLL", 0.0)
     part = attrs.evolve(shm.ShmTransport.capabilities, summed_at_once=16 << 10)

@@ -194,7 +194,6 @@ class Fetched:
 
     session: int
     sequence: int
-    attempt: int
     bytes: int
 
 
@@ -248,7 +247,7 @@ class Calls:
         self.told.append(Expired(request))
 
     def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
-        self.told.append(Fetched(attempt.session.session, attempt.sequence, attempt.attempt, count))
+        self.told.append(Fetched(attempt.session.session, attempt.sequence, count))
 
 
 class DrivenSource(SourceEndpoint):

@@ -281,7 +281,7 @@ def test_a_source_with_two_ranks_keeps_two_catalogues() -> None:
 
 
 def test_ids_that_do_not_ascend_are_refused_in_words_that_people_can_read() -> None:
-    """KVP-RULE-ASCEND: ids are no text."""
+    """KVP-RULE-BREAK: ids are no text."""
     above, below = KeptPage(id=b"\xff" * 32), KeptPage(id=b"\x80" * 32)
     with pytest.raises(WireError, match="80" * 32) as caught:
         encode(Kept(session=1, number=1, pages=(above, below)))

@@ -164,7 +164,7 @@ def test_requests_carry_the_session_and_ids_of_their_own() -> None:
 
 
 def test_session_ids_are_not_minted_twice() -> None:
-    """KVP-SES-FRESH: a Hello that asks to resume what is not there gets another session."""
+    """KVP-SES-GUESS: a Hello that asks to resume what is not there gets another session."""
     world = Heard()
     (number,) = world.sources["s0"].sessions
     (hello,) = world.of(Hello)
@@ -182,7 +182,7 @@ def test_a_message_out_of_state_or_of_a_feature_not_chosen_is_refused() -> None:
     world = Heard()
     (number,) = world.sources["s0"].sessions
     describe = world.of(Describe)[0]
-    progress = Progress(session=number, sequence=1, attempt=1, state=RequestState.READY)
+    progress = Progress(session=number, sequence=1, state=RequestState.READY)
     unregister = Unregister(session=number, request=90, epoch=1)
     for message in (attrs.evolve(describe, request=91), unregister):
         (answer,) = world.say(message)
@@ -195,7 +195,7 @@ def test_a_message_out_of_state_or_of_a_feature_not_chosen_is_refused() -> None:
 def test_a_request_that_cannot_be_read_is_answered_with_its_id() -> None:
     """KVP-ERR-ANSWER, KVP-ERR-REPORT."""
     world = Heard()
-    frame = bytearray(encode(Abort(session=5, request=4711, sequence=1, attempt=1, reason="x")))
+    frame = bytearray(encode(Abort(session=5, request=4711, sequence=1, reason="x")))
     frame[-1] = 0xFF  # no UTF-8
     (answer,) = world.say(bytes(frame))
     assert isinstance(answer, Error)
@@ -204,9 +204,9 @@ def test_a_request_that_cannot_be_read_is_answered_with_its_id() -> None:
 
 
 @pytest.mark.parametrize("message", [
-    DoneAck(session=1, request=1, sequence=1, attempt=1),
+    DoneAck(session=1, request=1, sequence=1),
     Pong(session=1, request=1),
-    Progress(session=1, sequence=1, attempt=1, state=RequestState.READY),
+    Progress(session=1, sequence=1, state=RequestState.READY),
     Error(code=ErrorCode.BUSY, path="", mine="", yours=""),
 ])  # fmt: skip
 def test_replies_notices_and_errors_that_cannot_be_read_are_not_answered(message: Any) -> None:
@@ -224,7 +224,7 @@ def test_an_unknown_error_code_is_internal() -> None:
     world = Heard()
     world.asked(finished=False)
     (transfer,) = world.of(Transfer)
-    ids = {name: getattr(transfer, name) for name in ("session", "request", "sequence", "attempt")}
+    ids = {name: getattr(transfer, name) for name in ("session", "request", "sequence")}
     world.hears("d0", Failed(**ids, code=0xABCD, path="", mine="", yours=""))
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
 
@@ -334,7 +334,7 @@ def test_a_transfer_beyond_the_window_is_busy_and_its_abort_is_remembered() -> N
     far = attrs.evolve(transfer, request=900, sequence=MAX_TRANSFERS + 1)
     (busy,) = world.say(far)
     assert (type(busy), busy.code) == (Failed, ErrorCode.BUSY)
-    abort = Abort(session=far.session, request=901, sequence=far.sequence, attempt=1, reason="")
+    abort = Abort(session=far.session, request=901, sequence=far.sequence, reason="")
     (drained,) = world.say(abort)
     assert (type(drained), drained.proof) == (Drained, Proof.PROVEN)
     world.serve()  # the window moves
@@ -442,7 +442,7 @@ def test_a_late_drained_is_proof() -> None:
     for _ in range(60):
         world.pass_time(1.0)
     assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
-    late = Drained(session=transfer.session, request=9, sequence=1, attempt=1, proof=Proof.PROVEN)
+    late = Drained(session=transfer.session, request=9, sequence=1, proof=Proof.PROVEN)
     world.hears("d0", late)
     assert len(world.events("d0", "Proven")) == 1
 
@@ -466,7 +466,7 @@ def test_a_greater_incarnation_replaces_a_smaller_one() -> None:
     (transfer,) = world.of(Transfer)
     newer = attrs.evolve(hello, incarnation=hello.incarnation + 10, request=1)
     assert isinstance(world.say(newer, "new")[0], Welcome)
-    (error,) = world.say(Abort(session=transfer.session, request=70, sequence=1, attempt=1, reason=""))
+    (error,) = world.say(Abort(session=transfer.session, request=70, sequence=1, reason=""))
     assert (type(error), error.code) == (Error, ErrorCode.SUPERSEDED)  # and no Drained: nothing is proven
     older = attrs.evolve(hello, incarnation=hello.incarnation + 9, request=2)
     (refused,) = world.say(older, "old")
@@ -571,47 +571,28 @@ def test_tokens_beyond_the_prompt_are_refused_as_soon_as_both_are_known(prompt_f
     )
 
 
-def test_attempts_follow_one_another() -> None:
-    """KVP-TRN-ATTEMPT, KVP-TRN-STALE, KVP-END-ATTEMPT: attempt 2 is legal when attempt 1 has ended."""
-    world = Heard()
-    world.asked(finished=False)
-    (transfer,) = world.of(Transfer)
-    second = attrs.evolve(transfer, request=80, attempt=2)
-    (early,) = world.say(second)
-    assert (early.code, early.path) == (ErrorCode.UNEXPECTED_MESSAGE, "attempt")
-    (known,) = world.say(attrs.evolve(transfer, request=81))
-    assert (type(known), known.code) == (Failed, ErrorCode.STALE_TRANSFER)
-    world.sources["s0"].expect(ticket(), CONTENT, 0.0)
-    source = world.sources["s0"]
-    (session,) = source.sessions.values()
-    session.attempts[1].copying = True  # so that the record of attempt 1 stays
-    world.say(Abort(session=transfer.session, request=82, sequence=1, attempt=1, reason=""))
-    assert world.say(attrs.evolve(second, request=83))[0].path == "attempt"  # not Drained yet
-
-
-def test_a_sequence_that_was_done_has_no_other_attempt() -> None:
-    """KVP-TRN-AGAIN, KVP-TRN-STALE: though sequence 1 keeps its record alive, and whatever Abort said of another attempt."""
+def test_a_sequence_is_used_once() -> None:
+    """KVP-TRN-STALE: while it is under way and once it is done, though sequence 1 keeps its record alive."""
     world = Heard()
     world.asked(finished=False)
     world.serves()
-    (source,), (_, transfer) = world.sources["s0"].sessions.values(), world.of(Transfer)
+    (source,), transfers = world.sources["s0"].sessions.values(), world.of(Transfer)
     assert source.low_water == 0
-    for request, attempt in ((80, 2), (82, 3)):
-        (stale,) = world.say(attrs.evolve(transfer, request=request, attempt=attempt))
+    for request, transfer in enumerate(transfers, 80):
+        (stale,) = world.say(attrs.evolve(transfer, request=request))
         assert (type(stale), stale.code) == (Failed, ErrorCode.STALE_TRANSFER)
-        ids = {"sequence": transfer.sequence, "attempt": attempt}
-        (drained,) = world.say(Abort(session=transfer.session, request=request + 1, reason="", **ids))
-        assert drained.proof == Proof.PROVEN
+    (drained,) = world.say(Abort(session=transfer.session, request=90, reason="", sequence=transfer.sequence))
+    assert drained.proof == Proof.PROVEN
     world.serves()
 
 
 @pytest.mark.parametrize(("over", "code"), [(False, ErrorCode.ABORTED), (True, ErrorCode.STALE_TRANSFER)])
-def test_an_unseen_attempt_that_was_aborted_is_refused_whenever_it_comes(over: bool, code: ErrorCode) -> None:
+def test_an_unseen_transfer_that_was_aborted_is_refused_whenever_it_comes(over: bool, code: ErrorCode) -> None:
     """KVP-END-UNSEEN, KVP-TRN-STALE: 2 is aborted before it comes; 1 keeps the record alive until it is over too."""
     world = Heard()
     world.asked(finished=over)
     (transfer,) = world.of(Transfer)
-    head = {"session": transfer.session, "sequence": 2, "attempt": 1}
+    head = {"session": transfer.session, "sequence": 2}
     (drained,) = world.say(Abort(request=70, reason="", **head))
     assert drained.proof == Proof.PROVEN
     if over:
@@ -638,7 +619,7 @@ def test_drained_waits_for_the_copy() -> None:
 
 
 def test_the_failure_of_one_rank_aborts_the_others() -> None:
-    """KVP-END-FAILED, KVP-TRN-SET, KVP-TRN-AGAIN: one Done of two is not enough, and there is no other attempt."""
+    """KVP-END-FAILED, KVP-TRN-SET: one Done of two is not enough, and no Transfer is sent again."""
     world = Heard(tp=2)
     world.asked()
     world.serve("s1")
@@ -650,14 +631,14 @@ def test_the_failure_of_one_rank_aborts_the_others() -> None:
     assert not world.of(Abort, "s1")  # its Done is here
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.INTERNAL
     world.pass_time(RESEND)
-    assert [t.attempt for t in world.of(Transfer)] == [1, 1]
+    assert len(world.of(Transfer)) == 2
 
 
 # the order of checks of a Transfer, last first: each row mends the one before it
 
 ORDER: tuple[tuple[dict[str, Any], ErrorCode, str], ...] = (
-    ({"attempt": 2}, ErrorCode.UNEXPECTED_MESSAGE, "attempt"),
-    ({"attempt": 1, "sequence": MAX_TRANSFERS + 2}, ErrorCode.BUSY, "sequence"),
+    ({"sequence": 1}, ErrorCode.STALE_TRANSFER, "sequence"),
+    ({"sequence": MAX_TRANSFERS + 2}, ErrorCode.BUSY, "sequence"),
     ({"sequence": 2, "source_version": 9}, ErrorCode.DESCRIPTION_MISMATCH, "source_version"),
     ({"sequence": 3, "source_version": 1, "sink_version": 9}, ErrorCode.BAD_GRANT, "sink_version"),
     ({"sequence": 4, "sink_version": 1, "epoch": 9}, ErrorCode.BAD_GRANT, "epoch"),
@@ -674,7 +655,7 @@ def test_the_order_of_the_checks_of_a_transfer() -> None:
     world.asked(finished=False)
     (good,) = world.of(Transfer)
     every = tuple(grants(world.pools["d0"], 6).values())
-    wrong = {"source_version": 9, "sink_version": 9, "epoch": 9, "content": b"x" * 32, "attempt": 2, "sequence": 2000}
+    wrong = {"source_version": 9, "sink_version": 9, "epoch": 9, "content": b"x" * 32}
     message = attrs.evolve(good, writers=np.array([9], np.uint32), grants=every[:1], **wrong)
     for i, (changes, code, path) in enumerate(ORDER):
         given = {**changes, "request": 500 + i}

@@ -178,7 +178,7 @@ def test_data_outside_a_transfer_is_refused_and_counted(state: str) -> None:
     if state == "over":
         world.still_serves()
     total = world.totals()[-1]
-    data = Data(session=world.session(), sequence=1, attempt=1, offset=0, data=b"!" * SIZE, last=False)
+    data = Data(session=world.session(), sequence=1, offset=0, data=b"!" * SIZE, last=False)
     world.hears("d0", data)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Data.TYPE)]
     assert world.totals()[-1] >= (total or 0) + SIZE
@@ -331,7 +331,7 @@ def test_a_piece_goes_in_bodies_that_the_sink_accepts(most: int, last: bool) -> 
     session = world.sources["s0"].sessions[world.session()]
     session.limits = Limits(max_body=64 + most, max_transfers=1)
     for length in range(10):
-        said = Data(session=1, sequence=0, attempt=0, offset=100, data=STREAM[:length], last=last)
+        said = Data(session=1, sequence=0, offset=100, data=STREAM[:length], last=last)
         made = [one for one in SourceInline(session, world.links[-1]).messages(said) if isinstance(one, Data)]
         assert b"".join(one.data for one in made) == said.data
         assert [one.offset for one in made] == list(range(100, 100 + max(length, 1), most))

@@ -237,7 +237,7 @@ def test_items_named_before_their_time_go_when_they_may() -> None:
 def granted(world: IntentWorld, number: int = 1, **changes: Any) -> Grant:
     """A Grant of the last Transfer, with the changes."""
     transfer = world.of(Transfer)[-1]
-    fields = {"session": transfer.session, "request": 700 + number, "sequence": transfer.sequence, "attempt": 1}
+    fields = {"session": transfer.session, "request": 700 + number, "sequence": transfer.sequence}
     every = tuple(world.pages[g.group] for g in transfer.grants)
     return Grant(**{**fields, "grants": every, **changes})
 
@@ -254,7 +254,6 @@ def ids(*items: int) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[IntentWorld], dict[str, Any]], ErrorCode, str]] = {
-    "an attempt that is not there": (lambda w: {"attempt": 2}, ErrorCode.STALE_TRANSFER, "sequence"),
     "a sequence that is over": (lambda w: {"sequence": 1}, ErrorCode.STALE_TRANSFER, "sequence"),
     "one that never was": (lambda w: {"sequence": 99}, ErrorCode.STALE_TRANSFER, "sequence"),
     "groups": (lambda w: {"grants": granted(w).grants[:1]}, ErrorCode.BAD_GRANT, "grants"),
@@ -290,7 +289,7 @@ def test_a_wrong_grant_has_its_code_and_the_next_transfer_works(wrong: str) -> N
 def test_the_order_of_the_checks_of_a_grant() -> None:
     """KVP-INT-CHECKS: each is wrong in all that comes after, and ends its transfer, if there is one."""
     rows: tuple[tuple[dict[str, Any], bool, ErrorCode], ...] = (
-        ({"attempt": 9}, False, ErrorCode.STALE_TRANSFER),
+        ({"sequence": 99}, False, ErrorCode.STALE_TRANSFER),
         ({}, False, ErrorCode.UNEXPECTED_MESSAGE),
         ({}, True, ErrorCode.BAD_GRANT),
         ({"late": None}, True, ErrorCode.OUT_OF_REGION),
@@ -301,7 +300,7 @@ def test_the_order_of_the_checks_of_a_grant() -> None:
         world.ask(finished=finished)
         given = {"late": True, "items": (10**6, 10**6), **changes}
         fields = one(world, 1, late=given["late"], items=ids(*given["items"]))
-        (failed, *_) = world.say(granted(world, **fields, **{k: v for k, v in given.items() if k == "attempt"}))
+        (failed, *_) = world.say(granted(world, **fields, **{k: v for k, v in given.items() if k == "sequence"}))
         assert (type(failed), failed.code) == (Failed, code)
     world.serves()
 
@@ -432,7 +431,7 @@ def test_done_before_everything_is_granted_is_refused() -> None:
     world.grant(number, 4)
     transfer, (session,) = world.of(Transfer)[-1], world.sinks["d0"].sessions.values()
     done = Done(
-        session=transfer.session, request=900, sequence=transfer.sequence, attempt=1, writer=0,
+        session=transfer.session, request=900, sequence=transfer.sequence, writer=0,
         groups=np.array([0, 1, 2], np.uint32), bytes=1, outcome=Outcome.CONTINUE, handoff=(), checksums=(),
     )  # fmt: skip
     answers = world.say(done, to_source=False)
@@ -454,7 +453,7 @@ def test_data_before_everything_is_granted_is_refused() -> None:
     world.run()
     assert not world.of(Grant)  # a part is of no use here
     (transfer,) = world.of(Transfer)
-    data = Data(session=transfer.session, sequence=1, attempt=1, offset=0, data=b"12345678", last=False)
+    data = Data(session=transfer.session, sequence=1, offset=0, data=b"12345678", last=False)
     world.hears("d0", data)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path) == (ErrorCode.UNEXPECTED_MESSAGE, "sequence")
@@ -490,7 +489,7 @@ def test_where_the_sink_pulls_it_needs_no_grant() -> None:
     world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()
     transfer = world.of(Transfer)[-1]
-    fields = {"session": transfer.session, "request": 701, "sequence": transfer.sequence, "attempt": 1}
+    fields = {"session": transfer.session, "request": 701, "sequence": transfer.sequence}
     world.sources["s0"].receive("d0", encode(Grant(**fields, grants=transfer.grants)), 0.0)
     answers = [decode(frame) for _, frame in world.sources["s0"].to_send(0.0)]
     assert [(type(a), a.code) for a in answers] == [(Error, ErrorCode.UNEXPECTED_MESSAGE)]
@@ -601,7 +600,7 @@ def test_a_refused_transfer_does_not_silence_a_done() -> None:
     transfer = world.of(Transfer)[-1]
     wrong = attrs.evolve(transfer, request=pending, sequence=2, epoch=9)
     (failed,) = world.say(wrong)
-    world.say(DoneAck(session=transfer.session, request=failed.request, sequence=2, attempt=1))
+    world.say(DoneAck(session=transfer.session, request=failed.request, sequence=2))
     world.times.clear()
     world.pass_time(RESEND)
     assert len(world.events("d0", "Arrived")) == 1

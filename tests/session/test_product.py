@@ -173,7 +173,7 @@ class Wrong:
 
     def message(self, kind: str, session: int, **ids: int) -> Any:
         """One of a kind: as a correct pair says it where it has, and with other ids."""
-        ids = {"session": session, "request": next(self.requests), "sequence": 1, "attempt": 1, **ids}
+        ids = {"session": session, "request": next(self.requests), "sequence": 1, **ids}
         real = self.heard.get(kind)
         if real is None or kind == "Hello":
             return (
@@ -337,41 +337,36 @@ def state_of(session: Any, sequence: int) -> TransferState:
 
 @pytest.mark.parametrize(("receiver", "state", "way"), TRANSFER_STATES)
 def test_every_message_in_every_state_of_a_transfer(receiver: str, state: TransferState, way: str) -> None:
-    """KVP-SES-STATE, KVP-ERR-ALONE, KVP-TRN-STALE: attempts that are there, and the next of each."""
+    """KVP-SES-STATE, KVP-ERR-ALONE, KVP-TRN-STALE."""
     wrong, name = Wrong(way), ""
     for kind in sorted(OF_TRANSFERS):
-        for attempt in (1, 2):
-            name = name or wrong.pair()
-            sequence = TRANSFER_STATES[receiver, state, way](wrong, name)
-            wrong.deaf = set()
-            source, sink = wrong.sessions(name)
-            session = source if receiver == "source" else sink
-            assert state_of(session, sequence) == state
-            message = wrong.message(kind, sink.session, sequence=sequence, attempt=attempt)
-            wrong.say(name, receiver == "source", message)
-            walked = (
-                [state] if state != TransferState.ASKED else [state, TransferState.ACCEPTED]
-            )  # answers may overtake
-            if attempt == 2 or not any(legal(next_transfer, s, kind, sink.features, receiver) for s in walked):
-                assert state_of(session, sequence) in stays(receiver, state, kind, attempt), (kind, attempt)
-            wrong.serves()
-            if sink.state != SessionState.READY:
-                name = ""
+        name = name or wrong.pair()
+        sequence = TRANSFER_STATES[receiver, state, way](wrong, name)
+        wrong.deaf = set()
+        source, sink = wrong.sessions(name)
+        session = source if receiver == "source" else sink
+        assert state_of(session, sequence) == state
+        message = wrong.message(kind, sink.session, sequence=sequence)
+        wrong.say(name, receiver == "source", message)
+        walked = [state] if state != TransferState.ASKED else [state, TransferState.ACCEPTED]  # answers may overtake
+        if not any(legal(next_transfer, s, kind, sink.features, receiver) for s in walked):
+            assert state_of(session, sequence) in stays(receiver, state), kind
+        wrong.serves()
+        if sink.state != SessionState.READY:
+            name = ""
 
 
-def stays(receiver: str, state: TransferState, kind: str, attempt: int) -> set[TransferState]:
-    """Where an attempt may be after a message that the tables have no row for, or that is about the next attempt."""
+def stays(receiver: str, state: TransferState) -> set[TransferState]:
+    """Where a transfer may be after a message that the tables have no row for."""
     if receiver == "sink":  # who says nonsense about a transfer loses it
         return {state, TransferState.ABORTING}
-    if state == TransferState.ENDED and attempt == 2 and kind in ("Transfer", "Abort"):
-        return {*TransferState}  # the next attempt is legal (KVP-TRN-ATTEMPT)
     return {state}
 
 
 def test_the_product_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """How many cases the tables come to, and which states no frame can hit."""
     sessions = len(WAYS) * len(SESSION_STATES) * len(MESSAGES)
-    transfers = 2 * len(TRANSFER_STATES) * len(OF_TRANSFERS)  # two attempts
+    transfers = len(TRANSFER_STATES) * len(OF_TRANSFERS)
     with capsys.disabled():
         print(f" {sessions} messages in states of sessions, {transfers} in states of transfers", end="")
     passed = {("source", s) for s in ("idle", "greeted", "describing")} | {
@@ -397,13 +392,10 @@ def of_another(wrong: Wrong, name: str) -> Iterator[Any]:
 
 
 def unknown_ids(wrong: Wrong, name: str) -> Iterator[Any]:
-    """KVP-TRN-STALE, KVP-TRN-BUSY, KVP-TRN-ATTEMPT: sequences and attempts that cannot be."""
+    """KVP-TRN-STALE, KVP-TRN-BUSY: sequences that cannot be."""
     number, transfer = wrong.sessions(name)[1].session, wrong.heard["Transfer"]
-    for sequence, attempt, code in (
-        (2000, 1, ErrorCode.BUSY), (2**64 - 1, 1, ErrorCode.BUSY), (1, 2**32 - 1, ErrorCode.UNEXPECTED_MESSAGE),
-        (1, 1, ErrorCode.STALE_TRANSFER),
-    ):  # fmt: skip
-        ids = {"session": number, "request": next(wrong.requests), "sequence": sequence, "attempt": attempt}
+    for sequence, code in ((2000, ErrorCode.BUSY), (2**64 - 1, ErrorCode.BUSY), (1, ErrorCode.STALE_TRANSFER)):
+        ids = {"session": number, "request": next(wrong.requests), "sequence": sequence}
         yield attrs.evolve(transfer, **ids), code
 
 
@@ -423,7 +415,7 @@ def bad_grants(wrong: Wrong, name: str) -> Iterator[Any]:
         ({"ticket": transfer.ticket}, ErrorCode.TICKET_USED),
     ):  # fmt: skip
         last = wrong.sessions(name)[0].attempts
-        ids = {"session": number, "request": next(wrong.requests), "sequence": max(last, default=1) + 1, "attempt": 1}
+        ids = {"session": number, "request": next(wrong.requests), "sequence": max(last, default=1) + 1}
         yield attrs.evolve(transfer, **{"ticket": ticket().key, **ids, **changes}), code
 
 

@@ -318,7 +318,7 @@ def test_done_in_place_of_an_offer_is_refused() -> None:
     asked(world)
     (event,) = world.events("s0", "TransferRequested")
     done = Done(
-        session=event.session, request=99, sequence=1, attempt=1, writer=0, groups=event.transfer.writers, bytes=1,
+        session=event.session, request=99, sequence=1, writer=0, groups=event.transfer.writers, bytes=1,
         outcome=Outcome.CONTINUE, handoff=(),
     )  # fmt: skip
     world.hears("d0", done)
@@ -331,7 +331,7 @@ def test_released_while_it_is_read_spoils_the_transfer() -> None:
     sink = world.sinks["d0"]
     assert sink.may_read(event.attempt, world.now)
     offer = event.offer
-    notice = Released(session=offer.session, sequence=offer.sequence, attempt=offer.attempt)
+    notice = Released(session=offer.session, sequence=offer.sequence)
     sink.receive("s0", encode(notice), world.now)
     assert not sink.wanted(event.attempt)
     assert not world.events("d0", "Lost")  # its own copy writes on
@@ -521,9 +521,7 @@ def test_renew_of_what_was_never_offered() -> None:
     world = ready(1)
     asked(world)
     (number,) = world.sources["s0"].sessions
-    world.sources["s0"].receive(
-        "d0", encode(Renew(session=number, request=99, sequence=1, attempt=1, lease=5)), world.now
-    )
+    world.sources["s0"].receive("d0", encode(Renew(session=number, request=99, sequence=1, lease=5)), world.now)
     world.run()
     assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
     (session,) = world.sources["s0"].sessions.values()

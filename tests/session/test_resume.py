@@ -122,7 +122,7 @@ def test_a_frame_of_another_session_changes_nothing() -> None:
     (hello,), (transfer,) = world.of(Hello), world.of(Transfer)
     (other,) = world.say(hello, "d0+")
     done = Done(
-        session=other.session, request=7, sequence=transfer.sequence, attempt=1, writer=0,
+        session=other.session, request=7, sequence=transfer.sequence, writer=0,
         groups=np.array([0, 1, 2], np.uint32), bytes=0, outcome=Outcome.CONTINUE, handoff=(), checksums=(),
     )  # fmt: skip
     for message in (Goodbye(session=other.session, reason=""), Ping(session=other.session, request=8), done):
@@ -263,7 +263,7 @@ def test_a_source_that_gave_a_session_up_says_how_its_writes_ended(forgotten: bo
         world.sources["s0"].on_time(world.now)
         world.run()
     assert bool(world.sources["s0"].sessions) != forgotten
-    (answer,) = world.say(Abort(session=transfer.session, request=70, sequence=1, attempt=1, reason=""))
+    (answer,) = world.say(Abort(session=transfer.session, request=70, sequence=1, reason=""))
     assert (type(answer), answer.proof, answer.request) == (Drained, Proof.PROVEN, 70)
     (answer,) = world.say(attrs.evolve(transfer, request=71, sequence=2, ticket=ticket().key))
     assert answer.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNEXPECTED_MESSAGE)
@@ -383,23 +383,22 @@ def test_runs_of_one_rank_leave_one_session() -> None:
     world.serves("run49")
 
 
-def test_attempts_of_one_sequence_leave_one_record() -> None:
-    """KVP-TRN-ATTEMPT, KVP-END-UNSEEN: 500 Transfers and Aborts of one ticket, and 500 Aborts of what never came."""
+def test_one_sequence_leaves_one_record() -> None:
+    """KVP-TRN-STALE, KVP-END-UNSEEN: 500 Transfers and Aborts of one ticket, and 500 Aborts of what never came."""
     world = Heard()
     world.asked(finished=False)
     (transfer,), ids = world.of(Transfer), iter(range(1000, 9000))
     (session,) = world.sources["s0"].sessions.values()
 
-    def abort(sequence: int, attempt: int) -> None:
-        said = Abort(session=transfer.session, request=next(ids), sequence=sequence, attempt=attempt, reason="")
-        (drained,) = world.say(said)
+    def abort(sequence: int) -> None:
+        (drained,) = world.say(Abort(session=transfer.session, request=next(ids), sequence=sequence, reason=""))
         assert drained.proof == Proof.PROVEN
 
     again = attrs.evolve(transfer, sequence=2, ticket=ticket().key)
-    for attempt in range(1, 500):
-        world.say(attrs.evolve(again, request=next(ids), attempt=attempt))
-        abort(2, attempt)
-        abort(3, attempt)
+    for _ in range(500):
+        world.say(attrs.evolve(again, request=next(ids)))
+        abort(2)
+        abort(3)
     assert sorted(session.attempts) == [1, 2, 3]
     tickets = world.sources["s0"].tickets
     assert [(len(state.users), len(state.waiting)) for state in tickets] == [(1, 1), (1, 1)]
@@ -409,16 +408,15 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
     """Of four other sinks, 1,024 each."""
     world = Heard()
     world.asked(finished=False)
-    (transfer,), ids, attempts = world.of(Transfer), count(5000), count(1)
-    again, source = attrs.evolve(transfer, sequence=2, ticket=ticket().key), world.sources["s0"]
+    (transfer,), ids, sequences = world.of(Transfer), count(5000), count(2)
+    again, source = attrs.evolve(transfer, ticket=ticket().key), world.sources["s0"]
     world.keep = lambda to, frame: 1
 
     def one() -> None:
-        attempt = next(attempts)
-        named = {"session": transfer.session, "sequence": 2, "attempt": attempt}
+        sequence = next(sequences)
         for frame in (
-            encode(attrs.evolve(again, request=next(ids), attempt=attempt)),
-            encode(Abort(request=next(ids), reason="", **named)),
+            encode(attrs.evolve(again, request=next(ids), sequence=sequence)),
+            encode(Abort(session=transfer.session, request=next(ids), sequence=sequence, reason="")),
         ):
             source.receive("d0", frame, world.now)
             source.to_send(world.now)

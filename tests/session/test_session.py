@@ -269,7 +269,7 @@ def test_a_session_that_is_not_of_this_connection_cannot_be_used(conn: str) -> N
     """KVP-SES-UNKNOWN."""
     source = ready(1).sources["s0"]
     number = 7 if conn == "d0" else next(iter(source.sessions))
-    source.receive(conn, encode(Abort(session=number, request=1, sequence=1, attempt=1, reason="")), 0.0)
+    source.receive(conn, encode(Abort(session=number, request=1, sequence=1, reason="")), 0.0)
     ((to, frame),) = source.to_send(0.0)
     answer = decode(frame)
     assert isinstance(answer, Error)
@@ -352,8 +352,8 @@ def test_replies_nobody_asked_for_are_harmless() -> None:
     world = ready(1)
     (number,) = world.sources["s0"].sessions
     for message in (
-        DoneAck(session=number, request=99, sequence=9, attempt=1),
-        Drained(session=number, request=99, sequence=9, attempt=1, proof=Proof.PROVEN),
+        DoneAck(session=number, request=99, sequence=9),
+        Drained(session=number, request=99, sequence=9, proof=Proof.PROVEN),
     ):
         world.sources["s0"].receive("d0", encode(message), 0.0)
         world.sinks["d0"].receive("s0", encode(message), 0.0)

@@ -435,7 +435,7 @@ def test_another_transport_needs_no_stream_and_hears_no_chunk() -> None:
     assert world.sinks["d0"].streamed() == {}
     world.ask()
     (session,) = world.sources["s0"].sessions
-    chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=SLOT, last=False)
+    chunk = Chunk(session=session, sequence=1, slot=0, offset=0, bytes=SLOT, last=False)
     world.hears("d0", chunk)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert world.events("d0", "Lost")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
@@ -451,7 +451,7 @@ def test_a_chunk_outside_a_transfer_is_refused(state: str) -> None:
     (session,) = world.sources["s0"].sessions
     if state == "over":
         world.still_serves("d0")
-    chunk = Chunk(session=session, sequence=1, attempt=1, slot=0, offset=0, bytes=1, last=False)
+    chunk = Chunk(session=session, sequence=1, slot=0, offset=0, bytes=1, last=False)
     world.hears("d0", chunk)
     assert world.errors() == [(ErrorCode.UNEXPECTED_MESSAGE, Chunk.TYPE)]
     assert not world.events("d0", "Lost")

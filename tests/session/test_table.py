@@ -62,7 +62,7 @@ def test_a_message_of_every_session_needs_no_feature(state: SessionState | Trans
 
 @pytest.mark.parametrize("message", CROSSING)
 def test_what_crosses_an_abort_changes_nothing(message: str) -> None:
-    """KVP-SES-STATE: the attempt goes on waiting for Drained."""
+    """KVP-SES-STATE: the transfer goes on waiting for Drained."""
     assert next_transfer(TransferState.ABORTING, message, ALL) is TransferState.ABORTING
 
 

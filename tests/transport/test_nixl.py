@@ -101,9 +101,9 @@ def staged_sink(conn: Connection, transports: str, seed: int) -> None:
     with Agent() as agent:
         staging = agent.register(bytearray(4 * SLOT), SLOT)
         receiver = StagedReceiver(staging)
-        receiver.open(1, 1, PackedStream(made, "sink", {0: memoryview(pages)}))
+        receiver.open(1, PackedStream(made, "sink", {0: memoryview(pages)}))
         conn.send(staging.region(0))
-        while not receiver.complete(1, 1):
+        while not receiver.complete(1):
             if credit := receiver.credit(1):
                 conn.send(credit)
             receiver.chunk(conn.recv())
@@ -150,7 +150,7 @@ def test_bytes_arrive_direct_and_staged(transport: str, monkeypatch: pytest.Monk
                 while conn.poll(0):
                     link.grant(conn.recv())
                 for piece in sender.step():
-                    conn.send(piece.notice(1, 1, 1))
+                    conn.send(piece.notice(1, 1))
                     chunks += 1
                 if not link.granted:
                     agent.wait(0.01)

@@ -171,10 +171,10 @@ def test_chunks_come_in_order_though_writes_do_not() -> None:
 def test_an_empty_stream_has_no_chunk() -> None:
     world = World()
     sender = StagedSender(world.link, Bytes(bytearray(), world.events))
-    world.receiver.open(1, 1, Bytes(bytearray(), world.events))
+    world.receiver.open(1, Bytes(bytearray(), world.events))
     assert sender.step() == []
     assert sender.done
-    assert world.receiver.complete(1, 1)
+    assert world.receiver.complete(1)
 
 
 def test_abort_with_patience_is_proven_and_gives_the_slots_back() -> None:
@@ -222,7 +222,7 @@ def test_a_pack_that_cannot_begin_loses_no_slot() -> None:
 def granted() -> World:
     world = World()
     world.credit()
-    world.receiver.open(1, 1, Bytes(bytearray(20), world.events))
+    world.receiver.open(1, Bytes(bytearray(20), world.events))
     return world
 
 
@@ -234,7 +234,7 @@ def returned(world: World) -> list[int]:
     return [int(slot) for slot in credit.slots]
 
 
-CHUNK = Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=7, last=False)
+CHUNK = Chunk(session=1, sequence=1, slot=0, offset=0, bytes=7, last=False)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_chunks_that_are_refused(change: dict[str, int], code: ErrorCode, path: 
         world.receiver.chunk(attrs.evolve(CHUNK, **change))
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1))  # and it goes on
     world.happen()
-    assert not world.receiver.complete(1, 1)
+    assert not world.receiver.complete(1)
 
 
 def test_a_slot_is_used_once_per_grant() -> None:
@@ -276,10 +276,10 @@ def test_no_slot_is_returned_before_it_is_unpacked() -> None:
 def test_a_chunk_of_a_transfer_that_is_over_returns_its_slot() -> None:
     world = granted()
     world.receiver.chunk(CHUNK)
-    assert not world.receiver.close(1, 1)  # still unpacking into its pages
+    assert not world.receiver.close(1)  # still unpacking into its pages
     world.receiver.chunk(attrs.evolve(CHUNK, slot=1, offset=7))
     world.happen()
-    assert world.receiver.close(1, 1)
+    assert world.receiver.close(1)
     assert returned(world) == [0, 1]
 
 
@@ -288,7 +288,7 @@ def test_an_unpack_that_fails_is_told_by_its_transfer() -> None:
     world.receiver.chunk(CHUNK)
     world.events[-1].error = LocalError(ErrorCode.TRANSPORT_FAILED, "")
     with pytest.raises(KvprotoError):
-        world.receiver.complete(1, 1)
+        world.receiver.complete(1)
 
 
 class Broken(Bytes):
@@ -303,10 +303,10 @@ class Broken(Bytes):
 def test_an_unpack_that_cannot_begin_is_told_by_its_transfer_and_gives_its_slot_back() -> None:
     world = World()
     world.credit()
-    world.receiver.open(1, 1, Broken(bytearray(7), world.events))
+    world.receiver.open(1, Broken(bytearray(7), world.events))
     world.receiver.chunk(attrs.evolve(CHUNK, last=True))
     with raises(KvprotoError, code=ErrorCode.TRANSPORT_FAILED):
-        world.receiver.complete(1, 1)
+        world.receiver.complete(1)
     assert returned(world) == [0]
 
 
@@ -344,7 +344,7 @@ def test_a_stream_that_ends_early_is_refused() -> None:
     world.receiver.chunk(CHUNK)
     world.happen()
     with raises(KvprotoError, code=ErrorCode.OUT_OF_RANGE, path="bytes"):
-        world.receiver.finish(1, 1)
+        world.receiver.finish(1)
 
 
 def test_a_stream_is_done_only_when_its_last_chunk_was_handed_out() -> None:

@@ -12,8 +12,8 @@ BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 MESSAGES = [n for n in tables.FIELDS if hasattr(getattr(messages, n), "TYPE")]
 DONE_ACK = 0x0206
 GOODBYE = 0x0005
-# DoneAck of session 5, request 6, sequence 1, attempt 1: magic, 1.0, type 0x0206, flags, reserved, length 9, map of 4
-GOLDEN = bytes.fromhex("4b565057 01 00 0602 0000 0000 09000000 84 0105 0206 0301 0401")
+# DoneAck of session 5, request 6, sequence 1: magic, 1.0, type 0x0206, flags, reserved, length 7, map of 3
+GOLDEN = bytes.fromhex("4b565057 01 00 0602 0000 0000 07000000 83 0105 0206 0301")
 
 
 def frame(type_: int, body: bytes | str, major: int = 1) -> bytes:
@@ -22,8 +22,8 @@ def frame(type_: int, body: bytes | str, major: int = 1) -> bytes:
 
 
 def extended(value: str) -> bytes:
-    """DoneAck with the value in a fifth field, 0x8001, that may be ignored."""
-    return frame(DONE_ACK, "85 0105 0206 0301 0401 cd8001" + value)
+    """DoneAck with the value in a fourth field, 0x8001, that may be ignored."""
+    return frame(DONE_ACK, "84 0105 0206 0301 cd8001" + value)
 
 
 @cache
@@ -116,7 +116,6 @@ def transfer(*grants: messages.Grants) -> messages.Transfer:
         session=1,
         request=1,
         sequence=1,
-        attempt=1,
         ticket=b"\xab" * 16,
         content=bytes(32),
         source_version=1,

@@ -39,7 +39,7 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_envelope(name: str) -> None:
-    """KVP-FRAME-W-MAGIC, KVP-FRAME-W-MAJOR, KVP-FRAME-W-ZERO: of every message, byte by byte."""
+    """KVP-FRAME-W-MAJOR, KVP-FRAME-W-ZERO: of every message, byte by byte."""
     case = json.loads(next(CODEC.glob(f"*-{name}.json")).read_text())["cases"][0]
     message = from_json(getattr(messages, name), case["fields"])
     head = encode(message)[:16]
@@ -53,19 +53,19 @@ def test_envelope(name: str) -> None:
     [(0, "00"), (127, "7f"), (128, "cc80"), (255, "ccff"), (256, "cd0100"), (1 << 31, "ce80000000"), (1 << 63, "cf8000000000000000")],
 )  # fmt: skip
 def test_integers_take_unsigned_forms(number: int, form: str) -> None:
-    """KVP-BODY-W-SIGN: never d0 to d3, which could hold most of these too."""
+    """KVP-BODY-W-FORM: never d0 to d3, which could hold most of these too."""
     assert encode_struct(messages.Checksum(group=0, value=number)) == bytes.fromhex("82 0100 02" + form)
 
 
 def test_an_absent_value_has_no_field() -> None:
-    """KVP-BODY-W-ABSENT: two fields, and no nil for the optional third."""
+    """KVP-BODY-W-FORM: two fields, and no nil for the optional third."""
     one = messages.Part(name="k", dtype=enums.DType.U8, lanes=1, lane_bytes=1)
     assert encode_struct(one)[0] == 0x84
     assert b"\xc0" not in encode_struct(one)
 
 
 def test_golden_frame() -> None:
-    message = messages.DoneAck(session=5, request=6, sequence=1, attempt=1)
+    message = messages.DoneAck(session=5, request=6, sequence=1)
     assert encode(message) == GOLDEN
     assert decode(GOLDEN) == message
 
@@ -133,7 +133,7 @@ def test_an_unknown_field_is_not_sent_on() -> None:
 def test_grease_is_a_field_that_may_be_ignored() -> None:
     """KVP-GREASE-SEND."""
     frame = encode(decode(GOLDEN), grease=tables.GREASE_FIELD_IDS[0])
-    assert frame[16:] == b"\x85" + GOLDEN[17:] + bytes.fromhex("cd801b cd0206")
+    assert frame[16:] == b"\x84" + GOLDEN[17:] + bytes.fromhex("cd801b cd0206")
     assert decode(frame) == decode(GOLDEN)
 
 
@@ -144,10 +144,10 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("value", "code", "path"),
     [
-        (messages.DoneAck(session=1, request=1, sequence=0, attempt=1), ErrorCode.OUT_OF_RANGE, "sequence"),
-        (messages.DoneAck(session=True, request=1, sequence=1, attempt=1), ErrorCode.BAD_TYPE, "session"),
-        (messages.DoneAck(session=None, request=1, sequence=1, attempt=1), ErrorCode.MISSING_FIELD, "session"),  # type: ignore[arg-type]
-        (messages.Accepted(session=1, request=1, sequence=1, attempt=1, state=9), ErrorCode.UNKNOWN_ENUM_VALUE, "state"),  # type: ignore[arg-type]
+        (messages.DoneAck(session=1, request=1, sequence=0), ErrorCode.OUT_OF_RANGE, "sequence"),
+        (messages.DoneAck(session=True, request=1, sequence=1), ErrorCode.BAD_TYPE, "session"),
+        (messages.DoneAck(session=None, request=1, sequence=1), ErrorCode.MISSING_FIELD, "session"),  # type: ignore[arg-type]
+        (messages.Accepted(session=1, request=1, sequence=1, state=9), ErrorCode.UNKNOWN_ENUM_VALUE, "state"),  # type: ignore[arg-type]
         (messages.Goodbye(session=1, reason="\ud800"), ErrorCode.BAD_TEXT, "reason"),
         (messages.Goodbye(session=1, reason="x" * 4097), ErrorCode.TOO_LARGE, "reason"),
         (messages.Goodbye(session=1, reason=b"x"), ErrorCode.BAD_TYPE, "reason"),  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_flags_of_the_high_byte_and_reserved_and_minor_are_ignored() -> None:
     ],
 )  # fmt: skip
 def test_writer_refuses_what_the_reader_would(value: messages.Message, code: ErrorCode, path: str) -> None:
-    """KVP-BODY-W-RANGE."""
+    """KVP-BODY-W-FORM."""
     with raises(WireError, code=code, path=path):
         encode(value)
 

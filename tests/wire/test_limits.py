@@ -40,9 +40,9 @@ def peak(read: Callable[[], object]) -> int:
 
 
 def begins(count: int) -> Chunk:
-    """8 entries, and 3 for each."""
+    """7 entries, and 3 for each."""
     starts = tuple(Begin(group=n, first=1) for n in range(count))
-    return Chunk(session=1, sequence=1, attempt=1, slot=0, offset=0, bytes=1, last=True, begins=starts)
+    return Chunk(session=1, sequence=1, slot=0, offset=0, bytes=1, last=True, begins=starts)
 
 
 def handles(count: int) -> Register:
@@ -53,7 +53,7 @@ def handles(count: int) -> Register:
     return attrs.evolve(base, regions=regions, columns=(), routes=())
 
 
-@pytest.mark.parametrize(("message_of", "most"), [(begins, 5458), (handles, 15)])
+@pytest.mark.parametrize(("message_of", "most"), [(begins, 5459), (handles, 15)])
 def test_values_of_a_body(message_of: Callable[[int], Message], most: int) -> None:
     """KVP-BODY-VALUES: at the bound all readers and the writer go along, above it none."""
     good = encode(message_of(most))
@@ -70,8 +70,8 @@ def test_values_of_a_body(message_of: Callable[[int], Message], most: int) -> No
 
 def test_the_canonical_reader_counts_values() -> None:
     """KVP-BODY-VALUES: its bodies are large enough for more values than a message may have."""
-    assert read_canonical("Chunk", encode(begins(5458))[16:]) == begins(5458)
-    assert len(body := msgpack.packb(writer.validate(begins(5459)))) <= LARGEST
+    assert read_canonical("Chunk", encode(begins(5459))[16:]) == begins(5459)
+    assert len(body := msgpack.packb(writer.validate(begins(5460)))) <= LARGEST
     assert read_canonical("Chunk", body) is None
 
 

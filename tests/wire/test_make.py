@@ -191,7 +191,6 @@ CLAUSES = {
     "no role": ("A reader MUST ignore the minor", "One MUST ignore the minor"),
     "two errors": ("MUST ignore the minor", "MUST refuse the minor with `BAD_MAGIC` or `BAD_TYPE`"),
     "id twice": ("`KVP-FRAME-MINOR`", "`KVP-FRAME-MAGIC`"),
-    "id that a rule needs": ("* `KVP-RULE-UNIQUE`", "* `KVP-RULE-ONCE`"),
     "error that nothing says": ("with `BAD_MAGIC` at", "with an error at"),
 }
 

@@ -42,7 +42,7 @@ def test_the_most_that_fits(kind: str) -> None:
 
 def test_bytes_of_one_data() -> None:
     """KVP-BODY-RANGE."""
-    ids: dict[str, Any] = {"session": 1, "sequence": 1, "attempt": 1, "offset": 0, "last": True}
+    ids: dict[str, Any] = {"session": 1, "sequence": 1, "offset": 0, "last": True}
     most = Data(**ids, data=bytes(1 << 18))
     frame = encode(most)
     assert decode(frame) == most

@@ -76,7 +76,7 @@ def mutated(body: bytes, dice: random.Random) -> bytes:
 
 
 def test_vectors() -> None:
-    assert len(BODIES) > 3000
+    assert len(BODIES) > 2500
     for name, body, good in BODIES:
         accepted = agree(name, body)
         assert accepted or not good or len(body) > LARGEST
@@ -109,19 +109,19 @@ def test_mutated_values(name: str, data: st.DataObject) -> None:
 
 PACKED_AGAIN = {
     # of objects that are equal to good ones, or that pack to the same bytes again
-    "true as field 1": "84 c305 0206 0301 0401",
-    "a float as field 1": "84 cb3ff000000000000005 0206 0301 0401",
-    "true as a number": "84 0105 0206 03c3 0401",
-    "a float as a number": "84 0105 0206 03cb3ff0000000000000 0401",
-    "fields that descend": "84 0206 0105 0301 0401",
-    "a field twice": "84 0105 0105 0301 0401",
-    "nil": "84 0105 0206 03c0 0401",
-    "an instant": "84 0105 0206 03d6ff00000001 0401",
-    "an instant as a field": "84 d6ff0000000105 0206 0301 0401",
-    "a list as a field": "84 900501 0206 0301 0401",
+    "true as field 1": "83 c305 0206 0301",
+    "a float as field 1": "83 cb3ff000000000000005 0206 0301",
+    "true as a number": "83 0105 0206 03c3",
+    "a float as a number": "83 0105 0206 03cb3ff0000000000000",
+    "fields that descend": "83 0206 0105 0301",
+    "a field twice": "83 0105 0105 0301",
+    "nil": "83 0105 0206 03c0",
+    "an instant": "83 0105 0206 03d6ff00000001",
+    "an instant as a field": "83 d6ff0000000105 0206 0301",
+    "a list as a field": "83 900501 0206 0301",
     "a list as the map": "94 01 02 03 04",
     "an array as the map": "d40101",
-    "a negative number": "84 01ff 0206 0301 0401",
+    "a negative number": "83 01ff 0206 0301",
 }
 
 

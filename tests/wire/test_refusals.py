@@ -13,7 +13,7 @@ from kvproto.wire.enums import ErrorCode
 from tests.errors import raises
 from tests.wire.frames import DONE_ACK, GOLDEN, GOODBYE, MESSAGES, extended, frame, objects, register
 
-SECOND = "0206 0301 0401"
+SECOND = "0206 0301"
 CASES = {
     "half an envelope": (GOLDEN[:9], ErrorCode.TRUNCATED, "@length"),
     "magic of a short frame": (b"KX", ErrorCode.BAD_MAGIC, "@magic"),
@@ -21,21 +21,21 @@ CASES = {
     "frozen message as major 1": (frame(GOODBYE, "80"), ErrorCode.UNSUPPORTED_VERSION, "@major"),
     "other message as major 0": (frame(DONE_ACK, "80", 0), ErrorCode.UNSUPPORTED_VERSION, "@major"),
     "text as a field id": (frame(DONE_ACK, "84 a161 0105 0206 0301"), ErrorCode.BAD_TYPE, ""),
-    "field 0": (frame(DONE_ACK, "85 0005 0105 " + SECOND), ErrorCode.FIELD_ORDER, "#0000"),
-    "non-minimal u16": (frame(DONE_ACK, "84 01cd00ff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
-    "non-minimal u32": (frame(DONE_ACK, "84 01ce0000ffff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
-    "non-minimal u64": (frame(DONE_ACK, "84 01cf00000000ffffffff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
-    "signed form": (frame(DONE_ACK, "84 01d005 " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
+    "field 0": (frame(DONE_ACK, "84 0005 0105 " + SECOND), ErrorCode.FIELD_ORDER, "#0000"),
+    "non-minimal u16": (frame(DONE_ACK, "83 01cd00ff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
+    "non-minimal u32": (frame(DONE_ACK, "83 01ce0000ffff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
+    "non-minimal u64": (frame(DONE_ACK, "83 01cf00000000ffffffff " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
+    "signed form": (frame(DONE_ACK, "83 01d005 " + SECOND), ErrorCode.NOT_CANONICAL, "session"),
     "non-minimal text": (frame(GOODBYE, "82 0105 03d90161", 0), ErrorCode.NOT_CANONICAL, "reason"),
-    "float": (frame(DONE_ACK, "84 01ca00000000 " + SECOND), ErrorCode.BAD_TYPE, "session"),
-    "negative in a byte": (frame(DONE_ACK, "84 01d080 " + SECOND), ErrorCode.BAD_TYPE, "session"),
-    "unused first byte": (frame(DONE_ACK, "84 01c1 " + SECOND), ErrorCode.BAD_TYPE, "session"),
-    "text for bytes": (frame(0x0201, "85 0101 0201 0301 0401 05a0"), ErrorCode.BAD_TYPE, "ticket"),
-    "15 bytes for 16": (frame(0x0201, "85 0101 0201 0301 0401 05c40f" + "00" * 15), ErrorCode.OUT_OF_RANGE, "ticket"),
-    "range before missing": (frame(DONE_ACK, "82 0300 0401"), ErrorCode.OUT_OF_RANGE, "sequence"),
-    "closed enum": (frame(0x0202, "85 0105 " + SECOND + "0509"), ErrorCode.UNKNOWN_ENUM_VALUE, "state"),
+    "float": (frame(DONE_ACK, "83 01ca00000000 " + SECOND), ErrorCode.BAD_TYPE, "session"),
+    "negative in a byte": (frame(DONE_ACK, "83 01d080 " + SECOND), ErrorCode.BAD_TYPE, "session"),
+    "unused first byte": (frame(DONE_ACK, "83 01c1 " + SECOND), ErrorCode.BAD_TYPE, "session"),
+    "text for bytes": (frame(0x0201, "84 0101 0201 0301 04a0"), ErrorCode.BAD_TYPE, "ticket"),
+    "15 bytes for 16": (frame(0x0201, "84 0101 0201 0301 04c40f" + "00" * 15), ErrorCode.OUT_OF_RANGE, "ticket"),
+    "range before missing": (frame(DONE_ACK, "81 0300"), ErrorCode.OUT_OF_RANGE, "sequence"),
+    "closed enum": (frame(0x0202, "84 0105 " + SECOND + "0409"), ErrorCode.UNKNOWN_ENUM_VALUE, "state"),
     "open enum beyond 16 bits": (frame(0x0003, "82 0201 03ce00010000", 0), ErrorCode.OUT_OF_RANGE, "code"),
-    "must understand, small": (frame(DONE_ACK, "85 0105 " + SECOND + "0507"), ErrorCode.UNKNOWN_FIELD, "#0005"),
+    "must understand, small": (frame(DONE_ACK, "84 0105 " + SECOND + "0407"), ErrorCode.UNKNOWN_FIELD, "#0004"),
     "more entries than bytes": (frame(DONE_ACK, "de0100 0105"), ErrorCode.TRUNCATED, ""),
     "more entries than bytes, before what they are": (frame(DONE_ACK, "84 01c0"), ErrorCode.TRUNCATED, ""),
     "more elements than bytes": (extended("92c0"), ErrorCode.TRUNCATED, "#8001"),

@@ -1,6 +1,7 @@
 """`python -m tools.specgen`: write what follows from the registry.
 
-`--check` compares, `--lock WHY` renews the locks, and `--open NAME WHY` freezes what is stable as a candidate.
+`--check` compares, `--lock WHY` renews the locks, and `--open NAME WHY` freezes what is stable as a candidate. A candidate
+that no tag has published may be opened again: `--open NAME` takes its snapshot anew.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.specgen", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs, locks too")
     parser.add_argument("--lock", metavar="WHY", help="renew the locks; WHY goes into the changelog")
-    parser.add_argument("--open", nargs=2, metavar=("NAME", "WHY"), help="freeze what is stable as a candidate, as rc2")
+    parser.add_argument("--open", metavar="NAME", help="freeze what is stable as a candidate, such as rc2; then a WHY follows")
+    parser.add_argument("why", metavar="WHY", nargs="?", default="", help="why; one that is opened again keeps its reason")
     args = parser.parse_args(argv)
     try:
         if args.open:
-            candidates.stated(load(), *args.open)
+            candidates.stated(load(), args.open, args.why)
         facts = load()
         stale = renew(outputs(), args.check)
         clauses.check(facts)

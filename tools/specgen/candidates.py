@@ -18,16 +18,16 @@ _NAME = re.compile(r"rc[1-9][0-9]*|final")
 
 def stated(facts: Facts, name: str, why: str) -> None:
     """Write a candidate to the registry: a new one, or the last one again until its tag `spec-VERSION` publishes it."""
-    why = " ".join(why.split())
-    if not _NAME.fullmatch(name) or not why:
-        raise RegistryError("a candidate is rc1, rc2 ... or final, and has a reason")
     ours = ".".join(map(str, number(facts)))
     version = ours if name == "final" else f"{ours}-{name}"
     rows: list[dict[str, str]] = facts["candidate"]
     if version in [row["version"] for row in rows[:-1]] or _published(version):
         raise RegistryError(f"{version} is published, or a later one is open: it does not change")
-    if rows and rows[-1]["version"] == version:
-        rows = rows[:-1]
+    again = rows[-1:] if rows and rows[-1]["version"] == version else []
+    why = " ".join(why.split()) or "".join(row["why"] for row in again)
+    if not _NAME.fullmatch(name) or not why:
+        raise RegistryError("a candidate is rc1, rc2 ... or final, and has a reason")
+    rows = rows[: len(rows) - len(again)]
     row = {"version": version, "day": datetime.now(UTC).date().isoformat(), "why": why}
     head = _FILE.read_text().partition("[[candidate]]")[0]
     _FILE.write_text(head + "\n".join(map(_block, [*rows, row])))

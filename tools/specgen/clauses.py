@@ -100,14 +100,6 @@ def check(facts: Facts) -> None:
     """Raise RegistryError if registry and prose do not match."""
     known = clauses(facts)
     for name, body in (facts["struct"] | facts["message"]).items():
-        for rule in body.get("rule", ()):
-            _need(rule["clause"] in known, f"{name}, rule {rule['id']}: no clause {rule['clause']}")
-            error = known[rule["clause"]].error
-            generic = rule["clause"].startswith("KVP-RULE-")
-            _need(
-                generic or error == rule["error"],
-                f"{name}, rule {rule['id']}: {rule['error']}, but {rule['clause']} says {error}",
-            )
         for field in body["field"]:
             for id_ in field.get("clauses", ()):
                 _need(id_ in known, f"{name}.{field['name']}: no clause {id_}")

@@ -76,9 +76,7 @@ def _texts(facts: Facts) -> Iterator[Case]:
     at = of.at("reason")
     for size in (31, 32, 255, 256, limit):
         value = "x" * size
-        yield of.good(
-            f"text-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: text(value)}, {"reason": value}
-        )
+        yield of.good(f"text-{size}", "KVP-BODY-FORM", "where the header changes", {at: text(value)}, {"reason": value})
     for head, size in ((b"\xd9\x1f", 31), (b"\xda\x00\xff", 255), (b"\xdb\x00\x00\x10\x00", limit)):
         nodes = {at: head + b"x" * size}
         yield of.bad(
@@ -99,7 +97,7 @@ def _bytes(facts: Facts) -> Iterator[Case]:
     for size in (255, 256, 65_535, 65_536):
         data = bytes(size)
         yield of.good(
-            f"bytes-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: binary(data)}, {"data": data.hex()}
+            f"bytes-{size}", "KVP-BODY-FORM", "where the header changes", {at: binary(data)}, {"data": data.hex()}
         )
     for head, size in ((b"\xc5\x00\xff", 255), (b"\xc6\x00\x00\x01\x00", 256), (b"\xc6\x00\x00\xff\xff", 65_535)):
         nodes = {at: head + bytes(size)}
@@ -114,9 +112,7 @@ def _integers(facts: Facts) -> Iterator[Case]:
     for bits, head, form in ((7, 0xCC, "B"), (8, 0xCD, "H"), (16, 0xCE, "I"), (32, 0xCF, "Q")):
         for value in ((1 << bits) - 1, 1 << bits):
             nodes = {at: uint(value)}
-            yield of.good(
-                f"int-{value:x}", "KVP-BODY-W-SHORT", "where the form changes", nodes, {"sequence": str(value)}
-            )
+            yield of.good(f"int-{value:x}", "KVP-BODY-FORM", "where the form changes", nodes, {"sequence": str(value)})
         wide = {at: bytes((head,)) + struct.pack(f">{form}", (1 << bits) - 1)}
         yield of.bad(
             f"int-{(1 << bits) - 1:x}-wide", "KVP-BODY-FORM", "a longer form", wide, "NOT_CANONICAL", "sequence"
@@ -135,9 +131,7 @@ def _arrays(facts: Facts) -> Iterator[Case]:
     for size in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 255, 256):
         values = list(range(size))
         json = {"groups": [str(v) for v in values]}
-        yield of.good(
-            f"array-{size}", "KVP-BODY-W-SHORT", "bytes where the header changes", {at: numbers(values)}, json
-        )
+        yield of.good(f"array-{size}", "KVP-BODY-FORM", "bytes where the header changes", {at: numbers(values)}, json)
     for size, head in (
         (8, b"\xc7\x08"),
         (16, b"\xc7\x10"),
@@ -154,7 +148,7 @@ def _arrays(facts: Facts) -> Iterator[Case]:
         for value in ((1 << bits) - 1, 1 << bits):
             json = {"groups": ["0", str(value)]}
             nodes = {at: numbers([0, value])}
-            yield of.good(f"array-of-{value:x}", "KVP-BODY-W-ARRAY", "where elements become wider", nodes, json)
+            yield of.good(f"array-of-{value:x}", "KVP-BODY-ARRAY-WIDTH", "where elements become wider", nodes, json)
         wide = {at: numbers([0, (1 << bits) - 1], bits // 4)}
         yield of.bad(
             f"array-of-{(1 << bits) - 1:x}-wide",
@@ -168,7 +162,7 @@ def _arrays(facts: Facts) -> Iterator[Case]:
     for value in ((1 << 32) - 1, 1 << 32):
         json = {"checksums": [{"group": "1", "value": "0", "pages": [str(value)]}]}
         pages: dict[int, Node] = {checksums: [checksum | {3: numbers([value])}]}
-        yield of.good(f"array-of-{value:x}", "KVP-BODY-W-ARRAY", "where elements become wider", pages, json)
+        yield of.good(f"array-of-{value:x}", "KVP-BODY-ARRAY-WIDTH", "where elements become wider", pages, json)
     for value in (1, 255, 65_535, (1 << 32) - 1):
         pages = {checksums: [checksum | {3: numbers([value], 8)}]}
         path = "checksums[0].pages"
@@ -180,7 +174,7 @@ def _arrays(facts: Facts) -> Iterator[Case]:
     (said,) = many.body.least.json["grants"]
     pages = {place: [{**grant, 5: numbers([7] * items)}]}
     json = {"grants": [{**said, "items": ["7"] * items}]}
-    yield many.good("array-65536", "KVP-BODY-W-SHORT", "the shortest of a 32-bit length", pages, json)
+    yield many.good("array-65536", "KVP-BODY-FORM", "the shortest of a 32-bit length", pages, json)
     part = {checksums: [checksum | {3: ext(4, bytes(7))}]}
     path = "checksums[0].pages"
     yield of.bad("array-part", "KVP-BODY-ARRAY-LENGTH", "7 of 8 bytes", part, "BAD_LENGTH", path)
@@ -192,7 +186,7 @@ def _lists(facts: Facts) -> Iterator[Case]:
     for size in (15, 16):
         nodes = [{1: uint(group), 2: uint(group)} for group in range(size)]
         json = {"begins": [{"group": str(group), "first": str(group)} for group in range(size)]}
-        yield of.good(f"list-{size}", "KVP-BODY-W-SHORT", "where the header changes", {at: nodes}, json)
+        yield of.good(f"list-{size}", "KVP-BODY-FORM", "where the header changes", {at: nodes}, json)
         head = b"\xdc\x00\x0f" if size == 15 else b"\xdd\x00\x00\x00\x10"
         body = {at: head + b"".join(map(raw, nodes))}
         yield of.bad(
@@ -223,7 +217,7 @@ def _maps(facts: Facts) -> Iterator[Case]:
     yield of.bad("values-beyond", "KVP-BODY-VALUES", "one more than there may be", beyond, "TOO_LARGE", "#801b")
     welcome = _Of.named(facts, "Welcome")
     nodes, json = many_values(facts)
-    yield welcome.good("values-written", "KVP-BODY-W-RANGE", "as many values as a writer may write", nodes, json)
+    yield welcome.good("values-written", "KVP-BODY-W-FORM", "as many values as a writer may write", nodes, json)
 
 
 def many_values(facts: Facts, beyond: int = 0) -> tuple[dict[int, Node], dict[str, Any]]:
@@ -281,13 +275,13 @@ def _rules(facts: Facts) -> Iterator[Case]:
         forth = sorted((first, second), key=str.encode) == [first, second]
         low, high = (first, second) if forth else (second, first)
         json = {"axes": [{"name": axis, "length": "1"} for axis in (low, high)]}
-        yield of.good(f"order-{name}", "KVP-RULE-ASCEND", note, axes(low, high), json)
-        yield of.bad(f"order-{name}-not", "KVP-RULE-ASCEND", note, axes(high, low), "NOT_ASCENDING", "axes[1].name")
+        yield of.good(f"order-{name}", "KVP-RULE-BREAK", note, axes(low, high), json)
+        yield of.bad(f"order-{name}-not", "KVP-RULE-BREAK", note, axes(high, low), "NOT_ASCENDING", "axes[1].name")
     hello = _Of.named(facts, "Hello")
     (version,) = hello.body.least.node[hello.at("versions")]
     nodes = {hello.at("versions"): [{**version, 1: uint(major)} for major in (1, 2, 1)]}
     yield hello.bad(
-        "unique-apart", "KVP-RULE-UNIQUE", "twice, and not side by side", nodes, "REPEATED", "versions[2].major"
+        "unique-apart", "KVP-RULE-BREAK", "twice, and not side by side", nodes, "REPEATED", "versions[2].major"
     )
 
 

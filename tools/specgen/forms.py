@@ -95,7 +95,7 @@ def _of(facts: Facts, name: str, rows: dict[str, Case]) -> Iterator[Case]:
         return {"id": f"{name}-{id_}", "clause": clause, kind: name, "fields": fields, **answer, "note": note}
 
     whole = {"bytes": rows["least"]["bytes"]}
-    yield case("keys", "KVP-BODY-W-MAP", dict(reversed(least.items())), "keys in any order make one body", **whole)
+    yield case("keys", "KVP-BODY-W-FORM", dict(reversed(least.items())), "keys in any order make one body", **whole)
     yield case(
         "unknown-key",
         "KVP-JSON-KEY",
@@ -151,7 +151,7 @@ def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
     note = "a frame that its own writer could not read"
     return {
         "id": "Welcome-values",
-        "clause": "KVP-BODY-W-RANGE",
+        "clause": "KVP-BODY-W-FORM",
         "message": "Welcome",
         "fields": fields,
         "error": "TOO_LARGE",

@@ -258,10 +258,9 @@ def _top(type_: str, facts: Facts) -> int:
 
 def _rule(owner: str, body: Facts, r: Facts, facts: Facts) -> None:
     at = f"{owner}, rule {r.get('id')}"
-    _keys(r, {"id", "rule", "args", "error", "clause"}, set(), at)
+    _keys(r, {"id", "rule", "args", "error"}, set(), at)
     _need(r["rule"] in facts["predicate"], f"{at}: predicate")
     _need(facts["error"].get(r["error"], {}).get("class") == "invalid", f"{at}: error")
-    _clauses([r["clause"]], at)
     fields = {f["name"]: f["type"] for f in body["field"]}
     types = [fields.get(a) if isinstance(a, str) else "number" for a in r["args"]]
     _need(_fits(r["rule"], r["args"], types, facts), f"{at}: arguments {r['args']}")

@@ -57,7 +57,7 @@ def registry_rows(facts: Facts) -> Iterator[tuple[str, str]]:
                 yield f"{kind}.{name}.{field['name']}", " ".join(f"{k}={field[k]}" for k in _FACTS if k in field)
             for i, rule in enumerate(body.get("rule", ())):
                 args = ", ".join(map(str, rule["args"]))
-                yield f"{kind}.{name}, rule {i + 1}", f"{rule['rule']}({args}) {rule['error']} {rule['clause']}"
+                yield f"{kind}.{name}, rule {i + 1}", f"{rule['rule']}({args}) {rule['error']}"
     for name in facts["machine"]:
         for before, message, after, features in moves(facts, name):
             yield f"machine.{name}.{before}, {message}", f"{after} {' or '.join(features) or '-'}"

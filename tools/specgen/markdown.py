@@ -14,7 +14,7 @@ from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, version
 __all__ = ["pages", "renewed"]
 
 
-_COMMON = ("session", "request", "sequence", "attempt")
+_COMMON = ("session", "request", "sequence")
 """Fields of many messages, in the order of their ids, with one meaning in all of them."""
 _STORED = {"Manifest", "Component", "KeptPage"}
 """Structs that no message of the core uses."""
@@ -91,10 +91,7 @@ def _body(facts: Facts, name: str, body: Facts, kind: str) -> list[str]:
     out += ["", *_rows([f for f in fields if f not in head])] if len(head) < len(fields) else []
     if body.get("rule"):
         out += ["", "Rules, in order:", ""]
-        out += [
-            f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}` (`{r['clause']}`)"
-            for r in body["rule"]
-        ]
+        out += [f"* `{r['rule']}({', '.join(map(str, r['args']))})`, else `{r['error']}`" for r in body["rule"]]
     return out
 
 

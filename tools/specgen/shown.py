@@ -23,9 +23,7 @@ REASONS = {
     "live": "visible only in a session; a scenario of a live engine covers it",
     "large": "a vector of it would be larger than all others together; a test of the library shows it",
 }
-_BY_WRITING = (
-    "KVP-FRAME-W-MAGIC", "KVP-FRAME-W-MAJOR", "KVP-FRAME-W-ZERO", "KVP-BODY-W-SIGN", "KVP-BODY-W-ABSENT", "KVP-BODY-W-RANGE",
-)  # fmt: skip
+_BY_WRITING = ("KVP-FRAME-W-MAJOR", "KVP-FRAME-W-ZERO", "KVP-BODY-W-FORM")
 """Clauses of a writer that hold whenever its bytes are exactly those of the vector."""
 _BY_READING = ("KVP-JSON-W-KEYS", "KVP-JSON-W-INT", "KVP-JSON-W-BYTES", "KVP-JSON-W-ENUM", "KVP-BODY-IGNORE-LOST")
 """Clauses of the JSON form that hold whenever the fields are exactly those of the vector."""

@@ -29,6 +29,7 @@ Case = dict[str, Any]
 
 
 _PRESENCE = ("present_iff", "only_if")
+_RULE = "KVP-RULE-BREAK"
 _BARE = ("Geometry", "Ticket", "Content", "Manifest")
 """Structs that also occur outside messages: in a byte string, with a prompt, under a digest."""
 
@@ -163,8 +164,8 @@ class Body:
         self.full = self._struct(name, full=True)
 
     def cases(self) -> Iterator[Case]:
-        yield self.good("least", "KVP-BODY-W-MAP", self.least, "every required field at its least")
-        yield self.good("full", "KVP-BODY-W-MAP", self.full, "every field, large values")
+        yield self.good("least", "KVP-BODY-W-FORM", self.least, "every required field at its least")
+        yield self.good("full", "KVP-BODY-W-FORM", self.full, "every field, large values")
         yield from self._whole()
         if not self.bare:
             yield from self._enveloped()
@@ -410,7 +411,7 @@ class Body:
         rules = [rule for rule in self._body(owner).get("rule", ()) if f["name"] in rule["args"]]
         if f["presence"] == "optional" and not any(rule["rule"] in _PRESENCE for rule in rules):
             absent = _Value(_replaced(node, at, None), _json_replaced(self.full.json, path, None))
-            yield self.good(f"{id_}-absent", "KVP-BODY-W-MAP", absent, "it need not be there")
+            yield self.good(f"{id_}-absent", "KVP-BODY-W-FORM", absent, "it need not be there")
         if f["presence"] == "required":
             yield self.bad(
                 f"{id_}-missing",
@@ -471,7 +472,7 @@ class Body:
                 good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))
                 note = "the end of the range" if what in ("low", "high") else "where the shortest form changes"
                 yield self.good(
-                    f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-W-SHORT", good, note
+                    f"{id_}-{what}", "KVP-BODY-RANGE" if what in ("low", "high") else "KVP-BODY-FORM", good, note
                 )
         wide = b"\xcf" + min(high, 5).to_bytes(8, "big")
         yield self.bad(
@@ -541,7 +542,7 @@ class Body:
 
     def _of_bool(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         good = _Value(_replaced(self.full.node, at, b"\xc2"), _json_replaced(self.full.json, path, False))
-        yield self.good(f"{id_}-false", "KVP-BODY-W-MAP", good, "false is not absent")
+        yield self.good(f"{id_}-false", "KVP-BODY-W-FORM", good, "false is not absent")
 
     def _of_str(self, owner: str, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
         node, low = self.full.node, f.get("min", 0)
@@ -694,7 +695,7 @@ class Body:
                 yield self.good(f"{id_}-shortest", "KVP-BODY-RANGE", good, "no more than must be there")
         elif not self._is_compared(owner, f["name"]):
             good = _Value(_replaced(node, at, numbers([])), _json_replaced(self.full.json, path, []))
-            yield self.good(f"{id_}-empty", "KVP-BODY-W-ARRAY", good, "an empty array has code 1")
+            yield self.good(f"{id_}-empty", "KVP-BODY-ARRAY-WIDTH", good, "an empty array has code 1")
         yield from self._most(f, at, path, id_)
         if not self._is_compared(owner, f["name"]):
             for top in (0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF):
@@ -703,7 +704,7 @@ class Body:
                         _replaced(node, at, numbers([1, top])), _json_replaced(self.full.json, path, ["1", str(top)])
                     )
                     yield self.good(
-                        f"{id_}-{top:x}", "KVP-BODY-W-ARRAY", good, "the narrowest width that holds the largest"
+                        f"{id_}-{top:x}", "KVP-BODY-ARRAY-WIDTH", good, "the narrowest width that holds the largest"
                     )
 
     def _most(self, f: Facts, at: tuple[int, ...], path: str, id_: str) -> Iterator[Case]:
@@ -735,7 +736,7 @@ class Body:
                 yield self.good(f"{id_}-shortest", "KVP-BODY-RANGE", good, "no more than must be there")
         elif not self._ruled_list(owner, f["name"]):
             good = _Value(_replaced(node, at, []), _json_replaced(self.full.json, path, []))
-            yield self.good(f"{id_}-empty", "KVP-BODY-W-MAP", good, "an empty list is not absent")
+            yield self.good(f"{id_}-empty", "KVP-BODY-W-FORM", good, "an empty list is not absent")
         yield self.bad(
             f"{id_}-bomb",
             "KVP-BODY-LIMIT",
@@ -806,12 +807,12 @@ class Body:
     def _broken(self, rule: Facts, path: str, what: str, node: Node, where: str, note: str) -> Case:
         """A value that breaks the rule."""
         id_ = f"{self._rule_id(rule, path)}{what}"
-        return self.bad(id_, rule["clause"], node, rule["error"], f"{path}{where}", note)
+        return self.bad(id_, _RULE, node, rule["error"], f"{path}{where}", note)
 
     def _order(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         """Values in another order, or twice."""
         fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
-        name, args, clause, id_ = rule["rule"], rule["args"], rule["clause"], self._rule_id(rule, path)
+        name, args, clause, id_ = rule["rule"], rule["args"], _RULE, self._rule_id(rule, path)
         whole, first = self.full, fields[args[0]]
         here = (*at, first["id"])
         if args[0] in self._absent(owner, full=True):
@@ -853,7 +854,7 @@ class Body:
     def _limit(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         """A value above another, or equal to it."""
         fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
-        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        args, clause, id_ = rule["args"], _RULE, self._rule_id(rule, path)
         whole, absent = self.full, self._absent(owner, full=True)
         here = (*at, fields[args[0]]["id"])
         second = fields[args[1]]
@@ -871,7 +872,7 @@ class Body:
     def _sum(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         """Two values whose sum is within a third, or beyond it."""
         fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
-        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        args, clause, id_ = rule["args"], _RULE, self._rule_id(rule, path)
         whole, here = self.full, (*at, fields[args[0]]["id"])
         top = args[2] if isinstance(args[2], int) else 1 << 40
         last = args[1] if isinstance(args[2], int) else args[2]
@@ -890,7 +891,7 @@ class Body:
     def _lengths(self, owner: str, rule: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         """Arrays of equal and of unequal length."""
         fields, bad = {f["name"]: f for f in self._fields(owner)}, partial(self._broken, rule, path)
-        args, clause, id_ = rule["args"], rule["clause"], self._rule_id(rule, path)
+        args, clause, id_ = rule["args"], _RULE, self._rule_id(rule, path)
         whole, first = self.full, fields[args[0]]
         for other in args[1:]:
             node = _replaced(whole.node, (*at, fields[other]["id"]), numbers([1, 2]))
@@ -926,15 +927,13 @@ class Body:
             present = _Value(_replaced(node, where, value.node), _json_replaced(shown, f"{path}{field}", value.json))
             label = name.lower()
             good, wrong = (present, absent) if wanted else (absent, present)
-            yield self.good(f"{id_}-{label}", rule["clause"], good, "as the rule wants")
+            yield self.good(f"{id_}-{label}", _RULE, good, "as the rule wants")
             if wanted and rule["rule"] == "only_if":
-                yield self.good(
-                    f"{id_}-{label}-without", rule["clause"], absent, "a field that this kind may leave out"
-                )
+                yield self.good(f"{id_}-{label}-without", _RULE, absent, "a field that this kind may leave out")
             if not wanted or rule["rule"] == "present_iff":
                 yield self.bad(
                     f"{id_}-{label}-not",
-                    rule["clause"],
+                    _RULE,
                     wrong.node,
                     rule["error"],
                     f"{path}{field}",

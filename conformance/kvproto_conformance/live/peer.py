@@ -74,7 +74,7 @@ class Peer:
 
     def reply(self, to: Frame, name: str, **fields: Any) -> None:
         """Answer a request; if the request comes again, so does the answer."""
-        stated = {key: to.fields[key] for key in ("request", "sequence", "attempt") if key in to.fields}
+        stated = {key: to.fields[key] for key in ("request", "sequence") if key in to.fields}
         kept = {key: value for key, value in stated.items() if key in MESSAGES[name].names}
         self._replies[to.name, to.fields["request"]] = self.send(name, **kept, **fields).raw
 

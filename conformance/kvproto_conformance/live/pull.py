@@ -132,7 +132,7 @@ class PullSource(Source):
             raise Missed(f"Pulled of {found.fields['bytes']} bytes, not {self._sizes[id]}", clause)
         if self.memory is not None and (self.memory.bytes != self.image).any():
             raise Missed("memory that may be read was written", "KVP-REG-ACCESS")
-        self.send("Released", **{name: done.fields[name] for name in ("sequence", "attempt")})
+        self.send("Released", sequence=done.fields["sequence"])
         return found
 
     def close(self) -> None:

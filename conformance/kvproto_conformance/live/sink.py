@@ -227,7 +227,7 @@ class Sink(Peer):
         """The fields of a good Transfer of a request, with the next sequence."""
         self.sequences += 1
         made.sequence = str(self.sequences)
-        return {"sequence": made.sequence, "attempt": "1", "ticket": made.key,
+        return {"sequence": made.sequence, "ticket": made.key,
                 "content": world.content(made.tokens, made.axes), "source_version": self.their_version,
                 "sink_version": self.version, "epoch": str(self.epoch), "grants": made.grants,
                 "writers": self.writers}  # fmt: skip
@@ -264,7 +264,7 @@ class Sink(Peer):
 
     def named(self, made: Request) -> Json:
         """The fields that every message about a request has."""
-        return {"sequence": made.sequence, "attempt": "1"}
+        return {"sequence": made.sequence}
 
     def await_done(self, made: Request, seconds: float = 10.0) -> Frame:
         """Receive all Data, then Done, without acknowledging it."""

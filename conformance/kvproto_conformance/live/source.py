@@ -43,8 +43,8 @@ class Asked:
 
     @property
     def of(self) -> Json:
-        """The fields that every message about it has."""
-        return {name: self.frame.fields[name] for name in ("sequence", "attempt")}
+        """The field that every message about it has."""
+        return {"sequence": self.frame.fields["sequence"]}
 
 
 class Source(Peer):
@@ -172,7 +172,7 @@ class Source(Peer):
             ("grants", [g["group"] for g in fields["grants"]], routed, "KVP-GRANT-GROUPS"),
             ("writers", fields["writers"], self.planned["required"][str(self.sink_rank)], "KVP-TRN-ALL"),
             ("sink_version", fields["sink_version"], self.their_version, "KVP-TRN-AGREE"),
-            ("source_version", fields["source_version"], self.version, "KVP-TRN-CHANGED"),
+            ("source_version", fields["source_version"], self.version, "KVP-TRN-CHECKS"),
         ):  # fmt: skip
             if have != wanted:
                 raise Missed(f"Transfer with {name} {have}, not {wanted}", clause)
@@ -277,7 +277,7 @@ class Source(Peer):
     def take_credit(self, least: int) -> None:
         """Receive Credits until this many bytes may be sent."""
         while any(frame.name == "Credit" for frame in self.heard) or self.total - self.sent < least:
-            credit = self.expect("Credit", clause="KVP-STG-CREDIT")
+            credit = self.expect("Credit", clause="KVP-INL-CREDIT")
             total = int(credit.fields["total"])
             if total < self.total:
                 raise Missed(f"a total of {total} after {self.total}", "KVP-INL-CREDIT")

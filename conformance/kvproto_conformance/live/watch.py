@@ -101,7 +101,7 @@ class Watch:
             name, fields = read_frame(raw)
         except Refusal as refusal:
             self.log.append((now - self._begin, sender, "?", raw.hex()))
-            raise Blamed(sender, f"a frame that a strict reader refuses: {refusal}", "KVP-BODY-W-RANGE") from None
+            raise Blamed(sender, f"a frame that a strict reader refuses: {refusal}", "KVP-BODY-W-FORM") from None
         self.log.append((now - self._begin, sender, name, fields))
         frame = Frame(name, fields, raw, sender, now)
         self._check_envelope(frame)
@@ -142,16 +142,15 @@ class Watch:
         other = SUITE if frame.sender == ENGINE else ENGINE
         asked = self._requests.get((other, id))
         failed = self._requests.get((other, f"failed {id}"))
-        if frame.name == "DoneAck" and failed is not None and _names(failed) == _names(frame):
+        if frame.name == "DoneAck" and failed is not None and _sequence(failed) == _sequence(frame):
             asked = failed  # a Failed that answers a Transfer has the id of that
         answers = asked is not None and frame.name in _MESSAGES[asked.name]["reply"]
         if kind == "reply" or (frame.name == "Failed" and answers):
             if asked is None or not answers:
                 text = f"{frame.name} answers request {id}, which is no request that it answers"
                 raise Blamed(frame.sender, text, "KVP-SES-ECHO")
-            for key in ("sequence", "attempt"):
-                if frame.fields.get(key) != asked.fields.get(key):
-                    raise Blamed(frame.sender, f"{frame.name} of another {key} than its request", "KVP-SES-ECHO")
+            if _sequence(frame) != _sequence(asked):
+                raise Blamed(frame.sender, f"{frame.name} of another sequence than its request", "KVP-SES-ECHO")
             if frame.name == "Failed":
                 self._requests.setdefault((frame.sender, f"failed {id}"), frame)
                 if (other, id) in self._lies:
@@ -171,7 +170,7 @@ class Watch:
         if frame.name == "Error":
             return
         if frame.name in _OF_TRANSFER:
-            key = frame.fields["sequence"], frame.fields["attempt"]
+            key = frame.fields["sequence"]
             self.transfers[key] = self._next(_TRANSFER, self.transfers.get(key, "new"), frame)
         else:
             self.state = self._next(_SESSION, self.state, frame)
@@ -186,8 +185,8 @@ class Watch:
         return to
 
 
-def _names(frame: Frame) -> tuple[Any, Any]:
-    return frame.fields.get("sequence"), frame.fields.get("attempt")
+def _sequence(frame: Frame) -> Any:
+    return frame.fields.get("sequence")
 
 
 def _same(frame: Frame) -> Json:

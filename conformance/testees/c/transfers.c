@@ -41,7 +41,7 @@ static void give_up(Fetch *fetch, const char *why, const char *reason) { /* and 
         Attempt *attempt = &fetch->attempts[i];
         if (attempt->state == UNSENT || attempt->state == DONE || !attempt->session) continue;
         Text json = {0};
-        form(&json, ", \"sequence\": \"%llu\", \"attempt\": \"1\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
+        form(&json, ", \"sequence\": \"%llu\", \"reason\": \"%s\"", (unsigned long long)attempt->sequence, reason);
         for (Request **each = &attempt->session->requests; *each;) {
             Request *found = *each;
             if (found->kind == L_Transfer && found->sequence == attempt->sequence) {
@@ -138,7 +138,7 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
         Text json = {0}, grants = {0};
         form_grants(&grants, fetch, session);
         lower_attempt(attempt, grants.text);
-        form(&json, ", \"sequence\": \"%llu\", \"attempt\": \"1\", \"ticket\": \"%s\", \"content\": \"", (unsigned long long)attempt->sequence, fetch->key);
+        form(&json, ", \"sequence\": \"%llu\", \"ticket\": \"%s\", \"content\": \"", (unsigned long long)attempt->sequence, fetch->key);
         form_content(&json, fetch);
         form(&json, "\", \"source_version\": \"%llu\", \"sink_version\": \"1\", \"epoch\": \"1\", \"grants\": %s, \"writers\": [", (unsigned long long)session->version, grants.text);
         for (uint64_t k = 0; k < count; k++) form(&json, "%s\"%llu\"", k ? ", " : "", (unsigned long long)ranks[k]);
@@ -152,10 +152,10 @@ static void became_ready(Source *source) {
     for (Fetch *each = fetches; each; each = each->next)
         if (each->source == source) start(each);
 }
-static Attempt *attempt_of(const Session *session, uint64_t sequence, uint64_t number, Fetch **of) {
+static Attempt *attempt_of(const Session *session, uint64_t sequence, Fetch **of) {
     for (Fetch *fetch = fetches; fetch; fetch = fetch->next)
         for (size_t i = 0; i < fetch->attempt_count; i++)
-            if (fetch->attempts[i].session == session && fetch->attempts[i].sequence == sequence && number == 1) {
+            if (fetch->attempts[i].session == session && fetch->attempts[i].sequence == sequence) {
                 *of = fetch;
                 return &fetch->attempts[i];
             }
@@ -172,9 +172,9 @@ static void grant_credit(Session *session) {
     notice(session, L_Credit, json.text);
     free(json.text);
 }
-static void acknowledge(Session *session, uint64_t request, uint64_t sequence, uint64_t attempt) {
+static void acknowledge(Session *session, uint64_t request, uint64_t sequence) {
     Text json = {0};
-    form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\", \"attempt\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request, (unsigned long long)sequence, (unsigned long long)attempt);
+    form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request, (unsigned long long)sequence);
     notice(session, L_DoneAck, json.text);
     free(json.text);
 }
@@ -232,7 +232,7 @@ static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *m
         }
         attempt->state = DONE;
         fetch->finished = number(L_Done, map, "outcome") == 2;
-        acknowledge(session, request, attempt->sequence, 1);
+        acknowledge(session, request, attempt->sequence);
         if (session->verify && !verified(attempt, &checksums)) {
             give_up(fetch, "VERIFY_FAILED", "the bytes differ");
             return;
@@ -242,11 +242,11 @@ static void done(Session *session, Fetch *fetch, Attempt *attempt, const Node *m
         fetch->arrived = !fetch->lost;
         return;
     }
-    acknowledge(session, request, attempt->sequence, 1); /* again, or it has crossed an Abort: proof all the same */
+    acknowledge(session, request, attempt->sequence); /* again, or it has crossed an Abort: proof all the same */
     if (attempt->state == ABORTING || attempt->state == UNPROVABLE) attempt->state = PROVEN;
 }
 static void failed(Session *session, Fetch *fetch, Attempt *attempt, const Node *map) {
-    acknowledge(session, number(L_Failed, map, "request"), attempt->sequence, 1);
+    acknowledge(session, number(L_Failed, map, "request"), attempt->sequence);
     const char *name = name_of(&ENUMS[E_ErrorCode], number(L_Failed, map, "code"));
     if (attempt->state == ASKED || attempt->state == ACCEPTED) {
         attempt->state = FAILED_BY;
@@ -289,11 +289,11 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
     int kind = (int)(layout - LAYOUTS);
     if (kind != L_Accepted && kind != L_Done && kind != L_Failed && kind != L_Drained && (kind != L_Data || pool.shared)) return false;
     Fetch *fetch = NULL;
-    Attempt *attempt = attempt_of(session, number(kind, map, "sequence"), number(kind, map, "attempt"), &fetch);
+    Attempt *attempt = attempt_of(session, number(kind, map, "sequence"), &fetch);
     Node request = map->items[1];
     if (!attempt) {
-        bool past = number(kind, map, "sequence") <= session->sequence && number(kind, map, "attempt") == 1;
-        if (past && (kind == L_Done || kind == L_Failed)) acknowledge(session, request.number, number(kind, map, "sequence"), 1); /* of a fetch that is over */
+        bool past = number(kind, map, "sequence") <= session->sequence;
+        if (past && (kind == L_Done || kind == L_Failed)) acknowledge(session, request.number, number(kind, map, "sequence")); /* of a fetch that is over */
         if (past && kind == L_Data) count_data(session, field(L_Data, map, "data").count);
         return past && kind != L_Data;
     }
@@ -312,6 +312,6 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
 }
 static void refused_transfer(Session *session, int kind, const Node *map) { /* what was refused costs its transfer */
     Fetch *fetch = NULL;
-    Attempt *attempt = kind == L_Done || kind == L_Data ? attempt_of(session, number(kind, map, "sequence"), number(kind, map, "attempt"), &fetch) : NULL;
+    Attempt *attempt = kind == L_Done || kind == L_Data ? attempt_of(session, number(kind, map, "sequence"), &fetch) : NULL;
     if (attempt && attempt->state != DONE) give_up(fetch, code_named(code), "it was refused");
 }

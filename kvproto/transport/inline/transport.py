@@ -43,10 +43,10 @@ class DataPiece:
     data: bytearray = attrs.field(repr=False)
     last: bool
 
-    def notice(self, session: int, sequence: int, attempt: int) -> Data:
+    def notice(self, session: int, sequence: int) -> Data:
         """The message that carries them."""
         data = bytes(self.data)
-        return Data(session=session, sequence=sequence, attempt=attempt, offset=self.offset, data=data, last=self.last)
+        return Data(session=session, sequence=sequence, offset=self.offset, data=data, last=self.last)
 
 
 class InlineLink(PackedLink):
@@ -114,7 +114,7 @@ class InlineStream(OutgoingStream):
 
 
 class InlineReceiver:
-    """Streams from one source; transfers are named by (sequence, attempt)."""
+    """Streams from one source; transfers are named by sequence."""
 
     kind: ClassVar[CreditKind] = CreditKind.INLINE
     busy = False
@@ -123,11 +123,11 @@ class InlineReceiver:
     def __init__(self, window: int) -> None:
         self.window = window
         """Bytes that may be on their way, of all streams."""
-        self._streams: dict[tuple[int, int], IncomingStream] = {}
+        self._streams: dict[int, IncomingStream] = {}
 
-    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+    def open(self, sequence: int, packer: Packer) -> None:
         """Expect the Data of a transfer, which `packer` unpacks into its pages."""
-        self._streams[sequence, attempt] = IncomingStream(packer)
+        self._streams[sequence] = IncomingStream(packer)
 
     def data(self, data: Data) -> None:
         """Unpack the next bytes; those of a transfer that is not open are dropped.
@@ -135,7 +135,7 @@ class InlineReceiver:
         Raises OUT_OF_RANGE for bytes that are not the next of the stream (KVP-INL-NEXT), FIELD_CONFLICT for a wrong
         `last` (KVP-INL-LAST); no page is touched then.
         """
-        stream = self._streams.get((data.sequence, data.attempt))
+        stream = self._streams.get(data.sequence)
         if stream is None:
             return
         stream.advance(data.offset, len(data.data), data.last)
@@ -144,17 +144,17 @@ class InlineReceiver:
         except KvprotoError as fault:  # `finish` tells it
             stream.error = fault.kept()
 
-    def finish(self, sequence: int, attempt: int) -> bool:
+    def finish(self, sequence: int) -> bool:
         """True, when no more Data comes; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
-        stream = self._streams[sequence, attempt]
+        stream = self._streams[sequence]
         if stream.error:
             raise stream.error.again()
         stream.check_end()
         return True
 
-    def close(self, sequence: int, attempt: int) -> bool:
+    def close(self, sequence: int) -> bool:
         """Drop what still comes for a transfer."""
-        self._streams.pop((sequence, attempt), None)
+        self._streams.pop(sequence, None)
         return True
 
 

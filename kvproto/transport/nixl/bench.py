@@ -87,7 +87,7 @@ def _packed(
                 before = sender.under_way
                 pieces = sender.step()
                 for piece in pieces:
-                    conn.send(piece.notice(1, 1, 1))
+                    conn.send(piece.notice(1, 1))
                 if not pieces and sender.under_way == before and ends[0] == HOST:  # a GPU wakes nobody
                     multiprocessing.connection.wait([conn, agent.fileno()], 0.01)
                     agent.wait(0)
@@ -151,16 +151,16 @@ def _serve(conn: Connection, memory: int, place: str) -> None:
                 program = message
                 continue
             assert program is not None
-            receiver.open(1, 1, backend.packer(program, "sink", {0: pool}))
+            receiver.open(1, backend.packer(program, "sink", {0: pool}))
             conn.send(None)
             while True:
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
-                if receiver.complete(1, 1):
+                if receiver.complete(1):
                     break
                 if conn.poll(None if not receiver.busy else 0):
                     receiver.chunk(conn.recv())
-            receiver.close(1, 1)
+            receiver.close(1)
             conn.send(None)
 
 

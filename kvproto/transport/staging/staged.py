@@ -8,7 +8,7 @@ slots are under way at once.
     sink's slot:    free --Credit--> granted --Chunk--> unpacking --ready--> free
     source's slot:  free --step----> packing --ready--> writing ----ready--> free, and a Chunk
 
-A source writes only staging slots, so a late write of an aborted attempt never reaches a page: the sink's pages are
+A source writes only staging slots, so a late write of an aborted transfer never reaches a page: the sink's pages are
 free when its own unpacking has ended. A slot whose write failed is not written again in its session. When a session is
 resumed, all slots that are not being emptied are granted again, and the source writes into one again only when its
 earlier write to that slot is over.
@@ -54,16 +54,16 @@ class Target(Staging, Protocol):
 
 @attrs.frozen
 class ChunkPiece:
-    """The content of one slot, as a Chunk states it, without session, sequence and attempt."""
+    """The content of one slot, as a Chunk states it, without session and sequence."""
 
     slot: int
     offset: int
     bytes: int
     last: bool
 
-    def notice(self, session: int, sequence: int, attempt: int) -> Chunk:
+    def notice(self, session: int, sequence: int) -> Chunk:
         """The notice to send."""
-        return Chunk(session=session, sequence=sequence, attempt=attempt, **attrs.asdict(self))
+        return Chunk(session=session, sequence=sequence, **attrs.asdict(self))
 
 
 # the source
@@ -244,7 +244,7 @@ class _StagedStream(IncomingStream):
 
 
 class StagedReceiver:
-    """A sink's slots for the source of one session; transfers are named by (sequence, attempt).
+    """A sink's slots for the source of one session; transfers are named by sequence.
 
     Raises OUT_OF_RANGE if there are fewer than three slots.
     """
@@ -256,7 +256,7 @@ class StagedReceiver:
         self._own = own
         self._free = set(range(own.slots))
         self._granted: set[int] = set()
-        self._streams: dict[tuple[int, int], _StagedStream] = {}
+        self._streams: dict[int, _StagedStream] = {}
 
     def credit(self, session: int) -> Credit | None:
         """Grant every free slot; None if there is none. Send it at once (KVP-STG-RETURN)."""
@@ -273,9 +273,9 @@ class StagedReceiver:
         self._free |= self._granted
         self._granted.clear()
 
-    def open(self, sequence: int, attempt: int, packer: Packer) -> None:
+    def open(self, sequence: int, packer: Packer) -> None:
         """Expect the chunks of a transfer, which `packer` unpacks into its pages."""
-        self._streams[sequence, attempt] = _StagedStream(packer)
+        self._streams[sequence] = _StagedStream(packer)
 
     def chunk(self, chunk: Chunk) -> None:
         """Begin to unpack a Chunk; a chunk of a transfer that is not open only frees its slot.
@@ -286,7 +286,7 @@ class StagedReceiver:
         if chunk.slot not in self._granted:
             raise RemoteError(ErrorCode.CREDIT, "slot", f"granted {sorted(self._granted)}", str(chunk.slot), "")
         self._granted.remove(chunk.slot)
-        stream = self._streams.get((chunk.sequence, chunk.attempt))
+        stream = self._streams.get(chunk.sequence)
         if stream is None or stream.closing:
             self._free.add(chunk.slot)
             return
@@ -323,30 +323,30 @@ class StagedReceiver:
         """Whether anything is being unpacked."""
         return any(stream.unpacking for stream in self._streams.values())
 
-    def complete(self, sequence: int, attempt: int) -> bool:
+    def complete(self, sequence: int) -> bool:
         """Whether every byte of the stream is unpacked; raises what the packer raised."""
-        stream = self._streams[sequence, attempt]
+        stream = self._streams[sequence]
         self.step()
         if stream.error:
             raise stream.error.again()
         return stream.at == stream.packer.length and not stream.unpacking
 
-    def finish(self, sequence: int, attempt: int) -> bool:
+    def finish(self, sequence: int) -> bool:
         """As `complete`, when no more chunks come; raises OUT_OF_RANGE if bytes are missing (KVP-STG-END)."""
-        stream = self._streams[sequence, attempt]
+        stream = self._streams[sequence]
         stream.check_end()
-        return self.complete(sequence, attempt)
+        return self.complete(sequence)
 
-    def close(self, sequence: int, attempt: int) -> bool:
+    def close(self, sequence: int) -> bool:
         """Stop a transfer; call again until True, when nothing is being unpacked into its pages any more."""
-        stream = self._streams.get((sequence, attempt))
+        stream = self._streams.get(sequence)
         if stream is None:
             return True
         stream.closing = True
         self.step()
         if stream.unpacking:
             return False
-        del self._streams[sequence, attempt]
+        del self._streams[sequence]
         return True
 
 

@@ -26,7 +26,7 @@
 
 mtype = { unasked, running, arrived, lost, over }
 
-chan to_source = [QUEUE] of { mtype, byte, byte, byte }; /* request, attempt, pieces that are granted */
+chan to_source = [QUEUE] of { mtype, byte, byte, byte }; /* request, 1, pieces that are granted */
 chan to_sink = [QUEUE] of { mtype, byte, byte, byte };
 
 byte owner[PIECES];

@@ -59,7 +59,7 @@ inline sink_hears() {
   to_sink[0]?m,one,two,x; printf("deliver 1 0 %e 0 1\n", m);
   if
   :: m == Accepted -> if :: sink == transfer_asked || sink == transfer_aborting -> transfer_Accepted(sink) :: else fi
-  :: m == Offer && sink == transfer_ended -> to_source[0]!Pulled,0,1,0 /* an attempt that is over reads nothing */
+  :: m == Offer && sink == transfer_ended -> to_source[0]!Pulled,0,1,0 /* a transfer that is over reads nothing */
   :: m == Offer && sink == transfer_aborting -> transfer_Offer(sink)
   :: m == Offer && (sink == transfer_asked || sink == transfer_accepted) && x == LIE -> to_source[0]!Error,0,1,0; stop()
   :: m == Offer && (sink == transfer_asked || sink == transfer_accepted) && x != LIE ->

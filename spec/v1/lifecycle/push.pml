@@ -1,7 +1,7 @@
 /* Pages that source ranks write: who may use them, and when they are free again (transfers.md, Push and Ends).
 
    A write is issued by a source and lands later, whatever has become of the source since. `owner` is known to nobody: of
-   each page, the attempt that it was granted to, until the sink uses it or has proof. A write that lands on a page of
+   each page, the request that it was granted to, until the sink uses it or has proof. A write that lands on a page of
    another owner breaks OWNED. */
 
 #ifndef WRITERS
@@ -9,9 +9,6 @@
 #endif
 #ifndef REQUESTS
 #define REQUESTS 2
-#endif
-#ifndef ATTEMPTS
-#define ATTEMPTS 1
 #endif
 #ifndef PAGES
 #define PAGES 1
@@ -46,9 +43,8 @@
 
 #define PART(w, r) ((w) * REQUESTS + (r))
 #define PARTS (WRITERS * REQUESTS)
-#define PAGE(r, a) (((r) + (a) - 1) % PAGES)
-#define NAME(r, a) (1 + 2 * (r) + (a) - 1)
-#define WRITE(w, r, a) (2 * PART(w, r) + (a) - 1)
+#define PAGE(r) ((r) % PAGES)
+#define NAME(r) (1 + (r))
 #define IN_USE 255
 
 mtype = { unasked, running, arrived, lost, quarantined, over }
@@ -57,15 +53,13 @@ chan to_source[WRITERS] = [QUEUE] of { mtype, byte, byte, byte };
 chan to_sink[WRITERS] = [QUEUE] of { mtype, byte, byte, byte };
 
 byte owner[PAGES];
-bool flying[2 * PARTS]; /* writes that are issued and have not landed */
+bool flying[PARTS]; /* writes that are issued and have not landed */
 
 /* the sink */
 mtype phase[REQUESTS] = unasked;
-byte attempt[REQUESTS];
 bool failing[REQUESTS];
 mtype sink[PARTS] = transfer_new;
 bool good[PARTS];   /* Done has come */
-byte kept[PARTS];   /* the attempt whose Done was good: after it there is no other */
 bool proven[PARTS]; /* Drained said PROVEN */
 bool told[PARTS];   /* Drained said UNPROVABLE, or the writer is gone */
 bool sink_open[WRITERS] = true;
@@ -79,17 +73,16 @@ bool buried[WRITERS]; /* the transport has proof of the writer's death */
 
 /* the sources */
 mtype source[PARTS] = transfer_new;
-byte seen[PARTS]; /* the attempt that is recorded */
-bool served[PARTS]; /* its Done is acknowledged */
+bool seen[PARTS]; /* there is, or was, a record of it */
 bool asked[PARTS]; /* by its Transfer, and not by Abort alone */
 byte lied[PARTS]; /* LIE: its Done was wrong */
-bool aborted[PARTS], refused[PARTS], copying[PARTS], drain[PARTS], unprovable[2 * PARTS];
+bool aborted[PARTS], refused[PARTS], copying[PARTS], drain[PARTS], unprovable[PARTS];
 bool source_open[WRITERS] = true, alive[WRITERS] = true;
 byte low[WRITERS]; /* the low-water mark */
 
 byte aborts = ABORTS, failures = FAILURES, giving_up = LOST, deaths = DEATHS, lies = LIES, pieces = 1;
 #define SHOW for (one : 0 .. PARTS - 1) { printf("now %d %e %e\n", one, sink[one], source[one]) }
-byte w, r, a, p, k, x, all, refusing;
+byte w, r, a, p, k, x, all, refusing; /* a: a number that other models use, here always 1 */
 mtype m;
 #define DONE m = 0; w = 0; r = 0; a = 0; p = 0; k = 0; x = 0; all = 0; refusing = 0; SETTLED
 
@@ -116,7 +109,7 @@ proctype Rest() {
         for (w : 0 .. WRITERS - 1) {
           p = PART(w, r);
           if :: !FREE_OF(p, w) && (told[p] || !alive[w]) -> all = true :: else fi;
-          CHECK(FREE_OF(p, w) || unprovable[WRITE(w, r, attempt[r])] || !alive[w], RELEASED)
+          CHECK(FREE_OF(p, w) || unprovable[p] || !alive[w], RELEASED)
         }
         CHECK(all, RELEASED)
       :: else

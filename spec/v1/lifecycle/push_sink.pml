@@ -7,16 +7,6 @@
 #define ALL(what) what[0]
 #define ALL_ROOM(n) ROOM(to_source[0], n)
 #endif
-#ifdef WITHOUT_ATTEMPT
-#define MAY_TRY(r) (phase[r] == lost || phase[r] == running && failing[r])
-#else
-#define MAY_TRY(r) (phase[r] == lost) /* KVP-END-ATTEMPT */
-#endif
-#ifdef WITHOUT_AGAIN
-#define NONE_DONE(r) true
-#else
-#define NONE_DONE(r) (!good[PART(0, r)] && !good[PART(WRITERS - 1, r)]) /* KVP-TRN-AGAIN */
-#endif
 #ifdef WITHOUT_LATE
 #define ASKED_LATE(p, w, r) false
 #else
@@ -29,17 +19,9 @@
 #define QUIET(w, r) (!(to_source[w]??[_,eval(r),_,_]) && !(to_sink[w]??[_,eval(r),_,_]))
 #define FREE_OF(p, w) (good[p] || proven[p] || buried[w])
 
-inline ask(next) {
-#ifdef WITHOUT_ATTEMPT
-  if :: next == 2 -> owner[PAGE(r, 1)] = 0 :: else fi; /* the first is taken for over */
-#endif
-  attempt[r] = next; failing[r] = false; phase[r] = running;
-  owner[PAGE(r, next)] = NAME(r, next);
-  for (w : 0 .. WRITERS - 1) {
-    p = PART(w, r);
-    sink[p] = transfer_new; good[p] = false; proven[p] = false; told[p] = false;
-    transfer_Transfer(sink[p]); to_source[w]!Transfer,r,next,0; PENDING(p, true)
-  }
+inline ask() {
+  phase[r] = running; owner[PAGE(r)] = NAME(r);
+  for (w : 0 .. WRITERS - 1) { p = PART(w, r); transfer_Transfer(sink[p]); to_source[w]!Transfer,r,1,0; PENDING(p, true) }
 }
 
 /* Every routed rank whose Done is lacking is told to stop (KVP-END-FAILED). */
@@ -49,7 +31,7 @@ inline fail() {
     p = PART(k, r);
     if
     :: !good[p] && !proven[p] && sink_open[k] && sink[p] != transfer_aborting ->
-      transfer_Abort(sink[p]); to_source[k]!Abort,r,attempt[r],0
+      transfer_Abort(sink[p]); to_source[k]!Abort,r,1,0
     :: else
     fi
   }
@@ -78,8 +60,8 @@ inline settle() {
 }
 
 inline use() {
-  for (k : 0 .. WRITERS - 1) { CHECK(good[PART(k, r)] && !flying[WRITE(k, r, attempt[r])], WHOLE) }
-  owner[PAGE(r, attempt[r])] = IN_USE; phase[r] = arrived;
+  for (k : 0 .. WRITERS - 1) { CHECK(good[PART(k, r)] && !flying[PART(k, r)], WHOLE) }
+  owner[PAGE(r)] = IN_USE; phase[r] = arrived;
   printf("arrived %d\n", r)
 }
 
@@ -96,7 +78,7 @@ inline release() {
 #endif
   }
   if
-  :: all -> owner[PAGE(r, attempt[r])] = 0; phase[r] = lost; printf("free %d\n", r)
+  :: all -> owner[PAGE(r)] = 0; phase[r] = lost; printf("free %d\n", r)
   :: else -> printf("quarantined %d\n", r)
   fi
 }
@@ -107,53 +89,48 @@ inline sink_hears() {
   p = PART(w, r);
   if :: m == Accepted || m == Failed || m == Done -> PENDING(p, false) :: else fi;
   if
-  :: a != attempt[r] -> /* about an attempt that is over */
-    if :: (m == Done || m == Failed) && sink_open[w] -> to_source[w]!DoneAck,r,a,0 :: else fi
-  :: else ->
+  :: phase[r] == quarantined && (m == Done || m == Drained) -> /* proof, however late (KVP-END-LATE) */
+    if :: m == Done && x != LIE || m == Drained && x -> proven[p] = true :: else -> told[p] = true fi
+  :: else
+  fi;
+  if
+  :: !sink_open[w]
+  :: sink_open[w] && m == Accepted ->
+    if :: sink[p] == transfer_asked || sink[p] == transfer_aborting -> transfer_Accepted(sink[p]) :: else fi
+  :: sink_open[w] && m == Failed ->
+    to_source[w]!DoneAck,r,a,0;
     if
-    :: phase[r] == quarantined && (m == Done || m == Drained) -> /* proof, however late (KVP-END-LATE) */
-      if :: m == Done && x != LIE || m == Drained && x -> proven[p] = true :: else -> told[p] = true fi
-    :: else
-    fi;
-    if
-    :: !sink_open[w]
-    :: sink_open[w] && m == Accepted ->
-      if :: sink[p] == transfer_asked || sink[p] == transfer_aborting -> transfer_Accepted(sink[p]) :: else fi
-    :: sink_open[w] && m == Failed ->
-      to_source[w]!DoneAck,r,a,0;
-      if
-      :: sink[p] == transfer_asked || sink[p] == transfer_accepted ->
-        transfer_Failed(sink[p]); transfer_DoneAck(sink[p]);
+    :: sink[p] == transfer_asked || sink[p] == transfer_accepted ->
+      transfer_Failed(sink[p]); transfer_DoneAck(sink[p]);
 #ifdef WITHOUT_DOUBT /* Failed proves nothing of writes */
-        proven[p] = true;
+      proven[p] = true;
 #endif
-        fail()
-      :: sink[p] == transfer_aborting -> transfer_Failed(sink[p])
-      :: else
-      fi
-    :: sink_open[w] && m == Done && x == LIE && (sink[p] == transfer_asked || sink[p] == transfer_accepted) ->
-      to_source[w]!Error,r,a,0; fail() /* KVP-TRN-REFUSE */
-    :: sink_open[w] && m == Done && (x != LIE || sink[p] == transfer_ended || sink[p] == transfer_aborting) ->
-      to_source[w]!DoneAck,r,a,0;
-      if
-      :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]); transfer_Done(sink[p]); transfer_DoneAck(sink[p]);
-        good[p] = true; kept[p] = a
-      :: sink[p] == transfer_accepted -> transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true; kept[p] = a
-      :: sink[p] == transfer_aborting -> transfer_Done(sink[p])
-      :: else
-      fi
+      fail()
+    :: sink[p] == transfer_aborting -> transfer_Failed(sink[p])
+    :: else
+    fi
+  :: sink_open[w] && m == Done && x == LIE && (sink[p] == transfer_asked || sink[p] == transfer_accepted) ->
+    to_source[w]!Error,r,a,0; fail() /* KVP-TRN-REFUSE */
+  :: sink_open[w] && m == Done && (x != LIE || sink[p] == transfer_ended || sink[p] == transfer_aborting) ->
+    to_source[w]!DoneAck,r,a,0;
+    if
+    :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]); transfer_Done(sink[p]); transfer_DoneAck(sink[p]);
+      good[p] = true
+    :: sink[p] == transfer_accepted -> transfer_Done(sink[p]); transfer_DoneAck(sink[p]); good[p] = true
+    :: sink[p] == transfer_aborting -> transfer_Done(sink[p])
+    :: else
+    fi
 #ifdef PIECE
-    :: sink_open[w] && m == PIECE ->
-      if :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]) :: else fi;
-      if :: sink[p] == transfer_accepted || sink[p] == transfer_aborting -> transfer_PIECE(sink[p]) :: else fi
+  :: sink_open[w] && m == PIECE ->
+    if :: sink[p] == transfer_asked -> transfer_Accepted(sink[p]) :: else fi;
+    if :: sink[p] == transfer_accepted || sink[p] == transfer_aborting -> transfer_PIECE(sink[p]) :: else fi
 #endif
-    :: sink_open[w] && m == Drained ->
-      if
-      :: sink[p] == transfer_aborting ->
-        transfer_Drained(sink[p]);
-        if :: x -> proven[p] = true :: else -> told[p] = true fi
-      :: else
-      fi
+  :: sink_open[w] && m == Drained ->
+    if
+    :: sink[p] == transfer_aborting ->
+      transfer_Drained(sink[p]);
+      if :: x -> proven[p] = true :: else -> told[p] = true fi
+    :: else
     fi
   fi;
   settle()
@@ -163,22 +140,15 @@ inline sink_hears() {
 proctype Engine(byte me) {
 end: do
   :: d_step { /* ask for a request whose page is free; sequences are in order (KVP-TRN-SEQUENCE) */
-    phase[me] == unasked && owner[PAGE(me, 1)] == 0 && ALL(sink_open) && ALL_ROOM(1) && BEFORE(me);
-    r = me; printf("ask %d 1\n", r); ask(1); DONE
+    phase[me] == unasked && owner[PAGE(me)] == 0 && ALL(sink_open) && ALL_ROOM(1) && BEFORE(me);
+    r = me; printf("ask %d 1\n", r); ask(); DONE
   }
-#if ATTEMPTS > 1
-  :: d_step { /* try a transfer again, on other pages (KVP-END-ATTEMPT) */
-    MAY_TRY(me) && attempt[me] == 1 && owner[PAGE(me, 2)] == 0 && ALL(sink_open) && ALL_ROOM(1) &&
-      NONE_DONE(me);
-    r = me; printf("ask %d 2\n", r); ask(2); DONE
-  }
-#endif
   :: d_step { /* abort it */
     aborts > 0 && phase[me] == running && !failing[me] && ALL_ROOM(1);
     r = me; aborts--; printf("abort %d\n", r); fail(); settle(); DONE
   }
   :: d_step { /* it has no more use for what it has received */
-    phase[me] == arrived; r = me; owner[PAGE(r, attempt[r])] = 0; phase[r] = over; printf("use %d\n", r); DONE
+    phase[me] == arrived; r = me; owner[PAGE(r)] = 0; phase[r] = over; printf("use %d\n", r); DONE
   }
   od
 }
@@ -216,19 +186,19 @@ end: do
 #ifndef WITHOUT_RESEND
   :: d_step {
     sink_open[me] && sink[PART(me, my)] == transfer_asked && phase[my] == running && QUIET(me, my);
-    to_source[me]!Transfer,my,attempt[my],0; printf("resend 0 %d Transfer %d %d\n", me, my, attempt[my]); DONE
+    to_source[me]!Transfer,my,1,0; printf("resend 0 %d Transfer %d 1\n", me, my); DONE
   }
 #endif
 #ifdef WITHOUT_CANCEL /* Abort ends the request that it aborts */
   :: d_step {
     sink_open[me] && pending[PART(me, my)] && sink[PART(me, my)] != transfer_asked && QUIET(me, my);
-    to_source[me]!Transfer,my,attempt[my],0; printf("resend 0 %d Transfer %d %d\n", me, my, attempt[my]); DONE
+    to_source[me]!Transfer,my,1,0; printf("resend 0 %d Transfer %d 1\n", me, my); DONE
   }
 #endif
   :: d_step {
     ROOM(to_source[me], 1) &&
     (sink_open[me] && sink[PART(me, my)] == transfer_aborting || ASKED_LATE(PART(me, my), me, my)) && QUIET(me, my);
-    to_source[me]!Abort,my,attempt[my],0; printf("resend 0 %d Abort %d %d\n", me, my, attempt[my]); DONE
+    to_source[me]!Abort,my,1,0; printf("resend 0 %d Abort %d 1\n", me, my); DONE
   }
   od
 }

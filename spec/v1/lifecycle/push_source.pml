@@ -11,16 +11,9 @@ inline forget() {
   od
 }
 
-#ifdef WITHOUT_ATTEMPT
-#define RUNNING(p) false
-#else
-#define RUNNING(p) (source[p] != transfer_ended || copying[p]) /* KVP-TRN-ATTEMPT */
-#endif
-
 inline hear_transfer() {
-  CHECK(kept[p] == 0 || a <= kept[p], LEGAL);
   if
-  :: r >= low[w] && seen[p] == a && asked[p] -> /* it comes again: the answer is what is true now (KVP-SES-REPLY) */
+  :: r >= low[w] && asked[p] -> /* it comes again: the answer is what is true now (KVP-SES-REPLY) */
 #ifdef WITHOUT_STATE /* replies are kept as bytes, and this one is there no more */
     CHECK(refused[p] || aborted[p] || source[p] == transfer_ended, REPEATED); to_sink[w]!Failed,r,a,REFUSED
 #else
@@ -31,12 +24,9 @@ inline hear_transfer() {
 #endif
   :: else ->
     if
-    :: r >= low[w] && seen[p] == a && aborted[p] -> to_sink[w]!Failed,r,a,REFUSED
-    :: r < low[w] || r >= low[w] && seen[p] >= a && !(seen[p] == a && aborted[p]) -> to_sink[w]!Failed,r,a,REFUSED
-    :: r >= low[w] && seen[p] < a && (a != seen[p] + 1 || seen[p] > 0 && (served[p] || RUNNING(p))) -> to_sink[w]!Failed,r,a,REFUSED
-    :: r >= low[w] + WINDOW && seen[p] < a -> to_sink[w]!Failed,r,a,REFUSED
-    :: r >= low[w] && r < low[w] + WINDOW && seen[p] < a && a == seen[p] + 1 && !(seen[p] > 0 && (served[p] || RUNNING(p))) ->
-      seen[p] = a; asked[p] = true; aborted[p] = false; refused[p] = false; drain[p] = false; source[p] = transfer_new;
+    :: r < low[w] || seen[p] || r >= low[w] + WINDOW -> to_sink[w]!Failed,r,a,REFUSED
+    :: else ->
+      seen[p] = true; asked[p] = true;
       transfer_Transfer(source[p]);
       if
       :: source_open[w] && !refusing -> transfer_Accepted(source[p]); to_sink[w]!Accepted,r,a,0
@@ -51,7 +41,7 @@ inline hear_transfer() {
 
 inline drained() {
   if
-  :: drain[p] -> transfer_Drained(source[p]); to_sink[w]!Drained,r,seen[p],!unprovable[WRITE(w, r, seen[p])];
+  :: drain[p] -> transfer_Drained(source[p]); to_sink[w]!Drained,r,1,!unprovable[p];
     drain[p] = false
   :: else
   fi
@@ -59,15 +49,15 @@ inline drained() {
 
 inline hear_abort() {
   if
-  :: r < low[w] || seen[p] > a || served[p] && seen[p] < a -> to_sink[w]!Drained,r,a,!unprovable[WRITE(w, r, a)] /* over: refused from now on */
+  :: r < low[w] -> to_sink[w]!Drained,r,a,!unprovable[p] /* over: refused from now on */
   :: else ->
 #ifdef WITHOUT_RECORD /* PROVEN needs a record (KVP-END-UNSEEN) */
     if
-    :: seen[p] < a -> to_sink[w]!Drained,r,a,1
+    :: !seen[p] -> to_sink[w]!Drained,r,a,1
     :: else ->
 #else
     if
-    :: seen[p] < a -> seen[p] = a; asked[p] = false; refused[p] = false; source[p] = transfer_new
+    :: !seen[p] -> seen[p] = true
     :: else
     fi;
     if
@@ -91,10 +81,10 @@ inline source_hears() {
   if
   :: m == Transfer -> hear_transfer()
   :: m == Abort -> hear_abort()
-  :: m == DoneAck && source_open[w] && r >= low[w] && seen[p] == a ->
+  :: m == DoneAck && source_open[w] && r >= low[w] && seen[p] ->
     if :: source[p] == transfer_done || source[p] == transfer_failed || source[p] == transfer_aborting ->
-      served[p] = source[p] == transfer_done; transfer_DoneAck(source[p]) :: else fi
-  :: m == Error && source_open[w] && r >= low[w] && seen[p] == a ->
+      transfer_DoneAck(source[p]) :: else fi
+  :: m == Error && source_open[w] && r >= low[w] && seen[p] ->
     if :: source[p] == transfer_done -> transfer_Error(source[p]) :: else fi
   :: else
   fi;
@@ -103,12 +93,12 @@ inline source_hears() {
 
 /* A copy is over: Done, or Failed, or the Abort that waits is answered. */
 inline copied(proof, well) {
-  copying[p] = false; unprovable[WRITE(w, r, seen[p])] = !proof;
+  copying[p] = false; unprovable[p] = !proof;
   if
   :: source[p] == transfer_accepted && source_open[w] ->
     if
-    :: well -> transfer_Done(source[p]); to_sink[w]!Done,r,seen[p],0
-    :: else -> transfer_Failed(source[p]); to_sink[w]!Failed,r,seen[p],ENGINE
+    :: well -> transfer_Done(source[p]); to_sink[w]!Done,r,1,0
+    :: else -> transfer_Failed(source[p]); to_sink[w]!Failed,r,1,ENGINE
     fi
   :: else -> drained()
   fi;
@@ -135,7 +125,7 @@ end: do
   :: d_step {
     deaths > 0 && alive[me]; deaths--; alive[me] = false; printf("dies %d\n", me);
 #ifndef FABRIC /* writes are of the process, and end with it */
-    for (one : 0 .. 2 * REQUESTS - 1) { flying[2 * PART(me, 0) + one] = false }
+    for (one : 0 .. REQUESTS - 1) { flying[PART(me, one)] = false }
 #endif
     DONE
   }
@@ -150,7 +140,7 @@ end: do
 }
 
 #define AT(me, my) source[PART(me, my)]
-#define IN_FLIGHT(me, my) flying[WRITE(me, my, seen[PART(me, my)])]
+#define IN_FLIGHT(me, my) flying[PART(me, my)]
 #ifdef WITHOUT_ORDER
 #define WRITTEN(me, my) true
 #else
@@ -165,15 +155,9 @@ end: do
     copying[PART(me, my)] = true; IN_FLIGHT(me, my) = true; printf("copy %d %d\n", me, my); DONE
   }
   :: d_step { /* what was issued lands: this asks nobody, and is in no queue */
-    flying[WRITE(me, my, 1)]; r = my; flying[WRITE(me, my, 1)] = false; printf("land %d %d\n", me, my);
-    CHECK(owner[PAGE(my, 1)] == NAME(my, 1), OWNED); DONE
+    IN_FLIGHT(me, my); IN_FLIGHT(me, my) = false; printf("land %d %d\n", me, my);
+    CHECK(owner[PAGE(my)] == NAME(my), OWNED); DONE
   }
-#if ATTEMPTS > 1
-  :: d_step {
-    flying[WRITE(me, my, 2)]; flying[WRITE(me, my, 2)] = false; printf("land %d %d\n", me, my);
-    CHECK(owner[PAGE(my, 2)] == NAME(my, 2), OWNED); DONE
-  }
-#endif
   :: d_step {
     alive[me] && copying[PART(me, my)] && ROOM(to_sink[me], 1) && WRITTEN(me, my);
     w = me; r = my; p = PART(w, r); printf("copied %d %d\n", w, r); copied(true, true); DONE
@@ -182,7 +166,7 @@ end: do
   :: d_step { /* a piece of the packed stream goes to the sink */
     pieces > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted &&
       ROOM(to_sink[me], 1);
-    pieces--; transfer_PIECE(AT(me, my)); to_sink[me]!PIECE,my,seen[PART(me, my)],0; printf("piece %d %d\n", me, my);
+    pieces--; transfer_PIECE(AT(me, my)); to_sink[me]!PIECE,my,1,0; printf("piece %d %d\n", me, my);
       DONE
   }
 #endif
@@ -194,13 +178,13 @@ end: do
   :: d_step {
     alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_done && ROOM(to_sink[me], 1) &&
       QUIET(me, my);
-    to_sink[me]!Done,my,seen[PART(me, my)],lied[PART(me, my)];
-      printf("resend 1 %d Done %d %d\n", me, my, seen[PART(me, my)]); DONE
+    to_sink[me]!Done,my,1,lied[PART(me, my)];
+      printf("resend 1 %d Done %d 1\n", me, my); DONE
   }
   :: d_step {
     alive[me] && source_open[me] && my >= low[me] && AT(me, my) == transfer_failed && !refused[PART(me, my)] &&
       ROOM(to_sink[me], 1) && QUIET(me, my);
-    to_sink[me]!Failed,my,seen[PART(me, my)],ENGINE; printf("resend 1 %d Failed %d %d\n", me, my, seen[PART(me, my)]);
+    to_sink[me]!Failed,my,1,ENGINE; printf("resend 1 %d Failed %d 1\n", me, my);
       DONE
   }
 #if LIES > 0
@@ -208,7 +192,7 @@ end: do
     lies > 0 && alive[me] && source_open[me] && copying[PART(me, my)] && AT(me, my) == transfer_accepted &&
     !IN_FLIGHT(me, my) && ROOM(to_sink[me], 1);
     lies--; p = PART(me, my); copying[p] = false; lied[p] = LIE; transfer_Done(source[p]);
-      to_sink[me]!Done,my,seen[p],LIE; printf("lie %d %d\n", me, my); DONE
+      to_sink[me]!Done,my,1,LIE; printf("lie %d %d\n", me, my); DONE
   }
 #endif
   od

@@ -90,7 +90,7 @@ inline source_hears() {
     if
     :: found == 0 && minted[current] < 2 ->
       minted[current]++;
-#ifndef WITHOUT_FRESH /* KVP-SES-FRESH */
+#ifndef WITHOUT_FRESH /* KVP-SES-GUESS */
       found = 2 * current + minted[current]
 #else
       found = minted[current]

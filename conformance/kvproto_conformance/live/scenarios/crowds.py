@@ -69,7 +69,8 @@ def _replicas(run: PrefillRun, sink: Sink, most: int) -> None:
 
 
 @scenario("LIVE-1642", "an engine describes more replicas than there are sessions: others are served, its own resumed",
-          "KVP-SES-ENGINE", "KVP-SES-RESUME", level="L4", slow=True, guards=_GREEDY)  # fmt: skip
+          "KVP-SES-ENGINE", "KVP-SES-RESUME", level="L4", slow=True, guards=_GREEDY,
+          extensions=("RESUME",))  # fmt: skip
 def _full(run: PrefillRun) -> None:
     own = run.ready()
     _replicas(run, run.sink(name=own.name), LIMITS["max_sessions"] + 100)

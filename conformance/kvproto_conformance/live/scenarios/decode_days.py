@@ -51,7 +51,7 @@ def leave(run: DecodeRun, source: Source) -> None:
 
 
 @scenario("LIVE-331", "a session id of 64 bits, request ids above 2^63 and 2^32, a version of 70,000", "KVP-SES-ID",
-          "KVP-SES-ECHO", "KVP-TRN-CHANGED", role="sink", guards=_NUMBERS)  # fmt: skip
+          "KVP-SES-ECHO", role="sink", guards=_NUMBERS)  # fmt: skip
 def _large_numbers(run: DecodeRun) -> None:
     (source,) = run.source()
     source.version = "70000"
@@ -78,7 +78,7 @@ def _long(run: DecodeRun) -> None:
     run.hand_over(run.ready(), run.prompt(300))
 
 
-@scenario("LIVE-334", "prompts around the length of a ring", "KVP-GRANT-VALID", role="sink", world="hybrid",
+@scenario("LIVE-334", "prompts around the length of a ring", "KVP-RULE-BREAK", role="sink", world="hybrid",
           guards="A prompt shorter than a sliding window asks for rows before its first token.")  # fmt: skip
 def _short(run: DecodeRun) -> None:
     sources = run.ready()

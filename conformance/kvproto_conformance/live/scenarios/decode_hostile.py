@@ -89,7 +89,7 @@ def _done(change: Change, code: str, path: str | None, codes: tuple[str, ...], c
         else:
             found = source.expect("DoneAck", "Error", seconds=6.0, clause=clause)
         if found.name == "Error":
-            source.watch.transfers[asked.of["sequence"], asked.of["attempt"]] = "done"
+            source.watch.transfers[asked.of["sequence"]] = "done"
         given_up(run, source, prompt, codes, "PROVEN" if found.name == "Error" else "")
 
     return script
@@ -252,7 +252,7 @@ def _unknown_code(run: DecodeRun) -> None:
 def _unasked(run: DecodeRun) -> None:
     source, prompt, asked = begun(run)
     good = source.done_fields(asked, run.handed(source, prompt), prompt.seed)
-    id = source.misstate("Done", **(good | {"sequence": "99", "attempt": "1"}))
+    id = source.misstate("Done", **(good | {"sequence": "99"}))
     found = source.expect("Error", where=lambda f: f.get("request") == id, seconds=6.0, clause="KVP-SES-STATE")
     run.check("code", found.fields["code"] in ("UNEXPECTED_MESSAGE", "STALE_TRANSFER"), str(found.fields))
     waiting = run.state(prompt, 0.1)

@@ -235,7 +235,7 @@ def _ends(run: DecodeRun) -> None:
 
 @scenario("LIVE-328", "the source does not know the session on this connection: it is resumed", "KVP-SES-HELLO",
           role="sink", guards="A connection that breaks costs every transfer that was under way.",
-          must=False)  # fmt: skip
+          extensions=("RESUME",))  # fmt: skip
 def _resumes(run: DecodeRun) -> None:
     source, prompt = run.one(), run.prompt()
     run.fetch(source, prompt)

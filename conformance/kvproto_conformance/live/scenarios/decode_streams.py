@@ -81,7 +81,8 @@ def _early_done(run: DecodeRun) -> None:
 
 
 @scenario("LIVE-828", "Data that come while the session is resumed: no Credit before Welcome, and then from 0",
-          "KVP-INL-PAUSE", "KVP-INL-RESUMED", role="sink", level="L4", transport="INLINE", extensions=("INLINE",),
+          "KVP-INL-PAUSE", "KVP-INL-RESUMED", role="sink", level="L4", transport="INLINE",
+          extensions=("INLINE", "RESUME"),
           guards="After a connection broke the two sides count from different bytes: a later request is lost.",
           must=False, slow=True)  # fmt: skip
 def _resumed(run: DecodeRun) -> None:

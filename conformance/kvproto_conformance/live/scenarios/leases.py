@@ -190,7 +190,7 @@ def _aborted(run: DecodeRun) -> None:
 def _let_go(run: DecodeRun) -> None:
     source, prompt, offer, renew = _late(run)
     if renew.name == "Renew":
-        source.misstate("Released", **{name: offer.fields[name] for name in ("sequence", "attempt")})
+        source.misstate("Released", sequence=offer.fields["sequence"])
         found = source.expect("Error", clause="KVP-PUL-OFFER").fields
         run.check("refused", found["code"] == "UNEXPECTED_MESSAGE", str(found), "KVP-SES-STATE")
         given_up = [frame for frame in source.silence(0.5, but=("Abort",)) if frame.name != "Renew"]
@@ -285,7 +285,7 @@ def _unneeded(run: DecodeRun) -> None:
     offer = source.done(asked, run.handed(source, prompt), prompt.seed, lease="2000")
     while (found := source.expect("Pulled", "Renew", clause="KVP-PUL-READ")).name == "Renew":  # it was held up
         source.reply(found, "Renewed", lease=found.fields["lease"])
-    source.send("Released", **{name: offer.fields[name] for name in ("sequence", "attempt")})
+    source.send("Released", sequence=offer.fields["sequence"])
     run.arrived(prompt)
     late = source.silence(2.2)
     run.check("nothing said", not late, str([frame.name for frame in late]), "KVP-PUL-READ")

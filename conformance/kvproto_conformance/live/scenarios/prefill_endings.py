@@ -17,7 +17,7 @@ def _abort(run: PrefillRun) -> None:
     run.take(prompt)
     made = sink.request(prompt.key, prompt.tokens)
     sink.ask_for(made)
-    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
     run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
     run.fill(prompt)
     run.finish(prompt)
@@ -37,7 +37,7 @@ def _abort_running(run: PrefillRun) -> None:
     sink.ask_for(made)
     run.fill(prompt)
     run.engine.ask("computed", id=prompt.id, tokens=30)
-    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
     assert sink.memory is not None
     sink.image[:] = sink.memory.bytes
     run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
@@ -67,7 +67,7 @@ def _watched(run: PrefillRun) -> None:
             run.finish(prompt)
         elif upto:
             run.engine.ask("computed", id=prompt.id, tokens=upto)
-        drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+        drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
         run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
         assert sink.memory is not None
         sink.image[:] = sink.memory.bytes
@@ -84,7 +84,7 @@ def _watched(run: PrefillRun) -> None:
     run.hand_over(run.ready())
 
 
-@scenario("LIVE-123", "Abort of an attempt that has not come yet", "KVP-END-UNSEEN",
+@scenario("LIVE-123", "Abort of a transfer that has not come yet", "KVP-END-UNSEEN",
           guards="An Abort overtakes its Transfer, which is then served into pages of somebody else.")  # fmt: skip
 def _abort_unseen(run: PrefillRun) -> None:
     sink, before, prompt = run.ready(), run.prompt(), run.prompt()
@@ -93,7 +93,7 @@ def _abort_unseen(run: PrefillRun) -> None:
     run.serve(prompt)
     made = sink.request(prompt.key, prompt.tokens)
     fields = sink.transfer(made)
-    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="changed its mind")
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="changed its mind")
     proven = drained.fields["proof"] == "PROVEN"
     id = sink.misstate("Transfer", **fields)
     run.refused(sink, id, "Failed", "ABORTED", "sequence", "KVP-END-UNSEEN", made.sequence)
@@ -105,27 +105,6 @@ def _abort_unseen(run: PrefillRun) -> None:
     run.hand_over(sink)
 
 
-@scenario("LIVE-124", "attempt 2 with other pages, after an Abort that is PROVEN", "KVP-TRN-ATTEMPT",
-          guards="A request that was aborted once can never be fetched again.")  # fmt: skip
-def _attempt(run: PrefillRun) -> None:
-    sink, before, prompt = run.ready(), run.prompt(), run.prompt()
-    run.take(before)
-    held = sink.request(before.key, before.tokens)
-    sink.ask_for(held)  # while this one is under way, the next is above the low-water mark
-    run.take(prompt)
-    made = sink.request(prompt.key, prompt.tokens)
-    fields = sink.transfer(made)
-    sink.ask("Transfer", "Accepted", **fields)
-    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="other pages")
-    made.grants = sink.request(prompt.key, prompt.tokens).grants
-    sink.ask("Transfer", "Accepted", **(fields | {"attempt": "2", "grants": made.grants}))
-    for each, of in ((prompt, made), (before, held)):
-        run.fill(each)
-        run.finish(each)
-        run.arrived(sink, of, each)
-        run.over(each)
-
-
 @scenario("LIVE-125", "Abort after Done: Drained says PROVEN", "KVP-END-PROVEN", guards=_PAGES)
 def _abort_done(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
@@ -134,7 +113,7 @@ def _abort_done(run: PrefillRun) -> None:
     sink.ask_for(made)
     run.arrived(sink, made, prompt)
     run.over(prompt)
-    drained = sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="late")
+    drained = sink.ask("Abort", "Drained", sequence=made.sequence, reason="late")
     run.check("proven", drained.fields["proof"] == "PROVEN", drained.fields["proof"], "KVP-END-PROVEN")
     run.hand_over(sink)
 
@@ -168,7 +147,7 @@ def _finished(run: PrefillRun) -> None:
     run.over(prompt)
 
 
-@scenario("LIVE-129", "an Error in place of DoneAck ends the attempt", "KVP-TRN-REFUSED",
+@scenario("LIVE-129", "an Error in place of DoneAck ends the transfer", "KVP-TRN-REFUSED",
           guards="A source says Done for ever to a sink that has refused it.", slow=True)  # fmt: skip
 def _refused_done(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()

@@ -101,17 +101,17 @@ EARLY: list[tuple[str, str, str, Json, str, str, str]] = [
     ("LIVE-731", "Register before the Descriptions", "Register", {"epoch": "1", "access": "WRITE", "regions": [],
      "columns": [], "routes": [], "source": "00" * 32, "sink": "00" * 32, "plan": "00" * 32},
      "Refused", "UNEXPECTED_MESSAGE", "KVP-DSC-BOTH"),
-    ("LIVE-732", "Transfer before Register", "Transfer", {"sequence": "1", "attempt": "1", "ticket": "00" * 16,
+    ("LIVE-732", "Transfer before Register", "Transfer", {"sequence": "1", "ticket": "00" * 16,
      "content": "00" * 32, "source_version": "1", "sink_version": "1", "epoch": "1", "writers": ["0"],
      "grants": [{"group": "1", "first": "0", "count": "0", "valid": "0"}]},
      "Failed", "UNEXPECTED_MESSAGE", "KVP-TRN-CHECKS"),
     ("LIVE-733", "Unregister", "Unregister", {"epoch": "1"}, "Refused Error", "UNEXPECTED_MESSAGE", "KVP-SES-STATE"),
     ("LIVE-734", "Credit", "Credit", {"kind": "INLINE", "total": "100"}, "Error", "UNEXPECTED_MESSAGE",
      "KVP-SES-STATE"),
-    ("LIVE-735", "Grant of a transfer that is none", "Grant", {"sequence": "1", "attempt": "1",
+    ("LIVE-735", "Grant of a transfer that is none", "Grant", {"sequence": "1",
      "grants": [{"group": "1", "first": "0", "count": "0", "valid": "0"}]},
      "Failed Error", "", "KVP-SES-STATE"),
-    ("LIVE-736", "Renew of a lease that is none", "Renew", {"sequence": "1", "attempt": "1", "lease": "1000"},
+    ("LIVE-736", "Renew of a lease that is none", "Renew", {"sequence": "1", "lease": "1000"},
      "Error", "", "KVP-SES-STATE"),
 ]  # fmt: skip
 
@@ -128,7 +128,7 @@ def _early(message: str, fields: Json, by: str, code: str, clause: str) -> Any:
         if found and found.name == "Failed":
             sink.watch.transfers.clear()
             sink.misbehave("DoneAck", write_frame("DoneAck", {
-                "session": sink.session, "request": found.fields["request"], "sequence": "1", "attempt": "1"}))  # fmt: skip
+                "session": sink.session, "request": found.fields["request"], "sequence": "1"}))  # fmt: skip
         sink.describe(sink.geometry or {})
         sink.allocate()
         run.keep(sink)
@@ -193,7 +193,7 @@ def _no_session(run: PrefillRun) -> None:
 def _stolen(run: PrefillRun) -> None:
     mine, thief = run.ready(), run.ready()
     for name, fields in (
-        ("Ping", {}), ("Abort", {"sequence": "1", "attempt": "1", "reason": "mine"}), ("Goodbye", {"reason": "theirs"}),
+        ("Ping", {}), ("Abort", {"sequence": "1", "reason": "mine"}), ("Goodbye", {"reason": "theirs"}),
     ):  # fmt: skip
         id = thief.misstate(name, session=mine.session, **fields)
         found = thief.expect("Error", seconds=6.0, clause="KVP-SES-UNKNOWN")
@@ -206,7 +206,7 @@ def _stolen(run: PrefillRun) -> None:
 @scenario("LIVE-746", "messages that only a source sends", "KVP-SES-STATE", guards=_STATE, level="L4")
 def _roles(run: PrefillRun) -> None:
     sink = run.ready()
-    at = {"sequence": "1", "attempt": "1"}
+    at = {"sequence": "1"}
     for name, fields in (
         ("Accepted", {"request": "1", **at, "state": "READY"}), ("Drained", {"request": "1", **at, "proof": "PROVEN"}),
         ("Welcome", sink.hello() | {"version": {"major": "1", "minor": "0"}, "features": [], "request": "1",

@@ -66,7 +66,7 @@ def _gone(run: PrefillRun) -> None:
     run.refused(ghost, sent.fields["request"], "Refused", "SUPERSEDED", None, "KVP-SES-SUPERSEDE")
 
 
-@scenario("LIVE-175", "another attempt of the oldest sequence, which an Abort has ended", "KVP-TRN-STALE",
+@scenario("LIVE-175", "a second Transfer of the oldest sequence, which an Abort has ended", "KVP-TRN-STALE",
           guards=_PAGES)  # fmt: skip
 def _forgotten(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
@@ -74,8 +74,8 @@ def _forgotten(run: PrefillRun) -> None:
     made = sink.request(prompt.key, prompt.tokens)
     fields = sink.transfer(made)
     sink.ask("Transfer", "Accepted", **fields)
-    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
-    id = sink.misstate("Transfer", **(fields | {"attempt": "2"}))
+    sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
+    id = sink.misstate("Transfer", **fields)
     run.refused(sink, id, "Failed", "STALE_TRANSFER", "sequence", "KVP-TRN-STALE", made.sequence)
     run.engine.ask("fail", id=prompt.id, reason="over")
     run.untouched(sink)
@@ -157,7 +157,7 @@ def _secrets(run: PrefillRun) -> None:
     run.take(aborted)
     made = sink.request(aborted.key, aborted.tokens)
     sink.ask_for(made)
-    sink.ask("Abort", "Drained", sequence=made.sequence, attempt="1", reason="the client is gone")
+    sink.ask("Abort", "Drained", sequence=made.sequence, reason="the client is gone")
     used = sink.request(aborted.key, aborted.tokens)
     id = sink.misstate("Transfer", **(sink.transfer(used) | {"content": "00" * 32}))
     run.refused(sink, id, "Failed", ("CONTENT_MISMATCH", "TICKET_USED"), sequence=used.sequence)

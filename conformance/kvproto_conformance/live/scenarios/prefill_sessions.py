@@ -126,7 +126,8 @@ def _resumed(sink: Sink, session: str) -> None:
 
 
 @scenario("LIVE-118", "a connection breaks, and the session is resumed over another", "KVP-SES-RESUME",
-          guards="A connection that breaks costs every transfer that was under way.")  # fmt: skip
+          guards="A connection that breaks costs every transfer that was under way.",
+          extensions=("RESUME",))  # fmt: skip
 def _resume(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     made = sink.request(prompt.key, prompt.tokens)
@@ -166,7 +167,8 @@ def _broken_stream(run: PrefillRun) -> None:
 
 
 @scenario("LIVE-120", "the Hello that resumed a session comes again after the next one did", "KVP-SES-LATE",
-          guards="What an old connection still held takes a session back: answers go where nobody is.")  # fmt: skip
+          guards="What an old connection still held takes a session back: answers go where nobody is.",
+          extensions=("RESUME",))  # fmt: skip
 def _late_hello(run: PrefillRun) -> None:
     sink, prompt = run.ready(), run.prompt()
     session, old = sink.session, sink.wire
@@ -189,12 +191,12 @@ def _late_hello(run: PrefillRun) -> None:
     old.close()
 
 
-@scenario("LIVE-119", "a session that nobody has is not resumed", "KVP-SES-RESUME", "KVP-SES-FRESH",
+@scenario("LIVE-119", "a session that nobody has is not resumed", "KVP-SES-GUESS",
           guards="A process that began again is taken for the one before it.")  # fmt: skip
 def _no_resume(run: PrefillRun) -> None:
     sink = run.sink()
     found = sink.greet(resume="12345")
-    run.check("a new session", found.fields["session"] != "12345", clause="KVP-SES-FRESH")
+    run.check("a new session", found.fields["session"] != "12345", clause="KVP-SES-GUESS")
     sink.describe(sink.geometry or {})
     sink.allocate()
     run.keep(sink)

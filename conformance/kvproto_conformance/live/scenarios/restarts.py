@@ -17,12 +17,12 @@ def _prefill(run: PrefillRun) -> None:
     sink.ask_for(made)
     before = int(sink.last_heard["Welcome"].fields["incarnation"])
     run.live.restart()
-    id = sink.misstate("Abort", sequence=made.sequence, attempt="1", reason="is anybody there")
+    id = sink.misstate("Abort", sequence=made.sequence, reason="is anybody there")
     run.refused(sink, id, "Error", "UNKNOWN_SESSION", clause="KVP-END-INCARNATION")
     session = sink.session
     sink.over()
     found = sink.greet(resume=session)
-    run.check("another session", found.fields["session"] != session, clause="KVP-SES-FRESH")
+    run.check("another session", found.fields["session"] != session, clause="KVP-SES-GUESS")
     later = int(found.fields["incarnation"]) > before
     run.check("a later run", later, found.fields["incarnation"], "KVP-SES-INCARNATION")
     run.untouched(sink)

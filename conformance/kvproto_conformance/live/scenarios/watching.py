@@ -183,7 +183,7 @@ def _goodbye(run: DecodeRun) -> None:
 
 @scenario("LIVE-1427", "a source that was killed and begins again has nothing", "KVP-CAT-OVER", "KVP-SES-BACK",
           "KVP-SES-RESUMED", role="sink", guards=_GONE, must=False,
-          extensions=("CATALOGUE", "CURVE"))  # fmt: skip
+          extensions=("CATALOGUE", "CURVE", "RESUME"))  # fmt: skip
 def _killed(run: DecodeRun) -> None:
     prompt = run.prompt(100)
     keeper, _ = watched(run, prompt, 0, 1, 2)

@@ -77,7 +77,7 @@ def _misled(keeper: Keeper, request: str, ids: list[str], more: bool) -> None:
     keeper.source.misstate("Watched", request=request, **keeper.said(ids, more))
 
 
-@scenario("LIVE-1423", "pages that do not ascend are refused without a word", "KVP-RULE-ASCEND", "KVP-ERR-ALONE",
+@scenario("LIVE-1423", "pages that do not ascend are refused without a word", "KVP-RULE-BREAK", "KVP-ERR-ALONE",
           "KVP-ERR-SILENT", role="sink", guards=_MISSED, level="L4", extensions=("CATALOGUE",))  # fmt: skip
 def _descending(run: DecodeRun) -> None:
     prompt = run.prompt(100)
@@ -93,7 +93,7 @@ def _descending(run: DecodeRun) -> None:
     keeper.quiet("KVP-CAT-GAP")
 
 
-@scenario("LIVE-1424", "a piece whose pages do not ascend is no answer: Watch comes again", "KVP-RULE-ASCEND",
+@scenario("LIVE-1424", "a piece whose pages do not ascend is no answer: Watch comes again", "KVP-RULE-BREAK",
           "KVP-SES-RESEND", role="sink", guards=_MISSED, level="L4", slow=True, extensions=("CATALOGUE",))  # fmt: skip
 def _unreadable(run: DecodeRun) -> None:
     prompt, (keeper,) = run.prompt(100), keepers(run)
