@@ -56,7 +56,7 @@ def changed(taken: Snapshot, id: str) -> None:
 
 REFUSED: dict[str, tuple[Edit, str]] = {
     "a field of another type": (
-        lambda s: member(s.facts, "DoneAck", "attempt").update(type="u64"), "message.DoneAck.attempt was id=4 type=u32",
+        lambda s: member(s.facts, "DoneAck", "request").update(type="u32"), "message.DoneAck.request was id=2 type=u64",
     ),
     "a field that is gone": (lambda s: s.facts["message"]["Done"]["field"].pop(), "message.Done."),
     "a limit": (lambda s: s.facts["limit"]["resend"].update(value=1), "limit.resend was 2000 ms session, is 1 ms session"),
