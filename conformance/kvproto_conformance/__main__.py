@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _command(sub, "meet", commands.met)
     for role in ("source", "sink"):
-        one.add_argument(f"--live-{role}", metavar="COMMAND", help=f"the adapter of a live {role}: it meets peers of old")
+        one.add_argument(
+            f"--live-{role}", metavar="COMMAND", help=f"the adapter of a live {role}: it meets peers of old"
+        )
     _testee(one, "+")
 
     one = _command(sub, "list", commands.listed)

@@ -83,7 +83,9 @@ def load(folder: Path = VECTORS) -> list[Case]:
                     either = extensions_with(row.get("message") or row.get("struct") or about)
                     minors = range(_minor(row.get("as_of", "1.0")), _minor(row.get("until", "1.256")))
                     found.append(
-                        Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either, minors=minors)
+                        Case(
+                            f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either, minors=minors
+                        )
                     )
     return sorted(found, key=lambda case: [*SUITES].index(case.suite))
 
@@ -94,7 +96,11 @@ def _minor(version: str) -> int:
 
 def of_minor(cases: Iterable[Case], minor: int) -> list[Case]:
     """The cases for an implementation that was made for a minor version; the frames that it writes say so."""
-    return [attrs.evolve(case, asks=tuple(_written(ask, minor) for ask in case.asks)) for case in cases if minor in case.minors]
+    return [
+        attrs.evolve(case, asks=tuple(_written(ask, minor) for ask in case.asks))
+        for case in cases
+        if minor in case.minors
+    ]
 
 
 def _written(ask: Ask, minor: int) -> Ask:

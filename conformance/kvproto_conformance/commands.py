@@ -87,7 +87,11 @@ def ran(args: Namespace) -> int:
         wanting = engines.unplayable(live, _engines(args)) if live else {}
         with terminal.Progress(len(asked)) as progress:
             results = run(
-                [*probes(seed), *_fresh(args, seed, asked, entries, claim.minor), *(case for case in asked if case not in live)],
+                [
+                    *probes(seed),
+                    *_fresh(args, seed, asked, entries, claim.minor),
+                    *(case for case in asked if case not in live),
+                ],
                 testee,
                 progress,
             )
@@ -117,9 +121,7 @@ def _cases(args: Namespace, level: str) -> list[Case]:
     return [*load(args.vectors), *(engines.scenarios() if level in engines.LIVE else ())]
 
 
-def _fresh(
-    args: Namespace, seed: int, asked: list[Case], entries: Sequence[baseline.Known], minor: int
-) -> list[Case]:
+def _fresh(args: Namespace, seed: int, asked: list[Case], entries: Sequence[baseline.Known], minor: int) -> list[Case]:
     """Cases that nobody can have learnt, but of what is known to fail, or of vectors of another version."""
     known = {case.about for case in asked if case.id in {entry.id for entry in entries}}
     able = [case for case in asked if case.about not in known]

@@ -157,7 +157,20 @@ def test_a_page_says_what_the_keys_of_the_registry_mean() -> None:
         "field": [field for body in bodies for field in body["field"]],
         "rule": [rule for body in bodies for rule in body.get("rule", ())],
     }  # fmt: skip
-    people = {"doc", "docs", "since", "unit", "status", "feature", "sender", "delivery", "reply", "clause", "id", "profile"}
+    people = {
+        "doc",
+        "docs",
+        "since",
+        "unit",
+        "status",
+        "feature",
+        "sender",
+        "delivery",
+        "reply",
+        "clause",
+        "id",
+        "profile",
+    }
     for table, some in has.items():
         assert {key for row in some for key in row} - people - said[table] == set(), table
     assert {form(field["type"]) for field in has["field"]} <= {form(word) for word in said["type"]}

@@ -191,7 +191,25 @@ def test_a_later_engine_serves_one_of_today(role: str, ids: list[str], versions:
     assert any(added in frame for result in results for frame in sent(result))
 
 
+@pytest.mark.parametrize("engine", ["today", "minor"])
+@pytest.mark.parametrize(("role", "ids"), [("source", ["LIVE-104", "LIVE-105"]), ("sink", ["LIVE-304", "LIVE-305"])])
+def test_a_later_peer_meets_an_engine(role: str, ids: list[str], engine: str, versions: Callable[[str], Built]) -> None:
+    """KVP-NEG-CHOOSE: a session of 1.0 with today's engine, and of the later minor with one that speaks it too."""
+    folder = versions("minor")[1]
+    engines = {
+        "today": [sys.executable, str(TESTEES / f"live_{role}.py")],
+        "minor": ["env", f"PYTHONPATH={folder}", sys.executable, LATER_ENGINE, role],
+    }
+    speaking = ["env", f"KVPROTO_REGISTRY={folder / 'spec/v1/registry.json'}", sys.executable, LATER_PEER]
+    chosen = [word for id_ in ids for word in ("--id", id_)]
+    command = [*speaking, "--role", role, *chosen, "--", *engines[engine]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ids)} of {len(ids)}" in done.stdout
+
+
 LATER_ENGINE = str(Path(__file__).with_name("later_engine.py"))
+LATER_PEER = str(Path(__file__).with_name("later_peer.py"))
 
 
 def sent(result: Result) -> list[str]:

@@ -86,7 +86,10 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_they_are_conformant(command: list[str], capsys: Said) -> None:
     assert main(["run", *command]) == 0
-    assert f"conformant: kvproto {spec()} · codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}" in capsys.readouterr().out
+    assert (
+        f"conformant: kvproto {spec()} · codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Peer:
         """Send a message; `session` is filled in if the message has that field and it is not given."""
         if self.session and "session" in MESSAGES[name].names:
             fields.setdefault("session", self.session)
-        raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
+        raw = write_frame(name, {k: v for k, v in fields.items() if v is not None}, self.watch.minor)
         if self.greases:
             raw = greased(raw)
         frame = self.last[name] = self.watch.see(raw, SUITE)
