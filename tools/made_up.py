@@ -85,7 +85,7 @@ def major(facts: Facts) -> Facts:
 
 def ignored(body: Facts) -> int:
     """The next id of a field that may be ignored."""
-    return max(_FIRST - 1, *(field["id"] for field in body["field"])) + 1
+    return max(_FIRST, *(int(field["id"]) + 1 for field in body["field"]))
 
 
 def _field(number: int, name: str, type_: str, since: str) -> Row:

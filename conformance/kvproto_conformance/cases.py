@@ -55,7 +55,7 @@ class Case:
     role: str = ""
     """Source or sink, if the case is for one role only."""
     minors: range = range(256)
-    """The minor versions whose implementations it is for: from that of what it is about, until another case takes its place."""
+    """The minor versions whose implementations are asked: from that of what it is about, until it is replaced."""
 
     @property
     def must(self) -> bool:

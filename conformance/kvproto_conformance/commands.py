@@ -245,7 +245,7 @@ def smoked(args: Namespace) -> int:
 
 
 def met(args: Namespace) -> int:
-    """`meet`: does it interoperate with the candidates that are kept: vectors, bytes both ways, negotiation, sessions."""
+    """`meet`: does it interoperate with what is kept: vectors, bytes both ways, negotiation, sessions."""
     versions = meeting.kept()
     today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
     with Testee(args.testee, args.patience) as testee:
@@ -286,7 +286,8 @@ def listed(args: Namespace) -> int:
 def _facts(case: Case) -> Json:
     return {
         "id": case.id, "level": SUITES[case.suite].level, "suite": case.suite, "clause": case.clause,
-        "must": case.must, "extensions": sorted(case.needs), "either": sorted(case.either), "about": case.about, "note": case.note,
+        "must": case.must, "extensions": sorted(case.needs), "either": sorted(case.either), "about": case.about,
+        "note": case.note,
     }  # fmt: skip
 
 

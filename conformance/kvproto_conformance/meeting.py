@@ -86,7 +86,7 @@ class Kept:
         return [*self.speaking, "kvproto_conformance.older"]
 
     def live(self, role: str, ids: Collection[str], adapter: Sequence[str]) -> tuple[bool, str]:
-        """Play scenarios with a live engine as a peer that speaks this version: whether all passed, and what was printed."""
+        """Play scenarios with a live engine as a peer of this version: whether all passed, and what was printed."""
         chosen = [word for id_ in ids for word in ("--id", id_)]
         command = [*self.speaking, "kvproto_conformance.live", "--role", role, *chosen, "--", *adapter]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`python -m kvproto_conformance.older`: a testee that is the suite's own codec, with the tables of a version that is kept.
+"""`python -m kvproto_conformance.older`: a testee that is the suite's own codec, by the tables of a kept version.
 
 The environment's KVPROTO_REGISTRY names that version's registry.
 """

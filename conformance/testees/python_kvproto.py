@@ -271,8 +271,8 @@ OPS = {
 
 EXTENSIONS = ["json", "streams", "spread", "cold", "merge", "verify", "staged", "inline",
               "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
-HELLO = {"driver": 1, "spec": f"{tables.MAJOR}.{tables.MINOR}", "name": "kvproto", "version": version("kvproto"), "language": "python",
-         "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
+HELLO = {"driver": 1, "spec": f"{tables.MAJOR}.{tables.MINOR}", "name": "kvproto", "version": version("kvproto"),
+         "language": "python", "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 
 
 def answer(question: Json) -> Json:

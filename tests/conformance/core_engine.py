@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "conformance/testees"))
+from toy_engine import serve
+
 from kvproto.wire import codec
 from tools.specgen.registry import CORE, load, profiles
-from toy_engine import serve
 
 _HAVE = profiles(load())
 for _known in (codec._MESSAGES, codec._KNOWN):

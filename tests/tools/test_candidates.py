@@ -18,7 +18,7 @@ import attrs
 import pytest
 
 from tools import made_up
-from tools.specgen import frozen, minors
+from tools.specgen import frozen
 from tools.specgen.candidates import stated
 from tools.specgen.frozen import Snapshot, compared
 from tools.specgen.lint import RegistryError

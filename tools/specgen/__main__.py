@@ -71,8 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.specgen", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs, locks too")
     parser.add_argument("--lock", metavar="WHY", help="renew the locks; WHY goes into the changelog")
-    parser.add_argument("--open", metavar="NAME", help="freeze what is stable as a candidate, such as rc2; then a WHY follows")
-    parser.add_argument("why", metavar="WHY", nargs="?", default="", help="why; one that is opened again keeps its reason")
+    parser.add_argument(
+        "--open", metavar="NAME", help="freeze what is stable as a candidate, such as rc2; then a WHY follows"
+    )
+    parser.add_argument(
+        "why", metavar="WHY", nargs="?", default="", help="why; one that is opened again keeps its reason"
+    )
     args = parser.parse_args(argv)
     try:
         if args.open:

@@ -68,12 +68,17 @@ def _versions(facts: Facts) -> None:
         for name, row in facts[table].items():
             for each in (row, *row.get("field", ())):
                 at = f"{name}.{each['name']}" if each is not row else name
-                _need(_version(each.get("since", "0")) <= number(facts), f"{at}: since a later version than the protocol's")
+                _need(
+                    _version(each.get("since", "0")) <= number(facts),
+                    f"{at}: since a later version than the protocol's",
+                )
     said = [row["version"] for row in facts["candidate"]]
     _need(len(set(said)) == len(said), "candidates repeat")
     for row in facts["candidate"]:
         _keys(row, {"version", "day", "why"}, set(), "candidate")
-        _need(_version(row["version"].partition("-")[0]) <= number(facts), f"candidate {row['version']}: a later version")
+        _need(
+            _version(row["version"].partition("-")[0]) <= number(facts), f"candidate {row['version']}: a later version"
+        )
 
 
 def _profiles(facts: Facts) -> None:
@@ -164,11 +169,11 @@ def _messages(facts: Facts) -> None:
             ("request" in names) == (m["delivery"] != "notice") or name == "Error",
             f"{name}: a request id for all but notices",
         )
-        for number, (field, type_) in _HEAD.items():
+        for id_, (field, type_) in _HEAD.items():
             for f in m["field"]:
                 _need(
-                    f["name"] != field or (f["id"], f["type"]) == (number, type_),
-                    f"{name}.{field} is field {number}, {type_}",
+                    f["name"] != field or (f["id"], f["type"]) == (id_, type_),
+                    f"{name}.{field} is field {id_}, {type_}",
                 )
         _need(m["frozen"] == (m["id"] <= 5), f"{name}: frozen are ids 1 to 5")
         _need(

@@ -8,7 +8,20 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CORE", "HEAD", "REGISTRY", "ROOT", "SPEC", "Facts", "as_json", "load", "moves", "number", "profiles", "version"]
+__all__ = [
+    "CORE",
+    "HEAD",
+    "REGISTRY",
+    "ROOT",
+    "SPEC",
+    "Facts",
+    "as_json",
+    "load",
+    "moves",
+    "number",
+    "profiles",
+    "version",
+]
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +86,10 @@ def profiles(facts: Facts) -> dict[str, list[str]]:
     of = {feature: name for name, row in facts["profile"].items() for feature in row.get("features", ())}
     bodies: Facts = facts["struct"] | facts["message"]
     found: dict[str, set[str]] = {name: set() for name in (*bodies, *facts["enum"])}
-    inside = {name: re.findall(r"(?:struct|enum):(\w+)", " ".join(f["type"] for f in b["field"])) for name, b in bodies.items()}
+    inside = {
+        name: re.findall(r"(?:struct|enum):(\w+)", " ".join(f["type"] for f in b["field"]))
+        for name, b in bodies.items()
+    }
     contained = {name for names in inside.values() for name in names}
 
     def mark(name: str, profile: str) -> None:

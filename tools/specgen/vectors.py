@@ -41,9 +41,7 @@ def vectors(facts: Facts) -> dict[Path, str]:
     for name in (*facts["message"], *_BARE):
         cases = list(Body(facts, name, judged).cases())
         lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
-        head = (
-            f'{{"suite": "{name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n'
-        )
+        head = f'{{"suite": "{name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n'
         number = f"{facts['message'][name]['id']:04x}" if name in facts["message"] else "struct"
         files[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"
     return files

@@ -21,7 +21,7 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [
         s for s in list_scenarios(asked.role, asked.level)
-        if asked.only in s.id + s.title and (not asked.id or s.id in asked.id) and (not asked.world or s.world in asked.world)
+        if asked.only in s.id + s.title and s.id in (asked.id or [s.id]) and s.world in (asked.world or [s.world])
     ] * asked.repeat  # fmt: skip
     titles = {s.id: s.title for s in chosen}
     passed = checks = 0

@@ -92,9 +92,10 @@ class Peer:
         return str(fields.get("request", ""))
 
     def misplaced(self, name: str, *by: str, clause: str, **fields: Any) -> Frame | None:
-        """The refusal, `by` one of these messages, of a message that is not due; None if nothing answers one of an extension.
+        """The refusal, `by` one of these messages, of a message that is not due.
 
-        A reader without the extension does not know the type (KVP-VER-EXTENSION), nor whether it is a request's.
+        None if nothing answers a message of an extension: a reader without it does not know the type
+        (KVP-VER-EXTENSION), nor whether it is a request's.
         """
         id = self.misstate(name, **fields)
         if not extensions_with(name):

@@ -87,7 +87,8 @@ class Source(Peer):
         theirs = [int(v["max_minor"]) for v in hello.fields["versions"] if v["major"] == str(MAJOR)]
         minor = min([MINOR, *theirs])
         fields: Json = {
-            "version": {"major": str(MAJOR), "minor": str(minor)}, "engine": self.name, "incarnation": str(self.incarnation),
+            "version": {"major": str(MAJOR), "minor": str(minor)},
+            "engine": self.name, "incarnation": str(self.incarnation),
             "rank": str(self.rank), "replica": "0", "features": chosen,
             "limits": {"max_body": str(1 << 24), "max_transfers": "64"},
             "endpoints": [{"rank": str(r), "address": a} for r, a in sorted(self.endpoints.items())],

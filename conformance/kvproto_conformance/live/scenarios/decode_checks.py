@@ -268,8 +268,8 @@ def _parts(run: DecodeRun) -> None:
     run.hand_over([source])
 
 
-@scenario("LIVE-880", "messages that have no row in this state", "KVP-SES-STATE", "KVP-VER-EXTENSION", role="sink", guards=_PARSER,
-          level="L4")  # fmt: skip
+@scenario("LIVE-880", "messages that have no row in this state", "KVP-SES-STATE", "KVP-VER-EXTENSION", role="sink",
+          guards=_PARSER, level="L4")  # fmt: skip
 def _no_row(run: DecodeRun) -> None:
     source = run.one()
     geometry, digest = world.digest_of(source.geometry)
