@@ -102,7 +102,7 @@ class Claim:
     """The minor version of the specification that it was made for."""
 
     def asks(self, suite: str, needs: frozenset[str], either: frozenset[str], about: str) -> bool:
-        """Whether a case counts: by its suite, what it `needs`, one of `either`, and what it is `about`, if anything."""
+        """Whether a case counts: by its suite, what it `needs`, one of `either`, and what it is `about`, if any."""
         asked = SUITES[suite]
         return (
             self.role in asked.roles
