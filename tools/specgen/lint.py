@@ -146,10 +146,10 @@ def _messages(facts: Facts) -> None:
     for name, m in messages.items():
         facts_of = {"id", "since", "status", "sender", "delivery", "reply", "frozen", "doc", "field"}
         _keys(m, facts_of, {"rule", "feature"}, name)
-        _need(
-            ("feature" in m) == (m["status"] == "draft"), f"{name}: a draft message is behind a feature, others are not"
-        )
         _features(m, facts, name)
+        statuses = {facts["feature"][feature]["status"] for feature in m.get("feature", ())} or {"stable"}
+        firmest = "stable" if "stable" in statuses else "draft"
+        _need(m["status"] == firmest, f"{name}: a message is as firm as the firmest of its features")
         _need(m["status"] in facts["status"] and m["id"] != _NEVER_TYPE, f"{name}: status, id")
         _need(m["sender"] in ("source", "sink", "both"), f"{name}: sender")
         _need(m["delivery"] in facts["delivery"], f"{name}: delivery")
