@@ -249,7 +249,7 @@ class Counting:
 def inline(question: Json) -> Json:
     """What becomes of Data at a sink."""
     came, reader, into = Came(total=int(question["total"])), InlineReceiver(0), Counting(int(question["length"]))
-    reader.open(1, 1, into)
+    reader.open(1, into)
     refused: Json = {}
     for n, (offset, size, last) in enumerate(question["data"]):
         try:
@@ -257,7 +257,7 @@ def inline(question: Json) -> Json:
             made = {"offset": int(offset), "data": bytes(int(size)), "last": last == "true"}
             reader.data(messages.Data(session=1, sequence=1, **made))
         except KvprotoError as error:
-            reader.close(1, 1)
+            reader.close(1)
             refused = refused or {"refused": [str(n), error.code.name, error.path]}
     return {"unpacked": str(into.unpacked), "counted": str(came.bytes), **refused}
 

@@ -44,7 +44,7 @@ def test_the_second_opinion_is_conformant(capsys: pytest.CaptureFixture[str]) ->
     assert main(["run", "--suite", "codec", "--only", "order/", "--allow-incomplete", sys.executable, SECOND]) == 0
 
 
-EVERY = sorted(EXTENSIONS.keys() - {"spans", "curve", "large", "sleep"})
+EVERY = sorted(EXTENSIONS.keys() - {"spans", "curve", "large", "resume", "sleep"})
 """Those of vectors; the others are of live engines."""
 DEGENERATE: dict[str, dict[str, Any]] = {
     "refuses everything": {"error": "BAD_MAGIC", "path": "@magic"},

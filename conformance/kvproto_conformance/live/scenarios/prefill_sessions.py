@@ -142,7 +142,7 @@ def _resume(run: PrefillRun) -> None:
 
 
 @scenario("LIVE-151", "the session is resumed in the middle of a stream: its transfer ends, and bytes count from 0",
-          "KVP-INL-BROKEN", "KVP-INL-RESUMED", transport="INLINE", extensions=("INLINE",),
+          "KVP-INL-BROKEN", "KVP-INL-RESUMED", transport="INLINE", extensions=("INLINE", "RESUME"),
           guards="After a connection broke the two sides count from different bytes: streams stall.")  # fmt: skip
 def _broken_stream(run: PrefillRun) -> None:
     sink, prompt, later = run.sink(), run.prompt(), run.prompt()
