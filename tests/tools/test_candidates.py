@@ -216,7 +216,7 @@ def test_the_check_refuses_a_change_until_a_candidate_is_opened(repository: Copy
     status, said = repository.run("tools.specgen", "--open", "rc99", "Resend was too eager.")
     assert (status, said.splitlines()[-1]) == (0, "kept: conformance/versions/1.0-rc99")
     assert repository.run("tools.specgen", "--check") == (0, "")
-    for path in ("spec/rationale/candidates.md", "CHANGELOG.md"):
+    for path in ("spec/versions.md", "CHANGELOG.md"):
         assert re.search(r"1\.0-rc99 .*Resend was too eager\.", (repository.folder / path).read_text())
     for path in ("spec/README.md", "kvproto/wire/tables.py", "conformance/README.md", "spec/v1/vectors/tiers.json"):
         assert "1.0-rc99" in (repository.folder / path).read_text()
@@ -236,7 +236,7 @@ def test_a_draft_changes_with_a_line_in_the_changelog(repository: Copy) -> None:
 
 
 def test_a_minor_version_adds_a_field(repository: Copy, tmp_path: Path) -> None:
-    """The rehearsal of CONTRIBUTING, "A minor version": two files by hand, and implementations of 1.0 stay conformant."""
+    """The rehearsal of spec/versions.md: two files by hand, and implementations of 1.0 stay conformant."""
     before = repository.cases()
     old = tmp_path / "codec-1.0.mjs"
     shutil.copy(repository.folder / "conformance/testees/node/codec.mjs", old)

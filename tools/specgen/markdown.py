@@ -349,7 +349,7 @@ def candidates(facts: Facts) -> str:
 
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "../README.md": {"version": stated, "profiles": profiles},
-    "../rationale/candidates.md": {"candidates": candidates},
+    "../versions.md": {"candidates": candidates},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
