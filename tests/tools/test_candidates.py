@@ -224,6 +224,21 @@ def test_the_check_refuses_a_change_until_a_candidate_is_opened(repository: Copy
     assert {path.name: path.read_bytes() for path in (held / "1.0-rc1").iterdir()} == before
     assert json.loads((held / "1.0-rc99/registry.json").read_text())["limit"]["resend"]["value"] == 3000
 
+    after_a_merge(repository)
+    status, said = repository.run("tools.specgen", "--open", "rc99")
+    assert (status, said.splitlines()[-1]) == (0, "kept: conformance/versions/1.0-rc99")
+    assert repository.run("tools.specgen", "--check") == (0, "")
+    assert (repository.folder / "CHANGELOG.md").read_text().count("Resend was too eager.") == 1
+    assert json.loads((held / "1.0-rc99/registry.json").read_text())["limit"]["resend"]["value"] == 4000
+
+
+def after_a_merge(repository: Copy) -> None:
+    """Another limit, and conflicts in what is generated."""
+    repository.edit("spec/v1/registry/limits.toml", "[limit.resend]\nvalue = 3000", "[limit.resend]\nvalue = 4000")
+    paths = "registry.json", "clauses.json", "registry.lock", "vectors.lock", "vectors/codec/0006-Ping.json"
+    for path in (repository.folder / "spec/v1" / name for name in paths):
+        path.write_text(f"<<<<<<< ours\n{path.read_text()}=======\n>>>>>>> theirs\n")
+
 
 def test_a_draft_changes_with_a_line_in_the_changelog(repository: Copy) -> None:
     repository.edit("spec/v1/registry/limits.toml", "[limit.max_told]\nvalue = 1024", "[limit.max_told]\nvalue = 2048")

@@ -14,14 +14,12 @@ from tools.files import renew
 from tools.specgen import (
     candidates,
     clauses,
-    frozen,
     lock,
     markdown,
     minors,
     named,
     promela,
     python,
-    shown,
     testees,
 )
 from tools.specgen.lint import RegistryError, lint
@@ -83,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             candidates.stated(load(), args.open, args.why)
         facts = load()
         stale = renew(outputs(), args.check)
+        from tools.specgen import frozen, shown  # they import the suite, which reads what has just been written
+
         clauses.check(facts)
         if args.open:
             lock.opened(facts, facts["candidate"][-1]["why"])
