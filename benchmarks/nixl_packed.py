@@ -89,14 +89,14 @@ def _sink(conn: Connection, end: socket.socket, chunk: int, slots: int, blocks: 
 
 
 def _receive(conn: Connection, notices: Notices, receiver: StagedReceiver, sequence: int, packer: Any) -> None:
-    receiver.open(sequence, 1, packer)
+    receiver.open(sequence, packer)
     conn.send(None)
-    while not receiver.complete(sequence, 1):
+    while not receiver.complete(sequence):
         if (credit := receiver.credit(1)) is not None:
             notices.send(credit)
         if (chunk := notices.receive()) is not None:
             receiver.chunk(chunk)
-    receiver.close(sequence, 1)
+    receiver.close(sequence)
     if (credit := receiver.credit(1)) is not None:
         notices.send(credit)
 
@@ -146,7 +146,7 @@ class _Source:
             while (credit := self._notices.receive()) is not None:
                 self._link.grant(credit)
             for piece in sender.step():
-                self._notices.send(piece.notice(1, self._sequence, 1))
+                self._notices.send(piece.notice(1, self._sequence))
             if time.perf_counter() > called + PATIENCE:
                 raise TimeoutError("a stream under way")
         over = time.perf_counter()

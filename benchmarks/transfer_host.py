@@ -60,13 +60,13 @@ def sink(conn: Connection, slot_bytes: int) -> None:
                 conn.send(int(pages.view(np.uint64).sum(dtype=np.uint64)))
                 continue
             sequence, run, number = asked
-            receiver.open(sequence, 1, PackedStream(program(run, number), "sink", {0: memoryview(pages)}))
+            receiver.open(sequence, PackedStream(program(run, number), "sink", {0: memoryview(pages)}))
             conn.send(None)
-            while not receiver.complete(sequence, 1):
+            while not receiver.complete(sequence):
                 if (credit := receiver.credit(1)) is not None:
                     conn.send(credit)
                 receiver.chunk(conn.recv())
-            receiver.close(sequence, 1)
+            receiver.close(sequence)
             conn.send(None)
 
 
@@ -84,7 +84,7 @@ def packed(
         before = sender.under_way
         pieces = sender.step()
         for piece in pieces:
-            conn.send(piece.notice(1, sequence, 1))
+            conn.send(piece.notice(1, sequence))
         if not pieces and sender.under_way == before:
             wait([conn, agent], 0.01)
             agent.wait(0)

@@ -77,11 +77,11 @@ def receive(
     conn: Connection, receiver: StagedReceiver, sequence: int, place: DeviceBackend, program: CopyProgram,
     memory: dict[int, DeviceMemory],
 ) -> None:  # fmt: skip
-    receiver.open(sequence, 1, place.packer(program, "sink", memory))
-    while not receiver.complete(sequence, 1):
+    receiver.open(sequence, place.packer(program, "sink", memory))
+    while not receiver.complete(sequence):
         if (credit := receiver.credit(1)) is not None:
             conn.send(credit)
         if conn.poll(0):
             receiver.chunk(conn.recv())
-    receiver.close(sequence, 1)
+    receiver.close(sequence)
     conn.send(None)

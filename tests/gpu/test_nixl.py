@@ -87,7 +87,7 @@ class Peer:
             while self.conn.poll(0):
                 self.link.grant(self.conn.recv())
             for piece in sender.step():
-                self.conn.send(piece.notice(1, self._sequence, 1))
+                self.conn.send(piece.notice(1, self._sequence))
         while (credit := self.hear()) is not None:
             self.link.grant(credit)
         return self.hear()  # type: ignore[no-any-return]

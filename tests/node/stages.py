@@ -56,7 +56,7 @@ class Stage:
         )  # fmt: skip
         session: Any = SimpleNamespace(session=1, open=True)
         attempt = SourceAttempt(
-            sequence, 1, TransferState.ACCEPTED, session=session, transfer=transfer, granted=transfer.grants
+            sequence, TransferState.ACCEPTED, session=session, transfer=transfer, granted=transfer.grants
         )
         request: Any = SimpleNamespace(over=None)
         return Send(request, prefill or Prefill(), attempt, peer, attempt.granted)

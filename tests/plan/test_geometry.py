@@ -213,7 +213,8 @@ def test_each_path_is_that_of_the_table() -> None:
     assert table is not None
     rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")] for line in table[1].splitlines()]
     stated = [(clause, path) for clauses, _, paths in rows for clause in clauses for path in paths]
-    met = {(clause, with_letters(path)) for clause, _, path in BROKEN.values()}
+    broken = {(clause, with_letters(path)) for clause, _, path in BROKEN.values()}
+    met = {(clause, path) for clause, path in broken if clause != "KVP-RULE-BREAK"}  # these the registry states
     assert len(stated) == len(set(stated)), "a row that another one makes needless"
     assert met <= set(stated)
     assert {clause for clause, _ in met} == {clause for clause, _ in stated}

@@ -111,15 +111,15 @@ def test_streams_arrive_whole_in_any_order_of_events(own: int, theirs: int, size
     got = [bytearray(n) for n in sizes]
     senders = [StagedSender(world.link, Bytes(memory, world.events)) for memory in sent]
     for i, memory in enumerate(got):
-        world.receiver.open(i + 1, 1, Bytes(memory, world.events))
+        world.receiver.open(i + 1, Bytes(memory, world.events))
     wire: list[Chunk | Credit] = []
-    while not all(world.receiver.complete(i + 1, 1) for i in range(len(sent))):
+    while not all(world.receiver.complete(i + 1) for i in range(len(sent))):
         act = rng.randrange(4)
         if act == 0 and (credit := world.receiver.credit(1)):
             wire.append(credit)
         elif act == 1:
             i = rng.randrange(len(senders))
-            wire += [p.notice(1, i + 1, 1) for p in senders[i].step()]
+            wire += [p.notice(1, i + 1) for p in senders[i].step()]
         elif act == 2 and wire:
             message = wire.pop(0)
             if isinstance(message, Credit):

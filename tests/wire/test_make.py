@@ -50,8 +50,9 @@ def test_prose_around_the_tables_stays() -> None:
         markdown.renewed("no marks", "one", "new", path)
 
 
-def field(facts: dict[str, Any], name: str, number: int) -> dict[str, Any]:
-    row: dict[str, Any] = facts["message"][name]["field"][number]
+def field(facts: dict[str, Any], message: str, name: str) -> dict[str, Any]:
+    row: dict[str, Any]
+    (row,) = (f for f in facts["message"][message]["field"] if f["name"] == name)
     return row
 
 
@@ -61,29 +62,29 @@ def rule(facts: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 MUTANTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "id twice": lambda f: field(f, "Transfer", 1).update(id=1),
-    "no unit": lambda f: field(f, "Transfer", 1).pop("unit"),
-    "unknown type": lambda f: field(f, "Transfer", 1).update(type="u24"),
-    "ticket in the open": lambda f: field(f, "Transfer", 4).pop("secret"),
+    "id twice": lambda f: field(f, "Transfer", "request").update(id=1),
+    "no unit": lambda f: field(f, "Transfer", "request").pop("unit"),
+    "unknown type": lambda f: field(f, "Transfer", "request").update(type="u24"),
+    "ticket in the open": lambda f: field(f, "Transfer", "ticket").pop("secret"),
     "code in another block": lambda f: f["error"]["BUSY"].update(code=0x0101),
     "message id twice": lambda f: f["message"]["Done"].update(id=f["message"]["Hello"]["id"]),
     "address in the open": lambda f: f["struct"]["Region"]["field"][1].pop("secret"),
     "handle in the open": lambda f: f["struct"]["Handle"]["field"][1].pop("secret"),
-    "range of a digest": lambda f: field(f, "Transfer", 8).update(type="bool", min=1),
-    "empty range": lambda f: field(f, "Transfer", 2).update(max=0),
-    "range beyond the type": lambda f: field(f, "Transfer", 3).update(max=1 << 32),
+    "range of a digest": lambda f: field(f, "Transfer", "epoch").update(type="bool", min=1),
+    "empty range": lambda f: field(f, "Transfer", "sequence").update(max=0),
+    "range beyond the type": lambda f: field(f, "Done", "writer").update(max=1 << 32),
     "messages out of order": lambda f: f["message"]["Hello"].update(id=0x0F00),
     "unknown reply": lambda f: f["message"]["Done"].update(reply=["Dont"]),
-    "list without an end": lambda f: field(f, "Transfer", 9).update(type="list<struct:Grants"),
-    "required but ignorable": lambda f: field(f, "Transfer", 10).update(id=0x8001),
+    "list without an end": lambda f: field(f, "Transfer", "grants").update(type="list<struct:Grants"),
+    "required but ignorable": lambda f: field(f, "Transfer", "writers").update(id=0x8001),
     "enum value without a doc": lambda f: f["enum"]["Role"]["docs"].pop("SINK"),
     "zero in an enum": lambda f: f["enum"]["Role"]["values"].update(SOURCE=0),
-    "id of grease": lambda f: field(f, "Error", 7).update(id=0x801B),
+    "id of grease": lambda f: field(f, "Error", "about").update(id=0x801B),
     "feature of grease": lambda f: f["feature"]["INLINE"].update(value=0xF01B),
-    "id of the private range": lambda f: field(f, "Error", 7).update(id=0x7001),
-    "older than its message": lambda f: field(f, "Done", 9).update(since="0.9"),
-    "fact nobody knows": lambda f: field(f, "Done", 9).update(note="x"),
-    "unknown unit": lambda f: field(f, "Done", 6).update(unit="kB"),
+    "id of the private range": lambda f: field(f, "Error", "about").update(id=0x7001),
+    "older than its message": lambda f: field(f, "Done", "checksums").update(since="0.9"),
+    "fact nobody knows": lambda f: field(f, "Done", "checksums").update(note="x"),
+    "unknown unit": lambda f: field(f, "Done", "bytes").update(unit="kB"),
     "rule without an error": lambda f: rule(f, "Done").update(error="NONE"),
     "rule with an error of another class": lambda f: rule(f, "Done").update(error="BUSY"),
     "rule of an unknown predicate": lambda f: rule(f, "Done").update(rule="descend"),
@@ -93,7 +94,7 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "constant that is no member": lambda f: rule(f, "Credit").update(args=["slots", "kind", "GPU"]),
     "request without a reply": lambda f: f["message"]["Done"].update(reply=[]),
     "reply from the same side": lambda f: f["message"]["Describe"].update(reply=["Grant"]),
-    "request id elsewhere": lambda f: field(f, "Done", 1).update(id=3),
+    "request id elsewhere": lambda f: field(f, "Done", "request").update(id=3),
     "struct inside itself": lambda f: f["struct"]["Part"]["field"][1].update(type="struct:Group"),
     "state that nothing reaches": lambda f: f["machine"]["session"]["state"].append({"name": "lost", "doc": "x"}),
     "move from nowhere": lambda f: f["machine"]["session"]["move"][0].update({"from": "lost"}),
@@ -154,9 +155,9 @@ def test_lock_names_a_changed_clause(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_lock_names_a_changed_field_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copied(monkeypatch, tmp_path)
     facts = load()
-    field(facts, "Done", -1).update(id=12)
+    field(facts, "Done", "begins").update(id=12)
     (line,) = lock.differences(facts)
-    assert line.startswith("registry.lock: message.Done.begins was id=11")
+    assert line.startswith("registry.lock: message.Done.begins was id=10")
     del facts["message"]["Done"]["field"][-1]
     assert "registry.lock: message.Done.begins is gone" in lock.differences(facts)
 
@@ -165,8 +166,8 @@ def test_lock_names_a_changed_vector_byte(monkeypatch: pytest.MonkeyPatch, tmp_p
     spec = copied(monkeypatch, tmp_path)
     change(
         spec / "vectors/codec/framing.json",
-        "4b56505701000602000000000900000084010502060301",
-        "4b56505701000602000000000900000084010502070301",
+        "4b56505701000602000000000700000083010502060301",
+        "4b56505701000602000000000700000083010502070301",
     )
     (line,) = lock.differences(load())
     assert line.startswith("vectors.lock: framing/done-ack was ")
