@@ -2,8 +2,8 @@
 
 The pages are in build/conformance; --write makes docs/results.md of them. --live runs the reference engine too, as a
 source and as a sink, with faults, and L3 with its pools and attention in torch and in JAX. The exit status is 0 only if
-all are conformant in what they claim, and meet the candidates that are kept. Testees that need a compiler or an interpreter that is not here are left out,
-which is said.
+all are conformant in what they claim, and with the candidates that are kept. Testees that need a compiler or an
+interpreter that is not here are left out, which is said.
 """
 
 from __future__ import annotations

@@ -263,7 +263,10 @@ def met(args: Namespace) -> int:
                     failed += len(wrong) if counts else 0
             for role, command in _engines(args).items():
                 good, said = kept.live(role, meeting.SESSIONS[role], command)
-                print(f"  a peer of old meets the {role}: {said.splitlines()[-1]}")
+                *lines, summary = said.splitlines()
+                print(f"  a peer of old meets the {role}: {summary}")
+                for line in [] if good else [line for line in lines if not line.startswith("pass")]:
+                    print(f"    {line}")
                 failed += not good and counts
     return Verdict.NONCONFORMANT if failed else Verdict.CONFORMANT
 
