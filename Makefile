@@ -6,7 +6,7 @@ CORES := $(shell nproc)
 # One more than there are cores, as tests of processes wait for each other.
 JOBS ?= $(shell echo $$(($(CORES) > 8 ? 8 : $(CORES) + 1)))
 
-.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test bench fuzz sweep wild demo-matrix demo-real clean
+.PHONY: demo demo-gpu test chaos conformance prove prove-quick quick engines check check-model format docs coverage wheel wheel-test bench fuzz wild demo-real clean
 # $(VENV)/.X marks that the extras of X are installed. Each target installs only its own.
 $(VENV)/.demo: EXTRAS = torch,cli
 $(VENV)/.test: EXTRAS = torch,cli,test
@@ -106,15 +106,9 @@ engines: $(VENV)/.demo $(VENV)/.jax $(VENV)/smollm2
 demo-real: $(VENV)/.demo $(VENV)/smollm2
 	@$(PY) -m tests.demo.real
 
-demo-matrix: $(VENV)/.demo
-	@$(PY) -m tests.demo.matrix
-
 # Engines in separate processes, with faults of every kind (docs/chaos.md); about three minutes.
 chaos: $(VENV)/.test
 	@$(PY) -m kvproto_reference.chaos --seeds $(or $(SEEDS),0..59) --jobs 2 $(ARGS)
-
-sweep: $(VENV)/.test
-	@$(PY) -m tests.sweep
 
 wild: $(VENV)/.test
 	@$(PY) -m tests.plan.wild $(or $(SECONDS),60)

@@ -23,8 +23,9 @@ from harness import arguments, keep, rounded
 
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import current, enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 
 RUNS = (256, 512, 1152, 2048, 4096, 8192, 32768, 131072, 1 << 20, 1 << 24, 1 << 26)

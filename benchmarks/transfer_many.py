@@ -18,11 +18,13 @@ from cuda.core import Device
 from gpu import GB, Half, bytes_of, gpu_facts, half
 from harness import arguments, keep
 
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.lowering import Pair
+from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call, current, enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 
 

@@ -22,14 +22,16 @@ from harness import arguments, keep
 from pair import Pair
 
 from kvproto import Options, Pool, Prompt
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.lowering import Pair as RankPair
 from kvproto.net import Dialer, Listener
 from kvproto.planning.geometry import Geometry
+from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
 

@@ -6,8 +6,6 @@
 `wait` also works with a Source or Sink that has an I/O thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Costs of this machine's transports: measured, kept in a file, and estimated for a program of copies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -25,9 +23,6 @@ from kvproto.transport import find, names
 from kvproto.transport.bench import LAYERS, Absent, BenchPath, Constants, CostedWay, CostKind, Floor, Measured, Sample
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.plain import read_json
-
-__all__ = ["Advice", "Cost", "Estimate", "Host", "Probe", "Slow", "advise", "estimates", "fit", "floors", "load"]
-__all__ += ["LEAST_MEMORY", "LENGTHS", "ORIGIN", "load_costs", "probe", "reference_costs", "save"]
 
 LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _QUICK_LENGTHS = (256, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
@@ -93,7 +88,7 @@ class Probe:
         return {"kvproto_probe": 1, **attrs.asdict(self), "slow": [attrs.asdict(slow) for slow in self.slow()]}
 
     @classmethod
-    def from_dict(cls, data: Any) -> Probe:
+    def from_dict(cls, data: Any) -> "Probe":
         """The inverse of `to_dict`; unknown fields are ignored.
 
         Raises LocalError: UNSUPPORTED_VERSION, or MISSING_FIELD, BAD_TYPE, OUT_OF_RANGE with the path of what is wrong.

@@ -1,7 +1,5 @@
 """Errors with a code, a place, the values of both sides, and advice."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 from copy import copy
@@ -58,7 +56,7 @@ class ReportedError(RemoteError):
     peer = "the peer"
 
     @classmethod
-    def of(cls, peer: str, error: KvprotoError) -> ReportedError:
+    def of(cls, peer: str, error: KvprotoError) -> "ReportedError":
         """`error` as reported by `peer`."""
         reported = cls(error.code, error.path, error.mine, error.yours, error.advice)
         reported.peer = peer

@@ -1,7 +1,5 @@
 """A Finder tells a router which engines hold most of a prompt's cache (draft)."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time
@@ -23,8 +21,6 @@ from kvproto.session.watching import WatchEndpoint
 from kvproto.sink import check_seed, dialer_of
 from kvproto.tiers.page_ids import Chain, namespace
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
-
-__all__ = ["Finder", "Held"]
 
 _PATIENCE = 5.0
 """Seconds for which `find` waits for a turn to end."""

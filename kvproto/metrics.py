@@ -6,8 +6,6 @@
 An engine that shows its metrics in another process sends the plain values of `Sink.metrics()` there, to a Collector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 

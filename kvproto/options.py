@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from kvproto.transport.base import Transport
     from kvproto.transport.bench import Measured
 
-__all__ = ["LEASE", "PART_BYTES", "QUARANTINE", "Options", "Spread"]
-
 LEASE = 10.0
 """Seconds for which a sink may read before it has to renew the lease."""
 PART_BYTES = 16 << 20

@@ -1,7 +1,5 @@
 """The identity of a request at both engines: the digest of its prompt, and the ticket that comes with it."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
 from typing import Any
 
-__all__ = ["calls_of", "least_steps"]
-
 
 def least_steps(work: Callable[[], object], times: int) -> int:
     """Operations of the interpreter that the cheapest of several calls takes in this thread."""

@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvproto.catalog.models import PRESETS, Parallel, describe, draft_of
+from kvproto.catalog.config import draft_of
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Rank, facts, gqa, handoff, mla, owns
-from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ItemKind
 from kvproto.wire.messages import Part
@@ -79,7 +80,7 @@ def cases() -> Iterator[Case]:
     yield from _kinds()
     yield from _lanes()
     yield from _refusals()
-    yield from _scaled()
+    yield from _left()
     yield from _opaque()
     yield from _misfits()
 
@@ -390,9 +391,9 @@ def _misfits() -> Iterator[Case]:
     yield "refused-fact-absent", "KVP-GEO-FACT", (named[0], named[2]), [], "a fact that one side lacks differs"
 
 
-def _scaled() -> Iterator[Case]:
-    """Quantized values with their scales and without."""
-    clause = "KVP-PLAN-SCALES"
+def _left() -> Iterator[Case]:
+    """Layers of which the sink takes some parts and leaves others."""
+    clause = "KVP-PLAN-LEFT"
     shape: dict[str, Any] = {"kv_heads": 4, "head_dim": 64, "page": 16, "dtype": DType.F8E4M3}
 
     def side(block: int | None, *more: Cache, layers: Any = (0, 1), model: int = 0, tp: int = 1) -> Geometry:
@@ -401,40 +402,64 @@ def _scaled() -> Iterator[Case]:
     both, bare = side(64, tp=2), side(None)
     pages = Cache.page_scales("page scales", 2, kv_heads=4, page=16)
     apart = Cache.paged("scales", 2, parts={f"{n}_scale": (DType.F32, 4, 4) for n in "kv"}, page=16)
-    yield "scales-alike", clause, (both, side(64)), [], "a scale for each token and head, behind its values"
-    yield "scales-apart", clause, (both, side(None, apart)), [], "the sink has its scales in a group of their own"
-    yield (
-        "refused-scales-of-values",
-        clause,
-        (both, bare),
-        [],
-        "values arrived without the scales that make them numbers",
-    )
-    yield (
-        "refused-scales-of-pages",
-        clause,
-        (side(None, pages), bare),
-        [],
-        "scales of pages, which the sink does not take",
-    )
     some = Cache.paged("scales", [0], parts={f"{n}_scale": (DType.F32, 4, 4) for n in "kv"}, page=16)
-    yield "refused-scales-of-a-layer", clause, (both, side(None, some)), [], "the scales of one layer of two"
-    yield (
-        "scales-of-a-layer",
-        clause,
-        (side(None, some), side(None, some)),
-        [],
-        "where the source has none, none is owed",
-    )
     target = Cache.gqa("target", 2, **shape)
     drafts = [side(block, target, layers=1, model=1) for block in (64, None)]
-    yield (
-        "refused-scales-of-a-draft",
-        clause,
-        (drafts[0], drafts[1]),
-        ["COLD_DRAFT"],
-        "a draft that has its cache is not cold",
+    cold = ["COLD_DRAFT"]
+    yield "scales-alike", clause, (both, side(64)), [], "a scale for each token and head, behind its values"
+    yield "scales-apart", clause, (both, side(None, apart)), [], "the sink has its scales in a group of their own"
+    yield "refused-scales-of-values", clause, (both, bare), [], "values without the scales that make them numbers"
+    yield "refused-scales-of-pages", clause, (side(None, pages), bare), [], "scales of pages, which the sink leaves"
+    yield "refused-scales-of-a-layer", clause, (both, side(None, some)), [], "the scales of one layer of two"
+    yield "scales-of-a-layer", clause, (side(None, some), side(None, some)), [], "what the source lacks, nobody is owed"
+    yield "refused-scales-of-a-draft", clause, (drafts[0], drafts[1]), cold, "a draft that has its cache is not cold"
+
+    yield from _left_by_name()
+    first, more = (
+        Cache.handoff("first", {"token": (DType.I32, 4)}),
+        Cache.handoff("first", {"token": (DType.I32, 4), "acme.seed": (DType.I64, 8)}),
     )
+    kv = Cache.gqa("cache", 1, **shape)
+    draft = attrs.evolve(kv, group=attrs.evolve(kv.group, name="draft", model=1))
+    for id_, left, right, note in (
+        ("left-hand-off", [kv, more], [kv, first], "hand-off data that the sink does not ask for"),
+        ("left-for-hand-off", [kv, first], [first], "hand-off data alone, beside no cache"),
+        ("left-of-a-draft", [kv, draft], [kv], "a draft is another model"),
+    ):
+        yield id_, clause, (lay_out(left), lay_out(right)), [], note
+
+
+def _left_by_name() -> Iterator[Case]:
+    """Parts that the sink leaves, each in a group of its own."""
+    clause = "KVP-PLAN-LEFT"
+
+    def one(parts: str, layers: Any = (0, 1), without: str = "") -> Geometry:
+        """A group of each part, "x" being a vendor's."""
+        names = [{"x": "acme.x"}.get(name, name) for name in parts.split()]
+        caches = [Cache.paged(n, layers, parts={n: (DType.U8, 1, 8)}, page=4) for n in names]
+        return attrs.evolve(lay_out(caches), without=tuple(without.split()) or None)
+
+    for id_, source, sink, note in (
+        ("refused-left-v", "k v", one("k"), "K without V"),
+        ("refused-left-k", "k v", one("v"), "V without K"),
+        ("refused-left-index", "latent index", one("latent"), "sparse attention without what it chooses by"),
+        ("refused-left-latent", "latent window_latent", one("window_latent"), "one of two latents of a layer"),
+        ("refused-left-vendor", "k v x", one("k v"), "a part of which nobody knows whether it is needed"),
+        ("refused-left-alias", "k v key_scale", one("k v"), "scales by another name"),
+        ("left-layers", "k v", one("k v", layers=[1]), "a layer of which the sink takes nothing"),
+        ("left-without", "k v", one("k", without="v"), "K that is also V, as the sink says"),
+        ("left-without-two", "k v x", one("k", without="acme.x v"), "names in any order"),
+        ("left-without-nothing", "k", one("k", without="v"), "a name of what the source does not have"),
+        ("left-without-taken", "k v", one("k v", without="v"), "a name of what the sink takes"),
+        ("refused-left-other", "k v x", one("k", without="v"), "one that is named and one that is not"),
+        ("refused-left-by-alias", "k v", one("k", without="value"), "an alias is not the name"),
+        ("left-optional", "k v hidden_rows embedding", one("k v"), "rows for a draft that the sink does not have"),
+        ("left-optional-alias", "k v aux_hidden_states", one("k v"), "the same by an alias"),
+        ("left-beside-optional", "k v hidden_rows", one("hidden_rows"), "rows for a draft, and no cache"),
+    ):
+        yield id_, clause, (one(source), sink), [], note
+    asks, takes = one("k v", without="v"), one("k v")
+    yield "without-of-a-source", clause, (asks, takes), [], "a sink's wish means nothing of a source"
 
 
 def _parts(**changes: Any) -> tuple[Part, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal
-from kvproto_conformance.codec.facts import LIMITS, PART_NAMES, SCALES
+from kvproto_conformance.codec.facts import LIMITS, OPTIONAL, PART_NAMES
 from kvproto_conformance.electing import Piece, elect
 from kvproto_conformance.sections import lane, place
 
@@ -66,7 +66,7 @@ def _planned(source: Json, sink: Json, features: Iterable[str]) -> tuple[list[Ro
                 pieces += _part(source, sink, group, index, spent)
     for group in sink["groups"]:
         if group["model"] not in cold:
-            _scales(source, sink, group)
+            _left(source, sink, group)
     return _rows(pieces, elect(pieces, int(sink["replica"]), features), sink), cold
 
 
@@ -98,22 +98,24 @@ def _owners(
     return found
 
 
-def _scales(source: Json, sink: Json, group: Json) -> None:
-    """KVP-PLAN-SCALES: for each layer, the sink takes scales of what it takes, if the source has any."""
-    for part in {p["name"]: p for p in group["parts"]}:
-        names = {name for row, whole in SCALES.items() if part in _words(whole) for name in _words(row)}
-        if not any(p["name"] in names for g in source["groups"] if g["model"] == group["model"] for p in g["parts"]):
-            continue
-        layers = {int(x) for r in sink["ranks"] for s in r["owns"] if s["group"] == group["id"] for x in s["layers"]}
-        for layer in sorted(layers):
-            there, here = (any(_owners(side, group["model"], name, layer) for name in names) for side in (source, sink))
-            if _owners(sink, group["model"], part, layer, group["id"]) and there and not here:
-                raise Refusal("PART_MISSING", f"groups[{group['name']}].parts[{part}]")
+def _left(source: Json, sink: Json, group: Json) -> None:
+    """KVP-PLAN-LEFT: of each layer of which the sink takes something, it takes all that the source has."""
+    if group["kind"] == "HANDOFF":
+        return
+    optional = {word for name in OPTIONAL for word in (name, *PART_NAMES[name])}
+    names = {p["name"] for g in source["groups"] if g["model"] == group["model"] for p in g["parts"]}
+    names -= optional | {*sink.get("without", ())}
 
+    def is_left(name: str, layer: int) -> bool:
+        owners = _owners(source, group["model"], name, layer)
+        held = any(owner[1]["kind"] != "HANDOFF" for owner in owners)
+        return held and not _owners(sink, group["model"], name, layer)
 
-def _words(name: str) -> list[str]:
-    """A registered name of a part and its aliases."""
-    return [name, *PART_NAMES[name]]
+    layers = {int(x) for r in sink["ranks"] for s in r["owns"] if s["group"] == group["id"] for x in s["layers"]}
+    layers = {layer for layer in layers if any(is_left(name, layer) for name in names)}
+    for part in (p["name"] for p in group["parts"] if p["name"] not in optional):
+        if any(_owners(sink, group["model"], part, layer, group["id"]) for layer in layers):
+            raise Refusal("PART_MISSING", f"groups[{group['name']}].parts[{part}]")
 
 
 def _models(side: Json) -> set[str]:

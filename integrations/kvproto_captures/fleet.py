@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 
 from kvproto.catalog.config import MOST_LAYERS
-from kvproto.catalog.engines import ENGINES, Setup, pools
+from kvproto.catalog.engines import ENGINES, pools
+from kvproto.catalog.models import Setup
 from kvproto.errors import LocalError, WireError, check_whole
 from kvproto.planning.cache import BITS, Cache
 from kvproto.planning.geometry import Geometry, Owns, lane_bytes, validate

@@ -1,13 +1,10 @@
 """Which layer of a model has which cache, according to its Hugging Face config.json; there are many ways to say it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvproto.errors import U32, bad
-
-__all__ = ["MOST_LAYERS", "STATE_SIZE", "Config", "draft_of", "layer_kinds", "nested", "number", "text"]
 
 Config = Mapping[str, Any]
 STATE_SIZE = ("ssm_state_size", "mamba_d_state", "state_size")
@@ -28,10 +25,36 @@ IMPLIED: dict[str, Config] = {
 HYBRID = ("mamba_", "linear_num_", "conv_L_cache")
 """Prefixes of fields that only hybrid models have."""
 UNREAD = (
-    "_block_types", "block_configs", "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
-    "hybrid_layer_ids", "hybrid_layer_pattern", "layer_group_size", "n_mamba_heads",
+    "_block_types", "block_configs", "block_types", "cross_attention_layers", "global_head_dim", "hybrid_layer_ids",
+    "hybrid_layer_pattern", "index_source_layer_ids", "kv_source_layer_ids", "layer_group_size", "n_mamba_heads",
+    "per_layer_config",
 )  # fmt: skip
 """Fields that give some layers another cache, or none, in a way that is not supported here."""
+CODED = ("mimo_v2_flash",)
+"""Model types whose code, and no field, gives some layers other sizes."""
+ABOUT_CACHES = re.compile(
+    r"^(?!audio_|image_|mm_|moe_|mtp_|video_|vision_)(.*_)?(attn_types?|attention_types?|block_types?|cache|channels|chunk|cla"
+    r"|compress(ed|ion|or)?|conv|cross|cycles?|delta|dim_head|global|heads?|hybrid|(?<!token_)index(er)?|kda|kv|latent"
+    r"|layer_types|lightning|linear|local|loops?|mamba|multi_query|per_layer|recurrent|shared_layers|sparse|ssm|states?|swa"
+    r"|window)(_|$)"
+)
+"""Names of fields on which a cache may depend, and which therefore have to be read, or be among `BESIDE`."""
+BESIDE = frozenset((
+    "L_bp_cycles", "L_cycles", "_sliding_window_pattern", "attention_chunk_size", "attn_type_list",
+    "cache_implementation", "chunk_size", "cla_share_factor", "compress_rope_theta", "conv_L_cache", "conv_bias",
+    "conv_dim_out", "conv_use_xavier_init", "decoder_sparse_step", "full_attn_idxs", "global_attn_every_n_layers",
+    "global_rope_theta", "head_dim", "hidden_size_per_layer_input", "index_block_size", "index_local_blocks",
+    "index_n_heads", "index_topk", "index_topk_blocks", "linear_allow_neg_eigval", "linear_attn_alpha_factor",
+    "linear_attn_beta_factor", "local_rope_theta",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_dt_rank", "mamba_expand", "mamba_hidden_act",
+    "mamba_inner_layernorms", "mamba_norm_before_gate", "mamba_proj_bias", "mamba_rms_norm", "mamba_ssm_cache_dtype",
+    "mamba_ssm_dtype", "mamba_use_mlp", "max_window_layers", "mlp_layer_types", "n_recurrent_layers",
+    "num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "num_local_experts",
+    "output_hidden_states", "prefix_dense_sliding_window_pattern", "qk_head_dim", "qk_nope_head_dim",
+    "qk_rope_head_dim", "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_cache",
+    "use_conv_bias", "use_mamba_kernels", "use_sliding_window", "v_head_dim", "vocab_size_per_layer_input",
+))  # fmt: skip
+"""Such names that say nothing of caches, or, where they are not read, say what another field has said."""
 MOST_LAYERS = 1 << 12
 """Several times as many as any model has."""
 _BY_HAND = "absent: which layers of this model have which cache is not known, state them by kvproto.Cache", "present"
@@ -39,33 +62,106 @@ _LETTERS = {"*": "attention", "M": "mamba", "-": "none", "E": "none"}
 _KINDS = {
     "attention": "attention", "full_attention": "attention", "sliding_attention": "window",
     "chunked_attention": "chunked", "mamba": "mamba", "mamba2": "mamba", "linear_attention": "linear", "conv": "conv",
-    "mlp": "none", "moe": "none",
+    "mlp": "none", "moe": "none", "minimax_m3_sparse": "attention", "compressed_sparse_attention": "window",
+    "heavily_compressed_attention": "window",
 }  # fmt: skip
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Model types whose "indexed_attention" is a latent and plain index keys; others pool theirs, or have K and V."""
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+"""Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
 
 def layer_kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer: attention, window, chunked, mamba, linear, kda, lightning, conv, none, or two with a "+".
 
-    A layer that reads the cache of another one counts as none. Raises LocalError(OUT_OF_RANGE) for a config that does
-    not say the kind of each of the `count` layers.
+    A layer that reads the cache of another one counts as none, and one that is passed several times is there for each
+    pass (KVP-GEO-W-LAYERS). Raises LocalError(OUT_OF_RANGE) for a config that does not say the kind of each of the
+    `count` layers.
     """
     if count > MOST_LAYERS:
         raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
     if unread := [name for name in UNREAD if config.get(name)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
+    if config.get("model_type") in CODED:
+        raise bad("config.model_type", "one whose fields say what its caches are", config["model_type"])
     kinds = _stated_kinds(config, count)
     if len(kinds) != count:
         raise bad("config.num_hidden_layers", f"{len(kinds)}, as many as the layers that are listed", count)
     if config.get("_both"):
         kinds = [f"{kind}+{config['_both']}" for kind in kinds]
-    return _shared(config, kinds, count)
+    return _passed(config, _shared(config, kinds, count))
+
+
+def _passed(config: Config, kinds: list[str]) -> list[str]:
+    """The kinds in the order in which a token passes the layers, those of a loop once for each pass."""
+    if config.get("H_cycles") and not config.get("num_layers_per_stack"):  # HRM, of which this is one stack
+        return kinds * _turns("H_cycles", kinds, number(config, "H_cycles") * (number(config, "L_cycles") + 1))
+    if not config.get("n_recurrent_loops"):
+        return kinds
+    turns = _turns("n_recurrent_loops", kinds, number(config, "n_recurrent_loops"))
+    first, last = number(config, "n_input_layers"), number(config, "n_output_layers")
+    looped = kinds[first:-last]
+    if not looped:
+        raise bad("config.n_output_layers", f"less than the {len(kinds) - first} layers behind the first ones", last)
+    unwritten = ["none"] * len(looped) if config.get("recurrent_kv_cache_mode") == "last_loop" else looped
+    return [*kinds[:first], *unwritten * (turns - 1), *looped, *kinds[-last:]]
+
+
+def _turns(name: str, kinds: Sequence[str], turns: int) -> int:
+    """So many passes of a loop; raises LocalError(OUT_OF_RANGE) if they are more layers than any model has."""
+    if len(kinds) * turns > MOST_LAYERS:
+        wanted = f"at most {MOST_LAYERS} layers, each counted once for each pass"
+        raise bad(f"config.{name}", wanted, len(kinds) * turns)
+    return turns
+
+
+def compress_ratios(config: Config, count: int) -> list[int] | None:
+    """Of each of `count` layers of DeepSeek V4, how many tokens its compressed rows stand for, 0 where it has none.
+
+    None for other models. Raises LocalError(OUT_OF_RANGE) for a ratio that is not 4 or 128.
+    """
+    listed, types = config.get("compress_ratios"), config.get("layer_types") or ()
+    if listed is None and set(types) & _RATES.keys():
+        rates = _RATES | (config.get("compress_rates") or {})
+        listed = [rates.get(kind, 0) for kind in types]
+    if listed is None:
+        if config.get("model_type") == "deepseek_v4":
+            raise bad("config.compress_ratios", "a list", "absent")
+        return None
+    if len(listed) < count or not all(ratio in (0, *_RATES.values()) for ratio in listed):
+        raise bad("config.compress_ratios", f"0, 4 or 128 for each of {count} layers", repr(listed))
+    return list(listed[:count])
+
+
+def index_layers(config: Config, layers: Iterable[int]) -> list[int]:
+    """Of these layers of attention those that have index keys of their own: the others choose no tokens, or take those
+    that the layer before has chosen (KVP-GEO-W-SHARED).
+    """
+    if not config.get("kv_lora_rank"):
+        sparse = (config.get("sparse_attention_config") or {}).get("sparse_attention_freq") or ()
+        if not isinstance(sparse, list | tuple):
+            raise bad("config.sparse_attention_config.sparse_attention_freq", "a list of 0 and 1", repr(sparse))
+        kinds = config.get("layer_types") or ()
+        return [i for i in layers if any(sparse[i : i + 1]) or "minimax_m3_sparse" in kinds[i : i + 1]]
+    if not config.get("index_head_dim"):
+        return []
+    if stated := config.get("indexer_types") or config.get("index_topk_pattern"):
+        return [i for i in layers if stated[i : i + 1] not in (["shared"], "S", ["S"])]
+    if config.get("cli_factor"):
+        return [i for i in layers if i % number(config, "cli_factor") == 0]
+    every = number(config, "index_topk_freq") if config.get("index_topk_freq") else 1
+    first = number(config, "index_skip_topk_offset") if config.get("index_skip_topk_offset") else 2
+    return [i for i in layers if max(i - first + 1, 0) % every == 0]
 
 
 def _shared(config: Config, kinds: list[str], count: int) -> list[str]:
     """The kinds, with none for layers that read another's cache: the last ones, or all but the first of each few."""
     if config.get("num_kv_shared_layers"):
         last = number(config, "num_kv_shared_layers")
-        if last >= count:
+        if last == count:
+            wanted = f"below num_hidden_layers {count}: this model reads another's cache and has none, leave it out"
+            raise bad("config.num_kv_shared_layers", wanted, last)
+        if last > count:
             raise bad("config.num_kv_shared_layers", f"below num_hidden_layers {count}", last)
         kinds = [*kinds[:-last], *["none"] * last]
     if config.get("use_cla"):
@@ -80,8 +176,14 @@ def _stated_kinds(config: Config, count: int) -> list[str]:
     if letters := field("hybrid_override_pattern"):
         return [_named(letter, _LETTERS, "hybrid_override_pattern") for letter in letters]
     if listed := field("layers_block_type") or field("layer_types"):
-        linear = "linear" if any(map(field, _DELTA)) else "lightning"
-        kinds = [_named(kind, _KINDS, "layer_types") for kind in listed]
+        like = {
+            "linear": any(map(field, _DELTA)),
+            "kda": field("linear_attn_config") or field("linear_num_heads"),
+            "mamba": any(map(field, STATE_SIZE)),
+        }
+        linear = next((kind for kind, stated in like.items() if stated), "lightning")
+        indexed = {"indexed_attention": "attention"} if field("model_type") in _INDEXED else {}
+        kinds = [_named(kind, _KINDS | indexed, "layer_types") for kind in listed]
         return [linear if kind == "linear" else kind for kind in kinds]
     for key, rest in _INDICES.items():
         if indices := field(key):
@@ -134,9 +236,13 @@ def draft_of(config: Config) -> Config | None:
     key = next((key for key in PREDICTING if config.get(key)), None)
     if key is None:
         return None
-    of_target = (*PREDICTING, *SAYS_LAYERS, "model_type")
-    kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(HYBRID)}
-    return {**kept, "num_hidden_layers": number(config, key)}
+    of_target = (*PREDICTING, *SAYS_LAYERS, "compress_rates", "model_type")
+    kept = {name: value for name, value in config.items() if name not in of_target and not name.startswith(_OF_STATES)}
+    count, target = number(config, key), number(config, "num_hidden_layers")
+    if (ratios := compress_ratios(config, target)) is not None:  # behind those of the target, or windows alone
+        behind = (config.get("compress_ratios") or ratios)[target : target + count]
+        kept["compress_ratios"] = [*behind, *[0] * (count - len(behind))]
+    return {**kept, "num_hidden_layers": count}
 
 
 _DELTA = ("linear_num_key_heads", "linear_num_value_heads")
@@ -145,16 +251,23 @@ _INTERVALS = {"full_attention_interval": "linear", "sliding_window_pattern": "wi
 SAYS_LAYERS = (
     *_INDICES, *_INTERVALS, "hybrid_override_pattern", "layers_block_type", "layer_types", "attn_layer_period",
     "attn_type_list", "linear_attn_config", "num_kv_shared_layers", "use_cla", "attention_chunk_size", "no_rope_layers",
+    "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset", "cli_factor", "H_cycles",
+    "n_recurrent_loops",
 )  # fmt: skip
 """Fields that say which layer of a target has which cache."""
+_OF_STATES = ("conv_", "linear_", "mamba_", "ssm_")
+"""Prefixes of the sizes of a target's states, which its draft does not have."""
 PREDICTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields that say how many layers of a checkpoint are a draft of it."""
 _WHOLE = (
     "attention_chunk_size", "attention_head_dim", "attn_layer_offset", "attn_layer_period", "full_attention_interval",
     "head_dim", "index_head_dim", "kv_lora_rank", "no_rope_layer_interval", "num_attention_heads",
-    "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", *_DELTA, *PREDICTING, *STATE_SIZE,
+    "num_key_value_heads", "num_kv_shared_layers", "sliding_window", "v_head_dim", "H_cycles", "L_cycles", "cli_factor",
+    "index_skip_topk_offset", "index_topk_freq", "n_input_layers", "n_output_layers", "n_recurrent_loops",
+    "num_layers_per_stack", *_DELTA, *PREDICTING, *STATE_SIZE,
 )  # fmt: skip
-_WORDS = ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
+_NAMES = ("layers_block_type", "layer_types", "indexer_types")
+_WORDS = ("dtype", "recurrent_kv_cache_mode", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "model_type", "torch_dtype")
 
 
 def _is_whole(value: Any, least: int = 0, most: int = U32) -> bool:
@@ -175,12 +288,46 @@ _FIELDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (("use_cla", "use_sliding_window"), "true or false", _is(bool)),
     (_INDICES, "a list of layers", _is_list(_is_whole)),
     (("attn_type_list", "no_rope_layers"), "a list of 0 and 1", _is_list(lambda element: _is_whole(element, 0, 1))),
-    (("layers_block_type", "layer_types"), "a list of names", _is_list(lambda element: isinstance(element, str))),
-    (("hybrid_override_pattern",), "letters", _is(str, list, tuple)),
+    (_NAMES, "a list of names", _is_list(lambda element: isinstance(element, str))),
+    (("hybrid_override_pattern", "index_topk_pattern"), "letters", _is(str, list, tuple)),
+    (("compress_ratios",), "a list of whole numbers", _is_list(_is_whole)),
     (("sliding_window_pattern",), "a whole number, or letters", lambda value: type(value) is str or _is_whole(value)),
-    (("linear_attn_config", "text_config"), "an object", _is(dict)),
+    (("compress_rates", "linear_attn_config", "sparse_attention_config", "text_config"), "an object", _is(dict)),
 )
 """Fields whose absence, 0 or null means something, which a value of a wrong type must not be taken for."""
+
+
+class Read(dict[str, Any]):
+    """A config that knows which of its fields were read."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        """The field's value, as of a dict."""
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field's value, or the default, as of a dict."""
+        self._read.add(name)
+        return super().get(name, default)
+
+    def check(self) -> None:
+        """Raise LocalError(OUT_OF_RANGE) for a field on which a cache may depend and which was not read.
+
+        Fractions are no sizes of caches, and absence, null, false, 0 and nothing mean that there is none.
+        """
+        wanted = (
+            "a field that is known: state the caches by kvproto.Cache; if none depends on it, leave it out (--ignore)"
+        )
+        for name, value in self.items():
+            values = value if isinstance(value, list) else [value]
+            if name in self._read or name in BESIDE or all(not v or isinstance(v, float) for v in values):
+                continue
+            if ABOUT_CACHES.search(name):
+                raise bad(f"config.{name}", wanted, repr(value)[:80])
 
 
 def _check(config: Config) -> None:
@@ -193,7 +340,7 @@ def _check(config: Config) -> None:
 
 def _named(name: object, kinds: Mapping[str, str], path: str) -> str:
     if str(name) not in kinds:
-        raise bad(f"config.{path}", ", ".join(kinds), name)
+        raise bad(f"config.{path}", f"{', '.join(kinds)}: state the caches of other layers by kvproto.Cache", name)
     return kinds[str(name)]
 
 
@@ -211,8 +358,22 @@ def text(config: Config) -> Config:
     if merged.get("is_encoder_decoder") or merged.get("decoder_layers"):
         wanted = "a decoder: encoder-decoders are not read, state their caches by Cache.gqa, Cache.cross, Cache.encoder"
         raise bad("config.is_encoder_decoder", wanted, merged.get("model_type", "an encoder-decoder"))
-    implied = IMPLIED.get(str(merged.get("model_type")), {})
-    return {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+    implied = dict(IMPLIED.get(str(merged.get("model_type")), {}))
+    if listed := merged.get("layers_block_type"):
+        implied["num_hidden_layers"] = len(listed)
+    found = {**implied, **{name: value for name, value in merged.items() if value is not None or name not in implied}}
+    return _paired(found) if found.get("model_type") == "dory" else found
+
+
+def _paired(config: Config) -> Config:
+    """A config that lists attention and MLP as layers of their own, in the form that counts each two as a layer."""
+    kinds = config.get("layer_types") or ()
+    if "mlp" not in kinds:
+        return config
+    if {*kinds[1::2]} != {"mlp"} or "mlp" in kinds[::2]:
+        raise bad("config.layer_types", "attention and mlp in turn", repr(kinds)[:80])
+    halves = {name: number(config, name) // 2 for name in ("num_hidden_layers", "n_input_layers", "n_output_layers")}
+    return {**config, **halves, "layer_types": kinds[::2]}
 
 
 def nested(config: Config) -> bool:

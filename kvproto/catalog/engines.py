@@ -4,14 +4,12 @@ The tables describe the releases in `ENGINES`; `make engines` compares them with
 State a pool that is not here with `Cache`, `lay_out` and the strides of its tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
 from kvproto.catalog import vllm
-from kvproto.catalog.config import Config, number, text
+from kvproto.catalog.config import Config, compress_ratios, index_layers, layer_kinds, number, text
 from kvproto.catalog.models import (
     Arranged,
     KvDtype,
@@ -78,8 +76,8 @@ def pools(
     check_type("setup", setup, Setup, "a Setup")
     setup.check()
     row, configs, tp = ENGINES[engine], [target, *drafts], setup.parallel.tp
-    if any(text(config).get("use_cla") for config in configs):
-        raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
+    for config in map(text, configs):
+        _check_known(config)
     if tp % setup.dp or (setup.dp > 1 and not row.dp):
         raise bad("dp", f"a divisor of tp {tp}" if row.dp else f"1: a replica of {engine} is one rank group", setup.dp)
     if setup.layout is not None and setup.layout not in row.layouts:
@@ -105,6 +103,22 @@ def pools(
     depth = number(text(target), "num_hidden_layers")
     geometry = lay_out(arranged.caches, setup.parallel, replica, facts, depth)
     return Pools(with_windows(geometry, configs), arranged)
+
+
+def _check_known(config: Config) -> None:
+    """Raise LocalError for a model of whose pools no table says how an engine arranges them."""
+    count = number(config, "num_hidden_layers")
+    if config.get("use_cla"):
+        raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
+    for field, is_there in (
+        ("compress_ratios", compress_ratios(config, count) is not None),
+        ("sparse_attention_config", not config.get("kv_lora_rank") and bool(index_layers(config, range(count)))),
+        ("index_head_dim", config.get("kv_lora_rank") and 0 < len(index_layers(config, range(count))) < count),
+        ("n_recurrent_loops", len(layer_kinds(config, count)) > count),
+    ):
+        if is_there:
+            wanted = "absent with --engine: how engines arrange such pools is not known, state them by kvproto.Cache"
+            raise bad(f"config.{field}", wanted, "present")
 
 
 _TOKENS_OUT = {"attention": "L|PBNH", "mla": "L|BNHP", "indexer": "L|BPNH", "conv": "LBHN", "ssm": "LBNH"}

@@ -8,7 +8,18 @@ from typing import Any
 
 import attrs
 
-from kvproto.catalog.config import STATE_SIZE, Config, draft_of, layer_kinds, nested, number, text
+from kvproto.catalog.config import (
+    STATE_SIZE,
+    Config,
+    Read,
+    compress_ratios,
+    draft_of,
+    index_layers,
+    layer_kinds,
+    nested,
+    number,
+    text,
+)
 from kvproto.catalog.tensors import Slab
 from kvproto.errors import bad, check_type, check_whole
 from kvproto.planning.cache import BITS, BLOCK_SCALED, Block, Cache, bytes_of
@@ -17,11 +28,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.planning.layout import Parallel, lay_out
 from kvproto.wire.enums import DType, FactRule
 from kvproto.wire.messages import Fact
-
-__all__ = [
-    "PRESETS", "Arranged", "Config", "KvDtype", "Make", "Parallel", "Setup", "cache_kind", "check_heads",
-    "describe", "draft_of", "dtype_of", "element_type", "model_dtype", "specs", "stored_caches", "with_windows",
-]  # fmt: skip
 
 
 def describe(
@@ -55,7 +61,7 @@ def describe(
         if unknown := [size for size in sizes if size not in _OWN]:
             raise bad(f"own[{name!r}]", ", ".join(_OWN), unknown[0])
         caches[name] = caches[name].over(**sizes)
-    depth = number(text(target), "num_hidden_layers")
+    depth = len(_kinds(text(target)))
     return with_windows(lay_out([*caches.values()], parallel, replica, facts, depth), configs)
 
 
@@ -64,9 +70,7 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
     stated = {fact.name for fact in geometry.facts}
     windows = []
     for model, config in enumerate(map(text, configs)):
-        kinds = {
-            kind for kinds in layer_kinds(config, number(config, "num_hidden_layers")) for kind in kinds.split("+")
-        }
+        kinds = {kind for kinds in _kinds(config) for kind in kinds.split("+")}
         reach = next((config[key] for kind, key in _REACH.items() if kind in kinds and config.get(key)), None)
         name = f"window.{_model_name(model)}"
         if reach is not None and name not in stated:
@@ -76,6 +80,11 @@ def with_windows(geometry: Geometry, configs: Iterable[Config]) -> Geometry:
 
 _REACH = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 """Where a config says how many tokens a layer of each kind attends to."""
+
+
+def _kinds(config: Config) -> list[str]:
+    """The kind of each layer; as many as a token passes."""
+    return layer_kinds(config, number(config, "num_hidden_layers"))
 
 
 def _model_name(model: int) -> str:
@@ -98,23 +107,31 @@ def specs(
     `kv_dtype` is the element type of pages, or a name from `BLOCK_SCALED`; `state_dtype` is that of recurrent states,
     F32 by default. Raises LocalError(OUT_OF_RANGE) for a config that lacks a size.
     """
-    config = text(config)
     check_whole("page", page, 1)
+    read = Read(text(config))
+    caches = _caches(read, model, page, _element(kv_dtype or element_type(read)), state_dtype or DType.F32)
+    read.check()
+    if not caches:
+        raise bad("config", "layers with a cache", "none")
+    return caches
+
+
+def _caches(config: Config, model: int, page: int, element: Mapping[str, Any], state_dtype: DType) -> list[Cache]:
     name = _model_name(model)
     layers: dict[str, list[int]] = {}
-    for i, kinds in enumerate(layer_kinds(config, number(config, "num_hidden_layers"))):
+    kinds_of = _kinds(config)
+    if (ratios := compress_ratios(config, number(config, "num_hidden_layers"))) is not None:
+        return _compressed(config, name, ratios, page, model, element)
+    for i, kinds in enumerate(kinds_of):
         for kind in kinds.split("+"):
             layers.setdefault(kind, []).append(i)
     caches: list[Cache] = []
     for kind in (kind for kind in _ATTENTION if kind in layers):
         # windowed layers are a separate group, since a request may ask for their last tokens only
         full = name if kind == "attention" else f"{name} {kind}"
-        element = _element(kv_dtype or element_type(config))
         caches += _attention(config, full, layers[kind], {"page": page, "model": model}, element)
     for kind in (kind for kind in _RECURRENT if kind in layers):
-        caches += _recurrent(kind, config, name, layers[kind], state_dtype or DType.F32, model)
-    if not caches:
-        raise bad("config", "layers with a cache", "none")
+        caches += _recurrent(kind, config, name, layers[kind], state_dtype, model)
     return caches
 
 
@@ -132,12 +149,44 @@ def _attention(
 ) -> Iterable[Cache]:
     if config.get("kv_lora_rank"):
         yield Cache.mla(name, layers, **_sizes(config, _LATENT), **element, **more)
-        if config.get("index_head_dim"):
-            yield Cache.indexer(f"{name} index", layers, head_dim=number(config, "index_head_dim"), **more)
+        if own := index_layers(config, layers):
+            yield Cache.indexer(f"{name} index", own, head_dim=number(config, "index_head_dim"), **more)
         return
     v_dim = number(config, "v_head_dim") if config.get("v_head_dim") else None
     heads, dim = _kv_heads(config), _head_dim(config)
     yield Cache.gqa(name, layers, kv_heads=heads, head_dim=dim, v_head_dim=v_dim, **element, **more)
+    if own := index_layers(config, layers):
+        sparse = config.get("sparse_attention_config")
+        size = number(sparse, "sparse_index_dim") if sparse else number(config, "index_head_dim")
+        plain: dict[str, Any] = {"dtype": element_type(config), "scale_block": None}
+        yield Cache.indexer(f"{name} index", own, head_dim=size, **plain, **more)
+
+
+def _compressed(
+    config: Config, name: str, ratios: Sequence[int], page: int, model: int, element: Mapping[str, Any]
+) -> list[Cache]:
+    """The caches of DeepSeek V4: a window in each layer, and where a layer compresses, rows and what is to be one."""
+    dtype, dim = element["dtype"], _head_dim(config)
+    if "scale_block" in element:
+        wanted = "one without scales, as those of a latent beside its rotary part are not known"
+        raise bad("kv_dtype", wanted, dtype.name)
+    latent = dtype, 1, bytes_of(dtype, dim)
+    index = number(config, "index_head_dim") if config.get("index_head_dim") or 4 in ratios else 0
+    caches = [Cache.paged(f"{name} window", len(ratios), parts={"window_latent": latent}, page=page, model=model)]
+    for ratio in sorted({*ratios} - {0}):
+        layers, of = [i for i, r in enumerate(ratios) if r == ratio], f"{name} c{ratio}"
+        rows: dict[str, Any] = {"page": max(page // ratio, 1) * ratio, "tokens_per_row": ratio, "model": model}
+        sizes, windows = {"": dim}, 2 if ratio == 4 else 1  # those of ratio 4 overlap
+        caches.append(Cache.paged(of, layers, parts={"latent": latent}, **rows))
+        if ratio == 4:
+            sizes["index_"] = index
+            keys: Mapping[str, Any] = {"index": (DType.F8E4M3, 1, index), "index_scale": (DType.F32, 1, 4)}
+            caches.append(Cache.paged(f"{of} index", layers, parts=keys, **rows).replicated())
+        for prefix, size in sizes.items():
+            state = {f"{prefix}compress_state": (DType.F32, 1, bytes_of(DType.F32, 2 * windows * size))}
+            label = f"{of} {prefix}state".replace("_", " ")
+            caches.append(Cache.ring(label, layers, parts=state, ring_rows=ratio * windows, model=model))
+    return caches
 
 
 _ATTENTION = ("attention", "window", "chunked")
@@ -145,6 +194,8 @@ _RECURRENT = ("mamba", "linear", "kda", "lightning", "conv")
 _LATENT = {"latent": ("kv_lora_rank",), "rope": ("qk_rope_head_dim",)}
 _KERNEL = ("conv_kernel", "mamba_d_conv", "d_conv")
 _MAMBA_HEADS, _MAMBA_DIMS = ["mamba_num_heads", "mamba_n_heads"], ["mamba_head_dim", "mamba_d_head"]
+_KDA = {"n": ("num_heads",), "dim": ("head_dim",), "kernel": ("short_conv_kernel_size",)}
+_KDA_SAVED = {"n": ("linear_num_heads",), "dim": ("linear_head_dim",), "kernel": ("linear_conv_kernel_dim",)}
 _DELTA = {
     "key_heads": ("linear_num_key_heads",),
     "key_dim": ("linear_key_head_dim",),
@@ -171,10 +222,10 @@ def _recurrent(
         case "linear":
             return Cache.gdn(name, layers, **_sizes(config, _DELTA), **more)
         case "kda":  # a gated delta net whose q, k and v have the same heads
-            kda = _sizes(config["linear_attn_config"], {"n": ("num_heads",), "dim": ("head_dim",)})
-            kernel = number(config["linear_attn_config"], "short_conv_kernel_size")
+            saved = config.get("linear_num_heads")  # by transformers 5, beside the published form
+            kda = _sizes(config, _KDA_SAVED) if saved else _sizes(config["linear_attn_config"], _KDA)
             heads = {"key_heads": kda["n"], "value_heads": kda["n"], "key_dim": kda["dim"], "value_dim": kda["dim"]}
-            return Cache.gdn(name, layers, **heads, kernel=kernel, **more)
+            return Cache.gdn(name, layers, **heads, kernel=kda["kernel"], **more)
         case "lightning":  # a square state for each query head
             size = bytes_of(state_dtype, _head_dim(config) ** 2)
             parts = {"ssm": (state_dtype, number(config, "num_attention_heads"), size)}
@@ -204,7 +255,8 @@ def _kv_heads(config: Config) -> int:
     """The number of KV heads, which is that of query heads unless the config says otherwise."""
     named = _KV_HEADS.get(str(config.get("model_type")))
     if config.get("num_key_value_heads") is None and named and config.get(named):
-        return number(config, named)
+        one = named == "num_kv_heads" and config.get("multi_query") and not config.get("new_decoder_architecture")
+        return 1 if one else number(config, named)
     other = [name for name in ("num_kv_heads", "multi_query", "num_attention_groups") if config.get(name)]
     if other and config.get("num_key_value_heads") is None:
         raise bad("config.num_key_value_heads", f"a number: {other[0]} is not read", "absent")

@@ -5,8 +5,6 @@ of a lane come last and are not named. Each place on the axes before a bar has i
 each layer, with all of K before all of V; "LBNHP" is one tensor, in which K and V of a head lie side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -17,8 +15,6 @@ from kvproto.errors import bad
 from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Columns
-
-__all__ = ["Array", "RankMemory", "Slab", "rank_memory"]
 
 WORDS = {"L": "layer", "P": "part", "B": "block", "N": "token", "H": "head", "C": "byte"}
 

@@ -4,8 +4,6 @@ A layer's block is [heads, tokens, content], and a layout orders these, layers a
 Layers that need equal blocks share a block table; hybrids have several tables with equally many layers each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from math import lcm
@@ -19,8 +17,6 @@ from kvproto.errors import bad
 from kvproto.planning.cache import Cache
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
-
-__all__ = ["BACKENDS", "LAYOUTS", "Backend", "arrange"]
 
 
 @attrs.frozen

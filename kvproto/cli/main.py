@@ -1,7 +1,5 @@
 """`kvproto`: the command line, with the commands that read frames and the tables of the specification."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -22,8 +20,6 @@ from kvproto.cli import describe, plans, probe, tiers, top
 from kvproto.errors import KvprotoError
 from kvproto.wire import decode, decode_struct, explain, messages, tables, to_json
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["GROUP", "main", "parser"]
 
 GROUP = "kvproto.commands"
 """The entry points of other packages' commands: functions that add a parser, whose default `run` takes its arguments.

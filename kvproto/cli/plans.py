@@ -1,7 +1,5 @@
 """`kvproto check` and `plan`: say whether two Descriptions fit, and who sends what to whom."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -29,25 +27,6 @@ from kvproto.rank.pool import columns_without_gaps
 from kvproto.wire import from_json
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.plain import read_json, refuse
-
-__all__ = [
-    "REFUSED",
-    "Moved",
-    "Request",
-    "Spread",
-    "add",
-    "advise_spread",
-    "as_data",
-    "chosen",
-    "compatible",
-    "programs",
-    "read_config",
-    "read_geometry",
-    "run",
-    "shown",
-    "spread",
-    "spreads",
-]
 
 REFUSED = 3
 """The exit status if two Descriptions do not fit."""

@@ -1,7 +1,5 @@
 """`kvproto probe`: measure what this machine's transports cost, for people and for `kvproto plan --costs`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -14,8 +12,6 @@ from typing import Any
 
 from kvproto.calibration import LEAST_MEMORY, Probe, probe, save
 from kvproto.transport import names
-
-__all__ = ["SLOW", "add"]
 
 SLOW = 4
 """The exit status if a path is slower than it should be."""

@@ -21,8 +21,6 @@ from kvproto.planning.deals import owner
 from kvproto.planning.geometry import Geometry, Group, column_names, lane_bytes
 from kvproto.planning.plan import Box, Plan
 
-__all__ = ["HEAD", "PartLanes", "Range", "Slice", "aligned", "as_json", "page", "row", "slices", "table"]
-
 _RUNS = 16
 """The most entries of a deal's table that are shown."""
 HEAD = ("local rank", "cache", "remote rank", "global range", "local range", "remote range")

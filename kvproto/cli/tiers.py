@@ -1,7 +1,5 @@
 """`kvproto tiers PLACE` and `kvproto find ADDRESS ...` (drafts): stored pages, and who has most of a prompt's cache."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -18,9 +16,6 @@ from kvproto.tiers.fsck import GRACE, StoreReport, check_store, delete_page, pru
 from kvproto.tiers.manifest import manifest_key
 from kvproto.tiers.store import open_store
 from kvproto.wire.messages import Manifest
-
-__all__ = ["add"]
-
 
 _LEAST = 8
 """The fewest digits that name a namespace to delete."""

@@ -23,8 +23,6 @@ import attrs
 from kvproto.observability.names import BASE, BUCKETS
 from kvproto.wire.plain import read_json
 
-__all__ = ["add"]
-
 
 def add(commands: Any) -> None:
     """Add the commands and their options."""

@@ -10,8 +10,6 @@ nothing if the layout alone rules out an overlap:
 * For each transfer, the bytes of the named items are compared in the shapes that are not apart, by sorting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 
@@ -27,8 +25,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_SPANS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants, Region, UIntArray
-
-__all__ = ["Overlaps", "Scaling", "check_columns", "check_scales", "overlapping", "scaling"]
 
 _MOST_SHAPES = 64
 """Shapes of clusters that a registration may have; real pools have one or two."""
@@ -51,11 +47,11 @@ class Overlaps:
     """The clusters of a rank's columns that may overlap, one of each shape; none for most layouts."""
 
     clusters: tuple[_Extents, ...]
-    scales: Scaling = ()
+    scales: "Scaling" = ()
     """The rank's groups of scales, which a transfer's grants are checked by too."""
 
     @classmethod
-    def of(cls, geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> Overlaps:
+    def of(cls, geometry: Geometry, rank: int, columns: Mapping[int, Columns]) -> "Overlaps":
         """Find the overlaps of columns, by group id, that passed `check_columns`; raises BAD_COLUMNS."""
         region, extents = _extents(geometry, rank, columns)
         shapes: dict[bytes, _Extents] = {}

@@ -6,24 +6,19 @@ each index by arrays and each copy of more than 500 elements, and a thread that 
 both sides, as the sections of a transposed part do, run as one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import lru_cache
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import OP, PLACE, CopyProgram, IntArray, RowMap, Side
+from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap, Side
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.messages import Group
-
-__all__ = ["PageSums", "checksums", "execute", "page_sums", "seeds"]
 
 Regions = Mapping[int, memoryview]
 Bytes = npt.NDArray[np.uint8]
@@ -33,8 +28,8 @@ def execute(program: CopyProgram, sources: Regions, sinks: Regions) -> int:
     """Run a program between the regions of both sides, given by id; returns the number of bytes written."""
     here = there = None
     if program.bytes <= _MOST_BYTES:
-        here, there = _spans(program, "source", _MOST_SPANS), _spans(program, "sink", _MOST_SPANS)
-    if here is not None and there is not None:
+        here, there = program.source_spans, program.sink_spans
+    if here is not None and there is not None and len(here) <= _MOST_SPANS:
         for (source, begin, size), (sink, to, _) in zip(here, there, strict=True):
             sinks[sink][to : to + size] = sources[source][begin : begin + size]
         return program.bytes
@@ -95,8 +90,6 @@ def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], di
 
 _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 """Bounds of a small program. Copying that many bytes takes 100 us, during which no other thread has the GIL."""
-_LONG_SPAN = 1 << 11
-"""Average bytes of a span from which a checksum reads them one by one, as indexing by arrays costs more."""
 _BLOCK = 1 << 17
 """Bytes that a checksum reads at once: with their floats they fit into a cache."""
 _EXACT = 256
@@ -109,29 +102,6 @@ _KEPT_LOCK = 1 << 15
 """Bytes up to which a checksum does not release the GIL: it takes so long to get it back beside a busy thread."""
 _MOST_TOGETHER = 1 << 16
 """Bytes of a batch. More, with a temporary copy and 64-bit words for sums, would not fit into a core's caches."""
-
-
-def _spans(program: CopyProgram, side: Side, most: int) -> list[tuple[int, int, int]] | None:
-    """Region, offset and bytes of every run of every operation; None unless they are contiguous and few.
-
-    They are few if none comes after `most` of them.
-    """
-    spans: list[tuple[int, int, int]] = []
-    numbers = [rows.numbers for rows in program.maps]
-    if None in numbers:
-        return None
-    at = 2 * (side == "sink")
-    runs = [[*zip(*columns[at : at + 2], columns[4], strict=True)] for columns in numbers if columns is not None]
-    for op in program.ops.tolist():
-        map, lanes, lane_bytes, region, offset, item_stride, row_stride, lane_stride, items, rows = _PLACED[side](op)
-        width = lanes * lane_bytes
-        if row_stride != width or (lane_stride != lane_bytes and lanes != 1) or len(spans) > most:
-            return None
-        for item, row, count in runs[map]:
-            if not (0 <= item < items and 0 <= row <= rows - count):
-                raise IndexError(f"item {item}, rows {row} to {row + count} of {items} items of {rows} rows")
-            spans.append((region, offset + item * item_stride + row * row_stride, count * width))
-    return spans
 
 
 def _by_length(rows: RowMap) -> Iterator[tuple[int, IntArray]]:
@@ -158,7 +128,7 @@ def checksums(program: CopyProgram, regions: Regions, sink: bool) -> dict[int, i
     """
     sums: dict[int, int] = {}
     side: Side = "sink" if sink else "source"
-    spans = _spans(program, side, max(program.bytes // _LONG_SPAN, _MOST_SPANS))
+    spans = program.sink_spans if sink else program.source_spans
     blocks = _views(program, regions, side) if spans is None else _slices(program, regions, spans)
     for group, los, rows, data in blocks:
         summed = _sum_words if data.size <= _KEPT_LOCK or data.shape[2] < _NARROW or len(set(los)) > 1 else _sum_floats
@@ -178,7 +148,7 @@ def _sum_words(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byte
         wide = bytearray(8 * data.size)  # a cast by numpy would release the GIL
         wide[::8] = data.tobytes()
         words = np.frombuffer(wide, "<u8").reshape(data.shape)
-    return int((factors * (words @ _lane_weights(los, data.shape[2]))[:, :, 0]).sum())
+    return int(factors.reshape(-1) @ (words @ _lane_weights(los, data.shape[2])).reshape(-1))
 
 
 def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
@@ -203,15 +173,15 @@ def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byt
 def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[_Summed]:
     """The bytes of a program that moves contiguous spans; like operations are summed together, in blocks."""
     pending = iter(spans)
-    for (map, group, lo, lanes, lane_bytes), ops in groupby(program.ops.tolist(), _ALIKE):
-        rows, width = program.maps[map], lanes * lane_bytes
+    for map, group, lo, width, seeds in program.operations.alike:
+        rows = program.maps[map]
         if not rows.size:
             continue
-        numbers, most = rows.global_rows.astype(np.uint64), max(_BLOCK // (rows.size * width), 1)
-        while seeds := [op[-1] for op in islice(ops, most)]:
-            count = len(seeds) * len(rows.rows)
+        numbers, most = rows.global_rows.view(np.uint64), max(_BLOCK // (rows.size * width), 1)
+        for at in range(0, len(seeds), most):
+            of_rows = (numbers + seeds[at : at + most]).reshape(-1)
+            count = len(of_rows) // rows.size * len(rows.rows)
             views = [regions[region][begin : begin + size] for region, begin, size in islice(pending, count)]
-            of_rows = (numbers + np.array(seeds, np.uint64)[:, None]).reshape(-1)
             for first, data in _blocks(views, width):
                 count = len(data) // width
                 yield group, (lo,), of_rows[None, first : first + count], data.reshape(1, count, width)
@@ -227,10 +197,14 @@ def _blocks(views: list[memoryview], width: int) -> Iterator[tuple[int, Bytes]]:
             parts.append(view[at : at + step])
             size += len(parts[-1])
             if size >= _BLOCK:
-                yield first, np.frombuffer(b"".join(parts), np.uint8)
+                yield first, _joined(parts)
                 first, size, parts = first + size // width, 0, []
     if parts:
-        yield first, np.frombuffer(b"".join(parts), np.uint8)
+        yield first, _joined(parts)
+
+
+def _joined(parts: list[memoryview]) -> Bytes:
+    return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.uint8)
 
 
 _scratch = threading.local()
@@ -240,13 +214,13 @@ _scratch = threading.local()
 def _views(program: CopyProgram, regions: Regions, side: Side) -> Iterator[_Summed]:
     runs = [list(_global_rows(rows)) for rows in program.maps]
     for batch in _batches(program):
-        map, group, _, lanes, lane_bytes = _ALIKE(batch.first)
+        map, group = batch.first[:2]
         rows, los = program.maps[map], tuple(batch.ops["lo"].tolist())
         item, row = (rows.sink_item, rows.sink_row) if side == "sink" else (rows.source_item, rows.source_row)
         for length, run, index in runs[map]:
             data = _view(batch, side, length, regions)[..., item[run], row[run], :, :, :]
             of_rows = index.reshape(-1) + batch.ops["seed"][:, None]
-            yield group, los, of_rows, data.reshape(len(los), index.size, lanes * lane_bytes)
+            yield group, los, of_rows, data.reshape(len(los), index.size, -1)
 
 
 def _global_rows(rows: RowMap) -> Iterator[tuple[int, IntArray, npt.NDArray[np.uint64]]]:
@@ -295,14 +269,7 @@ def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 _STEP, _LAST, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(31), np.uint64(1)
 _ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 _FIELDS = list(OP.names or ())
-_ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
-"""The fields that operations which are summed together share."""
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)
-_PLACED = {
-    side: itemgetter(*map(_FIELDS.index, ["map", "lanes", "lane_bytes", *(f"{side}_{name}" for name in PLACE)]))
-    for side in ("source", "sink")
-}
-"""An operation's map and lanes, and where it lies on each side."""
 _AT = {side: slice(at := _FIELDS.index(f"{side}_region"), at + 7) for side in ("source", "sink")}
 """Where the fields of each side are in an operation."""
 _OFFSETS = [_FIELDS.index(f"{side}_offset") for side in ("source", "sink")]
@@ -354,7 +321,7 @@ def page_sums(
         step = group.rows * group.tokens_per_row
         values = []
         for layer in layers:
-            of_layer = attrs.evolve(program, ops=ops[ops["layer"] == layer])
+            of_layer = attrs.evolve(program, operations=Operations(ops[ops["layer"] == layer]))
             for page in pages:
                 part = of_layer.select(tokens=(page * step, (page + 1) * step)) if apart else of_layer
                 values.append(checksums(part).get(id, 0))

@@ -5,8 +5,6 @@ the Transfer's and end where the last Grant said. They are complete when they en
 missing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvproto.copying.execute import seeds
 from kvproto.copying.grants import rows_of
-from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, RankLayout, RowMap, Side, Window
+from kvproto.copying.program import EMPTY_MAP, OP, CopyProgram, IntArray, Operations, RankLayout, RowMap, Side, Window
 from kvproto.errors import RemoteError
 from kvproto.planning.arrays import repeated_index
 from kvproto.planning.axes import TOKENS, axis_of
@@ -27,8 +27,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Box, Route
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
-
-__all__ = ["MapSpec", "Pair", "lower", "row_map"]
 
 
 class Pair:
@@ -55,38 +53,36 @@ class Pair:
                 if place not in parts:
                     parts[place] = _PartPair.of(source, sink, self._maps[number], box)
                 tables += _operations(parts[place], box, number)
-        self._ops = np.empty(sum(table.size for table in tables), OP)
-        np.concatenate([table.view(_WORDS) for table in tables] or [np.empty(0, _WORDS)], out=self._ops.view(_WORDS))
-        self._ops["seed"] = seeds(self._ops)
-        self._steps = tuple(m.sink.tokens_per_row for m in self._maps)
-        self._others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
+        ops = np.empty(sum(table.size for table in tables), OP)
+        np.concatenate([table.view(_WORDS) for table in tables] or [np.empty(0, _WORDS)], out=ops.view(_WORDS))
+        ops["seed"] = seeds(ops)
+        maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
+        steps = tuple(m.sink.tokens_per_row for m in self._maps)
+        ends = tuple(0 if KINDS[m.sink.kind].is_state else None for m in self._maps)
+        others = frozenset(i for i, m in enumerate(self._maps) if axis_of(m.sink) != TOKENS)
+        self.nothing = CopyProgram(maps, Operations(ops), steps, ends, others)
+        """The copy program of a request without rows."""
 
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of a token in all rows that may move before prefill is over, if no tokens are dealt."""
-        early, ops = self.nothing.early, self._ops
+        early, ops, steps = self.nothing.early, self.nothing.ops, self.nothing.tokens_per_row
         moved = zip(ops["map"].tolist(), (ops["lanes"] * ops["lane_bytes"]).tolist(), strict=True)
-        return sum(size // self._steps[m] for m, size in moved if m in early)
-
-    @cached_property
-    def nothing(self) -> CopyProgram:
-        """The copy program of a request without rows."""
-        maps = tuple(attrs.evolve(EMPTY_MAP, whole=m.whole) for m in self._maps)
-        ends = tuple(0 if KINDS[m.sink.kind].is_state else None for m in self._maps)
-        return CopyProgram(maps, self._ops, self._steps, ends, self._others)
+        return sum(size // steps[m] for m, size in moved if m in early)
 
     def lower(self, sources: Mapping[int, Window], sinks: Mapping[int, Window]) -> CopyProgram:
         """Make the copy program of one request from the windows of each side, by that side's group ids.
 
         Nothing is copied of a sink's group without a window. Raises BAD_GRANT for windows that lack items.
         """
-        maps, ends = list(self.nothing.maps), list(self.nothing.state_after)
+        nothing = self.nothing
+        maps, ends = list(nothing.maps), list(nothing.state_after)
         for i, m in enumerate(self._maps):
             if (window := sinks.get(m.sink.id)) is not None:
                 maps[i] = row_map(m, sources[m.source.id], window)
                 if ends[i] is not None:
                     ends[i] = window.first + window.count
-        return CopyProgram(tuple(maps), self._ops, self._steps, tuple(ends), self._others)
+        return CopyProgram(tuple(maps), nothing.operations, nothing.tokens_per_row, tuple(ends), nothing.others)
 
 
 def lower(
@@ -311,7 +307,7 @@ def row_map(m: MapSpec, source: Window, sink: Window) -> RowMap:
         lo, hi = rows_of(m.sink, sink.first, sink.count)
     if hi > _FURTHEST:
         raise _short(m.sink, sink.items.size, f"rows {lo} to {hi}")
-    if m.plain and hi - lo <= _FEW * min(m.source.rows, m.sink.rows):
+    if m.plain and 0 < hi - lo <= _FEW * min(m.source.rows, m.sink.rows):
         return _few_pages(m, source, sink, lo, hi)
     first, length = _owned(m.source, m.source_class, lo, hi)
     if m.sink.cp_size > 1:
@@ -387,34 +383,37 @@ _FEW = 32
 
 
 def _few_pages(m: MapSpec, source: Window, sink: Window, lo: int, hi: int) -> RowMap:
-    ours, theirs = _pages(m.source, source, lo, hi), _pages(m.sink, sink, lo, hi)
-    runs: list[list[int]] = []
-    row, goes_on = lo, None
-    while row < hi:
-        (i, at), (j, to) = divmod(row, m.source.rows), divmod(row, m.sink.rows)
-        rows = min(m.source.rows - at, m.sink.rows - to, hi - row)
-        item, other = ours[i - lo // m.source.rows], theirs[j - lo // m.sink.rows]
-        here = (0, item * m.source.rows + at) if m.source_flat else (item, at)
-        there = (0, other * m.sink.rows + to) if m.sink_flat else (other, to)
-        if (here, there) == goes_on:
-            runs[-1][4] += rows
-        else:
-            runs.append([*here, *there, rows])
-        goes_on = (here[0], here[1] + rows), (there[0], there[1] + rows)
-        row += rows
-    first, length = np.array([lo] * (hi > lo), np.int64), np.array([hi - lo] * (hi > lo), np.int64)
-    si, sr, di, dr, rows_of_run = np.array(runs, np.int64).reshape(-1, 5).T.copy()
-    return RowMap(si, sr, di, dr, rows_of_run, first, length)
+    step, other = m.source.rows, m.sink.rows
+    ours, theirs = _pages(m.source, source, m.source_flat, lo, hi), _pages(m.sink, sink, m.sink_flat, lo, hi)
+    begins, places = list[int](), list[tuple[_Page, _Page]]()
+    for row in sorted({lo, *range(lo - lo % step + step, hi, step), *range(lo - lo % other + other, hi, other)}):
+        place = ours[row // step - lo // step], theirs[row // other - lo // other]
+        if not places or place != places[-1]:
+            begins.append(row)
+            places.append(place)
+    runs = [
+        (item, row + add, to, row + plus, end - row)
+        for row, end, ((item, add), (to, plus)) in zip(begins, [*begins[1:], hi], places, strict=True)
+    ]
+    si, sr, di, dr, rows = np.array(runs, np.int64).T.copy()
+    return RowMap(si, sr, di, dr, rows, np.array([lo]), np.array([hi - lo]))
 
 
-def _pages(group: Group, window: Window, lo: int, hi: int) -> list[int]:
-    """The items that hold rows [lo, hi)."""
+_Page = tuple[int, int]
+"""An item, or 0 if the pool counts as one, and what to add to a global row for its place in there."""
+
+
+def _pages(group: Group, window: Window, flat: bool, lo: int, hi: int) -> list[_Page]:
+    """The pages that hold rows [lo, hi)."""
     base = -(-window.first // group.tokens_per_row) // group.rows
-    low, high = lo // group.rows - base, (hi - 1) // group.rows - base
-    if lo < hi and (low < 0 or high >= window.items.size):
+    rows, first = group.rows, lo // group.rows
+    low, high = first - base, (hi - 1) // rows - base
+    if low < 0 or high >= window.items.size:
         raise _short(group, window.items.size, f"items {low} to {high} of the window")
-    items: list[int] = window.items[low : high + 1].tolist()
-    return items
+    items = window.items[low : high + 1].tolist()
+    if flat:
+        return [(0, (item - page) * rows) for page, item in enumerate(items, first)]
+    return [(item, -page * rows) for page, item in enumerate(items, first)]
 
 
 def _whole_items(m: MapSpec, source: Window, sink: Window) -> RowMap:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from operator import add
+from itertools import groupby
+from operator import add, itemgetter
 from typing import Any, Literal
 
 import attrs
@@ -21,9 +22,8 @@ from kvproto.planning.geometry import Geometry, Group, Owns
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns, Grants
 
-__all__ = ["EMPTY_MAP", "OP", "PLACE", "CopyProgram", "RankLayout", "RowMap", "Runs", "Side", "Window", "windows"]
-
 IntArray = npt.NDArray[np.int64]
+UIntArray = npt.NDArray[np.uint64]
 Side = Literal["source", "sink"]
 _NONE = np.empty(0, np.int64)
 
@@ -40,6 +40,61 @@ byte on the part's lane axis; `group` is the sink's. `items` and `rows` are the 
 (item_stride = rows * row_stride in all layers of the group), a pool is one item of items * rows rows, and runs continue
 across items. `seed` is that of the row weights of its checksum.
 """
+_FIELDS = list(OP.names or ())
+_ALIKE = itemgetter(*map(_FIELDS.index, ("map", "group", "lo", "lanes", "lane_bytes")))
+"""The fields that operations which are summed together share."""
+_PLACED = {
+    side: itemgetter(*map(_FIELDS.index, ["map", "lanes", "lane_bytes", *(f"{side}_{name}" for name in PLACE)]))
+    for side in ("source", "sink")
+}
+"""An operation's map and lanes, and where it lies on each side."""
+_Place = tuple[int, int, int, int, int, int, int]
+"""Map, region, offset, item stride, bytes of a row, and the extents of the pool in items and rows."""
+
+
+@attrs.frozen(eq=False)
+class Operations:
+    """The operations of a rank pair, and what every program of theirs has to know of them."""
+
+    table: npt.NDArray[np.void]
+    """Table [operations] of dtype OP."""
+
+    @cached_property
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row in all operations of a map, for each map up to the last one that has any."""
+        ops = self.table
+        sizes: list[int] = np.bincount(ops["map"], ops["lanes"] * ops["lane_bytes"]).astype(np.int64).tolist()
+        return sizes
+
+    @cached_property
+    def groups(self) -> dict[int, int]:
+        """The sink's group of each map that has operations."""
+        return dict(zip(self.table["map"].tolist(), self.table["group"].tolist(), strict=True))
+
+    @cached_property
+    def places(self) -> dict[Side, list[_Place] | None]:
+        """Where each operation lies on each side; None if the rows of one of them are not contiguous there."""
+        return {"source": self._places("source"), "sink": self._places("sink")}
+
+    def _places(self, side: Side) -> list[_Place] | None:
+        places = []
+        for map, lanes, lane_bytes, *place in (_PLACED[side](op) for op in self.table.tolist()):
+            region, offset, item_stride, row_stride, lane_stride, items, rows = place
+            if row_stride != lanes * lane_bytes or (lane_stride != lane_bytes and lanes != 1):
+                return None
+            places.append((map, region, offset, item_stride, row_stride, items, rows))
+        return places
+
+    @cached_property
+    def alike(self) -> list[tuple[int, int, int, int, UIntArray]]:
+        """Operations that are summed together, as neighbours of one map, sink's group, lanes, and first lane byte.
+
+        Each is map, group, first byte on the lane axis, bytes of a row, and seeds [operations, 1].
+        """
+        return [
+            (map, group, lo, lanes * lane_bytes, np.array([op[-1] for op in ops], np.uint64)[:, None])
+            for (map, group, lo, lanes, lane_bytes), ops in groupby(self.table.tolist(), _ALIKE)
+        ]
 
 
 @attrs.frozen
@@ -102,6 +157,15 @@ class RankLayout:
 
 _SMALL = 32
 """Runs of a map up to which Python's integers are faster than numpy calls."""
+_FEW_ROWS = 500
+"""Rows that numpy adds up and moves without releasing the GIL."""
+_FEW_SPANS = 128
+"""Spans that are few for any program."""
+_LONG_SPAN = 1 << 11
+"""Average bytes of a span from which more of them are few, as indexing by arrays costs more than so many slices."""
+
+Span = tuple[int, int, int]
+"""Region, offset and number of bytes."""
 
 Reach = tuple[int, int, int]
 """The lowest number of all items and rows, the highest item, and the highest row; 0, -1 and -1 if there are none."""
@@ -166,9 +230,9 @@ class RowMap:
     @cached_property
     def global_rows(self) -> IntArray:
         """Every global row [rows], run after run."""
-        if self.numbers is not None and len(self.piece_first) == 1:
+        if len(self.piece_first) == 1 and self.size <= _FEW_ROWS:
             first = int(self.piece_first[0])
-            return np.array(range(first, first + self.size))
+            return np.array(range(first, first + self.size))  # numpy's arange would release the GIL
         starts = np.cumsum(self.piece_rows) - self.piece_rows
         rows: IntArray = np.arange(self.size) + np.repeat(self.piece_first - starts, self.piece_rows)
         return rows
@@ -217,8 +281,7 @@ class CopyProgram:
     """The copies of one request of one rank pair: a table of operations over shared row maps."""
 
     maps: tuple[RowMap, ...]
-    ops: npt.NDArray[np.void]
-    """Table [operations] of dtype OP."""
+    operations: Operations
     tokens_per_row: tuple[int, ...]
     """For each map."""
     state_after: tuple[int | None, ...] = ()
@@ -226,22 +289,41 @@ class CopyProgram:
     others: frozenset[int] = frozenset()
     """Indices of maps whose rows stand for positions of another axis than the tokens."""
 
-    @cached_property
-    def _rows(self) -> IntArray:
-        return np.array([m.size for m in self.maps], np.int64)
-
     @property
-    def _op_bytes(self) -> IntArray:
-        ops = self.ops
-        if not len(ops):
-            return _NONE
-        size: IntArray = self._rows[ops["map"]] * ops["lanes"] * ops["lane_bytes"]
-        return size
+    def ops(self) -> npt.NDArray[np.void]:
+        """Table [operations] of dtype OP."""
+        return self.operations.table
 
     @cached_property
     def bytes(self) -> int:
         """Bytes that the program writes."""
-        return int(self._op_bytes.sum())
+        return sum([m.size * size for m, size in zip(self.maps, self.operations.row_bytes, strict=False)])
+
+    @cached_property
+    def source_spans(self) -> list[Span] | None:
+        """Every run of every operation in the source's memory; None unless they are contiguous and few."""
+        return self._spans("source", 0)
+
+    @cached_property
+    def sink_spans(self) -> list[Span] | None:
+        """Every run of every operation in the sink's memory; None unless they are contiguous and few."""
+        return self._spans("sink", 2)
+
+    def _spans(self, side: Side, at: int) -> list[Span] | None:
+        places, most = self.operations.places[side], max(self.bytes // _LONG_SPAN, _FEW_SPANS)
+        numbers = [m.numbers for m in self.maps]
+        if places is None or None in numbers:
+            return None
+        runs = [[*zip(*columns[at : at + 2], columns[4], strict=True)] for columns in numbers if columns is not None]
+        spans: list[Span] = []
+        for map, region, offset, item_stride, row_bytes, items, rows in places:
+            if len(spans) > most:
+                return None
+            for item, row, count in runs[map]:
+                if not (0 <= item < items and 0 <= row <= rows - count):
+                    raise IndexError(f"item {item}, rows {row} to {row + count} of {items} items of {rows} rows")
+                spans.append((region, offset + item * item_stride + row * row_bytes, count * row_bytes))
+        return spans
 
     @property
     def early(self) -> frozenset[int]:
@@ -252,8 +334,8 @@ class CopyProgram:
     def bytes_by_group(self) -> dict[int, int]:
         """Bytes that the program writes, by the sink's group id, without groups of 0 bytes."""
         moved: dict[int, int] = {}
-        for group, size in zip(self.ops["group"].tolist(), self._op_bytes.tolist(), strict=True):
-            if size:
+        for map, group in self.operations.groups.items():
+            if size := self.maps[map].size * self.operations.row_bytes[map]:
                 moved[group] = moved.get(group, 0) + size
         return moved
 
@@ -267,8 +349,8 @@ class CopyProgram:
         for side in ("source", "sink"):
             lanes &= (ops[f"{side}_lane_stride"] == ops["lane_bytes"]) | (ops["lanes"] == 1)
             rows &= ops[f"{side}_row_stride"] == width
-        number = np.array([len(m.rows) for m in self.maps], np.int64)[ops["map"]]
-        count = np.where(lanes & rows, number, np.where(lanes, 1, ops["lanes"]) * self._rows[ops["map"]])
+        number, size = np.array([(len(m.rows), m.size) for m in self.maps], np.int64).T[:, ops["map"]]
+        count = np.where(lanes & rows, number, np.where(lanes, 1, ops["lanes"]) * size)
         return Runs(int(count.sum()), self.bytes)
 
     def select(self, layers: Iterable[int] | None = None, tokens: tuple[int, int] | None = None) -> CopyProgram:
@@ -276,12 +358,12 @@ class CopyProgram:
 
         State belongs to the tokens that end at its position. Raises LAYOUT_OPAQUE for tokens of opaque items.
         """
-        ops, maps = self.ops, self.maps
+        operations, maps = self.operations, self.maps
         if layers is not None:
-            ops = ops[np.isin(ops["layer"], np.fromiter(layers, np.int64))]
+            operations = Operations(self.ops[np.isin(self.ops["layer"], np.fromiter(layers, np.int64))])
         if tokens is not None:
             bounds = [(-(-tokens[0] // step), tokens[1] // step) for step in self.tokens_per_row]
-            used = set(ops["map"].tolist())
+            used = operations.groups.keys()
             ends = self.state_after or (None,) * len(maps)
             maps = tuple(
                 EMPTY_MAP
@@ -289,7 +371,7 @@ class CopyProgram:
                 else (m.between(lo, max(lo, hi)) if end is None else m)
                 for i, (m, (lo, hi), end) in enumerate(zip(maps, bounds, ends, strict=True))
             )
-        return CopyProgram(maps, ops, self.tokens_per_row, self.state_after, self.others)
+        return CopyProgram(maps, operations, self.tokens_per_row, self.state_after, self.others)
 
     def parts(self, most: int) -> list[CopyProgram]:
         """Return this program in parts of whole layers, of about `most` bytes or one layer each."""
@@ -312,13 +394,14 @@ class CopyProgram:
                 ops, rows = part.ops[part.ops["map"] == number], part.maps[number]
                 width = int((ops["lanes"] * ops["lane_bytes"]).sum())
                 if rows.whole or rows.size * width <= most:
-                    yield attrs.evolve(part, ops=ops)
+                    yield attrs.evolve(part, operations=Operations(ops))
                     continue
                 first, end = int(rows.piece_first.min()), int((rows.piece_first + rows.piece_rows).max())
                 step = max(most * (end - first) // (rows.size * width), 1)
+                operations = Operations(ops)
                 for row in range(first, end, step):
                     maps = (*part.maps[:number], rows.between(row, row + step), *part.maps[number + 1 :])
-                    yield attrs.evolve(part, maps=maps, ops=ops)
+                    yield attrs.evolve(part, maps=maps, operations=operations)
 
     def since(self, model: int, first: int, end: int | None) -> CopyProgram:
         """Return the rows of a model that `end` tokens complete and `first` tokens do not; all the rest if it is None.
@@ -334,7 +417,7 @@ class CopyProgram:
             elif i in early and (first or end is not None):
                 m = m.between(first // step, _ALL if end is None else end // step)
             maps.append(m)
-        return CopyProgram(tuple(maps), self.ops, self.tokens_per_row, self.state_after, self.others)
+        return CopyProgram(tuple(maps), self.operations, self.tokens_per_row, self.state_after, self.others)
 
 
 _ALL = 1 << 62

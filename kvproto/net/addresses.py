@@ -3,8 +3,6 @@
 Clauses KVP-NET-CURVE, KVP-NET-INSECURE.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -17,8 +15,6 @@ import attrs
 
 from kvproto.errors import LocalError, bad, check_type, check_whole
 from kvproto.net.keys import check_public, read_guarded
-
-__all__ = ["HostNames", "Seed", "check_address", "encrypted", "is_wildcard", "private_address", "read_sources"]
 
 _LONGEST_PATH = 107
 """The most bytes in the path of a Unix socket."""

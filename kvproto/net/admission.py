@@ -3,8 +3,6 @@
 The allow-list decides handshakes, connections are counted and limited, and a busy client is logged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -22,9 +20,6 @@ from zmq.utils import z85
 from kvproto.net.allow_list import AllowList
 from kvproto.net.libzmq import Inbox
 from kvproto.net.limits import LIST_CHECK, MAX_CLIENT_CONNECTIONS, MAX_CONNECTIONS, TURN_FRAMES
-
-__all__ = ["ClientLoad", "Connections", "Handshakes", "Socket", "event_of", "events_of"]
-
 
 _log = logging.getLogger("kvproto")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"

@@ -4,8 +4,6 @@ The list is a TOML file, read again when it changes; while it cannot be read, it
 KVP-NET-UNKNOWN, KVP-NET-ALLOW, KVP-NET-REVOKE.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tomllib
@@ -20,8 +18,6 @@ from kvproto.net.keys import check_public, read_guarded
 from kvproto.net.limits import LIST_CHECK
 from kvproto.session import Party
 from kvproto.wire.enums import ErrorCode, Role, word
-
-__all__ = ["AllowList", "Allowed"]
 
 _log = logging.getLogger("kvproto")
 _SHOWN = 8

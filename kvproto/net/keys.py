@@ -3,8 +3,6 @@
 A key is a line of 40 characters: 32 bytes in ZeroMQ's encoding Z85. Clause KVP-NET-SECRET.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import struct
@@ -15,8 +13,6 @@ import zmq
 from zmq.utils import z85
 
 from kvproto.errors import bad
-
-__all__ = ["PUBLIC", "SECRET", "KeyPair", "check_public", "make_keys", "read_guarded", "read_keys"]
 
 SECRET, PUBLIC = "secret.key", "public.key"
 _CHARACTERS = 40

@@ -5,14 +5,10 @@ pyzmq releases the lock around each send and receive. Next to a thread that comp
 kept. If libzmq cannot be found in pyzmq's extension module, pyzmq's own calls are used.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 
 import zmq
-
-__all__ = ["Inbox"]
 
 
 class _ZmqMessage(ctypes.Structure):

@@ -3,8 +3,6 @@
 `kvproto.net.addresses` decides whether an address needs CURVE or a private directory. Clause KVP-NET-CURVE.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math
@@ -27,8 +25,6 @@ from kvproto.net.libzmq import Inbox
 from kvproto.session import Party
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["RECEIVE_TIME", "Dialer", "Listener"]
 
 RECEIVE_TIME = 0.001
 """Seconds after which a turn stops receiving; the next goes on with the other connections (KVP-NET-TURN)."""

@@ -1,7 +1,5 @@
 """Counts of events by the metrics of spec/v1/metrics.md, as plain numbers, so that counting costs next to nothing."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
@@ -10,8 +8,6 @@ from typing import Any, TypedDict
 from kvproto import events as e
 from kvproto.errors import KvprotoError
 from kvproto.observability.names import BUCKETS, METRICS
-
-__all__ = ["Counts", "MetricSample", "sample"]
 
 
 class MetricSample(TypedDict):

@@ -6,8 +6,6 @@ sends anything is disconnected, so that nothing can be changed through it. A slo
 many, but holds nothing up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,8 +25,6 @@ from kvproto.errors import LocalError
 from kvproto.net import check_address
 from kvproto.observability.counts import MetricSample
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["FeedServer"]
 
 _FOLLOWERS = 8
 _KEPT = 1 << 20

@@ -24,8 +24,6 @@ from kvproto.observability.feed import FeedServer
 if TYPE_CHECKING:
     from kvproto.sink import Fetch
 
-__all__ = ["RECORDS", "Observer", "record_of", "shown", "transfer_name"]
-
 Record = dict[str, Any]
 _LONGEST = 300
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")

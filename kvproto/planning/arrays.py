@@ -1,13 +1,9 @@
 """Tables as columns: equal rows, stretches of rows, rows repeated by a count, and merged intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["IntArray", "Intervals", "distinct_rows", "merged_intervals", "repeated_index", "stretch_bounds"]
 
 IntArray = npt.NDArray[np.int64]
 Intervals = tuple[tuple[int, int], ...]

@@ -1,13 +1,9 @@
 """The axis that a group's rows lie along: the tokens of the prompt, or another such as "image" (spec/v1/model.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from kvproto.wire.messages import Group
-
-__all__ = ["NO_AXES", "TOKENS", "axis_of", "length_of", "lengths_of"]
 
 TOKENS = "tokens"
 """The axis of a group that names none."""

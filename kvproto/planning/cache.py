@@ -17,8 +17,6 @@ from kvproto.planning.geometry import Group
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
 
-__all__ = ["BITS", "BLOCK_SCALED", "Block", "Cache", "bytes_of"]
-
 BITS: dict[int, int] = {
     DType.F32: 32, DType.F16: 16, DType.BF16: 16, DType.F8E4M3: 8, DType.F8E5M2: 8, DType.F8E8M0: 8, DType.F4E2M1: 4,
     DType.U8: 8, DType.I8: 8, DType.U32: 32, DType.I32: 32, DType.I64: 64,
@@ -120,6 +118,8 @@ class Cache:
     """Sizes of `Parallel` that differ for this cache, by name."""
     copies: bool = True
     """If its own sizes need fewer ranks than a pipeline stage has: whether consecutive ranks hold the same, or none."""
+    everywhere: bool = False
+    """Whether every pipeline stage holds all of its layers."""
 
     @called
     def over(
@@ -162,6 +162,10 @@ class Cache:
         """
         self._check_paged("sharded")
         return attrs.evolve(self, dealt=True)
+
+    def on_each_stage(self) -> Cache:
+        """The same cache on all pipeline stages, such as a request's state that layers of all of them read."""
+        return attrs.evolve(self, everywhere=True)
 
     def _check_paged(self, method: str) -> None:
         if not KINDS[self.group.kind].paged:
@@ -332,18 +336,36 @@ class Cache:
 
         The two sides may have rings of different lengths.
         """
-        size = bytes_of(dtype, head_dim, "Cache.head_dim")
-        parts = tuple(g.Part(name=p, dtype=dtype, lanes=kv_heads, lane_bytes=size) for p in ("k", "v"))
-        return cls._of(name, layers, parts, kind=ItemKind.RING, model=model, rows=ring_rows)
+        sizes = (dtype, kv_heads, bytes_of(dtype, head_dim, "Cache.head_dim"))
+        return cls.ring(name, layers, parts=dict.fromkeys(("k", "v"), sizes), ring_rows=ring_rows, model=model)
 
     @classmethod
     @_checked
-    def paged(cls, name: str, layers: LayerIds, *, parts: Mapping[str, Sizes], page: int, model: int = 0) -> Cache:
+    def ring(cls, name: str, layers: LayerIds, *, parts: Mapping[str, Sizes], ring_rows: int, model: int = 0) -> Cache:
+        """Any other parts of the last tokens, in a ring for each request; sizes as in `paged`."""
+        return cls._of(name, layers, parts_of(parts), kind=ItemKind.RING, model=model, rows=ring_rows)
+
+    @classmethod
+    @_checked
+    def paged(
+        cls,
+        name: str,
+        layers: LayerIds,
+        *,
+        parts: Mapping[str, Sizes],
+        page: int,
+        tokens_per_row: int = 1,
+        model: int = 0,
+    ) -> Cache:
         """Any other paged parts: name to element type, lanes, and bytes of a lane.
 
-        A tuple of bytes states the sections of a lane, each in a buffer of its own.
+        A tuple of bytes states the sections of a lane, each in a buffer of its own. `page` is in tokens, also where a
+        row stands for several.
         """
-        return cls._of(name, layers, parts_of(parts), kind=ItemKind.PAGE, model=model, rows=page)
+        if page % tokens_per_row:
+            raise bad("Cache.page", f"a multiple of {tokens_per_row}, the tokens of a row", page)
+        rows: dict[str, Any] = {"rows": page // tokens_per_row, "tokens_per_row": tokens_per_row}
+        return cls._of(name, layers, parts_of(parts), kind=ItemKind.PAGE, model=model, **rows)
 
     @classmethod
     @_checked

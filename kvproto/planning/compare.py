@@ -3,9 +3,7 @@
 In each error `mine` is the source's value and `yours` the sink's; the session swaps them when the sink refuses.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,11 +18,6 @@ from kvproto.planning.geometry import Geometry, Group, Part, lane_bytes
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.parts import ALIASES, SCALES, SHARE_OF
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind, word
-
-__all__ = [
-    "COMPARED", "check_facts", "check_pair", "differences", "first_difference", "missing", "name_of", "scaled_by",
-    "unscaled", "unstated",
-]  # fmt: skip
 
 COMPARED = ("weights.target", "tokenizer", "rope.target", "kv_scales.target")
 """Facts, by their names in the registry, that both sides should state; a draft has those of the target too."""
@@ -200,11 +193,12 @@ def missing(group: Group, part: str, layer: int, known: Collection[str]) -> Plan
     return PlanError(ErrorCode.PART_MISSING, path, mine, f"{part} of model {group.model}", advice)
 
 
-def unscaled(group: Group, part: str, layer: int) -> PlanError:
-    """The error for a part of a layer that the sink takes without the scales that the source has (KVP-PLAN-SCALES)."""
-    scales = next(name for name, of in SCALES.items() if of == name_of(part))
-    mine, yours = f"{part} and {scales} of layer {layer}", f"{part} alone, no {scales}"
-    advice = f"quantized values mean nothing without their scales: keep {scales} on both sides, or on neither"
+def left_behind(group: Group, part: str, lost: Mapping[str, int]) -> PlanError:
+    """The error for a part that the sink takes without others of its layers (KVP-PLAN-LEFT); `lost`: their layers."""
+    names, layer = ", ".join(sorted(lost)), min(lost.values())
+    mine, yours = f"{names} beside {part} in layer {layer}", f"{part} without {names}"
+    advice = "parts of a layer mean nothing without each other: take them too"
+    advice += f"; a sink that does not need them says so: lay_out(..., without={sorted(lost)!r})"
     return PlanError(ErrorCode.PART_MISSING, f"groups[{group.name}].parts[{part}]", mine, yours, advice)
 
 

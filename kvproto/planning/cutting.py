@@ -1,7 +1,5 @@
 """Who could send each byte to whom: what both sides own, cut into pieces (spec/v1/planning.md, steps 1 to 3)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from itertools import pairwise
@@ -19,9 +17,6 @@ from kvproto.planning.election import Layers, PieceTable, Ranks, ShareTable, ele
 from kvproto.planning.geometry import Geometry, Group, lane_bytes
 from kvproto.planning.limits import MAX_CLASS_PAIRS, MAX_PIECES, MAX_SHARES
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["Cutter", "OwnedInterval", "OwnedIntervals", "common_layers", "opaque_families", "owned_intervals"]
-
 
 _SHOWN = 8
 """Intervals, or lists of them, that an error shows."""

@@ -4,8 +4,6 @@ A deal hands out runs of `interleave` tokens, in turn or in the group's `order`.
 each of `tokens_per_row` tokens; a rank numbers its own rows from 0.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import gcd
 from typing import Any, TypeVar
@@ -16,11 +14,6 @@ import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray
 from kvproto.wire.messages import Group
-
-__all__ = [
-    "deal", "deal_text", "global_rows", "local_row", "most_before", "owned_before", "owned_within", "owner",
-    "runs", "same_deal", "shared_classes",
-]  # fmt: skip
 
 Count = TypeVar("Count", int, IntArray)
 

@@ -5,8 +5,6 @@ same candidates own. Pieces, layers and ranks are columns of tables here, so tha
 than one with few. As in the specification, c is a number of candidates and m one of needy ranks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -17,8 +15,6 @@ import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, Intervals, distinct_rows, repeated_index, stretch_bounds
 from kvproto.wire.enums import Feature
-
-__all__ = ["Layers", "PieceTable", "Ranks", "ShareTable", "elect"]
 
 Layers = Intervals
 """Ascending intervals [lo, hi) of layers."""
@@ -73,7 +69,7 @@ class _RaggedRows:
     size: IntArray
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> _RaggedRows:
+    def of(cls, rows: Sequence[Sequence[int]]) -> "_RaggedRows":
         size = np.fromiter(map(len, rows), np.int64, len(rows))
         return cls(np.fromiter(chain.from_iterable(rows), np.int64), np.cumsum(size) - size, size)
 

@@ -4,8 +4,6 @@ The classes are those of the wire (`Geometry`, `Group`, `Part`, `Rank`, `Owns`, 
 `kvproto.planning.deals` says where tokens go, and `kvproto.planning.layout` describes whole engines.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,12 +1,8 @@
 """Properties of the kinds of items, as a table: all other code asks for a property, never for a kind."""
 
-from __future__ import annotations
-
 import attrs
 
 from kvproto.wire.enums import ItemKind
-
-__all__ = ["KINDS", "Kind"]
 
 
 @attrs.frozen(kw_only=True)

@@ -3,9 +3,7 @@
 Parallel sizes end here: a Description states layers, lanes and token shares, and planning knows nothing else.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import NoneType
 
@@ -20,6 +18,7 @@ from kvproto.planning.compare import name_of, scaled_by
 from kvproto.planning.geometry import Geometry, Group, LaneSpan, Owns, Rank
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.limits import MAX_RANKS
+from kvproto.planning.parts import PARTS
 from kvproto.wire.enums import ErrorCode
 
 __all__ = ["BITS", "DEALS", "Block", "Cache", "Parallel", "bytes_of", "lay_out"]
@@ -124,13 +123,15 @@ def lay_out(
     facts: Mapping[str, str] | None = None,
     depth: int | None = None,
     warn: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> Geometry:
     """The Geometry of one replica of an engine; the id of each cache's group is its index in `specs`.
 
     The peer must state equal `facts`. It may state other values for the facts in `warn`: the two still connect, and
     `Connected.warnings` lists the differences. `depth` is the number of layers of the target model; pass it only if its
-    last layers have no cache, as otherwise the caches show it. Raises LocalError unless each layer and lane has an
-    owner and the result is a Description that `validate` accepts.
+    last layers have no cache, as otherwise the caches show it. `without` names parts that a sink does not need although
+    the source has them in layers that the sink takes, such as "v" where K is also V (KVP-PLAN-LEFT). Raises LocalError
+    unless each layer and lane has an owner and the result is a Description that `validate` accepts.
     """
     check_type("specs", specs, Sequence, "a list of kvproto.Cache")
     for i, spec in enumerate(specs):
@@ -151,6 +152,9 @@ def lay_out(
         for name, value in (stated or {}).items():
             check_type(path, name, str, "names of facts, each a str")
             check_type(f"{path}[{name!r}]", value, str, "the value as text, a str")
+    check_type("without", without, (list, tuple, set, frozenset), "a list of names of parts")
+    for name in without:
+        check_type("without", name, str, "names of parts, each a str")
     placed = [_placed(specs, id, sizes, depth) for id in range(len(specs))]
     ranks = [
         tuple(share for _, share_of in placed if (share := share_of(stage, nth)) is not None)
@@ -162,6 +166,7 @@ def lay_out(
         facts=g.facts(facts or {}, warn),
         groups=tuple(group for group, _ in placed),
         ranks=tuple(Rank(rank=i, owns=shares) for i, shares in enumerate(ranks)),
+        without=tuple(sorted(without)) or None,
     )
     try:
         g.validate(geometry)
@@ -188,15 +193,15 @@ def _placed(specs: Sequence[Cache], id: int, engine: Parallel, depth: int | None
         order = None if (runs := sizes.order()) is None else np.array(runs, np.uint32)
         interleave, origin = sizes.interleave, sizes.origin
         group = attrs.evolve(group, cp_size=number, interleave=interleave, origin=origin, order=order)
-    stages: list[tuple[int, ...]] = [() for _ in range(engine.pp)]
-    if _staged(spec):
+    stages: list[tuple[int, ...]] = [spec.layers if spec.everywhere else () for _ in range(engine.pp)]
+    if _staged(spec) and not spec.everywhere:
         deep = [s for s in specs if s.group.model == spec.group.model and _staged(s)]
         all_ = depth if depth and not spec.group.model else max(max(s.layers) for s in deep) + 1
         bounds = sizes.bounds(all_, f"{path}.over." if spec.own else "")
         for stage in range(engine.pp):
             chunks = bounds[stage :: engine.pp]
             stages[stage] = tuple(i for i in spec.layers if any(lo <= i < hi for lo, hi in chunks))
-    else:
+    elif not spec.everywhere:
         stages[-1] = spec.layers
 
     def share(stage: int, nth: int) -> Owns | None:
@@ -257,10 +262,20 @@ def _check_apart(specs: Sequence[Cache]) -> None:
                     other = specs[first].group.name
                     mine = f"parts and layers that no other cache of model {group.model} has"
                     yours = f"{part!r} of layer {layer}, as {other!r} has"
-                    advice = f"if {group.name!r} is a draft's, pass it model=1, or 2 for the second draft"
-                    if not KINDS[group.kind].has_memory:
-                        advice = "give the parts of hand-off data names that differ"
-                    raise bad(f"specs[{i}]", mine, yours, advice)
+                    raise bad(f"specs[{i}]", mine, yours, _apart(group, part))
+
+
+def _apart(group: Group, part: str) -> str:
+    """What to do about a part that two caches of one layer have."""
+    if not KINDS[group.kind].has_memory:
+        return "give the parts of hand-off data names that differ"
+    other = f"the window's is {_WINDOWS[part]!r} and the whole context's {part!r}" if part in _WINDOWS else "see"
+    two = f"if the layer has two such caches, name them by what they are ({other}: spec/v1/parts.md, Caches of 2026)"
+    return f"{two}; if {group.name!r} is a draft's, pass it model=1, or 2 for the second draft"
+
+
+_WINDOWS = {part: f"window_{part}" for part in PARTS if f"window_{part}" in PARTS}
+"""The part of layers that attend to a window, by the part of the whole context, where one layer may have both."""
 
 
 def _check_scales(specs: Sequence[Cache]) -> None:

@@ -4,8 +4,6 @@ The space is model x layer x part x lane x token class; a lane bound is in bytes
 two sides may cut lanes differently. Nothing here knows a parallel size, an attention kind or an address.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.planning.arrays import IntArray, distinct_rows, repeated_index, stretch_bounds
-from kvproto.planning.compare import check_facts, differences, missing, name_of, scaled_by, unscaled
+from kvproto.planning.compare import check_facts, differences, left_behind, missing, name_of
 from kvproto.planning.cutting import (
     Cutter,
     OwnedInterval,
@@ -29,6 +27,8 @@ from kvproto.planning.cutting import (
 )
 from kvproto.planning.election import Layers, PieceTable, ShareTable
 from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.kinds import KINDS
+from kvproto.planning.parts import OPTIONAL
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import RouteRef
 
@@ -261,34 +261,30 @@ def _cut(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals, cold: Colle
             opaque = dst.parts[index].encoding
             for family in opaque_families(sources, sinks, part) if opaque else [(sources, sinks)]:
                 cutter.cut(family, layers, index)
-    _check_scales(sink, have, want)
+    _check_left(sink, have, want)
     return cutter
 
 
-def _check_scales(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> None:
-    """Raise PART_MISSING if the source has scales that the sink leaves behind (KVP-PLAN-SCALES)."""
-    scaled, taken = _scaled(have), _scaled(want)
-    if not scaled:
-        return
-    owned: dict[tuple[int, str], set[Layers]] = defaultdict(set)
-    for (_, name), intervals in want.items():
-        for interval in intervals:
-            owned[interval.group.id, name].add(interval.layers)
-    for dst in sink.groups:
-        for part in dst.parts:
-            key = dst.model, name_of(part.name)
-            layers = _layer_ids(owned[dst.id, part.name])
-            if lost := layers & scaled.get(key, set()) - taken.get(key, set()):
-                raise unscaled(dst, part.name, min(lost))
+def _check_left(sink: Geometry, have: OwnedIntervals, want: OwnedIntervals) -> None:
+    """Raise PART_MISSING if the sink leaves parts of a layer behind of which it takes others (KVP-PLAN-LEFT)."""
+    left = {
+        (model, name): layers
+        for (model, name), intervals in have.items()
+        if name_of(name) not in OPTIONAL
+        and name not in (sink.without or ())
+        and (layers := _in_memory(intervals) - _in_memory(want.get((model, name), ())))
+    }
+    for dst in sink.groups if left else ():
+        for part in (part.name for part in dst.parts if name_of(part.name) not in OPTIONAL):
+            taken = _in_memory(i for i in want.get((dst.model, part), ()) if i.group.id == dst.id)
+            both = {name: taken & layers for (model, name), layers in left.items() if model == dst.model}
+            if lost := {name: min(layers) for name, layers in both.items() if layers}:
+                raise left_behind(dst, part, lost)
 
 
-def _scaled(owned: OwnedIntervals) -> dict[tuple[int, str], set[int]]:
-    """The layers that have scales, by model and the registered name of the scaled part."""
-    layers: dict[tuple[int, str], set[int]] = defaultdict(set)
-    for (model, name), intervals in owned.items():
-        if scaled := scaled_by(name):
-            layers[model, scaled] |= _layer_ids({interval.layers for interval in intervals})
-    return layers
+def _in_memory(owned: Iterable[OwnedInterval]) -> set[int]:
+    """The layers of these intervals, other than those of hand-off data."""
+    return _layer_ids({i.layers for i in owned if KINDS[i.group.kind].has_memory})
 
 
 def _layer_ids(layers: Iterable[Layers]) -> set[int]:

@@ -3,8 +3,6 @@
 So a frame of one peer does not hold up the others. One thread does all the work in order; the first work starts it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -15,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from kvproto.errors import KvprotoError
-
-__all__ = ["Background"]
 
 T = TypeVar("T")
 _TURN = 0.01

@@ -1,7 +1,5 @@
 """The base of Source and Sink: turns, events, pools, and their end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -32,16 +30,6 @@ from kvproto.session.records import Counters
 from kvproto.transport.base import Transport
 from kvproto.transport.loading import opened
 from kvproto.wire.enums import ErrorCode
-
-__all__ = [
-    "EngineRank",
-    "RankNode",
-    "check_request",
-    "ends_of",
-    "options_of",
-    "party_of",
-    "transports_of",
-]
 
 _KEPT = 4096
 """The most events kept for `events`; older ones are dropped."""

@@ -1,7 +1,5 @@
 """Checksums of transfers at both sides, and session ids."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -12,8 +10,6 @@ from kvproto.rank.registration import PeerMapping
 from kvproto.transport.base import Regions, Transport
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Checksum, Group
-
-__all__ = ["BEGUN", "SUM_TIME", "Checksums", "PageSumming", "Sums", "bytes_by_name", "session_id"]
 
 BEGUN = 8
 """The number of requests whose checksums are started before the first is awaited."""
@@ -53,7 +49,7 @@ class Sums:
             self._begun, self._part = None, next(self._parts, None)
         return True
 
-    def of_pages(self, groups: Iterable[Group], program: CopyProgram | None = None) -> PageSumming:
+    def of_pages(self, groups: Iterable[Group], program: CopyProgram | None = None) -> "PageSumming":
         """The checksums of single layers and pages of these groups, of all of the program or of a part of it."""
         return PageSumming(page_sums(program or self.program, {group.id: group for group in groups}, self._of))
 

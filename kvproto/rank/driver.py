@@ -5,8 +5,6 @@ not wait for another thread; otherwise the thread that holds the lock runs them 
 lock, and the I/O thread sleeps on their descriptors without it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging
@@ -23,8 +21,6 @@ from typing import Any, Protocol, TypeVar
 from kvproto.errors import DeviceFault, KvprotoError, LocalError
 from kvproto.session import limits
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["Driver", "Node"]
 
 T = TypeVar("T")
 _log = logging.getLogger("kvproto")

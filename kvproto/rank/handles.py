@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kvproto.rank.pool import Pool, RankPool
     from kvproto.transport.base import Transport
 
-__all__ = ["Handle", "LentPool", "TicketHandle", "Withdrawal", "free_pools"]
-
 Result = TypeVar("Result")
 
 

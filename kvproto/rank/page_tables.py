@@ -20,19 +20,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = [
-    "IntArray",
-    "PageRules",
-    "PageTables",
-    "PagesInUse",
-    "RequestTables",
-    "Since",
-    "check_distinct",
-    "check_names",
-    "grants_of",
-    "table_of",
-]
-
 _ANY = 1 << 62
 IntArray = npt.NDArray[np.int64]
 PageTables = Mapping[str, Sequence[int] | npt.NDArray[Any] | int]

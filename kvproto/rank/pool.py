@@ -1,7 +1,5 @@
 """An engine's cache as kvproto sees it: its memory, and the place of each layer, page, token and head in it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -25,8 +23,6 @@ from kvproto.transport.base import Memory
 from kvproto.wire import to_json
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Columns
-
-__all__ = ["Pool", "RankPool", "columns_without_gaps"]
 
 _ALIGN = 256
 """Each column of a pool without gaps begins at a multiple of so many bytes."""
@@ -108,7 +104,7 @@ class Pool:
         rank: int = 0,
         device: int | None = None,
         heads_first: bool = False,
-    ) -> Pool:
+    ) -> "Pool":
         """Allocate zeroed memory for `pages` of every group, or by group name: on GPU `device`, or on the host.
 
         Pages are [token, head, byte] (NHD), or [head, token, byte] with `heads_first` (HND), without gaps. Raises
@@ -228,7 +224,7 @@ class Pool:
                 memory.close()
             self._closed = True
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> "Pool":
         return self
 
     def __exit__(self, *error: object) -> None:

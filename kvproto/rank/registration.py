@@ -1,7 +1,5 @@
 """Registration: this side's memory as its peers see it, and the mapping of a peer's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -17,8 +15,6 @@ from kvproto.transport.base import Connection, Mapped, Memory, Move, StreamDeliv
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region, Register
-
-__all__ = ["PeerMapping", "PeerMemory", "features_of", "map_peer", "register"]
 
 
 def features_of(

@@ -5,8 +5,6 @@ pages are "page token head dim", HND pages "page head token dim", joint K and V 
 token head dim". Strides may leave any padding between elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +14,6 @@ from kvproto.errors import LocalError
 from kvproto.planning.geometry import Group, Owns, column_names
 from kvproto.rank.tensors import ELEMENTS, TensorView, view_of
 from kvproto.wire.enums import DType, ErrorCode, word
-
-__all__ = ["Column", "columns_of"]
 
 _SYNONYMS = {"slot": "page", "row": "token", "lane": "head"}
 _WORDS = ("layer", "part", "page", "token", "head", "dim")

@@ -4,8 +4,6 @@ The capsule's struct is that of DLPack 0.8 and of unversioned exports since
 (https://dmlc.github.io/dlpack/latest/c_api.html).
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 
@@ -13,8 +11,6 @@ import attrs
 
 from kvproto.errors import LocalError
 from kvproto.wire.enums import DType, ErrorCode
-
-__all__ = ["CPU", "CUDA", "ELEMENTS", "TensorView", "view_of"]
 
 CPU, CUDA = 1, 2
 """DLPack device types."""

@@ -4,8 +4,6 @@ The list is sent in pieces by ascending id while pages change. The pieces and th
 change, so that a reader notices what it has missed, and starts again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
@@ -17,8 +15,6 @@ from kvproto.session.core import Extension, Session
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, KeyForm, Tier
-
-__all__ = ["Catalogue", "Listed", "SinkCatalogue", "SourceCatalogue"]
 
 Changes = Mapping[bytes, Tier | None]
 """The tier where each page is now, by id; None if it is not kept any more."""

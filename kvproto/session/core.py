@@ -7,8 +7,6 @@ request is answered from the state that it left, never from stored replies, so t
 Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +28,6 @@ from kvproto.wire import encode, tables
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
 
-__all__ = ["Extension", "Handlers", "Session"]
-
 Handlers = tuple[tuple[type, Any], ...]
 """Pairs of a message class and its handler, a method that is called with the message and `now`."""
 P = TypeVar("P", bound="Extension")
@@ -43,7 +39,7 @@ class Extension:
 
     handlers: Handlers = ()
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: "Session") -> None:
         self._session = session
 
     def closed(self) -> None:
@@ -140,7 +136,7 @@ class Session:
         self._extensions[type(extension)] = extension
         self._add_handlers(extension)
 
-    def _add_handlers(self, owner: Extension | Session) -> None:
+    def _add_handlers(self, owner: "Extension | Session") -> None:
         self._handlers |= {cls: partial(handler, owner) for cls, handler in owner.handlers}
 
     def has(self, cls: type[Extension]) -> bool:

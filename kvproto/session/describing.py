@@ -4,8 +4,6 @@ The sink describes itself first. In a session with EPOCHS, either side does so a
 changed. Both then plan again; epochs that were registered earlier keep the plan under which they were registered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError
@@ -15,8 +13,6 @@ from kvproto.session.error_fields import refusal
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["Describing"]
 
 
 class Describing(Extension):

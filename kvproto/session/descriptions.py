@@ -1,7 +1,5 @@
 """Parties, Descriptions and epochs: the facts of a session, one class for each phase in which it learns them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -15,8 +13,6 @@ from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Plan, Route
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Proof
-
-__all__ = ["Described", "Epoch", "Owned", "Party", "Stated", "check_digest", "new_incarnation"]
 
 _RANDOM_BITS = 20
 
@@ -58,13 +54,13 @@ class Stated:
     version: int
 
     @classmethod
-    def of(cls, geometry: Geometry, version: int = 1) -> Stated:
+    def of(cls, geometry: Geometry, version: int = 1) -> "Stated":
         """This side's Description of a geometry; its version rises with every change (KVP-DSC-VERSION)."""
         encoded = encode_geometry(geometry)
         return cls(geometry, encoded, digest(encoded), version)
 
     @classmethod
-    def read(cls, message: m.Describe | m.Description) -> Stated:
+    def read(cls, message: m.Describe | m.Description) -> "Stated":
         """Read a peer's Description; raises WireError or PlanError, its path in `geometry` (KVP-DSC-PATH)."""
         encoded = bytes(message.geometry)
         try:
@@ -176,7 +172,7 @@ class Owned:
     described: Described
     request: int
     """The request id of the Register."""
-    take: Callable[[Owned, m.Registered], Any] | None
+    take: "Callable[[Owned, m.Registered], Any] | None"
     """Makes the delivery to the memory that the holder has mapped; raises RemoteError."""
     memory: object
     """The caller's name for the memory that was registered."""

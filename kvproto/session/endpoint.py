@@ -3,10 +3,8 @@
 Addresses and connections are opaque keys. Time comes in as `now` (seconds, any origin) and goes out as `next_deadline`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 from kvproto.errors import RemoteError
 from kvproto.events import Event, ProtocolError
@@ -20,7 +18,18 @@ from kvproto.wire import encode
 from kvproto.wire import messages as m
 from kvproto.wire.head import Head, read_head
 
-__all__ = ["Endpoint"]
+
+class EndpointCalls(Protocol):
+    """The calls that any endpoint makes on the rank that drives it."""
+
+    def report(self, event: Event) -> None:
+        """Report an event to the engine."""
+
+    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
+        """Map the peer's memory, and then call `accept_register` or `refuse_register` of the session."""
+
+    def unmap_memory(self, session: Any, epoch: int) -> None:
+        """Unmap an epoch that the peer wants back and nothing uses, and then call `unmapped` of the session."""
 
 
 class Endpoint:
@@ -28,6 +37,7 @@ class Endpoint:
 
     geometry: Geometry
     stated: Stated
+    _calls: EndpointCalls
 
     def __init__(self, me: Party, geometry: Geometry | None = None) -> None:
         """Describe `geometry` to all peers; None if the rank moves no bytes."""
@@ -59,15 +69,15 @@ class Endpoint:
 
     def report(self, event: Event) -> None:
         """Report an event to the engine."""
-        raise NotImplementedError
+        self._calls.report(event)
 
     def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
         """Have the peer's memory mapped, and then Registered or Refused sent."""
-        raise NotImplementedError
+        self._calls.map_memory(session, register, described)
 
     def unmap_memory(self, session: Any, epoch: int) -> None:
         """Have an epoch unmapped that the peer has taken back and nothing uses, and then Unregistered sent."""
-        raise NotImplementedError
+        self._calls.unmap_memory(session, epoch)
 
     def closed(self, session: Any) -> None:
         """Called when a session has ended."""

@@ -1,7 +1,5 @@
 """Errors as messages carry them, in both directions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvproto.errors import KvprotoError, RemoteError, ReportedError
@@ -9,8 +7,6 @@ from kvproto.planning.axes import TOKENS, axis_of
 from kvproto.planning.geometry import Geometry
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["mismatch", "refusal", "refused"]
 
 _SHORT = 12
 """Digits of a digest in a message."""

@@ -5,8 +5,6 @@ what it has sent, the sink what has arrived. The sink grants what has arrived pl
 is ever under way. Packing and unpacking belong to a transport.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -19,8 +17,6 @@ from kvproto.session.records import SourceAttempt
 from kvproto.session.stream import SinkStream, SourceStream, StreamPiece, StreamReader, StreamWriter
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
-
-__all__ = ["Came", "DataReader", "DataWriter", "SinkInline", "SourceInline"]
 
 _BESIDE, _BEGIN = 64, 20
 """Upper limits, in bytes, for the size of a Data without its bytes, and of each entry of `begins`."""

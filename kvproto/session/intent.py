@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
-__all__ = ["SinkIntent", "SourceIntent", "useful"]
-
 _OVER = (TransferState.FAILED, TransferState.ENDED)
 
 

@@ -6,13 +6,9 @@ have begun earlier, so the lease never ends later at the sink than at the source
 as its clock may be slower (KVP-PUL-SPEED).
 """
 
-from __future__ import annotations
-
 import attrs
 
 from kvproto.wire.messages import Offer
-
-__all__ = ["Lease", "Loan"]
 
 _RENEW, _START = 0.5, 0.25
 """Shares of a lease: it is renewed when `_RENEW` is left, and no copy starts when less than `_START` is left."""
@@ -53,7 +49,7 @@ class Lease:
     """Whether a copy is under way."""
 
     @classmethod
-    def of(cls, offer: Offer, asked: float) -> Lease:
+    def of(cls, offer: Offer, asked: float) -> "Lease":
         """The lease of an Offer whose Transfer was first sent at `asked`."""
         length = offer.lease * _COUNTED
         return cls(offer, asked + length, length)

@@ -1,7 +1,5 @@
 """The version and features of a session, a pure function of both sides' terms (spec/v1/negotiation.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import attrs
@@ -11,8 +9,6 @@ from kvproto.session.limits import MAX_TRANSFERS
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Limits, VersionRange, Welcome
-
-__all__ = ["LIMITS", "Chosen", "Terms", "check_welcome", "greased", "negotiate"]
 
 SPOKEN = (VersionRange(major=tables.MAJOR, min_minor=0, max_minor=tables.MINOR),)
 """The versions that this package supports."""

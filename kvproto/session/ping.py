@@ -5,15 +5,11 @@ new is sent to it, and nothing is released. A Ping that is not answered for `pat
 request that is given up, and frees no page.
 """
 
-from __future__ import annotations
-
 from kvproto.events import Suspected
 from kvproto.session import limits
 from kvproto.session.core import Extension, Session
 from kvproto.session.timers import Timer
 from kvproto.wire import messages as m
-
-__all__ = ["PingPart"]
 
 
 class PingPart(Extension):

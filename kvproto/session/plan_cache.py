@@ -1,7 +1,5 @@
 """The plans of an endpoint, each made once for a Description of a peer, at once or outside turns."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -11,8 +9,6 @@ from kvproto.errors import KvprotoError
 from kvproto.planning.plan import Plan, plan
 from kvproto.session.descriptions import Stated
 from kvproto.wire import messages as m
-
-__all__ = ["Planned", "Plans"]
 
 _Key = tuple[bytes, bytes, bool, tuple[int, ...]]
 """Digests of the peer's and the own Description, whether the peer is the source, and the features of the session."""

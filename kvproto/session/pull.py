@@ -23,8 +23,6 @@ from kvproto.wire.enums import Access, ErrorCode
 if TYPE_CHECKING:
     from kvproto.session.source import SourceSession
 
-__all__ = ["SinkPull", "SourcePull"]
-
 
 class SourcePull(Extension):
     """The source's half, which registers its memory and offers items instead of writing."""

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
-__all__ = [
-    "Delivery",
-    "DoneHandler",
-    "SinkPush",
-    "SourcePush",
-    "Unpacker",
-    "check_begins",
-    "check_outcome",
-    "check_whole",
-]
-
 Unpacker = Callable[[Mapping[int, int]], Any]
 """Makes the unpacker of a stream; its argument states where late windows begin, by group id."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvproto.session.source import SourceSession
     from kvproto.session.tickets import TicketState
 
-__all__ = ["Answer", "Attempt", "Counters", "PendingMessage", "SinkAttempt", "SinkTransfer", "SourceAttempt"]
-
 
 class Counters(NamedTuple):
     """The counts of an endpoint, for its metrics."""

@@ -5,8 +5,6 @@ an epoch, and Unregister takes one back: the holder accepts no new transfer of i
 memory, and only then answers. More than one epoch needs the feature EPOCHS.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +25,6 @@ from kvproto.session.limits import MAX_EPOCHS
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Proof, Transport
-
-__all__ = ["Holder", "Owner"]
-
 
 # The owner
 

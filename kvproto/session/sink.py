@@ -1,7 +1,5 @@
 """The sink's side of a session: it dials, describes itself, registers its memory, and asks for transfers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable
 from functools import partial
 from typing import Any
@@ -28,8 +26,6 @@ from kvproto.session.table import SessionState
 from kvproto.session.transfers import SinkTransfers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, CreditKind, ErrorCode, Feature, Role
-
-__all__ = ["SinkSession"]
 
 _STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SinkStaged, CreditKind.INLINE: SinkInline}
 """The class that receives a stream, by what its credit counts."""

@@ -5,8 +5,6 @@ Register until it answers Unregistered as PROVEN, until its process is dead, or 
 transfers are proven to write no more (KVP-EPO-FREE).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
@@ -21,8 +19,8 @@ from kvproto.planning.geometry import Geometry
 from kvproto.planning.plan import Plan
 from kvproto.session import limits
 from kvproto.session.describing import Describing
-from kvproto.session.descriptions import Described, Party, Stated
-from kvproto.session.endpoint import Endpoint
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.endpoint import Endpoint, EndpointCalls
 from kvproto.session.intent import useful
 from kvproto.session.ping import PingPart
 from kvproto.session.pull import SinkPull
@@ -36,8 +34,6 @@ from kvproto.session.timers import SharedTimers, Timer, Timers
 from kvproto.wire import decode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-
-__all__ = ["Exposed", "SinkCalls", "SinkEndpoint", "gone"]
 
 _STREAM_FEATURES = frozenset({Feature.STAGED, Feature.INLINE})
 _AWAITED = {SessionState.GREETED: "Hello", SessionState.DESCRIBING: "Describe", SessionState.REGISTERING: "Register"}
@@ -55,26 +51,17 @@ class Exposed:
     """Makes the registration for one source rank."""
 
 
-class SinkCalls(Protocol):
+class SinkCalls(EndpointCalls, Protocol):
     """Calls of an endpoint to its rank, made within a call of the rank, which may call back only later."""
 
     def needs_turn(self) -> None:
         """Call `settle` and then `to_send` soon: there are frames to send, or a timer has run."""
-
-    def report(self, event: Any) -> None:
-        """Pass an event about a peer to the engine."""
 
     def planned(self, event: Connected) -> None:
         """Note the plan with a source rank, under which the pool has to be registered."""
 
     def ready(self) -> None:
         """Every routed rank has mapped the current pool: transfers may start."""
-
-    def map_memory(self, session: SinkSession, register: m.Register, described: Described) -> None:
-        """Map memory of a source, then call `accept_register` or `refuse_register` (feature PULL)."""
-
-    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
-        """Unmap memory that a source wants back and nothing reads, then call `unmapped`."""
 
     def useful(self, transfer: SinkTransfer) -> None:
         """Items below token `transfer.useful` (None: all) are of use to a transfer that lacks some."""
@@ -94,6 +81,8 @@ class SinkCalls(Protocol):
 
 class SinkEndpoint(Endpoint):
     """All sessions of one sink rank with one source replica."""
+
+    _calls: SinkCalls
 
     def __init__(
         self,
@@ -178,18 +167,6 @@ class SinkEndpoint(Endpoint):
         self._unhandled.append((session, event))
         if isinstance(event, Suspected | Recovered):
             self._note_suspects()
-
-    def report(self, event: Any) -> None:
-        """Report an event to the engine."""
-        self._calls.report(event)
-
-    def map_memory(self, session: SinkSession, register: m.Register, described: Described) -> None:
-        """Have the source's memory mapped, and then Registered or Refused sent."""
-        self._calls.map_memory(session, register, described)
-
-    def unmap_memory(self, session: SinkSession, epoch: int) -> None:
-        """Have an epoch unmapped that the source wants back and nothing reads, and then Unregistered sent."""
-        self._calls.unmap_memory(session, epoch)
 
     def ended(self, session: SinkSession, attempt: SinkAttempt) -> None:
         """Note that an attempt has changed."""

@@ -26,8 +26,6 @@ from kvproto.wire.enums import Access, CreditKind, Feature, Transport
 if TYPE_CHECKING:
     from kvproto.session.source_endpoint import SourceEndpoint
 
-__all__ = ["SourceSession"]
-
 _STREAMS: dict[CreditKind, Any] = {CreditKind.STAGING: SourceStaged, CreditKind.INLINE: SourceInline}
 """The class that sends a stream, by what its credit counts."""
 

@@ -1,18 +1,16 @@
 """The sessions of one source rank: which sinks may greet it, and the API that a node calls."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvproto.errors import KvprotoError, RemoteError
-from kvproto.events import Event, Refused
+from kvproto.events import Refused
 from kvproto.planning.geometry import Geometry
 from kvproto.session.catalogue import Catalogue, Changes, SourceCatalogue
-from kvproto.session.descriptions import Described, Party, Stated
-from kvproto.session.endpoint import Endpoint
+from kvproto.session.descriptions import Party, Stated
+from kvproto.session.endpoint import Endpoint, EndpointCalls
 from kvproto.session.error_fields import refusal
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS
 from kvproto.session.negotiation import LIMITS, Terms, negotiate
@@ -26,22 +24,14 @@ from kvproto.wire import decode, encode
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Role, word
 
-__all__ = ["SourceCalls", "SourceEndpoint"]
-
 Admit = Callable[[Hashable, Party, int], None]
 
 _MAX_REMEMBERED = 1 << 16
 """The most incarnations, superseded sessions, and drained sessions that are remembered."""
 
 
-class SourceCalls(TicketCalls, Protocol):
+class SourceCalls(TicketCalls, EndpointCalls, Protocol):
     """The calls that a source endpoint makes on the rank that drives it."""
-
-    def map_memory(self, session: SourceSession, register: m.Register, described: Described) -> None:
-        """Map a sink's memory, and then call `accept_register` or `refuse_register` of the session."""
-
-    def unmap_memory(self, session: SourceSession, epoch: int) -> None:
-        """Unmap an epoch of a sink's memory, and then call `unmapped` of the session."""
 
     def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
         """Note that a sink rank has read `count` bytes of what it was offered; 0 if it gave up reading."""
@@ -51,6 +41,7 @@ class SourceEndpoint(Endpoint):
     """All sessions of one source rank."""
 
     sessions: dict[int, SourceSession]
+    _calls: SourceCalls
 
     def __init__(
         self,
@@ -91,22 +82,6 @@ class SourceEndpoint(Endpoint):
         """The minor versions of forgotten sessions whose writes are proven to have ended."""
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Sessions whose sink has not described itself; some may have ended since."""
-
-    def tell(self, session: Any, event: Any) -> None:
-        """Report an event of a session to the engine."""
-        self._calls.report(event)
-
-    def report(self, event: Event) -> None:
-        """Report an event to the engine."""
-        self._calls.report(event)
-
-    def map_memory(self, session: Any, register: m.Register, described: Described) -> None:
-        """Have the sink's memory mapped."""
-        self._calls.map_memory(session, register, described)
-
-    def unmap_memory(self, session: Any, epoch: int) -> None:
-        """Have an epoch of the sink's memory unmapped."""
-        self._calls.unmap_memory(session, epoch)
 
     def transfer_read(self, attempt: SourceAttempt, count: int) -> None:
         """Note that a sink rank has read what it was offered."""

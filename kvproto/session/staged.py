@@ -3,16 +3,12 @@
 The slots belong to a transport; the protocols here state what a session needs from them.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from kvproto.session.core import Session
 from kvproto.session.stream import SinkStream, SourceStream, StreamReader, StreamWriter
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, Feature
-
-__all__ = ["SinkStaged", "SlotReader", "SlotWriter", "SourceStaged"]
 
 
 class SlotWriter(StreamWriter, Protocol):

@@ -3,8 +3,6 @@
 Streams belong to a transport; the protocols here state what a session needs from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -18,17 +16,6 @@ from kvproto.session.registering import Holder, Owner
 from kvproto.session.table import SessionState
 from kvproto.wire import messages as m
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature
-
-__all__ = [
-    "Credits",
-    "Pieces",
-    "Registration",
-    "SinkStream",
-    "SourceStream",
-    "StreamPiece",
-    "StreamReader",
-    "StreamWriter",
-]
 
 
 class StreamWriter(Protocol):

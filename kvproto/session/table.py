@@ -6,8 +6,6 @@ disagree about the state without one of them raising UNEXPECTED_MESSAGE. A pair 
 and so is a row whose features the session has not chosen (KVP-SES-STATE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 

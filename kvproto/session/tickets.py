@@ -5,8 +5,6 @@ rank serves has ended its part, or until its deadline. Only tickets that have ch
 a frame does not grow with the number of waiting Transfers.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -26,8 +24,6 @@ from kvproto.session.table import TransferState
 from kvproto.session.timers import Timer, Timers
 from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, RequestState
-
-__all__ = ["TicketCalls", "TicketState", "Tickets", "check_held"]
 
 _GONE = "begin there, or allow the window to begin late"
 _UNGRANTED = "the ticket's deadline passed before the sink had granted all items: make a new ticket"

@@ -1,15 +1,11 @@
 """The timers of an endpoint: time comes in as an argument, and the next deadline goes out."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 import attrs
-
-__all__ = ["SharedTimers", "Timer", "Timers"]
 
 _SPARE = 64
 """The number of cancelled timers in the heap up to which it is not rebuilt."""
@@ -20,7 +16,7 @@ class Timer:
     """An action at a time, which `cancel` withdraws."""
 
     action: Callable[[float], None] | None
-    _owner: Timers
+    _owner: "Timers"
 
     def cancel(self) -> None:
         """Withdraw the action; has no effect on a timer that has run."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from kvproto.session.sink import SinkSession
     from kvproto.session.source import SourceSession
 
-__all__ = ["SinkTransfers", "SourceTransfers", "changed"]
-
 
 class SourceTransfers(Extension):
     """The source's half of transfers, apart from their bytes."""

@@ -3,8 +3,6 @@
 It greets the ranks that Welcome lists, describes nothing, and greets lost ranks again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -22,13 +20,11 @@ from kvproto.session.sink import SinkSession
 from kvproto.wire import decode
 from kvproto.wire.enums import Feature
 
-__all__ = ["WatchEndpoint"]
-
 
 class WatchSession(SinkSession):
     """The sink's side of a rank pair with no feature but CATALOGUE."""
 
-    def __init__(self, host: WatchEndpoint, address: str, replica: tuple[str, int] | None) -> None:
+    def __init__(self, host: "WatchEndpoint", address: str, replica: tuple[str, int] | None) -> None:
         super().__init__(host, address, (Feature.CATALOGUE,), (), replica)
         self._terms, self._watcher = Terms((Feature.CATALOGUE,), (Feature.CATALOGUE,)), host
 

@@ -1,7 +1,5 @@
 """A fetch, the record of one request at a sink: what it asks for, what is granted, its deadline and its pool."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -24,21 +22,19 @@ from kvproto.sink.registered_pool import RegisteredPool
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
 
-__all__ = ["Fetch", "FetchServer"]
-
 _NO_ITEMS = np.empty(0, np.uint32)
 
 
 class FetchServer(Protocol):
     """The link that requests a fetch from its source."""
 
-    def grant(self, fetch: Fetch, grants: Mapping[int, Grants], whole: bool) -> None:
+    def grant(self, fetch: "Fetch", grants: Mapping[int, Grants], whole: bool) -> None:
         """Pass on items that the engine has named: everything granted so far, and whether that is `whole`."""
 
-    def abort(self, fetch: Fetch, error: KvprotoError) -> None:
+    def abort(self, fetch: "Fetch", error: KvprotoError) -> None:
         """Stop a fetch, which ends with this error."""
 
-    def give_up_late(self, fetch: Fetch, now: float) -> None:
+    def give_up_late(self, fetch: "Fetch", now: float) -> None:
         """Give up a fetch whose deadline has passed, unless its source watches it."""
 
 

@@ -1,7 +1,5 @@
 """A sink rank's link to one source replica: its sessions, the pools that it registers, and what it requests."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,22 +28,20 @@ from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature, Proof
 from kvproto.wire.messages import Done, Grants, Register
 
-__all__ = ["LinkContext", "LinkHost", "SourceLink"]
-
 
 class LinkHost(Protocol):
     """The rank that gives links their turns."""
 
-    def needs_turn(self, link: SourceLink) -> None:
+    def needs_turn(self, link: "SourceLink") -> None:
         """Give a link a turn soon."""
 
-    def report(self, link: SourceLink, event: Event) -> None:
+    def report(self, link: "SourceLink", event: Event) -> None:
         """Pass an event to the engine."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Request a fetch, or request it again, over the current link to its source."""
 
-    def send(self, link: SourceLink, address: str, frame: bytes) -> None:
+    def send(self, link: "SourceLink", address: str, frame: bytes) -> None:
         """Send a frame; raises KvprotoError for an address that cannot be used."""
 
 

@@ -4,8 +4,6 @@ A turn touches only what has something to do: connections with frames to receive
 timers that are due. So it costs the same whether ten sources are connected or a thousand.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -32,8 +30,6 @@ from kvproto.transport import default
 from kvproto.transport.base import Transport, bells
 from kvproto.transport.process import Watch, boot_id
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["UNCONNECTED", "Replica", "SinkNode"]
 
 _MOVED = RemoteError(ErrorCode.POOL_MOVED, "pages", "pages of the pool that is registered", "others", "fetch again")
 UNCONNECTED = "name it in `sources`, or call Sink.connect"

@@ -1,15 +1,11 @@
 """Pages of lost transfers that a peer may still write: counted, limited, and freed only by proof (KVP-END-REUSE)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 
 from kvproto.copying.program import RankLayout
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Grants
-
-__all__ = ["Quarantine"]
 
 
 class Quarantine:

@@ -1,7 +1,5 @@
 """Reads of items that sources offer, by the sink's own transports (feature PULL)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 
@@ -20,8 +18,6 @@ from kvproto.session.sink import SinkSession
 from kvproto.transport.base import Copying, Move, Transport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Offer, Register
-
-__all__ = ["Puller"]
 
 _RETRY = 1e-3
 """Seconds before a copy that could not start is tried again."""

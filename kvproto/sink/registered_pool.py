@@ -1,7 +1,5 @@
 """A pool of a sink as one source replica fills it: registered under a plan, unpacked into, and verified."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +9,7 @@ import numpy as np
 from kvproto.copying.execute import PageSums
 from kvproto.copying.grants import cut_to_begins, items_needed
 from kvproto.copying.lowering import Pair
-from kvproto.copying.program import CopyProgram, RankLayout, Runs, Window, windows
+from kvproto.copying.program import CopyProgram, Operations, RankLayout, Runs, Window, windows
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.planning.geometry import Geometry
 from kvproto.planning.kinds import KINDS
@@ -28,8 +26,6 @@ from kvproto.sink.quarantine import Quarantine
 from kvproto.transport.base import StreamDelivery, Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Done, Grants, Offer
-
-__all__ = ["LentSinkPool", "RegisteredPool", "SinkPrograms", "begins_stated", "prepared"]
 
 
 @attrs.define(eq=False)
@@ -56,7 +52,7 @@ class RegisteredPool:
         """Deliveries of packed streams, by source rank and transport."""
 
     @property
-    def programs(self) -> SinkPrograms:
+    def programs(self) -> "SinkPrograms":
         """The programs of the source ranks; only once both Descriptions are known."""
         if self._programs is None:
             plan, source = self._endpoint.plan, self._endpoint.source
@@ -139,8 +135,8 @@ class RegisteredPool:
         stated = any(checksum.group == group for checksum in done.checksums or ())
         if not stated or Feature.VERIFY_PAGES not in self._endpoint.features():
             return None
-        ops = sums.program.ops[sums.program.ops["group"] == group]
-        return sums.of_pages([self.lent.pool.layout.groups[group]], attrs.evolve(sums.program, ops=ops))
+        ops = Operations(sums.program.ops[sums.program.ops["group"] == group])
+        return sums.of_pages([self.lent.pool.layout.groups[group]], attrs.evolve(sums.program, operations=ops))
 
     def failure(self, done: Done, sums: Sums, group: int, pages: PageSums | None) -> RemoteError:
         """The error for a checksum that differs, and where, if sums of `pages` are known (KVP-VERIFY-SINK)."""

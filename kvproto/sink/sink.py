@@ -1,7 +1,5 @@
 """The Sink, which a decode rank opens: it fetches requests by ticket into pages that the engine names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any
@@ -18,8 +16,6 @@ from kvproto.rank.pool import Pool
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.node import UNCONNECTED, SinkNode
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["Fetch", "Sink", "check_seed", "dialer_of"]
 
 
 class Sink(EngineRank):

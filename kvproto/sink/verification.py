@@ -1,7 +1,5 @@
 """Transfers that have arrived at a sink and wait for their checksums, some of which are computed in each turn."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection
@@ -18,11 +16,9 @@ from kvproto.sink.registered_pool import RegisteredPool, begins_stated
 from kvproto.wire.enums import Feature, Outcome
 from kvproto.wire.messages import Done
 
-__all__ = ["Arrival", "Verification"]
-
 
 class _ArrivalOwner(Protocol):
-    def verified(self, arrival: Arrival) -> None:
+    def verified(self, arrival: "Arrival") -> None:
         """End a fetch whose checksums are all computed."""
 
 

@@ -1,7 +1,5 @@
 """Copies under way at a source: started for the sends that they serve, advanced, and stopped when not wanted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,8 +11,6 @@ from kvproto.source.progress import CopyStep
 from kvproto.source.schedule import Send
 from kvproto.transport.base import Copying, Memory, Move, Piece
 from kvproto.wire.enums import ErrorCode, Proof
-
-__all__ = ["Copies", "LentSourcePool"]
 
 _RETRY = 1e-3
 """Seconds before a copy that could not be started is tried again."""

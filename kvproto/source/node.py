@@ -1,7 +1,5 @@
 """A turn of a source rank: receive, copy, answer, and report the requests whose pages are free."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -30,8 +28,6 @@ from kvproto.transport.base import Piece, Transport, bells
 from kvproto.transport.process import this_process
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Register
-
-__all__ = ["SourceNode"]
 
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")
 _AWAY = RemoteError(ErrorCode.DRAINING, "", "this engine is going away", "", "use another engine")

@@ -1,7 +1,5 @@
 """The rows of a request that prefill has computed: the program that copies them to one sink, and the items to read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -17,13 +15,11 @@ from kvproto.planning.geometry import Group, owned_before
 from kvproto.planning.kinds import KINDS
 from kvproto.planning.plan import Route
 from kvproto.source.progress import Available, layers_of
-from kvproto.transport.base import Layer
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Outcome
 from kvproto.wire.messages import Begin, Grants, HandOff
 
 IntArray = npt.NDArray[np.int64]
-
-__all__ = ["Computed", "Finished", "Prefill", "asked_tokens", "check_ends", "offered"]
 
 _MORE = "the sink fetches more tokens than were computed: fetch(tokens=...) no more than finish(tokens=...)"
 _NO_ITEMS = np.empty(0, np.int64)

@@ -10,8 +10,6 @@ times faster than rows are computed, nearly all of them can be sent shortly befo
 later: each part then halves the remainder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -20,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvproto.copying.program import CopyProgram
-from kvproto.transport.base import Layer
-
-__all__ = ["Available", "CopyStep", "SendProgress", "layers_of"]
+from kvproto.transport.staging.packed import Layer
 
 _NO_MODEL = -1
 

@@ -23,8 +23,6 @@ from kvproto.source.prefill import Computed, Finished, Prefill
 from kvproto.source.schedule import Send
 from kvproto.wire.enums import ErrorCode, Outcome
 
-__all__ = ["Request", "RequestCalls"]
-
 _AT_ONCE = 1 << 20
 """Bytes that `finish` may copy in the thread that calls it."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from kvproto.copying.program import OP, CopyProgram
+from kvproto.copying.program import OP, CopyProgram, Operations
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.rank.checksums import Checksums
 from kvproto.rank.registration import PeerMapping
@@ -16,16 +16,15 @@ from kvproto.session.records import SourceAttempt
 from kvproto.session.table import TransferState
 from kvproto.source.prefill import Prefill, asked_tokens, check_ends
 from kvproto.source.progress import Available, CopyStep, SendProgress
-from kvproto.transport.base import Layer, Stream
+from kvproto.transport.base import Stream
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Begin, Grants, HandOff
 
 if TYPE_CHECKING:
     from kvproto.source.request import Request
 
-__all__ = ["LastPart", "Scheduler", "Send", "StreamRows"]
-
-_NO_ROWS = CopyProgram((), np.empty(0, OP), (), ())
+_NO_ROWS = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 """The empty program: its copy waits for rows but moves none."""
 
 _OVER = RemoteError(ErrorCode.ABORTED, "", "the transfer is over", "")

@@ -1,7 +1,5 @@
 """The memory of a source's sinks: mapped when it is registered, and unmapped when its session has ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,8 +17,6 @@ from kvproto.transport import default
 from kvproto.transport.base import Transport
 from kvproto.wire.enums import ErrorCode, Feature
 from kvproto.wire.messages import Region, Register
-
-__all__ = ["SinkMemory"]
 
 _CHECK_INTERVAL = 0.25
 """Seconds between two checks of the processes of sinks on this host."""

@@ -24,8 +24,6 @@ from kvproto.wire.enums import ErrorCode
 if TYPE_CHECKING:
     from kvproto.tiers import Tiers
 
-__all__ = ["Source"]
-
 
 class Source(EngineRank):
     """One rank of an engine that computes prompts."""

@@ -1,7 +1,5 @@
 """Pages in files, one for each key."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat
@@ -16,8 +14,6 @@ from pathlib import Path
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BATCH, BatchStore, IntoStore
 from kvproto.tiers.workers import Workers
-
-__all__ = ["FileStore", "make_folders", "sync_folder", "write_whole"]
 
 _OPEN = 128
 """Files that a call of `put_all` has open at once."""

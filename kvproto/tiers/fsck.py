@@ -1,7 +1,5 @@
 """A check of all pages in a store, whichever engine wrote them: whole pages, damaged ones, and orphaned objects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 
@@ -10,8 +8,6 @@ import attrs
 from kvproto.tiers.manifest import ObjectReferences, object_key
 from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.messages import Manifest
-
-__all__ = ["GRACE", "DamagedPage", "StoreReport", "check_store", "delete_page", "prune"]
 
 GRACE = 600.0
 """Seconds after which an object without a manifest is an orphan: before, its writer may still be at work."""

@@ -5,8 +5,6 @@ recurrent state it is item s, the state after the page's last token. On the host
 which it is stored (tiers.md, Components).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -23,8 +21,6 @@ from kvproto.tiers.page_layout import PageLayout, row_bytes
 from kvproto.transport.base import Pager, Paging, Regions
 from kvproto.wire.enums import ErrorCode, ItemKind
 from kvproto.wire.messages import Columns, Owns
-
-__all__ = ["HostCopies", "as_pool"]
 
 
 class HostCopies:

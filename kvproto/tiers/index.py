@@ -21,8 +21,6 @@ from kvproto.tiers.page_ids import Chain
 from kvproto.tiers.page_layout import PageLayout, usable_lengths
 from kvproto.wire.enums import ErrorCode, LengthRule
 
-__all__ = ["MOVES", "Hit", "Index", "Reservation", "SlotRef", "SlotState", "Slots"]
-
 _NONE = -1
 
 

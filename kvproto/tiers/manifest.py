@@ -1,7 +1,5 @@
 """The manifest of a stored page: the record that lists its components and their digests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from operator import attrgetter
@@ -14,9 +12,6 @@ from kvproto.tiers.page_layout import PageComponent, PageLayout
 from kvproto.wire import decode_struct
 from kvproto.wire.enums import ErrorCode, KeyForm
 from kvproto.wire.messages import Component, Manifest
-
-__all__ = ["Data", "ObjectReferences", "make_manifest", "manifest_key", "matches", "names", "object_key"]
-__all__ += ["parse_manifest"]
 
 Data = bytes | bytearray | memoryview
 _FIELDS = [field.name for field in attrs.fields(PageComponent)]

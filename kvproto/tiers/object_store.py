@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Bucket
 
-__all__ = ["ObjectStore"]
-
 TIMEOUT, CONNECT = timedelta(seconds=10), timedelta(seconds=3)
 RETRIES = 2
 _CLOCK = 60.0

@@ -5,8 +5,6 @@ another name and then renamed, and only its marks change later. A deleted key fr
 with holes, and else with the last key of its pack.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math
@@ -30,8 +28,6 @@ import msgpack
 from kvproto.tiers.file_store import make_folders, sync_folder, write_whole
 from kvproto.tiers.manifest import Data
 from kvproto.tiers.store import BatchStore, IntoStore
-
-__all__ = ["PackFile", "PackStore"]
 
 _TAIL = struct.Struct("<QId8s")
 """Where the index begins, how many keys there are, when they were written by the system's clock, and the magic."""
@@ -59,7 +55,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-_stores: WeakSet[PackStore] = WeakSet()
+_stores: "WeakSet[PackStore]" = WeakSet()
 
 
 class TornPack(ValueError):

@@ -11,8 +11,6 @@ all ranks can do. Every rank decides by that alone, so all decide the same, and 
 hit on all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections import Counter
@@ -34,8 +32,6 @@ from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.storage_io import StorageIO, StorageRead
 from kvproto.transport.base import Paging
 from kvproto.wire.enums import ErrorCode, LengthRule, Tier
-
-__all__ = ["Agreement", "PageCache", "PageLease", "WritePolicy", "patience"]
 
 LENGTHS = 8192
 """Lengths that one vector has room for: 16 prompts of 32K tokens in pages of 64. Pages beyond are computed."""
@@ -143,12 +139,12 @@ class PageCache:
             for listener in self._listeners:
                 listener(nearest)
 
-    def agreement(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> Agreement:
+    def agreement(self, prompts: Sequence[tuple[Chain, int]], lengths: int = LENGTHS) -> "Agreement":
         """The lengths at which this rank could continue prompts, each with its room, for all ranks to agree on."""
         self.settle()
         return Agreement(self, prompts, lengths)
 
-    def open(self, chain: Chain, room: int, most: int | None = None) -> PageLease | None:
+    def open(self, chain: Chain, room: int, most: int | None = None) -> "PageLease | None":
         """A lease of the pages of a prompt that are there, with slots for the rest of `room` pages.
 
         Returns None while too few slots are free. Pages on the host are in the pool after the next `step` and
@@ -265,7 +261,7 @@ class PageCache:
         if self.policy is WritePolicy.WRITE_THROUGH and not on_host:
             self._queue_backup(chain, length)
 
-    def cancel_load(self, lease: PageLease) -> None:
+    def cancel_load(self, lease: "PageLease") -> None:
         """Note that a lease no longer waits for pages from the host."""
         if lease in self._loads:
             self._loads.remove(lease)

@@ -1,7 +1,5 @@
 """Page ids: a chain of digests over a namespace and the tokens of a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 
@@ -10,8 +8,6 @@ import numpy.typing as npt
 
 from kvproto.errors import U32, check_whole
 from kvproto.wire.enums import KeyForm
-
-__all__ = ["Chain", "namespace"]
 
 _NAMESPACE, _PAGE = b"kvproto namespace 1\0", b"kvproto page 1\0"
 
@@ -49,7 +45,7 @@ class Chain:
             self.ahead.append(self._id(KeyForm.AHEAD, first + i, raw[8 * i * page : 8 * (i + 1) * page + 8]))
         self._rest = pending[whole * page :].copy()
 
-    def with_page(self, page: int) -> Chain:
+    def with_page(self, page: int) -> "Chain":
         """The same prompt in pages of `page` tokens."""
         chain = Chain(self.space, page)
         chain.extend(np.concatenate([*self._tokens, self._rest[:0]]))

@@ -1,7 +1,5 @@
 """The components of a page, one for each group that a rank owns."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
@@ -13,8 +11,6 @@ from kvproto.planning.geometry import Geometry, encode_geometry
 from kvproto.planning.kinds import KINDS
 from kvproto.wire.enums import ErrorCode, KeyForm, LengthRule
 from kvproto.wire.messages import Group, Owns
-
-__all__ = ["PageComponent", "PageLayout", "page_layout", "row_bytes", "single_rank", "usable_lengths"]
 
 
 @attrs.frozen

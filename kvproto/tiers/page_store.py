@@ -5,8 +5,6 @@ a miss. `PageStore.counts` counts them. Any number of threads may call at once, 
 computes digests; other processes may use the same back end.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,8 +28,6 @@ from kvproto.tiers.store import BatchStore, Store, get_manifest
 from kvproto.wire import encode_struct
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Component, Manifest
-
-__all__ = ["BufferPool", "PageBuffers", "PageStore"]
 
 SPARE = 256 << 20
 """Most bytes of buffers that are kept for later."""

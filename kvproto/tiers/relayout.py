@@ -5,8 +5,6 @@ Descriptions into engines, plans from each of them to itself as for a transfer, 
 to pages of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -29,8 +27,6 @@ from kvproto.tiers.page_layout import PageLayout, page_layout, single_rank
 from kvproto.tiers.store import Store, get_manifest
 from kvproto.wire.enums import KeyForm, LengthRule
 from kvproto.wire.messages import Manifest
-
-__all__ = ["RelayoutReader", "geometry_key"]
 
 FRESH = 5.0
 """Seconds after which the Descriptions in the store are listed again."""

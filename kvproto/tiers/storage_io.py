@@ -1,7 +1,5 @@
 """Pages on their way between the host and storage, by threads, as far as storage keeps up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -16,8 +14,6 @@ from kvproto.tiers.page_store import BufferPool, PageBuffers, PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import BatchStore
 from kvproto.tiers.workers import Workers
-
-__all__ = ["StorageIO", "StorageRead"]
 
 _BATCH_BYTES = 64 << 20
 """Most bytes that are written in one call, so that a slow disk is not taken for one that hangs."""

@@ -4,8 +4,6 @@ A back end keeps bytes under keys and knows nothing of pages. It promises little
 torn or gone when they are read, because every reader checks them. Failures are OSError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +12,6 @@ from typing import Protocol, runtime_checkable
 from kvproto.errors import LocalError
 from kvproto.tiers.manifest import Data
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["BatchStore", "IntoStore", "Store", "get_manifest", "open_store"]
 
 BATCH = 16
 """Pages that are worth writing together: more of them do not make a page any cheaper."""

@@ -1,7 +1,5 @@
 """An engine's pool backed by host memory and storage (draft): pages that were computed before are found again."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from kvproto.tiers.page_store import PageStore
 from kvproto.tiers.relayout import RelayoutReader
 from kvproto.tiers.store import Store, open_store
 from kvproto.transport.loading import pager
-
-__all__ = ["Tiers"]
 
 _OF_STORAGE = "missed", "damaged", "evicted"
 _PAGES = "device", "host", "new", "fetched", "stored", "not_kept", "not_stored", *_OF_STORAGE

@@ -4,8 +4,6 @@ A call that hangs delays neither a request nor the end of the process: calls tha
 are accepted while it hangs, and the threads are daemons.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections import deque
@@ -13,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-__all__ = ["Workers"]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")

@@ -4,8 +4,6 @@ Transports differ in data (`Capabilities`), so that no other layer asks which tr
 found by an entry point of the group `kvproto.transports`, which names its `Provider` (`kvproto.transport.loading`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -21,12 +19,6 @@ from kvproto.transport.staging.packed import Layer, PackedLink, Packer
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Chunk, Data, Handle, Region
-
-__all__ = [
-    "SUMMED", "Allocation", "Capabilities", "Connection", "Copying", "Exposure", "Layer", "Mapped", "Memory",
-    "Move", "Pager", "Paging", "Piece", "Provider", "Receiver", "Regions", "Stream", "StreamDelivery", "Transport",
-    "bells", "connect_each", "no_handle",
-]  # fmt: skip
 
 
 class Memory(Protocol):

@@ -4,8 +4,6 @@ A transport says how to measure it (`Provider.bench`), and `kvproto.calibration`
 start + bytes / link + runs * run seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -13,10 +11,7 @@ from typing import Literal
 import attrs
 import numpy as np
 
-from kvproto.copying.program import OP, CopyProgram, IntArray, RowMap
-
-__all__ = ["HOST", "LAYERS", "Absent", "BenchJob", "BenchPath", "Constants", "CostKind", "CostedWay", "Floor"]
-__all__ += ["Measured", "Prepare", "RunOnce", "Sample", "program", "same_path", "scattered"]
+from kvproto.copying.program import OP, CopyProgram, IntArray, Operations, RowMap
 
 RunOnce = Callable[[], float]
 """Copies once and returns the seconds that it took."""
@@ -193,7 +188,7 @@ def scattered(
         ops[f"{side}_items"], ops[f"{side}_rows"] = 1, places * run
     item = np.zeros(number, np.int64)
     rows = RowMap(item, source, item, sink, np.full(number, run), np.array([0]), np.array([number * run]))
-    return CopyProgram((rows,), ops, (1,))
+    return CopyProgram((rows,), Operations(ops), (1,))
 
 
 def _distinct(dice: np.random.Generator, places: int, number: int) -> IntArray:

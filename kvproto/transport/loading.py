@@ -1,7 +1,5 @@
 """Finds transports by the entry-point group `kvproto.transports`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -10,8 +8,6 @@ from kvproto.errors import LocalError
 from kvproto.transport.base import Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Measured
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["GROUP", "default", "find", "load", "names", "opened", "pager", "usable"]
 
 GROUP = "kvproto.transports"
 

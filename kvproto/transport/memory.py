@@ -4,8 +4,6 @@ A pool of a GPU is one cuMemAlloc, so that other transfer libraries can register
 bytes to a framework without a copy: `torch.from_dlpack(memory)`, `jax.dlpack.from_dlpack(memory)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
@@ -13,8 +11,6 @@ from kvproto.errors import LocalError, check_whole
 from kvproto.transport.base import Allocation, Memory
 from kvproto.transport.loading import find, names, usable
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["adopt", "adopt_all", "allocate"]
 
 
 def allocate(length: int, device: int | None = None, id: int = 0) -> Memory:

@@ -4,16 +4,12 @@ The pidfd is opened before the start times are compared, so that a reused PID is
 readable pidfd proves that all threads have ended and that the files of the process, a GPU's included, are closed.
 """
 
-from __future__ import annotations
-
 import os
 import select
 from functools import cache
 from pathlib import Path
 
 from kvproto.wire.messages import Process
-
-__all__ = ["Watch", "boot_id", "pid_namespace", "start_time", "this_process"]
 
 
 @cache
@@ -65,7 +61,7 @@ class Watch:
             self._poll.register(fd, select.POLLIN)
 
     @classmethod
-    def of(cls, process: Process) -> Watch | None:
+    def of(cls, process: Process) -> "Watch | None":
         """A watch of a process; None if its end cannot be seen: another host, namespace or start, or a hidden /proc."""
         if (bytes(process.boot), process.namespace) != (boot_id(), pid_namespace()):
             return None
@@ -84,7 +80,7 @@ class Watch:
         return cls(None) if stat is None and ended else None
 
     @classmethod
-    def of_pid(cls, pid: int) -> Watch | None:
+    def of_pid(cls, pid: int) -> "Watch | None":
         """A watch of the process that has this PID here now; None if there is none, or if it cannot be watched.
 
         For callers that then see something of the process which no other has: what they saw names the process watched.

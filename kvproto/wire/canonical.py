@@ -8,8 +8,6 @@ Objects take more memory than the bytes that they come from. So bodies above LAR
 msgpack refuses maps that are longer than any message or struct, before it hashes a key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,8 +19,6 @@ from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, intege
 from kvproto.wire.reader import Fault
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
-
-__all__ = ["LARGEST", "read_canonical"]
 
 LARGEST = 1 << 16
 """The largest body that becomes objects before it is checked, in bytes."""

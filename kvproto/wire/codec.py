@@ -14,8 +14,6 @@ twice. Writing takes one step: `writer` checks each field by the tables and pack
 check the rules of a map (`rules`) when its fields are complete. `decode` raises nothing but WireError.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any, TypeVar
 
@@ -27,8 +25,6 @@ from kvproto.wire.reader import refuse
 from kvproto.wire.strict import read_whole
 from kvproto.wire.tables import CLASSES
 from kvproto.wire.writer import pack
-
-__all__ = ["decode", "decode_struct", "encode", "encode_struct", "message_class"]
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview

@@ -1,7 +1,5 @@
 """An annotated dump of a frame for human readers: what each byte is, up to the first that is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +10,6 @@ from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, decode, decode_struct, message_class
 from kvproto.wire.strict import read_whole
-
-__all__ = ["explain"]
 
 _WIDTH = 12
 """Bytes on a line."""

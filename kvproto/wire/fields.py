@@ -1,7 +1,5 @@
 """The registry's tables as the readers and the writer use them: the handler of a field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -9,8 +7,6 @@ import numpy as np
 from msgpack import ExtType
 
 from kvproto.wire import tables
-
-__all__ = ["BITS", "DTYPES", "count_values", "ends", "ext", "handler", "integers"]
 
 Handler = TypeVar("Handler")
 DTYPES = {code: np.dtype(f"<{kind}{width}") for code, (kind, width) in tables.ARRAY_KINDS.items()}

@@ -1,7 +1,5 @@
 """The head of a refused frame: its type, and the ids at the start of its body."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs
@@ -10,8 +8,6 @@ from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.codec import Buffer, message_class
 from kvproto.wire.strict import read_whole
-
-__all__ = ["Head", "read_head"]
 
 _IDS = ("session", "request", "sequence")
 
@@ -26,14 +22,14 @@ class Head:
     sequence: int | None = None
 
     @classmethod
-    def of(cls, message: Any) -> Head:
+    def of(cls, message: Any) -> "Head":
         """The head of a message that was decoded."""
         return cls(type(message), *(getattr(message, name, None) for name in _IDS))
 
     @property
     def delivery(self) -> str:
         """Delivery class of the type; "request" if the type is not known."""
-        return self.cls.DELIVERY if self.cls is not None else "request"
+        return tables.DELIVERY[self.cls.__name__] if self.cls is not None else "request"
 
 
 def read_head(frame: Buffer) -> Head:

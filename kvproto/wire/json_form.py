@@ -1,7 +1,5 @@
 """The JSON form of messages and structs: names as keys, integers as decimal strings, bytes as hex, enums by name."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, TypeVar
 
@@ -13,8 +11,6 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import BITS
 from kvproto.wire.reader import refuse
 from kvproto.wire.writer import check_field, check_rules
-
-__all__ = ["from_json", "to_json"]
 
 T = TypeVar("T")
 REDACTED = "(secret)"

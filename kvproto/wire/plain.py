@@ -1,7 +1,5 @@
 """JSON of unknown origin, before its meaning is known: reading it costs little, and no key may occur twice."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable
@@ -9,8 +7,6 @@ from typing import Any
 
 from kvproto.errors import WireError
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["DEPTH", "map_of", "plain", "read_json", "refuse"]
 
 DEPTH = 16
 """The most levels of maps and lists within each other."""

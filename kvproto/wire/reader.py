@@ -1,7 +1,5 @@
 """Strict reader of canonical msgpack: lengths are held against limits and the buffer before anything is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,8 +8,6 @@ from kvproto.errors import WireError
 from kvproto.wire import tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.fields import DTYPES, ends
-
-__all__ = ["Fault", "Reader", "refuse"]
 
 
 def refuse(code: ErrorCode, path: str, mine: object, yours: object) -> WireError:

@@ -1,12 +1,8 @@
 """The way in which the generated classes state their fields, and the rows that the codec and other tools read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs
-
-__all__ = ["Field", "row", "rows"]
 
 Field = tuple[int, str, str, bool, int | None, int | None, int | None]
 """id, name, type, required, min, max (of a list or array: elements; of text and bytes: length), exact length"""

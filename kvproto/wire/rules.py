@@ -1,7 +1,5 @@
 """Cross-field rules: the closed list of predicates that the registry may use, over the fields of one map."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -12,8 +10,6 @@ import numpy as np
 from kvproto.wire import enums, tables
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.reader import Fault
-
-__all__ = ["check"]
 
 _Break = tuple[str, object, object]
 """Path below the map, the value that the rule wants, the value that came."""

@@ -1,7 +1,5 @@
 """Cuts a byte stream into frames."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from kvproto.errors import WireError
@@ -10,8 +8,6 @@ from kvproto.wire.codec import Buffer, decode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Message
 from kvproto.wire.reader import refuse
-
-__all__ = ["Decoder"]
 
 
 class Decoder:

@@ -3,8 +3,6 @@
 The canonical reader accepts nothing that this refuses; a body that it does not accept comes here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +12,6 @@ from kvproto.wire.fields import handler
 from kvproto.wire.reader import Fault, Reader, refuse
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
-
-__all__ = ["read_whole"]
 
 Read = Callable[[Reader, int], Any]
 

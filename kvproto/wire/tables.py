@@ -36,7 +36,16 @@ ARRAY_KINDS = {1: ("u", 1), 2: ("u", 2), 3: ("u", 4), 4: ("u", 8), 5: ("i", 1), 
 OPEN_ENUMS = {"ErrorCode", "Role", "DType", "MemoryKind", "Transport", "Tier", "Feature"}
 FROZEN = {"Hello", "Welcome", "Refused", "Error", "Goodbye"}
 
-CLASSES: dict[str, type[Any]] = {name: cls for name, cls in vars(messages).items() if attrs.has(cls)}
+DELIVERY = {
+    **dict.fromkeys(("Hello", "Ping", "Describe", "Register", "Unregister", "Transfer", "Grant", "Done", "Failed", "Abort", "Offer", "Renew", "Watch"), "request"),
+    **dict.fromkeys(("Welcome", "Refused", "Pong", "Description", "Registered", "Unregistered", "Accepted", "DoneAck", "Drained", "Pulled", "Renewed", "Watched"), "reply"),
+    **dict.fromkeys(("Error", "Goodbye", "Progress", "Chunk", "Credit", "Data", "Released", "Kept"), "notice"),
+}
+"""Message to the class of its delivery."""
+
+CLASSES: dict[str, type[Any]] = {
+    name: cls for name, cls in vars(messages).items() if attrs.has(cls) and not name.startswith("_")
+}
 FIELDS = {name: rows(cls) for name, cls in CLASSES.items()}
 UNITS = {name: {field.name: field.metadata["unit"] for field in attrs.fields(cls)} for name, cls in CLASSES.items()}
 SECRET = {name: {field.name for field in attrs.fields(cls) if not field.repr} for name, cls in CLASSES.items()}

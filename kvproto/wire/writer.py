@@ -1,7 +1,5 @@
 """The writer of bodies: turns attrs objects into what msgpack packs, and refuses everything that the readers would."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +13,6 @@ from kvproto.wire.fields import DTYPES, count_values, ends, ext, handler, intege
 from kvproto.wire.reader import Fault, refuse
 from kvproto.wire.rules import check
 from kvproto.wire.tables import CLASSES
-
-__all__ = ["check_field", "check_rules", "pack", "validate"]
 
 Write = Callable[[Any], Any]
 # tuples, as a union of types would be made again at each check

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvproto.calibration import Cost
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.plans import ANSWER, SHARE, Spread, advise_spread, spread
 from kvproto.copying.program import Runs
+from kvproto.planning.layout import Parallel
 from kvproto.transport.bench import Constants
 from kvproto.wire import to_json
 from tests.commands import Ran

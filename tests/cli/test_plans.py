@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kvproto import Cache, DType, lay_out
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.main import main
 from kvproto.planning.geometry import validate
+from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from tests.commands import Ran
@@ -53,6 +54,25 @@ def test_describe_writes_what_check_reads(tmp_path: Path, ran: Ran) -> None:
     assert "D3 " in ran("plan", tmp_path / "a", tmp_path / "b", "--tokens", "100", "--first-token", "7")
 
 
+def test_a_field_that_is_not_known_is_refused_until_it_is_ignored_by_name(tmp_path: Path, ran: Ran) -> None:
+    """In the target and in the draft, and also within the language model of a multimodal one."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    plain, new, inner = tmp_path / "plain", tmp_path / "new", tmp_path / "inner"
+    plain.write_text(json.dumps(sizes))
+    new.write_text(json.dumps(sizes | {"engram_cache_size": 3, "swa_heads": 2}))
+    inner.write_text(json.dumps({"text_config": sizes | {"engram_cache_size": 3}}))
+    both = ["--ignore", "swa_heads", "--ignore", "engram_cache_size"]
+    for options in ([], ["--engine", "sglang"]):
+        for configs in ([new], [inner], [plain, "--draft", new]):
+            assert "config.engram_cache_size" in ran("describe", *configs, *options, status=1)
+        assert "config.engram_cache_size" in ran("describe", new, *options, *both[:2], status=1)
+        wanted = ran("describe", plain, *options)
+        assert ran("describe", new, *options, *both) == ran("describe", inner, *options, *both) == wanted
+        assert ran("describe", plain, "--draft", new, *options, *both) == ran(
+            "describe", plain, "--draft", plain, *options
+        )
+
+
 def test_describe_states_what_is_dealt_and_from_where(ran: Ran) -> None:
     options = ["--preset", "deepseek-v3-eagle3", "--tp", "2", "--dcp", "2", "--origin", "5"]
     groups = json.loads(ran("describe", *options, "--sharded", "draft", "--replicated", "target"))["groups"]
@@ -61,14 +81,16 @@ def test_describe_states_what_is_dealt_and_from_where(ran: Ran) -> None:
 
 
 def test_values_without_their_scales_are_refused(tmp_path: Path, ran: Ran) -> None:
-    """KVP-PLAN-SCALES: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
+    """KVP-PLAN-LEFT: of one of vLLM's kinds of FP8 to another, whose values have the same dtype and lanes."""
     files = []
     for dtype in ("fp8_per_token_head", "fp8"):
         files.append(str(tmp_path / dtype))
         (tmp_path / dtype).write_text(
             ran("describe", "--preset", "llama-3-70b", "--engine", "vllm", "--kv-dtype", dtype)
         )
-    assert "has k and k_scale of layer 0, decode has k alone, no k_scale" in ran("check", *files, status=3)
+    assert "has k_scale, v_scale beside k in layer 0, decode has k without k_scale, v_scale" in ran(
+        "check", *files, status=3
+    )
 
 
 def test_refused_pairs_say_why(files: dict[str, str], ran: Ran) -> None:

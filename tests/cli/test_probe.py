@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvproto.calibration import Host, Probe, load, save
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.cli.main import main
+from kvproto.planning.layout import Parallel
 from kvproto.transport.bench import Constants, Measured, Sample
 from kvproto.wire import to_json
 from tests.commands import Ran

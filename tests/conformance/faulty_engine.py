@@ -3,8 +3,6 @@
 Without a name every fault is planted in turn, and looked for by the scenario that is to find it. A fault is a method of the adapter that does something else, or a change to what kvproto sends or does.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

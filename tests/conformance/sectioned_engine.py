@@ -1,7 +1,5 @@
 """A reference engine whose K lies in two sections, the second ahead of the first: an adapter for live scenarios."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvproto.catalog.models import Parallel
 from kvproto.errors import RemoteError
 from kvproto.planning.geometry import decode_geometry, encode_geometry
-from kvproto.planning.layout import Cache, lay_out
+from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.wire import from_json, to_json
 from kvproto.wire.enums import DType
 from kvproto.wire.messages import Geometry

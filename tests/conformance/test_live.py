@@ -1,7 +1,5 @@
 """The driver for live engines: the reference passes, what is no engine is an error, and what NIXL is missing for is said."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Versions meet: today's, later ones that do not exist yet, made from the registry, and one that is frozen."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import shutil

@@ -1,7 +1,5 @@
 """A few of what `make prove` asks for in full: the suite notices what is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """A sink in C, of the pages alone, beside the reference engine and under the live driver, with sanitizers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

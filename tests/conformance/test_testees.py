@@ -18,18 +18,7 @@ from kvproto_conformance.cases import load
 from kvproto_conformance.codec import Refusal, read_frame
 from kvproto_conformance.data import spec
 from kvproto_conformance.testee import Testee as Driver
-from tests.conformance.test_planner import (
-    FEATURES,
-    Made,
-    every_class,
-    few_needy,
-    lanes_by_halves,
-    many_pieces,
-    many_tables,
-    ours,
-    sections_of_lanes,
-    spoilt,
-)
+from tests.conformance import test_planner
 from tests.plan.test_spreading import odd_world
 from tests.plan.wild_worlds import world
 from tests.plan.worlds import caches, side
@@ -38,13 +27,13 @@ TESTEES = Path(__file__).parents[2] / "conformance/testees"
 STRICT = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 SANITIZED = ["-std=c11", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 Said = pytest.CaptureFixture[str]
-LARGE: dict[Made, tuple[int, int]] = {
-    many_pieces: (126, 127),
-    many_tables: (2, 3),
-    few_needy: (32, 33),
-    every_class: (32, 33),
-    lanes_by_halves: (65536, 65537),
-    sections_of_lanes: (16, 17),
+LARGE: dict[test_planner.Made, tuple[int, int]] = {
+    test_planner.many_pieces: (126, 127),
+    test_planner.many_tables: (2, 3),
+    test_planner.few_needy: (32, 33),
+    test_planner.every_class: (32, 33),
+    test_planner.lanes_by_halves: (65536, 65537),
+    test_planner.sections_of_lanes: (16, 17),
 }
 
 
@@ -131,26 +120,26 @@ def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
 
 def same_in_worlds(testee: Driver, seed: int) -> None:
     rng = random.Random(seed)
-    wild, held, features = world(seed), caches(rng), rng.choice(FEATURES)
+    wild, held, features = world(seed), caches(rng), rng.choice(test_planner.FEATURES)
     source, sink = (side(rng, held, rng.randint(0, 3), complete=c) for c in (True, False))
     for pair in (
         (wild.source, wild.sink, wild.features),
         (source, sink, features),
-        (spoilt(rng, source), sink, features),
+        (test_planner.spoilt(rng, source), sink, features),
         (*odd_world(rng), features),
     ):
-        assert asked(testee, *pair) == ours(*pair), seed
+        assert asked(testee, *pair) == test_planner.ours(*pair), seed
 
 
 @pytest.mark.parametrize("made", LARGE, ids=lambda made: made.__name__)
-def test_rust_knows_when_it_is_too_much(planner: list[str], made: Made) -> None:
+def test_rust_knows_when_it_is_too_much(planner: list[str], made: test_planner.Made) -> None:
     """KVP-PLAN-SIZE: the greatest world that fits, and the least that does not."""
     fits, beyond = LARGE[made]
     with Driver(planner) as testee:
         testee.greet({"op": "hello"})
         for many in (fits, beyond):
             pair = (*made(many), ())
-            found = ours(*pair)
+            found = test_planner.ours(*pair)
             assert asked(testee, *pair) == found
             assert isinstance(found, tuple) == (many == beyond)
 

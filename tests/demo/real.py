@@ -1,7 +1,5 @@
 """`make demo-real`: the demo with a pretrained model, and the same with one bit of a page flipped on its way."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -150,7 +150,6 @@ def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:
         ways = (Measured("nixl", way, "host", "host", some, Constants(n, 1e-6, 1e-6)) for way, n in links.items())
         args = ["--costs", tmp_path / "costs.json"]
         save(Probe("2026-01-02T03:04:05+00:00", True, 1 << 29, Host(2, "x86_64"), tuple(ways)), tmp_path / "costs.json")
-        tmp_path.chmod(0o700)
         options = parse("decode", ["--dir", str(tmp_path), "--transport", "nixl", *map(str, args)])
         chosen = options.kvproto()
         with Pool.allocate(lay_out([Cache.mla("kv", 1, latent=8, rope=8, page=4)]), 1) as pool:

@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 
-from kvproto.copying.program import CopyProgram
+from kvproto.copying.program import CopyProgram, Operations
 from kvproto.transport.base import Paging, Regions
 from kvproto.transport.shm.transport import HostPager
 from kvproto_reference.demo import tiers
@@ -45,7 +45,7 @@ def test_a_draft_that_is_not_loaded_back_costs_acceptance_and_no_token() -> None
 
     class WithoutDraft(HostPager):
         def copy(self, program: CopyProgram, sources: Regions, sinks: Regions) -> Paging:
-            target = attrs.evolve(program, ops=program.ops[program.ops["model"] == 0])
+            target = attrs.evolve(program, operations=Operations(program.ops[program.ops["model"] == 0]))
             return super().copy(target, sources, sinks)
 
     def use(engine: TieredEngine) -> None:

@@ -9,33 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from kvproto import (
-    Cache,
-    DType,
-    Fetch,
-    Geometry,
-    Options,
-    Pool,
-    Prompt,
-    Request,
-    Sink,
-    Source,
-    Ticket,
-    lay_out,
-    new_ticket,
-)
+import kvproto
 from kvproto.events import Event
 
 PAGE, PAGES = 4, 16
-GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=PAGE, dtype=DType.U8)])
-PROMPT = Prompt(range(10))
+GEOMETRY = kvproto.lay_out([kvproto.Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=PAGE, dtype=kvproto.DType.U8)])
+PROMPT = kvproto.Prompt(range(10))
 """Three pages, the last one half full."""
-STEPPED = Options(thread=False)
+STEPPED = kvproto.Options(thread=False)
 
 
-def filled(pages: int = PAGES, geometry: Geometry = GEOMETRY) -> Pool:
+def filled(pages: int = PAGES, geometry: kvproto.Geometry = GEOMETRY) -> kvproto.Pool:
     """A pool each byte of which is different, near enough; of any geometry with the same places."""
-    pool = Pool.allocate(geometry, pages)
+    pool = kvproto.Pool.allocate(geometry, pages)
     for n, place in enumerate(places()):
         array = pool.array(*place)
         array[:] = np.random.default_rng(n).integers(1, 256, array.shape, np.uint8)
@@ -46,7 +32,7 @@ def places() -> list[tuple[str, int, str]]:
     return [("kv", layer, part) for layer in range(2) for part in ("k", "v")]
 
 
-def rows(pool: Pool, table: list[int], first: int = 0, tokens: int = len(PROMPT)) -> np.ndarray[Any, Any]:
+def rows(pool: kvproto.Pool, table: list[int], first: int = 0, tokens: int = len(PROMPT)) -> np.ndarray[Any, Any]:
     """What the pages of a request hold, [layer and part, token, head, byte]."""
     at = np.arange(first, tokens)
     return np.stack([pool.array(*place)[np.array(table)[at // PAGE], at % PAGE] for place in places()])
@@ -55,9 +41,9 @@ def rows(pool: Pool, table: list[int], first: int = 0, tokens: int = len(PROMPT)
 class Two:
     """A source and a sink, and the pools of each."""
 
-    def __init__(self, source: Source, sink: Sink) -> None:
+    def __init__(self, source: kvproto.Source, sink: kvproto.Sink) -> None:
         self.source, self.sink = source, sink
-        self.ticket: Ticket = new_ticket(source.name)
+        self.ticket: kvproto.Ticket = kvproto.new_ticket(source.name)
         self.told: list[Event] = []
 
     def turn(self, times: int = 1) -> None:
@@ -65,7 +51,9 @@ class Two:
         for door in (self.source, self.sink) * times:
             self.told += door.events() if door.options.thread else door.step(0.005)
 
-    def asked(self, pages: list[int], made: Ticket | None = None, **fetch: Any) -> tuple[Request, Fetch]:
+    def asked(
+        self, pages: list[int], made: kvproto.Ticket | None = None, **fetch: Any
+    ) -> tuple[kvproto.Request, kvproto.Fetch]:
         """A request of the source, and its fetch into these pages."""
         made = made or self.ticket
         return self.source.request(made, PROMPT), self.sink.fetch(made, PROMPT, {"kv": pages}, **fetch)
@@ -88,18 +76,17 @@ class Two:
 
 
 @contextmanager
-def two(folder: Path, options: Options | None = None, theirs: Options | None = None) -> Iterator[Two]:
+def two(folder: Path, options: kvproto.Options | None = None, theirs: kvproto.Options | None = None) -> Iterator[Two]:
     """Both in this process."""
     address = address_in(folder)
     with (
-        Source("prefill", filled(), address, options) as source,
-        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, theirs or options) as sink,
+        kvproto.Source("prefill", filled(), address, options) as source,
+        kvproto.Sink("decode", kvproto.Pool.allocate(GEOMETRY, PAGES), {"prefill": address}, theirs or options) as sink,
     ):
         yield Two(source, sink)
 
 
 def address_in(folder: Path, name: str = "prefill") -> str:
-    folder.chmod(0o700)
     return f"ipc://{folder}/{name}"
 
 

@@ -9,22 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto import (
-    Cache,
-    DType,
-    Options,
-    Parallel,
-    Pool,
-    Prompt,
-    Sink,
-    Source,
-    allocate,
-    events,
-    lay_out,
-    new_ticket,
-    read_ticket,
-    write_ticket,
-)
+import kvproto
 from kvproto.errors import KvprotoError, RemoteError
 from kvproto.observability.records import record_of
 from kvproto.wire.enums import ErrorCode
@@ -45,9 +30,9 @@ CALLS: dict[str, tuple[Callable[[Two], Any], str, list[str]]] = {
     "a list for a prompt, at the sink": (lambda b: b.sink.fetch(b.ticket, [1, 2], PAGES_OF), "prompt", ["Prompt", "got list"]),
     "a list for a prompt, at the source": (lambda b: b.source.request(b.ticket, [1, 2]), "prompt", ["Prompt", "got list"]),
     "a dict for a ticket": (
-        lambda b: b.sink.fetch(write_ticket(b.ticket), PROMPT, PAGES_OF), "ticket", ["got dict", "read_ticket"]),
+        lambda b: b.sink.fetch(kvproto.write_ticket(b.ticket), PROMPT, PAGES_OF), "ticket", ["got dict", "read_ticket"]),
     "a dict for a ticket, at the source": (
-        lambda b: b.source.request(write_ticket(b.ticket), PROMPT), "ticket", ["got dict", "read_ticket"]),
+        lambda b: b.source.request(kvproto.write_ticket(b.ticket), PROMPT), "ticket", ["got dict", "read_ticket"]),
     "a list for pages": (lambda b: b.sink.fetch(b.ticket, PROMPT, [9, 0, 5]), "pages", ["mapping", "got list"]),
     "a fraction of a token": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, tokens=1.5), "tokens", ["1.5"]),
     "a truth for a number": (lambda b: b.sink.fetch(b.ticket, PROMPT, PAGES_OF, cached=True), "cached", ["True"]),
@@ -78,34 +63,34 @@ def test_calls(both: Two, name: str) -> None:
 
 
 MADE: dict[str, tuple[Callable[[str], Any], str]] = {
-    "no pool": (lambda at: Source("prefill", GEOMETRY, at), "pool"),  # type: ignore[arg-type]
-    "no pool, at a sink": (lambda at: Sink("decode", None), "pool"),  # type: ignore[arg-type]
-    "no options": (lambda at: Source("prefill", filled(), at, {"pull": True}), "options"),  # type: ignore[arg-type]
-    "no name": (lambda at: Source(None, filled(), at), "name"),  # type: ignore[arg-type]
-    "an address that is none": (lambda at: Source("prefill", filled(), 5), "listen"),  # type: ignore[arg-type]
-    "an address that may not be used": (lambda at: Source("prefill", filled(), "tcp://0.0.0.0:5"), "listen"),
-    "an address of a source that may not": (lambda at: Sink("d", filled(), {"p": "tcp://0.0.0.0:5"}), 'sources["p"]'),
-    "a page of no tokens": (lambda at: Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=0), "Cache.page"),
-    "no heads": (lambda at: Cache.gqa("kv", 2, kv_heads=0, head_dim=4, page=4), "Cache.kv_heads"),
-    "a dtype that is none": (lambda at: Cache.mla("kv", 2, latent=4, rope=0, page=4, dtype="bf16"), "Cache.dtype"),  # type: ignore[arg-type]
-    "half an element": (lambda at: Cache.handoff("first", {"token": (DType.F32, 6)}), 'Cache.parts["token"]'),
-    "sources in a list": (lambda at: Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
-    "a source's rank left open": (lambda at: Sink("decode", filled(), {"prefill": at + "{rank}"}), 'sources["prefill"]'),
-    "a length that is no whole number": (lambda at: allocate(1e6), "length"),  # type: ignore[arg-type]
-    "no bytes": (lambda at: allocate(0), "length"),
-    "fewer than no bytes": (lambda at: allocate(-1), "length"),
-    "a device that is no number": (lambda at: allocate(1, device="cuda"), "device"),  # type: ignore[arg-type]
-    "transports that are none": (lambda at: Options(transports=5), "Options.transports"),  # type: ignore[arg-type]
-    "a transport that is none": (lambda at: Options(transports=[5]), "Options.transports"),  # type: ignore[list-item]
-    "words for an axis that are none": (lambda at: Pool(GEOMETRY, {"kv": []}, axes={"kv": 5}), 'axes["kv"]'),  # type: ignore[dict-item]
-    "no geometry": (lambda at: Pool([1], {}), "geometry"),  # type: ignore[arg-type]
-    "tensors in a list": (lambda at: Pool(GEOMETRY, []), "tensors"),  # type: ignore[arg-type]
-    "an adapter that is none": (lambda at: Prompt([1], adapter=None), "Prompt.adapter"),  # type: ignore[arg-type]
-    "an engine without a name": (lambda at: new_ticket(""), "engine"),
-    "an engine that is none": (lambda at: new_ticket(None), "engine"),  # type: ignore[arg-type]
-    "a replica below zero": (lambda at: new_ticket("prefill", -1), "replica"),
-    "a ticket that is none": (lambda at: write_ticket({}), "ticket"),  # type: ignore[arg-type]
-    "a ticket's form that is none": (lambda at: read_ticket([1]), "ticket"),  # type: ignore[arg-type]
+    "no pool": (lambda at: kvproto.Source("prefill", GEOMETRY, at), "pool"),  # type: ignore[arg-type]
+    "no pool, at a sink": (lambda at: kvproto.Sink("decode", None), "pool"),  # type: ignore[arg-type]
+    "no options": (lambda at: kvproto.Source("prefill", filled(), at, {"pull": True}), "options"),  # type: ignore[arg-type]
+    "no name": (lambda at: kvproto.Source(None, filled(), at), "name"),  # type: ignore[arg-type]
+    "an address that is none": (lambda at: kvproto.Source("prefill", filled(), 5), "listen"),  # type: ignore[arg-type]
+    "an address that may not be used": (lambda at: kvproto.Source("prefill", filled(), "tcp://0.0.0.0:5"), "listen"),
+    "an address of a source that may not": (lambda at: kvproto.Sink("d", filled(), {"p": "tcp://0.0.0.0:5"}), 'sources["p"]'),
+    "a page of no tokens": (lambda at: kvproto.Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=0), "Cache.page"),
+    "no heads": (lambda at: kvproto.Cache.gqa("kv", 2, kv_heads=0, head_dim=4, page=4), "Cache.kv_heads"),
+    "a dtype that is none": (lambda at: kvproto.Cache.mla("kv", 2, latent=4, rope=0, page=4, dtype="bf16"), "Cache.dtype"),  # type: ignore[arg-type]
+    "half an element": (lambda at: kvproto.Cache.handoff("first", {"token": (kvproto.DType.F32, 6)}), 'Cache.parts["token"]'),
+    "sources in a list": (lambda at: kvproto.Sink("decode", filled(), [at]), "sources"),  # type: ignore[arg-type]
+    "a source's rank left open": (lambda at: kvproto.Sink("decode", filled(), {"prefill": at + "{rank}"}), 'sources["prefill"]'),
+    "a length that is no whole number": (lambda at: kvproto.allocate(1e6), "length"),  # type: ignore[arg-type]
+    "no bytes": (lambda at: kvproto.allocate(0), "length"),
+    "fewer than no bytes": (lambda at: kvproto.allocate(-1), "length"),
+    "a device that is no number": (lambda at: kvproto.allocate(1, device="cuda"), "device"),  # type: ignore[arg-type]
+    "transports that are none": (lambda at: kvproto.Options(transports=5), "Options.transports"),  # type: ignore[arg-type]
+    "a transport that is none": (lambda at: kvproto.Options(transports=[5]), "Options.transports"),  # type: ignore[list-item]
+    "words for an axis that are none": (lambda at: kvproto.Pool(GEOMETRY, {"kv": []}, axes={"kv": 5}), 'axes["kv"]'),  # type: ignore[dict-item]
+    "no geometry": (lambda at: kvproto.Pool([1], {}), "geometry"),  # type: ignore[arg-type]
+    "tensors in a list": (lambda at: kvproto.Pool(GEOMETRY, []), "tensors"),  # type: ignore[arg-type]
+    "an adapter that is none": (lambda at: kvproto.Prompt([1], adapter=None), "Prompt.adapter"),  # type: ignore[arg-type]
+    "an engine without a name": (lambda at: kvproto.new_ticket(""), "engine"),
+    "an engine that is none": (lambda at: kvproto.new_ticket(None), "engine"),  # type: ignore[arg-type]
+    "a replica below zero": (lambda at: kvproto.new_ticket("prefill", -1), "replica"),
+    "a ticket that is none": (lambda at: kvproto.write_ticket({}), "ticket"),  # type: ignore[arg-type]
+    "a ticket's form that is none": (lambda at: kvproto.read_ticket([1]), "ticket"),  # type: ignore[arg-type]
 }  # fmt: skip
 
 
@@ -113,18 +98,18 @@ MADE: dict[str, tuple[Callable[[str], Any], str]] = {
 def test_what_is_made(tmp_path: Path, name: str) -> None:
     call, path = MADE[name]
     refused(lambda: call(address_in(tmp_path)), ErrorCode.OUT_OF_RANGE, path)
-    with Source("prefill", filled(), address_in(tmp_path)):
+    with kvproto.Source("prefill", filled(), address_in(tmp_path)):
         pass  # nothing is left of it
 
 
 def test_a_ticket_as_text() -> None:
-    ticket = new_ticket("prefill")
-    assert read_ticket(json.dumps(write_ticket(ticket))) == ticket
+    ticket = kvproto.new_ticket("prefill")
+    assert kvproto.read_ticket(json.dumps(kvproto.write_ticket(ticket))) == ticket
 
 
 def test_hand_off_that_is_no_bytes(tmp_path: Path) -> None:
-    with Source("prefill", Pool.allocate(HANDED, 4), address_in(tmp_path)) as source:
-        request = source.request(new_ticket("prefill"), Prompt([1]))
+    with kvproto.Source("prefill", kvproto.Pool.allocate(HANDED, 4), address_in(tmp_path)) as source:
+        request = source.request(kvproto.new_ticket("prefill"), kvproto.Prompt([1]))
         wrong: Any = {"first": {"token": np.zeros(4, np.uint8)}}
         refused(
             lambda: request.finish({"kv": [0]}, handoff=wrong), ErrorCode.OUT_OF_RANGE, 'handoff["first"]["token"]',
@@ -132,12 +117,12 @@ def test_hand_off_that_is_no_bytes(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [Options(), STEPPED], ids=["thread", "step"])
-def test_a_posted_call_that_fails_costs_nobody_else_anything(tmp_path: Path, options: Options) -> None:
+@pytest.mark.parametrize("options", [kvproto.Options(), STEPPED], ids=["thread", "step"])
+def test_a_posted_call_that_fails_costs_nobody_else_anything(tmp_path: Path, options: kvproto.Options) -> None:
     """A defect inside one request ends that request: the node, and the requests of others, go on."""
     with two(tmp_path, options) as both:
         other = both.sink.fetch(both.ticket, PROMPT, {"kv": [10, 11, 12]})
-        request, mine = both.source.request(both.ticket, PROMPT), new_ticket("prefill")
+        request, mine = both.source.request(both.ticket, PROMPT), kvproto.new_ticket("prefill")
         broken = both.source.request(mine, PROMPT)
 
         def fails() -> None:
@@ -178,10 +163,10 @@ def test_tokens_computed_only_rise(both: Two) -> None:
 def test_pages_that_another_fetch_writes(both: Two) -> None:
     """Also through another Sink over the same pool; an end that is proven frees them."""
     first = both.sink.fetch(both.ticket, PROMPT, {"kv": [9, 0, 5]})
-    again = new_ticket("prefill")
+    again = kvproto.new_ticket("prefill")
     said = ("page 0", "another fetch")
     refused(lambda: both.sink.fetch(again, PROMPT, {"kv": [1, 2, 0]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][2]', *said)
-    with Sink("decode beside", both.sink.pool, {"prefill": both.sink._node.sources["prefill", 0][0]}) as other:
+    with kvproto.Sink("decode beside", both.sink.pool, {"prefill": both.sink._node.sources["prefill", 0][0]}) as other:
         refused(lambda: other.fetch(again, PROMPT, {"kv": [1, 0, 2]}), ErrorCode.ITEM_ALIAS, 'pages["kv"][1]', *said)
     both.sink.fetch(again, PROMPT, {"kv": [1, 2, 3]}).abort()
     first.abort()
@@ -192,41 +177,41 @@ def test_pages_that_another_fetch_writes(both: Two) -> None:
 
 def test_one_source_over_a_pool(tmp_path: Path) -> None:
     pool = filled()
-    with Source("prefill", pool, address_in(tmp_path)):
+    with kvproto.Source("prefill", pool, address_in(tmp_path)):
         refused(
-            lambda: Source("again", pool, address_in(tmp_path, "again")), ErrorCode.UNEXPECTED_MESSAGE, "pool",
+            lambda: kvproto.Source("again", pool, address_in(tmp_path, "again")), ErrorCode.UNEXPECTED_MESSAGE, "pool",
             "Source 'prefill'",
         )  # fmt: skip
-    with Source("again", pool, address_in(tmp_path, "again")):
+    with kvproto.Source("again", pool, address_in(tmp_path, "again")):
         pass
 
 
 def test_an_expanded_tensor() -> None:
     wide = np.lib.stride_tricks.as_strided(shared((PAGES, 4, 2, 4)), NHD, (0, 8, 4, 1))
-    refused(lambda: Pool(GEOMETRY, {"kv": [wide] * 2}), ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', "expanded")
+    refused(lambda: kvproto.Pool(GEOMETRY, {"kv": [wide] * 2}), ErrorCode.BAD_COLUMNS, 'tensors["kv"][0]', "expanded")
 
 
 def test_element_types() -> None:
     """A float16 tensor is no bfloat16 cache; integers stand for the bits of any type."""
-    half = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.BF16)])
+    half = kvproto.lay_out([kvproto.Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.BF16)])
     given = {"kv": {"k": shared(NHD, np.float16), "v": shared(NHD, np.float16)}}
-    refused(lambda: Pool(half, given), ErrorCode.BAD_COLUMNS, 'tensors["kv"]["k"]', "BF16", "F16")
-    Pool(half, {"kv": {p: shared((*NHD[:-1], 8)) for p in "kv"}}).close()
-    Pool(half, {"kv": {p: shared(NHD, np.int16) for p in "kv"}}).close()
-    right = lay_out([Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.F16)])
-    Pool(right, given).close()
+    refused(lambda: kvproto.Pool(half, given), ErrorCode.BAD_COLUMNS, 'tensors["kv"]["k"]', "BF16", "F16")
+    kvproto.Pool(half, {"kv": {p: shared((*NHD[:-1], 8)) for p in "kv"}}).close()
+    kvproto.Pool(half, {"kv": {p: shared(NHD, np.int16) for p in "kv"}}).close()
+    right = kvproto.lay_out([kvproto.Cache.gqa("kv", 1, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.F16)])
+    kvproto.Pool(right, given).close()
 
 
 def test_a_request_that_nobody_wants_any_more(both: Two) -> None:
     """The source hears of an abort while it computes."""
     request = both.source.request(both.ticket, PROMPT)
     found = both.sink.fetch(both.ticket, PROMPT, PAGES_OF)
-    both.until(lambda: sum(isinstance(e, events.Connected) for e in both.told) == 2)
+    both.until(lambda: sum(isinstance(e, kvproto.events.Connected) for e in both.told) == 2)
     request.computed({"kv": [3]}, 4)
     found.abort()
     both.until(lambda: found.pages_free)
-    unwanted = both.until(lambda: [e for e in both.told if isinstance(e, events.Unwanted)])
-    assert unwanted == [events.Unwanted(request)]
+    unwanted = both.until(lambda: [e for e in both.told if isinstance(e, kvproto.events.Unwanted)])
+    assert unwanted == [kvproto.events.Unwanted(request)]
     request.fail("the client is gone")
     still_works(both)
 
@@ -243,8 +228,8 @@ def test_an_error_of_the_peer_reads_from_here(both: Two) -> None:
 
 
 def test_a_source_that_never_comes_ends_by_the_deadline(tmp_path: Path) -> None:
-    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address_in(tmp_path)}) as sink:
-        found = sink.fetch(new_ticket("prefill", deadline=0.05), PROMPT, PAGES_OF)
+    with kvproto.Sink("decode", kvproto.Pool.allocate(GEOMETRY, PAGES), {"prefill": address_in(tmp_path)}) as sink:
+        found = sink.fetch(kvproto.new_ticket("prefill", deadline=0.05), PROMPT, PAGES_OF)
         with raises(KvprotoError, match=r"no answer to Hello from .*prefill", code=ErrorCode.DEADLINE):
             found.wait(10)
         assert found.pages_free
@@ -253,18 +238,22 @@ def test_a_source_that_never_comes_ends_by_the_deadline(tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     """The other rank runs, and is not blamed."""
     address = str(address_in(tmp_path)) + "-{rank}"
-    halves = lay_out([Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)], Parallel(tp=2))
+    halves = kvproto.lay_out(
+        [kvproto.Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8)], kvproto.Parallel(tp=2)
+    )
     with (
-        Source("prefill", Pool.allocate(halves, PAGES, rank=0), address) as source,
-        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address.format(rank=0)}, STEPPED) as sink,
+        kvproto.Source("prefill", kvproto.Pool.allocate(halves, PAGES, rank=0), address) as source,
+        kvproto.Sink(
+            "decode", kvproto.Pool.allocate(GEOMETRY, PAGES), {"prefill": address.format(rank=0)}, STEPPED
+        ) as sink,
     ):
         both = Two(source, sink)
-        sink.fetch(new_ticket("prefill"), PROMPT, {"kv": [1, 2, 3]})
+        sink.fetch(kvproto.new_ticket("prefill"), PROMPT, {"kv": [1, 2, 3]})
         (link,) = sink._node._links.values()
         both.until(lambda: len(link.endpoint.sessions) == 2 and len(link.endpoint.hindrances(None)) == 1)
-        found = sink.fetch(new_ticket("prefill", deadline=0.01), PROMPT, PAGES_OF)
+        found = sink.fetch(kvproto.new_ticket("prefill", deadline=0.01), PROMPT, PAGES_OF)
         both.until(lambda: found.done)
-        (lost,) = [e for e in both.told if isinstance(e, events.Lost)]
+        (lost,) = [e for e in both.told if isinstance(e, kvproto.events.Lost)]
         assert lost.error.code == ErrorCode.DEADLINE
         assert f"no answer to Hello from prefill rank 1 at {address.format(rank=1)}:" in lost.error.advice
         assert "prefill-0" not in lost.error.advice
@@ -277,12 +266,14 @@ def test_an_engine_that_never_answers_is_named_by_its_name_and_address(
 ) -> None:  # fmt: skip
     """A record hides the address, and still says which engine it is."""
     address = address_in(tmp_path)
-    with Sink("decode", Pool.allocate(GEOMETRY, PAGES), {("prefill", replica): address}, STEPPED) as sink:
-        found = sink.fetch(new_ticket("prefill", replica, deadline=0.01), PROMPT, PAGES_OF)
-        told: list[events.Event] = []
+    with kvproto.Sink(
+        "decode", kvproto.Pool.allocate(GEOMETRY, PAGES), {("prefill", replica): address}, STEPPED
+    ) as sink:
+        found = sink.fetch(kvproto.new_ticket("prefill", replica, deadline=0.01), PROMPT, PAGES_OF)
+        told: list[kvproto.events.Event] = []
         while not found.done:
             told += sink.step(0.005)
-        (lost,) = [e for e in told if isinstance(e, events.Lost)]
+        (lost,) = [e for e in told if isinstance(e, kvproto.events.Lost)]
         assert f"no answer to Hello from {named} at {address}" in lost.error.advice
         assert f"from {named} at ipc://(hidden)" in record_of(lost)["error"]
 
@@ -290,10 +281,10 @@ def test_an_engine_that_never_answers_is_named_by_its_name_and_address(
 def test_another_engine_at_the_address(tmp_path: Path) -> None:
     address = address_in(tmp_path)
     with (
-        Source("somebody else", filled(), address),
-        Sink("decode", Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink,
+        kvproto.Source("somebody else", filled(), address),
+        kvproto.Sink("decode", kvproto.Pool.allocate(GEOMETRY, PAGES), {"prefill": address}) as sink,
     ):
-        found = sink.fetch(new_ticket("prefill"), PROMPT, PAGES_OF)
+        found = sink.fetch(kvproto.new_ticket("prefill"), PROMPT, PAGES_OF)
         with raises(KvprotoError, match="somebody else", code=ErrorCode.WRONG_PEER):
             found.wait(10)
-        assert not [e for e in sink.events() if isinstance(e, events.Connected)]
+        assert not [e for e in sink.events() if isinstance(e, kvproto.events.Connected)]

@@ -285,7 +285,7 @@ def test_an_engine_that_computes_is_no_suspect(tmp_path: Path, monkeypatch: pyte
     for silence in (0.2, 1.0, 8.0):
         monkeypatch.setattr(kvproto.session.limits, "PING_SILENCE", silence)
         folder = tmp_path / str(silence)
-        folder.mkdir()
+        folder.mkdir(0o700)
         with two(folder) as both:
             both.until(lambda both=both: any(isinstance(e, told.Connected) for e in both.told))
             until = time.monotonic() + 5 * silence

@@ -13,22 +13,7 @@ import attrs
 import numpy as np
 import pytest
 
-from kvproto import (
-    Cache,
-    DType,
-    Fetch,
-    KvprotoError,
-    LocalError,
-    Options,
-    Parallel,
-    Pool,
-    RemoteError,
-    Sink,
-    Source,
-    Withdrawal,
-    lay_out,
-    new_ticket,
-)
+import kvproto
 from kvproto.asyncio import drive, wait
 from kvproto.events import Arrived, PoolFree
 from kvproto.rank import registration
@@ -40,21 +25,21 @@ from tests.errors import raises
 
 HERE, THERE = [3, 4, 5], [6, 7, 8]
 WAYS = {
-    "stepped": Options(thread=False),
-    "thread": Options(),
-    "pull": Options(thread=False, pull=True),
-    "inline": Options(thread=False, transports=["inline"]),
-    "part by part": Options(thread=False, part_bytes=1),
+    "stepped": kvproto.Options(thread=False),
+    "thread": kvproto.Options(),
+    "pull": kvproto.Options(thread=False, pull=True),
+    "inline": kvproto.Options(thread=False, transports=["inline"]),
+    "part by part": kvproto.Options(thread=False, part_bytes=1),
 }
 
 
-def another(pages: int = PAGES) -> Pool:
-    return Pool.allocate(GEOMETRY, pages)
+def another(pages: int = PAGES) -> kvproto.Pool:
+    return kvproto.Pool.allocate(GEOMETRY, pages)
 
 
 def hand_over(pair: Two, table: list[int] = THERE) -> None:
     """A request arrives, in the pool of its sink."""
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     request = pair.source.request(made, PROMPT)
     request.finish({"kv": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": table})
@@ -80,7 +65,7 @@ def test_a_sink_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     old, before = pair.sink.pool, sessions(pair)
     sleeping = pair.sink.sleep()
     assert pair.sink.asleep
-    with pytest.raises(LocalError):
+    with pytest.raises(kvproto.LocalError):
         old.close()
     assert isinstance(pair.ends(sleeping), PoolFree)
     old.close()
@@ -94,7 +79,7 @@ def test_a_sink_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
 def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     """KVP-EPO-MOVED: what it had ends with POOL_MOVED, and new requests are of the new memory."""
     hand_over(pair)
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     request = pair.source.request(made, PROMPT)
     request.computed({"kv": HERE}, 4)
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
@@ -102,7 +87,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
     old = pair.source.pool
     sleeping = pair.source.sleep()
     pair.until(lambda: fetch.done and request.done and sleeping.done)
-    with raises(RemoteError, code=ErrorCode.POOL_MOVED):
+    with raises(kvproto.RemoteError, code=ErrorCode.POOL_MOVED):
         fetch.wait(0)
     assert fetch.pages_free
     old.close()
@@ -113,7 +98,7 @@ def test_a_source_sleeps_and_wakes_with_other_memory(pair: Two) -> None:
 def test_what_is_under_way_ends_in_the_old_pool_when_a_sink_moves(pair: Two) -> None:
     """KVP-EPO-RISE."""
     hand_over(pair)
-    request, fetch = pair.asked(THERE, new_ticket("prefill"))
+    request, fetch = pair.asked(THERE, kvproto.new_ticket("prefill"))
     pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
     old = pair.sink.pool
     moved = pair.sink.move(another())
@@ -130,12 +115,12 @@ def test_what_is_under_way_ends_in_the_old_pool_when_a_sink_moves(pair: Two) -> 
 def test_fetches_under_way_end_with_pool_moved(pair: Two) -> None:
     """KVP-EPO-MOVED, KVP-END-REUSE."""
     hand_over(pair)
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     pair.source.request(made, PROMPT).computed({"kv": HERE}, 4)
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
     sleeping = pair.sink.sleep("the trainer wants the memory")
     pair.until(lambda: fetch.done and sleeping.done)
-    with raises(RemoteError, match="the trainer wants the memory", code=ErrorCode.POOL_MOVED):
+    with raises(kvproto.RemoteError, match="the trainer wants the memory", code=ErrorCode.POOL_MOVED):
         fetch.wait(0)
     assert fetch.pages_free
     pair.sink.wake(another())
@@ -169,17 +154,17 @@ def test_the_same_pool_wakes_again(pair: Two) -> None:
 def test_calls_that_need_a_pool_or_need_none(tmp_path: Path) -> None:
     with two(tmp_path, STEPPED) as pair:
         for door in (pair.sink, pair.source):
-            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
+            with raises(kvproto.LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.wake(another())
             door.sleep()
-            with raises(LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
+            with raises(kvproto.LocalError, code=ErrorCode.UNEXPECTED_MESSAGE):
                 door.sleep()
-        with pytest.raises(LocalError) as fetch:
+        with pytest.raises(kvproto.LocalError) as fetch:
             pair.sink.fetch(pair.ticket, PROMPT, {"kv": THERE})
-        with pytest.raises(LocalError) as request:
+        with pytest.raises(kvproto.LocalError) as request:
             pair.source.request(pair.ticket, PROMPT)
         assert fetch.value.code == request.value.code == ErrorCode.POOL_MOVED
-        with pytest.raises(LocalError):
+        with pytest.raises(kvproto.LocalError):
             pair.sink.move(another())
         pair.sink.wake(another())
         pair.source.wake(filled())
@@ -191,7 +176,7 @@ def test_pools_that_cannot_take_the_place(tmp_path: Path) -> None:
     closed.close()
     with two(tmp_path, STEPPED) as pair:
         for wrong in ("no pool", closed):
-            with pytest.raises(LocalError):
+            with pytest.raises(kvproto.LocalError):
                 pair.sink.move(wrong)  # type: ignore[arg-type]
         hand_over(pair)
 
@@ -208,7 +193,7 @@ def test_a_peer_without_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(f"kvproto.{without}.node.features_of", fewer)
     with two(tmp_path, attrs.evolve(STEPPED, pull=pull)) as pair:
         hand_over(pair)
-        request, fetch = pair.asked(THERE, new_ticket("prefill"))
+        request, fetch = pair.asked(THERE, kvproto.new_ticket("prefill"))
         pair.until(lambda: not pair.sink._node._links["prefill", 0]._waiting)
         moved = pair.sink.move(another())
         hand_over(pair)
@@ -226,9 +211,9 @@ def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tm
     for pull in (False, True):
         options = attrs.evolve(STEPPED, pull=pull)
         address = address_in(tmp_path, f"late-{pull}")
-        with Source("prefill", filled(), address, options) as source:
+        with kvproto.Source("prefill", filled(), address, options) as source:
             source.sleep()
-            with Sink("decode", another(), {}, options) as sink:
+            with kvproto.Sink("decode", another(), {}, options) as sink:
                 pair = Two(source, sink)
                 sink.sleep()
                 sink.connect("prefill", address=address)
@@ -242,15 +227,15 @@ def test_a_sink_that_connects_while_a_source_sleeps_and_one_that_sleeps_first(tm
 def test_a_fetch_that_waits_for_its_source_writes_no_pool_that_has_moved(tmp_path: Path) -> None:
     """KVP-EPO-FREE: the source comes when the memory may be free already."""
     address, old = address_in(tmp_path), another()
-    with Sink("decode", old, {"prefill": address}, STEPPED) as sink:
-        made = new_ticket("prefill")
+    with kvproto.Sink("decode", old, {"prefill": address}, STEPPED) as sink:
+        made = kvproto.new_ticket("prefill")
         fetch = sink.fetch(made, PROMPT, {"kv": THERE})
         moved = sink.move(another())
-        with Source("prefill", filled(), address, STEPPED) as source:
+        with kvproto.Source("prefill", filled(), address, STEPPED) as source:
             source.request(made, PROMPT).finish({"kv": HERE})
             pair = Two(source, sink)
             pair.until(lambda: moved.done and fetch.done)
-            with raises(KvprotoError, code=ErrorCode.POOL_MOVED):
+            with raises(kvproto.KvprotoError, code=ErrorCode.POOL_MOVED):
                 fetch.wait(0)
             hand_over(pair)
             assert not rows(old, THERE).any()
@@ -260,11 +245,11 @@ def test_in_an_event_loop(tmp_path: Path) -> None:
     async def run() -> None:
         address = address_in(tmp_path)
         async with (
-            drive(Source("prefill", filled(), address, STEPPED)) as source,
-            drive(Sink("decode", another(), {"prefill": address}, STEPPED)) as sink,
+            drive(kvproto.Source("prefill", filled(), address, STEPPED)) as source,
+            drive(kvproto.Sink("decode", another(), {"prefill": address}, STEPPED)) as sink,
         ):
             for _ in range(2):
-                made = new_ticket("prefill")
+                made = kvproto.new_ticket("prefill")
                 source.request(made, PROMPT).finish({"kv": HERE})
                 await wait(sink.fetch(made, PROMPT, {"kv": THERE}))
                 assert np.array_equal(rows(sink.pool, THERE), rows(source.pool, HERE))
@@ -280,7 +265,7 @@ def test_in_an_event_loop(tmp_path: Path) -> None:
 
 
 def test_a_withdrawal_calls_back_and_close_ends_it(tmp_path: Path) -> None:
-    heard: list[Withdrawal] = []
+    heard: list[kvproto.Withdrawal] = []
     with two(tmp_path, STEPPED) as pair:
         hand_over(pair)
         sleeping = pair.sink.sleep()
@@ -292,7 +277,7 @@ def test_a_withdrawal_calls_back_and_close_ends_it(tmp_path: Path) -> None:
         hand_over(pair)
         last = pair.sink.sleep()
         pair.sink.close()
-        with pytest.raises(LocalError):
+        with pytest.raises(kvproto.LocalError):
             last.wait(0)
         last.pool.close()
 
@@ -332,7 +317,7 @@ def test_memory_is_not_free_while_a_copy_is_held_up(tmp_path: Path, who: str) ->
     with two(tmp_path, attrs.evolve(STEPPED, transports=[transport]), STEPPED) as pair:
         hand_over(pair)
         transport.held = True
-        made = new_ticket("prefill")
+        made = kvproto.new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
         pair.until(lambda: pair.source._node.busy)
@@ -352,7 +337,7 @@ def serve_and_hang(address: str, ready: Any) -> None:
     transport = Held()
     transport.capabilities = attrs.evolve(transport.capabilities, poll_interval=1e-3)
     transport.held = True
-    with Source("prefill", filled(), address, attrs.evolve(STEPPED, transports=[transport])) as source:
+    with kvproto.Source("prefill", filled(), address, attrs.evolve(STEPPED, transports=[transport])) as source:
         ready.send("listening")
         for _ in range(2):
             made = ready.recv()
@@ -369,8 +354,8 @@ def test_a_holder_that_is_killed_while_unregister_waits(tmp_path: Path) -> None:
     process.start()
     try:
         assert ours.recv() == "listening"
-        with Sink("decode", another(), {"prefill": address}, STEPPED) as sink:
-            tickets = [new_ticket("prefill") for _ in range(2)]
+        with kvproto.Sink("decode", another(), {"prefill": address}, STEPPED) as sink:
+            tickets = [kvproto.new_ticket("prefill") for _ in range(2)]
             for made in tickets:
                 ours.send(made)
             fetches = [sink.fetch(made, PROMPT, {"kv": t}) for made, t in zip(tickets, (HERE, THERE), strict=True)]
@@ -399,15 +384,17 @@ def test_a_holder_that_is_killed_while_unregister_waits(tmp_path: Path) -> None:
 
 def layers(count: int) -> Any:
     """The cache of a model of so many layers; a draft is a second model."""
-    caches = [Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]
+    caches = [kvproto.Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8)]
     if count > 2:
-        caches.append(Cache.gqa("draft", count - 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8, model=1))
-    return lay_out(caches)
+        caches.append(
+            kvproto.Cache.gqa("draft", count - 2, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8, model=1)
+        )
+    return kvproto.lay_out(caches)
 
 
-def with_draft(fill: bool = False) -> Pool:
+def with_draft(fill: bool = False) -> kvproto.Pool:
     """A pool of an engine whose draft is loaded."""
-    pool = Pool.allocate(layers(3), PAGES)
+    pool = kvproto.Pool.allocate(layers(3), PAGES)
     if fill:
         for n, group in enumerate(("kv", "draft")):
             for part in ("k", "v"):
@@ -418,7 +405,7 @@ def with_draft(fill: bool = False) -> Pool:
 
 def hand_over_both(pair: Two) -> None:
     """A request of target and draft arrives."""
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE, "draft": THERE})
     pair.ends(fetch)
@@ -459,7 +446,7 @@ def later(pair: Two) -> None:
 def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     """KVP-DSC-AGAIN: what is under way ends by the old plan, in the old pool."""
     hand_over(pair)
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     whole = with_draft(fill=True)
     end = pair.source.sleep()
     pair.until(lambda: end.done)
@@ -477,20 +464,22 @@ def test_a_sink_moves_to_a_pool_of_other_caches(pair: Two) -> None:
     assert old is not moved.pool
 
 
-def draft_first() -> Pool:
+def draft_first() -> kvproto.Pool:
     """A pool whose draft comes before the target, so that its groups have other ids."""
-    gqa = Cache.gqa
-    draft = gqa("draft", 1, kv_heads=2, head_dim=4, page=4, dtype=DType.U8, model=1)
-    return filled(geometry=lay_out([draft, gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]))
+    gqa = kvproto.Cache.gqa
+    draft = gqa("draft", 1, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8, model=1)
+    return filled(
+        geometry=kvproto.lay_out([draft, gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8)])
+    )
 
 
 def test_fetches_that_cross_a_change_of_the_sources_caches_go_on(pair: Two) -> None:
     """KVP-TRN-CHANGED, KVP-TKT-CHANGED: asked for before it sleeps, while it does, and when the sink knows nothing yet."""
     hand_over(pair)
-    tickets = [new_ticket("prefill") for _ in range(3)]
+    tickets = [kvproto.new_ticket("prefill") for _ in range(3)]
     tables = [[page, 8 + page, 12 + page] for page in range(3)]
 
-    def fetch(n: int) -> Fetch:
+    def fetch(n: int) -> kvproto.Fetch:
         return pair.sink.fetch(tickets[n], PROMPT, {"kv": tables[n]})
 
     fetches = [fetch(0)]
@@ -516,7 +505,7 @@ def test_pages_of_a_pool_that_was_taken_back_are_named_in_vain(pair: Two) -> Non
     end = pair.source.sleep()
     pair.until(lambda: end.done)
     pair.source.wake(with_draft(fill=True))
-    request = pair.source.request(new_ticket("prefill"), PROMPT)
+    request = pair.source.request(kvproto.new_ticket("prefill"), PROMPT)
     last = pair.source.sleep()
     pair.until(lambda: last.done)
     pair.source.wake(filled())
@@ -542,7 +531,7 @@ def test_caches_change_while_a_register_is_mapped(tmp_path: Path) -> None:
         pair.source.wake(draft_first())
         held.set()
         later(pair)
-        made = new_ticket("prefill")
+        made = kvproto.new_ticket("prefill")
         pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
         fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
         pair.ends(fetch)
@@ -557,7 +546,7 @@ def planned(pair: Two) -> bool:
 
 
 def hand_over_target(pair: Two) -> None:
-    made = new_ticket("prefill")
+    made = kvproto.new_ticket("prefill")
     pair.source.request(made, PROMPT).finish({"kv": HERE, "draft": HERE})
     fetch = pair.sink.fetch(made, PROMPT, {"kv": THERE})
     pair.ends(fetch)
@@ -566,26 +555,26 @@ def hand_over_target(pair: Two) -> None:
 def test_a_source_gains_a_rank(tmp_path: Path) -> None:
     """KVP-DSC-AGAIN: Describe says where the new rank listens, and the session with the other goes on."""
     address = address_in(tmp_path, "prefill-{rank}")
-    caches = [Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=DType.U8)]
-    both = lay_out(caches, Parallel(tp=2))
+    caches = [kvproto.Cache.gqa("kv", 2, kv_heads=2, head_dim=4, page=4, dtype=kvproto.DType.U8)]
+    both = kvproto.lay_out(caches, kvproto.Parallel(tp=2))
 
-    def of_two(rank: int) -> Pool:
-        pool = Pool.allocate(both, PAGES, rank=rank)
+    def of_two(rank: int) -> kvproto.Pool:
+        pool = kvproto.Pool.allocate(both, PAGES, rank=rank)
         for place in places():
             pool.array(*place)[:] = 1 + rank
         return pool
 
     with (
-        Source("prefill", filled(), address, STEPPED) as source,
-        Sink("decode", another(), {"prefill": address.format(rank=0)}, STEPPED) as sink,
+        kvproto.Source("prefill", filled(), address, STEPPED) as source,
+        kvproto.Sink("decode", another(), {"prefill": address.format(rank=0)}, STEPPED) as sink,
     ):
         pair = Two(source, sink)
         hand_over(pair)
         before, end = sessions(pair), source.sleep()
         pair.until(lambda: end.done)
-        with Source("prefill", of_two(1), address, STEPPED) as added:
+        with kvproto.Source("prefill", of_two(1), address, STEPPED) as added:
             source.wake(of_two(0))
-            made = new_ticket("prefill")
+            made = kvproto.new_ticket("prefill")
             for each in (source, added):
                 each.request(made, PROMPT).finish({"kv": HERE})
             later(pair)

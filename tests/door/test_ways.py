@@ -291,7 +291,7 @@ def test_a_pool_for_both_roles(tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     def once(folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(0o700)
         with two(folder) as both:
             hand_over(both, [3, 1, 2], [9, 0, 5])
             pools = both.source.pool, both.sink.pool

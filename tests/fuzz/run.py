@@ -4,8 +4,6 @@ Inputs that reach new code are kept in tests/fuzz/corpus.txt, one a line, in hex
 its input in the working directory and ends the run with another status than 0.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

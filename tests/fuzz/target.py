@@ -3,8 +3,6 @@
 The first byte picks a message or struct whose body follows; 0xff means a whole frame, 0xfe a stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -15,8 +13,6 @@ from kvproto.errors import WireError
 from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, explain, from_json, to_json
 from kvproto.wire.strict import read_whole
 from kvproto.wire.tables import CLASSES
-
-__all__ = ["NAMES", "exact", "one_input"]
 
 NAMES = tuple(CLASSES)
 

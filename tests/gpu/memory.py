@@ -3,10 +3,18 @@
 import numpy as np
 import numpy.typing as npt
 
+from kvproto import Pool
 from kvproto.transport.cuda.driver import call, current, driver
 from kvproto.transport.cuda.memory import DeviceMemory
+from tests import pools
 
 Bytes = npt.NDArray[np.uint8]
+
+
+def on_gpu(pool: Pool) -> DeviceMemory:
+    found = pools.memory(pool)
+    assert isinstance(found, DeviceMemory)
+    return found
 
 
 def put(memory: DeviceMemory, data: Bytes) -> None:

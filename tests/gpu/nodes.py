@@ -2,7 +2,6 @@
 
 import secrets
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,10 +10,9 @@ from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
 from kvproto.sink.node import SinkNode
 from kvproto.source.node import SourceNode
-from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.messages import Ticket
 from tests import pools
-from tests.gpu.memory import Bytes, get, put
+from tests.gpu.memory import Bytes, get, on_gpu, put
 from tests.node.nodes import PREFILL, DrivenSource, Nodes, finished
 from tests.session.driver import geometry
 
@@ -34,20 +32,14 @@ def filled(device: int, seed: int) -> tuple[Pool, Bytes]:
 
 
 def fill(pool: Pool, seed: int) -> Bytes:
-    memory = device_memory(pool)
+    memory = on_gpu(pool)
     data = np.random.default_rng(seed).integers(0, 256, memory.length, np.uint8)
     put(memory, data)
     return data
 
 
-def device_memory(pool: Pool) -> DeviceMemory:
-    found = pools.memory(pool)
-    assert isinstance(found, DeviceMemory)
-    return found
-
-
 def bytes_of(pool: Pool) -> Bytes:
-    return get(device_memory(pool))
+    return get(on_gpu(pool))
 
 
 def expected(pool: Pool, sent: Bytes, before: Bytes, groups: tuple[int, ...] = (0, 1), layers: int = 99) -> Bytes:
@@ -72,10 +64,6 @@ class Sink(Nodes):
         self.node.connect(PREFILL, address)
         super().__init__(sources, [self.node])
         OPEN.append(self)
-
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)], 0.01)
-        return next(e for e in self.told if isinstance(e, kinds))
 
     def ask(self, made: Ticket) -> int:
         """Once registered."""

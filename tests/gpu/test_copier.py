@@ -11,8 +11,9 @@ from cuda.bindings import driver
 from kvproto.copying.execute import checksums, execute
 from kvproto.errors import LocalError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.transport import CudaTransport
 from kvproto.wire.enums import ErrorCode

@@ -3,8 +3,6 @@
 Rows that a rank was not given are NaN, and so is the memory that outputs come from.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

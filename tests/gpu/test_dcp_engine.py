@@ -1,7 +1,5 @@
 """Decode steps captured in CUDA graphs, beside the same steps on back end torch."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import attrs

@@ -1,7 +1,5 @@
 """Exchanges of a DCP group between two GPUs, a process each: NCCL and mapped memory, against float64 attention."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -17,101 +17,81 @@ from kvproto.transport.cuda import memory
 from kvproto.transport.cuda.driver import call, driver
 from kvproto.transport.cuda.memory import DeviceMemory, connect, has_fabric
 from kvproto.wire.enums import ErrorCode
+from tests.gpu import nodes
 from tests.gpu.conftest import FOUND
 from tests.gpu.gate import Gate
-from tests.gpu.memory import get, put
-from tests.gpu.nodes import (
-    CONTENT,
-    FINISHED,
-    HERE,
-    OPEN,
-    TOKENS,
-    Sink,
-    bytes_of,
-    device_memory,
-    expected,
-    fill,
-    filled,
-    place,
-    source,
-)
+from tests.gpu.memory import get, on_gpu, put
 from tests.gpu.test_memory import Owner
 from tests.node.nodes import Received, TransferLost
 from tests.session.driver import ticket
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    while OPEN:
-        OPEN.pop().close()
+    while nodes.OPEN:
+        nodes.OPEN.pop().close()
 
 
-def hand_over(sink: Sink) -> None:
+def hand_over(sink: nodes.Sink) -> None:
     """One good request of a source of this process; its kernels are loaded from then on."""
     made = ticket()
     node = sink.sources[0]
-    node.expect(made, CONTENT, TOKENS)
-    node.finish(bytes(made.key), FINISHED)
+    node.expect(made, nodes.CONTENT, nodes.TOKENS)
+    node.finish(bytes(made.key), nodes.FINISHED)
     sink.ask(made)
     sink.first(Received)
 
 
 def test_an_abort_between_parts_is_proven_only_when_their_writes_are_over(
-    folder: Path, devices: tuple[int, int]
+    tmp_path: Path, devices: tuple[int, int]
 ) -> None:
-    here, sent = filled(devices[0], 1)
-    there, _ = filled(devices[1], 2)
-    address = place(folder)
-    sink = Sink(address, there, [source(address, here)])
+    here, sent = nodes.filled(devices[0], 1)
+    there, _ = nodes.filled(devices[1], 2)
+    address = nodes.place(tmp_path)
+    sink = nodes.Sink(address, there, [nodes.source(address, here)])
     hand_over(sink)
-    before = fill(there, 3)
+    before = nodes.fill(there, 3)
     gate, made = Gate(devices[0]), ticket()
     node, key = sink.sources[0], bytes(made.key)
-    node.expect(made, CONTENT, TOKENS)
+    node.expect(made, nodes.CONTENT, nodes.TOKENS)
     number = sink.ask(made)
-    node.computed(key, Computed({0: np.array(HERE)}, TOKENS, (0, 1), 0, gate.handle))
+    node.computed(key, Computed({0: np.array(nodes.HERE)}, nodes.TOKENS, (0, 1), 0, gate.handle))
     sink.until(lambda: node.reads(key))
     sink.abort(0, number)
     sink.turns(200)
     assert not [e for e in sink.told if isinstance(e, TransferLost)]
     gate.open()
     lost = sink.first(TransferLost)
-    seen = bytes_of(there)
+    seen = nodes.bytes_of(there)
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.ABORTED, True)
-    assert np.array_equal(seen, expected(there, sent, before, (0,), 1))  # the part that had begun, and no other
-    node.finish(key, FINISHED)
+    assert np.array_equal(seen, nodes.expected(there, sent, before, (0,), 1))  # the part that had begun, and no other
+    node.finish(key, nodes.FINISHED)
     sink.turns(50)
-    assert np.array_equal(bytes_of(there), seen)
+    assert np.array_equal(nodes.bytes_of(there), seen)
     hand_over(sink)
-    assert np.array_equal(bytes_of(there), expected(there, sent, before))
+    assert np.array_equal(nodes.bytes_of(there), nodes.expected(there, sent, before))
 
 
 def test_a_pool_that_moved_ends_its_transfers_and_one_registered_anew_works(
-    folder: Path, devices: tuple[int, int]
+    tmp_path: Path, devices: tuple[int, int]
 ) -> None:
-    here, _ = filled(devices[0], 1)
-    there, before = filled(devices[1], 2)
-    address, made = place(folder), ticket()
-    sink = Sink(address, there, [source(address, here)])
-    sink.sources[0].expect(made, CONTENT, TOKENS)
+    here, _ = nodes.filled(devices[0], 1)
+    there, before = nodes.filled(devices[1], 2)
+    address, made = nodes.place(tmp_path), ticket()
+    sink = nodes.Sink(address, there, [nodes.source(address, here)])
+    sink.sources[0].expect(made, nodes.CONTENT, nodes.TOKENS)
     number = sink.ask(made)
-    device_memory(here).close()
-    again, sent = filled(devices[0], 3)  # most likely at the same address
-    sink.sources[0].finish(bytes(made.key), FINISHED)
+    on_gpu(here).close()
+    again, sent = nodes.filled(devices[0], 3)  # most likely at the same address
+    sink.sources[0].finish(bytes(made.key), nodes.FINISHED)
     lost = sink.first(TransferLost)
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.POOL_MOVED, True)
-    assert np.array_equal(bytes_of(there), before)
-    address = place(folder)
-    following = Sink(address, there, [source(address, again)])
+    assert np.array_equal(nodes.bytes_of(there), before)
+    address = nodes.place(tmp_path)
+    following = nodes.Sink(address, there, [nodes.source(address, again)])
     hand_over(following)
-    assert np.array_equal(bytes_of(there), expected(there, sent, before))
+    assert np.array_equal(nodes.bytes_of(there), nodes.expected(there, sent, before))
 
 
 @attrs.frozen
@@ -146,19 +126,19 @@ def prefill() -> Iterator[Any]:
 
 @pytest.mark.parametrize("end", ["fault", "kill"])
 def test_a_source_process_that_ends_costs_its_transfer_alone(
-    folder: Path, devices: tuple[int, int], prefill: Any, end: str
+    tmp_path: Path, devices: tuple[int, int], prefill: Any, end: str
 ) -> None:
     """Part of a request is here; a device fault ends the process by itself. Its death is the proof."""
-    there, before = filled(devices[1], 2)
-    address, made = place(folder), ticket()
+    there, before = nodes.filled(devices[1], 2)
+    address, made = nodes.place(tmp_path), ticket()
     peer = prefill(address, devices[0], 1, bytes(made.key))
-    sink = Sink(address, there, [])
+    sink = nodes.Sink(address, there, [])
     number = sink.ask(made)
     peer.say("part")
-    sink.until(lambda: not np.array_equal(bytes_of(there), before), 0.01)
+    sink.until(lambda: not np.array_equal(nodes.bytes_of(there), before), 0.01)
     peer.process.kill() if end == "kill" else peer.say("fault")
     lost = sink.first(TransferLost)
-    seen = bytes_of(there)
+    seen = nodes.bytes_of(there)
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
     assert sink.first(Disconnected).reason == "its process has ended"
     assert sink.node.quarantined == {}
@@ -168,15 +148,15 @@ def test_a_source_process_that_ends_costs_its_transfer_alone(
         assert "TRANSPORT_FAILED" in said
         assert "CUDA_ERROR_" in said
     for _ in range(20):
-        assert np.array_equal(bytes_of(there), seen)
-    address, again = place(folder), ticket()
+        assert np.array_equal(nodes.bytes_of(there), seen)
+    address, again = nodes.place(tmp_path), ticket()
     following = prefill(address, devices[0], 5, bytes(again.key))
-    sink = Sink(address, there, [])
+    sink = nodes.Sink(address, there, [])
     sink.ask(again)
     following.say("finish")
     sink.first(Received)
     sent = np.random.default_rng(5).integers(0, 256, before.size, np.uint8)
-    assert np.array_equal(bytes_of(there), expected(there, sent, before))
+    assert np.array_equal(nodes.bytes_of(there), nodes.expected(there, sent, before))
 
 
 def test_gpus_that_are_no_peers_are_told_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

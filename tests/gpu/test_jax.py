@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.transport.cuda.order import After, follow
 from tests.gpu.memory import Bytes, get, put

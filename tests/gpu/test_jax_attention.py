@@ -1,7 +1,5 @@
 """Attention of DCP groups in JAX on GPUs, float32 at precision 'highest', against float64 attention over all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

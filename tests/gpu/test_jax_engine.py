@@ -1,7 +1,5 @@
 """The JAX engine on GPUs, a rank on each: tokens of the torch engine on the CPU, over pools that transports register."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,8 +14,9 @@ import pytest
 
 from kvproto.errors import LocalError, RemoteError
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call, current, driver, uuid
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory, connect
 from kvproto.wire import decode_struct, encode_struct
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport

@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto import Pool
 from kvproto.copying.execute import execute
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.events import Refused
 from kvproto.net import Dialer, Listener, private_address
 from kvproto.rank.base import party_of
 from kvproto.sink.node import SinkNode
-from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.nixl import agent as nixl
 from kvproto.transport.nixl.agent import Agent
 from kvproto.transport.nixl.device import DeviceBackend
@@ -30,23 +28,13 @@ from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Ticket
 from tests.errors import raises
 from tests.gpu.conftest import FOUND
-from tests.gpu.memory import get, put
+from tests.gpu.memory import get, on_gpu, put
 from tests.gpu.nixl_sink import EDGE, noise, places, pools, sink
-from tests.node.nodes import (
-    PREFILL,
-    SINK,
-    DrivenSource,
-    Nodes,
-    Received,
-    TransferLost,
-    ahead,
-    finished,
-    serve,
-)
+from tests.node import nodes
 from tests.node.test_nixl_node import FIRST, Chunks, staged_ranks
 from tests.node.test_node import CONTENT, TOKENS
 from tests.plan.programs import random_pairs
-from tests.pools import allocate, memory
+from tests.pools import allocate
 from tests.session.driver import geometry, ticket
 
 pytest.importorskip("nixl")
@@ -210,9 +198,9 @@ def source_node(
     pool = allocate(geometry(1), 0, ITEMS, 0)
     put(on_gpu(pool), noise(0, on_gpu(pool).length, 5))
     transport = NixlTransport(way, slots, slot_bytes, device=0, floor=DEVICE_FLOOR if loud else floor(slot_bytes))
-    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
+    node = nodes.DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=[transport])
     chunks = Chunks(node)
-    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    node.prefilled(made, CONTENT, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
 
     def stand_still() -> None:
@@ -220,23 +208,16 @@ def source_node(
             conn.send("in the middle")
             conn.recv()
 
-    serve(conn, node, stand_still)
+    nodes.serve(conn, node, stand_still)
     node.close("over")
 
 
-def on_gpu(pool: Pool) -> DeviceMemory:
-    found = memory(pool)
-    assert isinstance(found, DeviceMemory)
-    return found
-
-
-class Node(Nodes):
+class Node(nodes.Nodes):
     """A decode rank on GPU 1, and its source in another process."""
 
     def __init__(
         self, folder: Path, way: WriteMode, slots: int = 4, slot_bytes: int = 96, hold: bool = False, loud: bool = False
     ) -> None:
-        folder.chmod(0o700)
         address, self.ticket = private_address(folder, "kv"), ticket()
         self.conn, theirs = multiprocessing.Pipe()
         arguments = (theirs, address, self.ticket, way, slots, slot_bytes, hold, loud)
@@ -247,12 +228,8 @@ class Node(Nodes):
         assert self.conn.recv() == "listening"
         transport = NixlTransport(way, slots, slot_bytes, device=1)
         self.node = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=[transport])
-        self.node.connect(PREFILL, address)
+        self.node.connect(nodes.PREFILL, address)
         super().__init__([], [self.node])
-
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
-        return next(e for e in self.told if isinstance(e, kinds))
 
     def ask(self) -> int:
         return self.fetch(0, self.ticket, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
@@ -272,8 +249,8 @@ def test_nodes_hand_over_and_verify(tmp_path: Path, way: WriteMode, slot_bytes: 
         made.ready()
         assert staged_ranks(made.node) == ([0] if way is WriteMode.PACKED else [])
         made.ask()
-        received = made.first(Received, TransferLost)
-        assert isinstance(received, Received), received
+        received = made.first(nodes.Received, nodes.TransferLost)
+        assert isinstance(received, nodes.Received), received
         assert received.checksums
         data = noise(0, on_gpu(made.pool).length, 5)
         got, rows = get(on_gpu(made.pool)), 0
@@ -302,10 +279,10 @@ def test_pages_after_a_source_was_killed(tmp_path: Path, monkeypatch: pytest.Mon
         made.process.kill()
         made.process.join()
         made.turn()
-        assert not made.count(TransferLost)
+        assert not made.count(nodes.TransferLost)
         made.abort(0, number)
-        ahead(monkeypatch, 31, *SINK)
-        lost = made.first(TransferLost)
+        nodes.ahead(monkeypatch, 31, *nodes.SINK)
+        lost = made.first(nodes.TransferLost)
         assert (lost.error.code, lost.proven) == (ErrorCode.ABORTED, True)
     finally:
         made.close()

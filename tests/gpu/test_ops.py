@@ -1,7 +1,5 @@
 """The steps between a model's products as kernels of FlashInfer, against torch's in float32; tensors are strided as models'."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

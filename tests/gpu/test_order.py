@@ -3,7 +3,8 @@
 import pytest
 
 from kvproto.transport.bench import scattered
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.order import After, follow
 

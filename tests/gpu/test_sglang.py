@@ -34,7 +34,6 @@ def nixl(side: int) -> Options:
 
 
 def place(folder: Path) -> str:
-    folder.chmod(0o700)
     return f"ipc://{folder}/p-{{rank}}"
 
 

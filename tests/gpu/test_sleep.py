@@ -11,10 +11,8 @@ import pytest
 
 from kvproto import Cache, DType, Options, Pool, Prompt, RemoteError, Sink, Source, Ticket, lay_out, new_ticket
 from kvproto.transport.cuda.driver import call, current, driver
-from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.wire.enums import ErrorCode
-from tests import pools
-from tests.gpu.memory import Bytes, get, put
+from tests.gpu.memory import Bytes, get, on_gpu, put
 
 GEOMETRY = lay_out([Cache.gqa("kv", 2, kv_heads=8, head_dim=128, page=16, dtype=DType.BF16)])
 PAGES = 2048
@@ -24,17 +22,11 @@ HERE, THERE = list(range(100, 110)), list(range(2000, 2010))
 OPTIONS = Options(thread=False, transports=["cuda"])
 
 
-def memory(pool: Pool) -> DeviceMemory:
-    found = pools.memory(pool)
-    assert isinstance(found, DeviceMemory)
-    return found
-
-
 def filled(device: int, seed: int) -> tuple[Pool, Bytes]:
     """A pool on a GPU, and its bytes."""
     pool = Pool.allocate(GEOMETRY, PAGES, device=device)
-    data = np.random.default_rng(seed).integers(1, 256, memory(pool).length, np.uint8)
-    put(memory(pool), data)
+    data = np.random.default_rng(seed).integers(1, 256, on_gpu(pool).length, np.uint8)
+    put(on_gpu(pool), data)
     return pool, data
 
 
@@ -108,14 +100,13 @@ class Pair:
         self.until(lambda: fetch.done)
         fetch.wait(0)
         pool = self.sink.pool
-        sent = np.random.default_rng(self.seed).integers(1, 256, memory(pool).length, np.uint8)
-        for there, here in zip(rows(pool, get(memory(pool)), THERE), rows(pool, sent, HERE), strict=True):
+        sent = np.random.default_rng(self.seed).integers(1, 256, on_gpu(pool).length, np.uint8)
+        for there, here in zip(rows(pool, get(on_gpu(pool)), THERE), rows(pool, sent, HERE), strict=True):
             assert np.array_equal(there, here)
 
 
 @pytest.fixture
 def pair(devices: tuple[int, int], tmp_path: Path) -> Iterator[Pair]:
-    tmp_path.chmod(0o700)
     address = f"ipc://{tmp_path}/prefill"
     context = multiprocessing.get_context("spawn")
     conn, theirs = context.Pipe()
@@ -137,7 +128,7 @@ def test_a_sink_sleeps_and_its_memory_is_free_while_the_source_runs_on(pair: Pai
         before = free(pair.devices[1])
         sleeping = pair.sink.sleep()
         pair.until(lambda: sleeping.done)  # noqa: B023
-        size = memory(sleeping.pool).length
+        size = on_gpu(sleeping.pool).length
         sleeping.pool.close()
         assert free(pair.devices[1]) - before >= size
         pair.sink.wake(Pool.allocate(GEOMETRY, PAGES, device=pair.devices[1]))
@@ -151,7 +142,7 @@ def test_a_sink_moves_while_requests_go_on(pair: Pair) -> None:
     pair.hand_over()
     pair.until(lambda: moved.done)
     before = free(pair.devices[1])
-    size = memory(moved.pool).length
+    size = on_gpu(moved.pool).length
     moved.pool.close()
     assert free(pair.devices[1]) - before >= size
     pair.hand_over()
@@ -163,7 +154,7 @@ def test_a_source_sleeps_and_serves_from_other_memory(pair: Pair) -> None:
     before = free(pair.devices[0])
     pair.conn.send("sleep")
     assert pair.hear() == "asleep"
-    assert free(pair.devices[0]) - before >= memory(pair.sink.pool).length
+    assert free(pair.devices[0]) - before >= on_gpu(pair.sink.pool).length
     pair.conn.send("wake")
     pair.seed = pair.hear()
     pair.hand_over()

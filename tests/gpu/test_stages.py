@@ -1,7 +1,5 @@
 """Pipeline stages on two GPUs, over NCCL and over gloo, beside one rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -25,10 +25,8 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pages_meet_by_token_and_head(pair: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     hand_over(*PAIRS[pair], f"ipc://{tmp_path}/p", "cuda")
 
 
 def test_what_a_forward_is_still_writing_is_waited_for(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     hand_over(NHD, HND, f"ipc://{tmp_path}/p", "cuda", torch.cuda.Stream())

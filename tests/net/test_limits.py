@@ -279,7 +279,6 @@ def test_a_listener_hears_its_peers_in_turn(listener: Listener, dialer: Dialer) 
 
 def test_a_dialer_hears_its_peers_in_turn(tmp_path: Path) -> None:
     """KVP-NET-TURN: likewise, and no turn takes more than its number of frames."""
-    tmp_path.chmod(0o700)
     dialer, listeners = Dialer(), [Listener(private_address(tmp_path, name)) for name in ("one", "other")]
     conns = []
     for i, each in enumerate(listeners):

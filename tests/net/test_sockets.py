@@ -20,14 +20,8 @@ from tests.errors import raises
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
-@pytest.fixture
-def listener(folder: Path) -> Iterator[Listener]:
-    with contextlib.closing(Listener(private_address(folder, "kv-0"))) as made:
+def listener(tmp_path: Path) -> Iterator[Listener]:
+    with contextlib.closing(Listener(private_address(tmp_path, "kv-0"))) as made:
         yield made
 
 
@@ -100,13 +94,13 @@ def test_connections_by_key(listener: Listener, dialer: Dialer) -> None:
     assert _all(dialer, 1) == [(keys[1], b"answer")]
 
 
-def test_what_nobody_closed_ends_with_its_owner(folder: Path) -> None:
+def test_what_nobody_closed_ends_with_its_owner(tmp_path: Path) -> None:
     """Collected in a cycle, where a context alone would wait for sockets that are garbage too."""
     for n in range(3):
-        address = private_address(folder, f"kv-{n}")
+        address = private_address(tmp_path, f"kv-{n}")
         listener, dialer = Listener(address), Dialer()
         assert dialer.send((0, address), b"hello")
-        assert dialer.send((0, private_address(folder, "nobody")), b"hello")
+        assert dialer.send((0, private_address(tmp_path, "nobody")), b"hello")
         cycle: list[Any] = [listener, dialer]
         cycle.append(cycle)
         ends = [weakref.ref(each) for each in (listener, dialer)]
@@ -120,12 +114,12 @@ def test_unknown_peer_is_no_crash(listener: Listener) -> None:
     assert not listener.send((b"nobody", b""), b"frame")
 
 
-def test_address_in_use(folder: Path) -> None:
-    listener = Listener(private_address(folder, "kv-0"))
+def test_address_in_use(tmp_path: Path) -> None:
+    listener = Listener(private_address(tmp_path, "kv-0"))
     with pytest.raises(LocalError, match="in use"):
-        Listener(private_address(folder, "kv-0"))
+        Listener(private_address(tmp_path, "kv-0"))
     listener.close()
-    Listener(private_address(folder, "kv-0")).close()
+    Listener(private_address(tmp_path, "kv-0")).close()
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://*:0", "inproc://x", "nonsense", "ipc://@abstract"])
@@ -173,14 +167,16 @@ def test_a_host_that_cannot_be_dialled_is_the_user_s_error(address: str) -> None
     assert address in caught.value.yours
 
 
-def test_directory_that_others_may_enter(folder: Path) -> None:
+def test_directory_that_others_may_enter(tmp_path: Path) -> None:
     """KVP-NET-INSECURE."""
-    folder.chmod(0o755)
+    tmp_path.chmod(0o755)
     with pytest.raises(LocalError, match="0700"):
-        Listener(private_address(folder, "kv-0"))
+        Listener(private_address(tmp_path, "kv-0"))
 
 
-def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path, listener: Listener, dialer: Dialer) -> None:
+def test_messages_of_several_parts_are_ignored_on_both_sides(
+    tmp_path: Path, listener: Listener, dialer: Dialer
+) -> None:
     """KVP-NET-ONE: neither heard nor answered; the next frame is."""
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
@@ -193,8 +189,8 @@ def test_messages_of_several_parts_are_ignored_on_both_sides(folder: Path, liste
         heard += [frame for _, frame in listener.receive()]
     assert heard == [b"next"]
     source = context.socket(zmq.ROUTER)
-    source.bind(private_address(folder, "kv-1"))
-    key = ("a source", private_address(folder, "kv-1"))
+    source.bind(private_address(tmp_path, "kv-1"))
+    key = ("a source", private_address(tmp_path, "kv-1"))
     dialer.send(key, b"ask")
     conn, _ = source.recv_multipart()
     source.send_multipart([conn, b"one", b"two"])

@@ -65,7 +65,6 @@ class AnyTwo(Nodes):
 
     def __init__(self, folder: Path, seed: int, give: Callable[[], dict[str, Any]] = dict, **take: Any) -> None:
         """`give` and `take` are further options of the sources and of the sink."""
-        folder.chmod(0o700)
         self.from_, to = world(seed)
         routes, rng = plan(self.from_, to), np.random.default_rng(seed)
         self.ticket = ticket()

@@ -254,6 +254,11 @@ class Nodes:
         self.until(lambda: self.count(kind) == count)
         return [e for e in self.told if isinstance(e, kind)]
 
+    def first(self, *kinds: type) -> Any:
+        """The first event of these kinds; nobody tells that a GPU's copy is over."""
+        self.until(lambda: self.count(kinds), 0.01)
+        return next(e for e in self.told if isinstance(e, kinds))
+
     def lost(self) -> tuple[ErrorCode, bool]:
         """The end of the one transfer that is lost: why, and whether its pages are free with proof."""
         (lost,) = self.ends(TransferLost, 1)

@@ -200,7 +200,6 @@ def test_a_plan_that_takes_long_takes_no_turn(tmp_path: Path) -> None:
     """Two replicas each rank of which holds all layers: both sides plan, and see how rows lie, beside their turns, once for all that
     state them.
     """
-    tmp_path.chmod(0o700)
     theirs, made = everything_everywhere(ranks=107, layers=200), everything_everywhere(ranks=100, layers=200)
     address = private_address(tmp_path, "kv")
     pools = [allocate(theirs, 0, {0: 2}), allocate(made, 0, {0: 2}), allocate(made, 0, {0: 2})]

@@ -26,20 +26,7 @@ from kvproto.transport.process import Watch
 from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Ticket
-from tests.node.nodes import (
-    PREFILL,
-    SINK,
-    DrivenSource,
-    Nodes,
-    Received,
-    TransferLost,
-    TransferProven,
-    ahead,
-    begin,
-    finished,
-    put,
-    serve,
-)
+from tests.node import nodes
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.pools import allocate, column, contents
 from tests.processes import imported
@@ -86,14 +73,14 @@ def prefill(conn: Connection, address: str, made: Ticket, endless: bool, engine:
     pool = allocate(geometry(1), 0, ITEMS)
     transports = [EndlessTransport()] if endless else []
     party = party_of(engine, pool)
-    node = DrivenSource(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
-    put(pool, 7)
-    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    node = nodes.DrivenSource(party, pool, Listener(address), {0: address}, verify=not endless, transports=transports)
+    nodes.put(pool, 7)
+    node.prefilled(made, CONTENT, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
-    serve(conn, node)
+    nodes.serve(conn, node)
 
 
-class Decode(Nodes):
+class Decode(nodes.Nodes):
     """A decode rank and its source, which may come anew."""
 
     def __init__(self, pool: Pool, address: str, quarantine: float = 0.5) -> None:
@@ -103,11 +90,7 @@ class Decode(Nodes):
 
     def find(self, address: str) -> None:
         """The source listens there now."""
-        self.node.connect(PREFILL, address)
-
-    def first(self, *kinds: type) -> Any:
-        self.until(lambda: [e for e in self.told if isinstance(e, kinds)])
-        return next(e for e in self.told if isinstance(e, kinds))
+        self.node.connect(nodes.PREFILL, address)
 
     def ask(self, made: Ticket, pages: list[int]) -> int:
         return self.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), pages))
@@ -122,7 +105,7 @@ class World:
 
     def prefill(self, made: Ticket, endless: bool, address: str = "") -> tuple[str, Any]:
         place = address or private_address(self.folder, f"kv-{secrets.token_hex(4)}")
-        return place, begin(self.stack, prefill, place, made, endless)[0]
+        return place, nodes.begin(self.stack, prefill, place, made, endless)[0]
 
     def decode(self, address: str, pool: Pool, quarantine: float = 0.5) -> Decode:
         return self.stack.enter_context(contextlib.closing(Decode(pool, address, quarantine)))
@@ -130,7 +113,6 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    tmp_path.chmod(0o700)
     with contextlib.ExitStack() as stack:
         yield World(tmp_path, stack)
 
@@ -158,19 +140,19 @@ def test_killed_in_the_middle_of_its_writes(world: World, same: bool) -> None:
     """
     pool, process, decode, number = written(world)
     os.kill(process.pid, signal.SIGKILL)
-    lost = decode.first(TransferLost)
+    lost = decode.first(nodes.TransferLost)
     before = bytes(contents(pool))
     assert (lost.number, lost.error.code, lost.proven) == (number, ErrorCode.PEER_LOST, True)
     assert decode.first(Disconnected).reason == "its process has ended"
     assert decode.node.quarantined == {}
     for _ in range(50):
         assert bytes(contents(pool)) == before
-    again, former = ticket(), decode.node.sources[PREFILL][0]
+    again, former = ticket(), decode.node.sources[nodes.PREFILL][0]
     address, _ = world.prefill(again, endless=False, address=former if same else "")
     if not same:
         decode.find(address)
     number = decode.ask(again, PAGES)
-    assert decode.first(Received).number == number
+    assert decode.first(nodes.Received).number == number
     assert (rows(pool) == 7).all()
 
 
@@ -179,22 +161,22 @@ def asking(conn: Connection, address: str, made: Ticket) -> None:
     both = Decode(allocate(geometry(1), 0, ITEMS), address)
     both.ask(made, PAGES)
     conn.send("listening")
-    serve(conn, both.node)
+    nodes.serve(conn, both.node)
 
 
 def test_a_sink_that_is_killed_keeps_no_pages(world: World) -> None:
     """The source sees the end of the process whose memory it has mapped, and does not wait until it is silent."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket(300.0)
     address, key = private_address(world.folder, "kv"), bytes(made.key)
-    source = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address})
+    source = nodes.DrivenSource(party_of("p", pool), pool, Listener(address), {0: address})
     world.stack.callback(source.close, "over")
-    prefill = Nodes([source], [])
+    prefill = nodes.Nodes([source], [])
     source.expect(made, CONTENT, TOKENS)
-    process, _ = begin(world.stack, asking, address, made)
+    process, _ = nodes.begin(world.stack, asking, address, made)
     prefill.until(lambda: source.by_key[key] not in source.tickets.unasked())
     process.kill()
     prefill.ends(Unwanted, 1)
-    source.finish(key, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    source.finish(key, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     (over,) = prefill.ends(Over, 1)
     assert {rank: error.code for rank, error in over.lost.items()} == {0: ErrorCode.PEER_LOST}
     assert [e.reason for e in prefill.told if isinstance(e, Disconnected)] == ["its process has ended"]
@@ -208,18 +190,18 @@ def test_pages_of_a_source_that_hangs_come_back_when_it_is_killed(
     os.kill(process.pid, signal.SIGSTOP)
     decode.abort(0, number)
     with monkeypatch.context() as patch:
-        ahead(patch, 40, *SINK)
-        lost = decode.first(TransferLost)
+        nodes.ahead(patch, 40, *nodes.SINK)
+        lost = decode.first(nodes.TransferLost)
     assert (lost.number, lost.proven) == (number, False)
     assert decode.node.quarantined == {0: 3, 1: 3}
     again = ticket()
     decode.find(world.prefill(again, endless=False)[0])
     number = decode.ask(again, [7, 8, 9])  # serves meanwhile, into other pages
-    assert decode.first(Received).number == number
+    assert decode.first(nodes.Received).number == number
     assert (rows(pool, [7, 8]) == 7).all()
-    assert not decode.count(TransferProven)
+    assert not decode.count(nodes.TransferProven)
     os.kill(process.pid, signal.SIGKILL)
-    assert decode.first(TransferProven).number == lost.number
+    assert decode.first(nodes.TransferProven).number == lost.number
     assert decode.node.quarantined == {}
 
 
@@ -233,13 +215,13 @@ def test_without_sight_of_the_process_there_is_no_proof(world: World, monkeypatc
     decode.node.check_quarantine()
     os.kill(process.pid, signal.SIGKILL)
     decode.abort(0, number)
-    ahead(monkeypatch, 40, *SINK)
-    assert not decode.first(TransferLost).proven
+    nodes.ahead(monkeypatch, 40, *nodes.SINK)
+    assert not decode.first(nodes.TransferLost).proven
     with pytest.raises(LocalError) as caught:
         decode.node.check_quarantine()
     assert (caught.value.code, caught.value.path) == (ErrorCode.BUSY, "quarantine[target]")
     decode.turn()
-    assert not decode.count(TransferProven)
+    assert not decode.count(nodes.TransferProven)
 
 
 @attrs.frozen
@@ -266,18 +248,18 @@ def test_a_device_fault_is_no_refusal(world: World) -> None:
     """It leaves `turn`, again and again, and says nothing to peers: the end of the process is what they hear."""
     pool, made = allocate(geometry(1), 0, ITEMS), ticket()
     address = private_address(world.folder, "kv")
-    source = DrivenSource(
+    source = nodes.DrivenSource(
         party_of("p", pool), pool, Listener(address), {0: address}, transports=[BrokenTransport()]
     )  # fmt: skip
     world.stack.callback(source.close, "over")
     decode = world.decode(address, allocate(geometry(1), 0, ITEMS))
     decode.sources.append(source)
     decode.ready()
-    source.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    source.prefilled(made, CONTENT, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     decode.ask(made, PAGES)
     with pytest.raises(DeviceFault):
         decode.until(lambda: False)
     with pytest.raises(DeviceFault):
         source.turn()
     decode.turn(decode.node)
-    assert not decode.count(TransferLost)
+    assert not decode.count(nodes.TransferLost)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvproto.catalog.models import PRESETS, Parallel, describe
+from kvproto.catalog.models import PRESETS, describe
 from kvproto.copying.program import CopyProgram, RankLayout
 from kvproto.errors import RemoteError
 from kvproto.events import Over, Refused
 from kvproto.net import Dialer, Listener, private_address
+from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan
 from kvproto.rank.base import party_of
 from kvproto.rank.pool import columns_without_gaps
@@ -29,22 +30,8 @@ from kvproto.transport.shm.transport import ShmTransport
 from kvproto.wire import decode
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.messages import Chunk, Ticket
+from tests.node import nodes
 from tests.node.any_two import AnyTwo, small_world
-from tests.node.nodes import (
-    PREFILL,
-    SINK,
-    SOURCE,
-    DrivenSource,
-    Nodes,
-    Received,
-    TransferLost,
-    ahead,
-    begin,
-    finished,
-    put,
-    seen,
-    serve,
-)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Pair, ask, check, hand_over, pairs
 from tests.node.test_parts import LAYERS, Prefill, compute_some, hand_over_at_random
 from tests.pools import allocate
@@ -111,7 +98,7 @@ class Chunks:
 
     def __init__(self, node: SourceNode) -> None:
         self.slots: dict[int, list[int]] = {}
-        seen(node, self._see)
+        nodes.seen(node, self._see)
 
     def _see(self, _: Any, frame: bytes) -> bytes:
         message = decode(frame)
@@ -122,7 +109,7 @@ class Chunks:
 
 def staged_ranks(sink: SinkNode) -> list[int]:
     """Source ranks that write staging slots of a sink."""
-    return sorted(sink._links[PREFILL].endpoint.streamed())
+    return sorted(sink._links[nodes.PREFILL].endpoint.streamed())
 
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(2, 1), (1, 2)])
@@ -130,7 +117,7 @@ def staged_ranks(sink: SinkNode) -> list[int]:
 def test_every_byte_arrives_and_is_verified(pair: Callable[..., Pair], source_tp: int, sink_tp: int, take: Any) -> None:
     made = pair(source_tp, sink_tp, take=take)
     check(made, hand_over(made, np.random.default_rng()))
-    received = made.ends(Received, sink_tp)
+    received = made.ends(nodes.Received, sink_tp)
     assert all(e.handoff == FIRST for e in received)
     assert all(e.checksums for e in received)
     assert all(staged_ranks(sink) == (list(range(source_tp)) if take is staged else []) for sink in made.sinks)
@@ -143,7 +130,7 @@ def test_all_slots_are_in_flight_at_once_and_each_is_used_again(pair: Callable[.
     made.turn(made.sinks[0])  # it sends the Transfer
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
     assert sorted(chunks.slots[1]) == list(range(SLOTS))
-    (received,) = made.ends(Received, 1)
+    (received,) = made.ends(nodes.Received, 1)
     check(made, sink_items)
     assert len(chunks.slots[1]) == -(-received.bytes[0] // SLOT) > 3 * SLOTS
 
@@ -163,7 +150,7 @@ def test_a_stream_goes_on_behind_the_last_chunk_of_a_prompt(pair: Callable[..., 
         made.until(lambda: len(chunks.slots.get(1, ())) == there)  # noqa: B023
     prefill.compute(1, (0, 1), 5, TOKENS)
     prefill.finish()
-    (received,) = made.ends(Received, 1)
+    (received,) = made.ends(nodes.Received, 1)
     check(made, [items])
     assert len(chunks.slots[1]) == -(-sum(received.bytes.values()) // SLOT)
 
@@ -191,7 +178,7 @@ def abort(made: Pair, prefill: Prefill) -> ErrorCode:
 
 def finish_short(made: Pair, prefill: Prefill) -> ErrorCode:
     """The engine says that it has fewer tokens than it had computed."""
-    short = finished(prefill.items, TOKENS - 1, FIRST)
+    short = nodes.finished(prefill.items, TOKENS - 1, FIRST)
     made.sources[0].finish(prefill.key, short)
     return ErrorCode.BAD_GRANT
 
@@ -206,7 +193,7 @@ def test_a_stream_that_waits_for_layers_ends_and_the_next_has_all_slots(
     assert made.lost() == (code, True)
     made.until(lambda: not made.sources[0].reads(prefill.key))
     made.told.clear()
-    put(made.sinks[0].pool, 0)
+    nodes.put(made.sinks[0].pool, 0)
     chunks = Chunks(made.sources[0])
     check(made, hand_over(made, np.random.default_rng()))
     assert {slot for slots in chunks.slots.values() for slot in slots} == set(range(SLOTS))
@@ -216,7 +203,7 @@ def test_a_stream_that_waits_for_layers_holds_up_nobody(pair: Callable[..., Pair
     made = pair(1, 1)
     begun(made)
     hand_over(made, np.random.default_rng())
-    assert made.count(Received) == 1
+    assert made.count(nodes.Received) == 1
 
 
 @pytest.mark.parametrize(("source_tp", "sink_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
@@ -259,11 +246,11 @@ def test_after_an_abort_in_the_middle_the_next_request_has_all_slots(pair: Calla
     assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, 2)
     assert not any(node.busy for node in made.sources)
-    put(made.sinks[0].pool, 0)
+    nodes.put(made.sinks[0].pool, 0)
     sink_items = ask(made, np.random.default_rng())
     made.turn(made.sinks[0])
     made.sources_until(lambda: all(sorted(c.slots.get(2, ())) == list(range(SLOTS)) for c in chunks))
-    made.ends(Received, 1)
+    made.ends(nodes.Received, 1)
     check(made, sink_items)
 
 
@@ -273,11 +260,11 @@ def test_a_sink_that_returns_no_slots_holds_up_nobody_else(pair: Callable[..., P
     idle, served = made.sinks
     made.turn(idle)
     made.sinks = [served]
-    (received,) = made.ends(Received, 1)
+    (received,) = made.ends(nodes.Received, 1)
     assert received.bytes[0] > SLOTS * SLOT
     assert made.sources[0].busy
     made.sinks = [idle, served]
-    made.ends(Received, 2)
+    made.ends(nodes.Received, 2)
     check(made, sink_items)
 
 
@@ -289,7 +276,7 @@ def test_a_request_ends_at_its_deadline_though_the_sink_returns_no_slots(
     ask(made, np.random.default_rng(), deadline=5)
     made.turn(made.sinks[0])
     made.sources_until(lambda: len(chunks.slots.get(1, ())) == SLOTS)
-    ahead(monkeypatch, 6, *SOURCE)
+    nodes.ahead(monkeypatch, 6, *nodes.SOURCE)
     made.sources_until(lambda: made.count(Over) == 1)
     assert not made.sources[0].busy
     assert made.lost() == (ErrorCode.DEADLINE, True)
@@ -299,11 +286,11 @@ def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> Non
     """A prefill rank that says when its first chunks, or its first descriptors, are out, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
     transports = [NixlTransport(mode, SLOTS, SLOT)]
-    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=transports)
+    node = nodes.DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, transports=transports)
     chunks = Chunks(node)
     node.expect(made, CONTENT, TOKENS)
     if mode is WriteMode.PACKED:
-        node.finish(bytes(made.key), finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+        node.finish(bytes(made.key), nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
 
     def tell() -> None:
@@ -311,21 +298,20 @@ def source(conn: Connection, address: str, made: Ticket, mode: WriteMode) -> Non
             conn.send("in the middle")
             chunks.slots.clear()
 
-    serve(conn, node, tell)
+    nodes.serve(conn, node, tell)
 
 
 @pytest.mark.parametrize(("mode", "proven"), [(WriteMode.PACKED, True), (WriteMode.DIRECT, False)])
 def test_pages_after_a_source_was_killed(
     mode: WriteMode, proven: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
-        process, hear = begin(stack, source, address, made, mode)
+        process, hear = nodes.begin(stack, source, address, made, mode)
         pool = allocate(geometry(1), 0, ITEMS)
         sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[NixlTransport(mode, SLOTS, SLOT)])
-        sink.connect(PREFILL, address)
-        alone = stack.enter_context(contextlib.closing(Nodes([], [sink])))
+        sink.connect(nodes.PREFILL, address)
+        alone = stack.enter_context(contextlib.closing(nodes.Nodes([], [sink])))
         alone.ready()
         number = alone.fetch(0, made, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
         alone.turn()
@@ -334,9 +320,9 @@ def test_pages_after_a_source_was_killed(
         process.kill()
         process.join()
         alone.turn()
-        assert not alone.count(TransferLost)  # silence proves nothing
+        assert not alone.count(nodes.TransferLost)  # silence proves nothing
         alone.abort(0, number)
-        ahead(monkeypatch, 31, *SINK)
+        nodes.ahead(monkeypatch, 31, *nodes.SINK)
         assert alone.lost() == (ErrorCode.ABORTED, proven)
 
 
@@ -349,5 +335,5 @@ def test_any_two_engines(tmp_path: Path, number: int, take: Any) -> None:
         made.ask()
         compute_some(made, random.Random())
         made.finish()
-        assert isinstance(made.ends(Received | TransferLost, 1)[0], Received)
+        assert isinstance(made.ends(nodes.Received | nodes.TransferLost, 1)[0], nodes.Received)
         made.check()

@@ -79,7 +79,6 @@ class Pair(Nodes):
 
 def pairs(folder: Path, **defaults: Any) -> Iterator[Callable[..., Pair]]:
     """Makes pairs by their sizes and options, and closes them at the end of the test."""
-    folder.chmod(0o700)
     with contextlib.ExitStack() as stack:
         yield lambda source_tp, sink_tp, **options: stack.enter_context(
             contextlib.closing(Pair(folder, geometry(source_tp), geometry(sink_tp), **defaults | options))

@@ -222,7 +222,6 @@ class Prefill:
 
 @contextlib.contextmanager
 def pairs(folder: Path, source_tp: int, sink_tp: int, part_bytes: int = 1, **options: Any) -> Iterator[Pair]:
-    folder.chmod(0o700)
     made = Pair(folder, geometry(source_tp), geometry(sink_tp), part_bytes=part_bytes, **options)
     with contextlib.closing(made):
         yield made

@@ -20,22 +20,8 @@ from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof
 from kvproto.wire.messages import Abort, Done, Drained, Offer, Pulled, Register, Released, Renew, Renewed, Ticket
+from tests.node import nodes
 from tests.node.any_two import AnyTwo, small_world
-from tests.node.nodes import (
-    PREFILL,
-    SINK,
-    SOURCE,
-    DrivenSource,
-    Nodes,
-    Received,
-    TransferLost,
-    ahead,
-    begin,
-    finished,
-    put,
-    seen,
-    serve,
-)
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS, Flipping, Pair, ask, check, hand_over, pairs
 from tests.pools import allocate, column
 from tests.processes import imported
@@ -107,7 +93,7 @@ class Wire:
     def __init__(self, pair: Pair) -> None:
         self.said: list[Any] = []
         for node in (*pair.sources, *pair.sinks):
-            seen(node, self._see)
+            nodes.seen(node, self._see)
 
     def _see(self, _: Any, frame: bytes) -> bytes:
         self.said.append(decode(frame))
@@ -148,10 +134,10 @@ def offered(made: Pair, wire: Wire) -> None:
 def serves_another(made: Pair) -> None:
     """A request of its own ends well."""
     for sink in made.sinks:
-        put(sink.pool, 0)
+        nodes.put(sink.pool, 0)
     made.told.clear()
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.count(Received) == len(made.sinks)
+    assert made.count(nodes.Received) == len(made.sinks)
     assert made.idle()
 
 
@@ -160,7 +146,7 @@ def test_every_byte_is_read_and_verified(pair: Callable[..., Pair], source_tp: i
     made = pair(source_tp, sink_tp)
     wire = Wire(made)
     check(made, hand_over(made, np.random.default_rng()))
-    received = made.ends(Received, sink_tp)
+    received = made.ends(nodes.Received, sink_tp)
     assert all(e.checksums and e.handoff for e in received)
     routes = sum(len(e.bytes) for e in received)
     assert (len(wire.of(Offer)), len(wire.of(Pulled)), len(wire.of(Done))) == (routes, routes, 0)
@@ -194,14 +180,14 @@ def test_flipped_bit_is_found(pair: Callable[..., Pair]) -> None:
 def test_without_verify(pair: Callable[..., Pair]) -> None:
     made = pair(2, 1, verify=False)
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.ends(Received, 1)[0].checksums == {}
+    assert made.ends(nodes.Received, 1)[0].checksums == {}
 
 
 @pytest.mark.parametrize("pull", [False, True])
 def test_nothing_is_summed_for_a_sink_that_does_not_verify(pair: Callable[..., Pair], pull: bool) -> None:
     made = pair(2, 1, trust=True, pull=pull, give=lambda: [Unsummed()])
     check(made, hand_over(made, np.random.default_rng()))
-    assert made.ends(Received, 1)[0].checksums == {}
+    assert made.ends(nodes.Received, 1)[0].checksums == {}
 
 
 def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
@@ -215,7 +201,7 @@ def test_abort_before_the_offer(pair: Callable[..., Pair]) -> None:
     made.abort(0, number)
     assert made.lost() == (ErrorCode.ABORTED, True)
     items = {g: [0, 1, 2] for g in (0, 1)}
-    made.sources[0].finish(bytes(ticket_.key), finished(items, TOKENS, FIRST))
+    made.sources[0].finish(bytes(ticket_.key), nodes.finished(items, TOKENS, FIRST))
     made.ends(Over, 1)
     assert wire.of(Offer) == []
     serves_another(made)
@@ -238,7 +224,7 @@ def test_abort_during_the_copy_waits_for_it(pair: Callable[..., Pair], source_tp
     made, wire, mover = reading(pair, source_tp)
     made.abort(0)
     made.turns(5)
-    assert (wire.of(Abort), made.count(TransferLost), made.count(Over)) == ([], 0, 0)
+    assert (wire.of(Abort), made.count(nodes.TransferLost), made.count(Over)) == ([], 0, 0)
     mover.finished = True
     assert made.lost() == (ErrorCode.ABORTED, True)
     made.ends(Over, source_tp)
@@ -253,11 +239,11 @@ def test_a_copy_that_cannot_begin_renews_its_lease(pair: Callable[..., Pair], mo
     sink_items = ask(made, np.random.default_rng())
     made.until(lambda: mover.busy < 3)
     mover.busy = 10**9
-    ahead(monkeypatch, 8)
+    nodes.ahead(monkeypatch, 8)
     made.until(lambda: bool(wire.of(Renewed)))
     mover.busy = 0
-    ahead(monkeypatch, 12)
-    made.ends(Received, 1)
+    nodes.ahead(monkeypatch, 12)
+    made.ends(nodes.Received, 1)
     check(made, sink_items)
 
 
@@ -269,8 +255,8 @@ def test_a_sink_that_comes_late_asks_for_a_lease_and_reads(
     wire = Wire(made)
     sink_items = ask(made, np.random.default_rng())
     offered(made, wire)
-    ahead(monkeypatch, 7.6, *SINK)  # of ten: less than a quarter is left
-    made.ends(Received, 1)
+    nodes.ahead(monkeypatch, 7.6, *nodes.SINK)  # of ten: less than a quarter is left
+    made.ends(nodes.Received, 1)
     assert len(wire.of(Renew)) == 1
     check(made, sink_items)
 
@@ -281,8 +267,8 @@ def test_after_the_lease_nothing_is_read(pair: Callable[..., Pair], monkeypatch:
     wire = Wire(made)
     ask(made, np.random.default_rng())
     offered(made, wire)
-    ahead(monkeypatch, 11)
-    (lost,) = made.ends(TransferLost, 1)
+    nodes.ahead(monkeypatch, 11)
+    (lost,) = made.ends(nodes.TransferLost, 1)
     assert (lost.error.code, lost.proven, mover.started) == (ErrorCode.DEADLINE, True, 0)
     made.ends(Over, 1)
     serves_another(made)
@@ -290,18 +276,18 @@ def test_after_the_lease_nothing_is_read(pair: Callable[..., Pair], monkeypatch:
 
 def test_what_was_read_beyond_the_lease_is_not_used(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     made, wire, mover = reading(pair)
-    ahead(monkeypatch, 11)
+    nodes.ahead(monkeypatch, 11)
     mover.finished = True
-    (lost,) = made.ends(TransferLost, 1)
+    (lost,) = made.ends(nodes.TransferLost, 1)
     assert (lost.error.code, lost.error.path, lost.proven) == (ErrorCode.DEADLINE, "lease", True)
-    assert (wire.of(Pulled), made.count(Received)) == ([], 0)
+    assert (wire.of(Pulled), made.count(nodes.Received)) == ([], 0)
     serves_another(made)
 
 
 def test_a_ticket_that_ends_takes_the_lease_with_it(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     made, wire, mover = reading(pair, deadline=5)
     assert wire.of(Offer)[0].lease <= 5000
-    ahead(monkeypatch, 6)
+    nodes.ahead(monkeypatch, 6)
     made.ends(Over, 1)
     mover.finished = True
     assert made.lost() == (ErrorCode.DEADLINE, True)
@@ -315,7 +301,7 @@ def test_a_refused_request_is_over_once_though_its_lease_ends_later(
     refuse(made)
     mover.finished = True
     made.ends(Over, 1)
-    ahead(monkeypatch, 11)
+    nodes.ahead(monkeypatch, 11)
     made.turns(5)
     assert made.count(Over) == 1
 
@@ -325,7 +311,7 @@ def test_what_is_read_after_a_request_is_over_is_not_reported(
 ) -> None:
     made, wire, mover = reading(pair)
     refuse(made)
-    ahead(monkeypatch, 11, *SOURCE)
+    nodes.ahead(monkeypatch, 11, *nodes.SOURCE)
     made.until(lambda: made.count(Over) == 1)
     mover.finished = True
     made.until(lambda: bool(wire.of(Pulled)))
@@ -337,7 +323,7 @@ def test_a_source_that_says_goodbye_while_it_is_read(pair: Callable[..., Pair]) 
     made, _, mover = reading(pair)
     made.sources.pop().close("over")
     made.until(lambda: made.count(Disconnected) == 1)
-    assert made.count(TransferLost) == 0
+    assert made.count(nodes.TransferLost) == 0
     mover.finished = True
     assert made.lost() == (ErrorCode.PEER_LOST, True)
     made.until(lambda: not any(connection.mapped for connection in mover.connections))
@@ -352,7 +338,7 @@ def test_a_silent_sink_keeps_what_it_was_lent(pair: Callable[..., Pair], monkeyp
     (source,) = made.sources
 
     def told(seconds: float) -> list[Any]:
-        ahead(monkeypatch, seconds, *SOURCE)
+        nodes.ahead(monkeypatch, seconds, *nodes.SOURCE)
         return [e for _ in range(3) for e in source.turn() if isinstance(e, Over)]
 
     offered(made, wire)
@@ -375,10 +361,10 @@ def test_one_sink_rank_gives_up_and_the_other_reads(pair: Callable[..., Pair]) -
     taken = iter(movers)
     made = pair(1, 2, take=lambda: [next(taken)])
     (first, second), sink_items = made.sinks, ask(made, np.random.default_rng())
-    made.until(lambda: movers[0].started == 1 and made.count(Received) == 1)
+    made.until(lambda: movers[0].started == 1 and made.count(nodes.Received) == 1)
     made.abort(0)
     movers[0].finished = True
-    assert made.ends(TransferLost, 1)[0].proven
+    assert made.ends(nodes.TransferLost, 1)[0].proven
     made.ends(Over, 1)
     made.sinks = [second]
     check(made, sink_items[1:])
@@ -398,9 +384,9 @@ def test_an_offer_of_fewer_tokens_than_were_asked_for_is_not_read(pair: Callable
         short = attrs.evolve(message.grants[1], count=4, valid=4, items=message.grants[1].items[:1])  # type: ignore[index]
         return encode(attrs.evolve(message, grants=(message.grants[0], short, message.grants[2])))
 
-    seen(made.sources[0], lying)
+    nodes.seen(made.sources[0], lying)
     ask(made, np.random.default_rng())
-    (lost,) = made.ends(TransferLost, 1)
+    (lost,) = made.ends(nodes.TransferLost, 1)
     assert (lost.error.code, lost.proven, mover.started) == (ErrorCode.BAD_GRANT, True, 0)
     made.ends(Over, 1)
     lies.clear()
@@ -410,11 +396,11 @@ def test_an_offer_of_fewer_tokens_than_were_asked_for_is_not_read(pair: Callable
 def source(conn: Connection, address: str, made: Ticket) -> None:
     """A prefill rank that offers, and then stands still."""
     pool = allocate(geometry(1), 0, ITEMS)
-    put(pool, 7)
-    node = DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, pull=True)
+    nodes.put(pool, 7)
+    node = nodes.DrivenSource(party_of("p", pool), pool, Listener(address), {0: address}, pull=True)
     said: list[Any] = []
-    seen(node, lambda _, frame: (said.append(decode(frame)), frame)[1])
-    node.prefilled(made, CONTENT, finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
+    nodes.seen(node, lambda _, frame: (said.append(decode(frame)), frame)[1])
+    node.prefilled(made, CONTENT, nodes.finished({g: [1, 2, 3] for g in (0, 1)}, TOKENS, FIRST))
     conn.send("listening")
 
     def stand_still() -> None:
@@ -422,20 +408,19 @@ def source(conn: Connection, address: str, made: Ticket) -> None:
             conn.send("offered")
             conn.recv()
 
-    serve(conn, node, stand_still)
+    nodes.serve(conn, node, stand_still)
 
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool) -> None:
     """Its memory stays what it was; the lease decides whether it may be used."""
-    tmp_path.chmod(0o700)
     address, made = private_address(tmp_path, "kv"), ticket()
     with contextlib.ExitStack() as stack:
-        process, hear = begin(stack, source, address, made)
+        process, hear = nodes.begin(stack, source, address, made)
         pool, mover = allocate(geometry(1), 0, ITEMS), SlowMover()
         sink = SinkNode(party_of("d", pool), pool, Dialer(), transports=[mover], pull=True)
-        sink.connect(PREFILL, address)
-        alone = stack.enter_context(contextlib.closing(Nodes([], [sink])))
+        sink.connect(nodes.PREFILL, address)
+        alone = stack.enter_context(contextlib.closing(nodes.Nodes([], [sink])))
         alone.ready()
         alone.fetch(0, made, CONTENT, TOKENS, {g: [4, 5, 6] for g in (0, 1)})
         alone.until(lambda: mover.started)
@@ -444,12 +429,12 @@ def test_a_source_is_killed_while_it_is_read(tmp_path: Path, monkeypatch: pytest
         process.join()
         mover.finished = True
         if not in_time:
-            ahead(monkeypatch, 11, *SINK)
+            nodes.ahead(monkeypatch, 11, *nodes.SINK)
             alone.until(lambda: mover.stopped)  # the copy is stopped; Drained will never come
-            ahead(monkeypatch, 50, *SINK)
-        (over,) = alone.ends(Received | TransferLost, 1)
+            nodes.ahead(monkeypatch, 50, *nodes.SINK)
+        (over,) = alone.ends(nodes.Received | nodes.TransferLost, 1)
     if in_time:
-        assert isinstance(over, Received)
+        assert isinstance(over, nodes.Received)
         assert (column(pool, 0, 0, "latent")[[4, 5]] == 7).all()
     else:
         assert (over.error.code, over.proven) == (ErrorCode.DEADLINE, True)
@@ -460,5 +445,5 @@ def test_any_two_engines(tmp_path: Path, number: int) -> None:
     with contextlib.closing(AnyTwo(tmp_path, small_world(number), lambda: {"pull": True}, pull=True)) as made:
         made.finish()
         made.ask()
-        assert isinstance(made.ends(Received | TransferLost, 1)[0], Received)
+        assert isinstance(made.ends(nodes.Received | nodes.TransferLost, 1)[0], nodes.Received)
         made.check()

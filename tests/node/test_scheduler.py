@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from kvproto.source.schedule import Scheduler, Send
-from kvproto.transport.base import Layer
 from kvproto.transport.shm.transport import ShmTransport
+from kvproto.transport.staging.packed import Layer
 from kvproto.wire.enums import ErrorCode
 from tests.node.nodes import finished
 from tests.node.stages import HERE, LAYER, TOKENS, Stage, able, computed

@@ -24,18 +24,7 @@ from kvproto.transport.shm.transport import ShmCopy, ShmTransport
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as Transports
 from kvproto.wire.messages import Handle
-from tests.node.nodes import (
-    SINK,
-    DrivenSource,
-    Nodes,
-    Received,
-    TransferLost,
-    TransferProven,
-    ahead,
-    begin,
-    finished,
-    put,
-)
+from tests.node import nodes
 from tests.node.test_death import prefill
 from tests.node.test_node import CONTENT, FIRST, ITEMS, TOKENS
 from tests.node.test_pull import SlowMover
@@ -49,11 +38,10 @@ HELD = [0, 1, 2]
 """Of every source."""
 
 
-class Fleet(Nodes):
+class Fleet(nodes.Nodes):
     """A sink and the sources that a test opens; each source's memory holds a byte of its own."""
 
     def __init__(self, folder: Path, transports: Sequence[Transport] = ()) -> None:
-        folder.chmod(0o700)
         self.folder = folder
         self.pool = allocate(geometry(1), 0, ITEMS)
         self.sink = SinkNode(party_of("d", self.pool), self.pool, Dialer(), transports=transports)
@@ -66,8 +54,8 @@ class Fleet(Nodes):
         """A source replica of one rank, in this process."""
         made = attrs.evolve(to or geometry(1), replica=replica[1])
         pool, address = allocate(made, 0, ITEMS), self.address(replica)
-        put(pool, byte)
-        node = DrivenSource(party_of(replica[0], pool), pool, Listener(address), {0: address}, **options)
+        nodes.put(pool, byte)
+        node = nodes.DrivenSource(party_of(replica[0], pool), pool, Listener(address), {0: address}, **options)
         self.sources.append(node)
         return node
 
@@ -85,7 +73,7 @@ class Fleet(Nodes):
         """A request that its source has computed; without one, that nobody knows."""
         made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
         if source is not None:
-            source.prefilled(made, CONTENT, finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+            source.prefilled(made, CONTENT, nodes.finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
         return made
 
     def ask(self, replica: Replica, source: SourceNode | None = None, made: Ticket | None = None) -> int:
@@ -94,7 +82,7 @@ class Fleet(Nodes):
 
     def ended(self, number: int) -> Any:
         """What a transfer has come to."""
-        kinds = Received | TransferLost
+        kinds = nodes.Received | nodes.TransferLost
         self.until(lambda: any(isinstance(e, kinds) and e.number == number for e in self.told))
         return next(e for e in self.told if isinstance(e, kinds) and e.number == number)
 
@@ -124,7 +112,7 @@ def test_replicas_and_engines_write_one_pool(fleet: Fleet) -> None:
     fleet.connect(*sources)
     numbers = {replica: fleet.ask(replica, source) for replica, source in sources.items()}  # before they are ready
     for byte, (replica, number) in enumerate(numbers.items(), 10):
-        assert isinstance(fleet.ended(number), Received)
+        assert isinstance(fleet.ended(number), nodes.Received)
         assert fleet.holds(replica, byte)
     fleet.ends(Over, 3)
     assert fleet.idle()
@@ -138,13 +126,13 @@ def test_a_source_that_is_gone_is_greeted_again_by_the_next_fetch(
     stays = fleet.source(Q0, 2)
     for byte in (10, 11, 12):
         source = fleet.source(P0, byte)
-        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
         assert fleet.holds(P0, byte)
         fleet.end(source)
         fleet.until(lambda: fleet.sink._links[P0].over)
-        assert isinstance(fleet.ended(fleet.ask(Q0, stays)), Received)
+        assert isinstance(fleet.ended(fleet.ask(Q0, stays)), nodes.Received)
     number = fleet.ask(P0)  # greets a listener that is no more
-    ahead(monkeypatch, 31, *SINK)
+    nodes.ahead(monkeypatch, 31, *nodes.SINK)
     assert fleet.ended(number).error.code == ErrorCode.PEER_LOST
 
 
@@ -164,12 +152,12 @@ def test_a_source_to_which_no_memory_can_be_exposed_costs_its_own_link_alone(tmp
     with contextlib.closing(Fleet(tmp_path, [ForOne()])) as fleet:
         first = fleet.source(P0, 1)
         fleet.connect(P0)
-        assert isinstance(fleet.ended(fleet.ask(P0, first)), Received)
+        assert isinstance(fleet.ended(fleet.ask(P0, first)), nodes.Received)
         second = fleet.source(Q0, 2)
         fleet.connect(Q0)
         lost = fleet.ended(fleet.ask(Q0, second))
         assert (lost.error.code, lost.error.path) == (ErrorCode.BUSY, "regions")
-        assert isinstance(fleet.ended(fleet.ask(P0, first)), Received)
+        assert isinstance(fleet.ended(fleet.ask(P0, first)), nodes.Received)
 
 
 class Hidden(ShmTransport):
@@ -213,7 +201,7 @@ def test_memory_that_a_source_cannot_reach_is_exposed_anew(tmp_path: Path, refus
         assert fleet.ended(fleet.ask(P0, source)).error.code == ErrorCode.TRANSPORT_FAILED
         assert transport.heard == 1
         for _ in range(3):
-            assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+            assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
         assert fleet.holds(P0, 1)
         assert transport.heard == 1
 
@@ -223,7 +211,7 @@ def test_links_that_are_over_leave_no_descriptor_and_no_mapping(fleet: Fleet) ->
 
     def round_trip() -> tuple[int, int]:
         source = fleet.source(P0, 1)
-        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
         fleet.end(source)
         fleet.until(lambda: fleet.sink._links[P0].over)
         return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in Path("/proc/self/maps").open())
@@ -241,14 +229,14 @@ def test_a_source_that_never_answers(fleet: Fleet, monkeypatch: pytest.MonkeyPat
     other = fleet.source(Q0, 2)
     fleet.connect(P0, Q0)
     number = fleet.ask(P0)
-    assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
-    assert not fleet.count(TransferLost)
+    assert isinstance(fleet.ended(fleet.ask(Q0, other)), nodes.Received)
+    assert not fleet.count(nodes.TransferLost)
     with monkeypatch.context() as patch:
-        ahead(patch, 31, *SINK)
+        nodes.ahead(patch, 31, *nodes.SINK)
         lost = fleet.ended(number)
     assert (lost.error.code, lost.proven) == (ErrorCode.PEER_LOST, True)
     late = fleet.source(P0, 1)
-    assert isinstance(fleet.ended(fleet.ask(P0, late)), Received)
+    assert isinstance(fleet.ended(fleet.ask(P0, late)), nodes.Received)
     assert fleet.holds(P0, 1)
 
 
@@ -260,7 +248,7 @@ def test_a_source_of_other_weights_is_refused_and_costs_the_others_nothing(fleet
         lost = fleet.ended(fleet.ask(P0, wrong))
         assert (lost.error.code, lost.proven) == (ErrorCode.IDENTITY_MISMATCH, True)
     assert fleet.count(Refused)
-    assert isinstance(fleet.ended(fleet.ask(Q0, other)), Received)
+    assert isinstance(fleet.ended(fleet.ask(Q0, other)), nodes.Received)
 
 
 def test_a_source_that_nobody_connected(fleet: Fleet) -> None:
@@ -282,29 +270,29 @@ def test_disconnect_ends_what_is_under_way(fleet: Fleet) -> None:
     source, made, number = asked(fleet)
     fleet.sink.disconnect(P0, "enough")
     assert fleet.ended(number).error.code in (ErrorCode.PEER_LOST, ErrorCode.ABORTED)
-    source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+    source.finish(bytes(made.key), nodes.finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
     fleet.ends(Over, 1)
     lost = fleet.ended(fleet.ask(P0, source))
     assert lost.error.code == ErrorCode.WRONG_PEER
     fleet.connect(P0)
-    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
 
 
 def test_an_earlier_run_of_a_source_never_returns(fleet: Fleet) -> None:
     """KVP-SES-OLDER: it was stopped while its successor took over elsewhere, and listens again."""
     earlier, former = fleet.source(P0, 1), fleet.address(P0)
     pool, elsewhere = allocate(geometry(1), 0, ITEMS), fleet.address(Q0)
-    put(pool, 2)
-    later = DrivenSource(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
+    nodes.put(pool, 2)
+    later = nodes.DrivenSource(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
     fleet.sources.append(later)
     for address, source, byte in ((former, earlier, 1), (elsewhere, later, 2)):
         fleet.sink.connect(P0, address)
-        assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+        assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
         assert fleet.holds(P0, byte)
     fleet.sink.connect(P0, former)
     assert fleet.ended(fleet.ask(P0, earlier)).error.code == ErrorCode.SUPERSEDED
     fleet.sink.connect(P0, elsewhere)
-    assert isinstance(fleet.ended(fleet.ask(P0, later)), Received)
+    assert isinstance(fleet.ended(fleet.ask(P0, later)), nodes.Received)
 
 
 def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,12 +301,12 @@ def test_a_connection_that_breaks_loses_nothing(fleet: Fleet, monkeypatch: pytes
     ((session, before),) = source.endpoint.sessions.items()
     conn = before.conn
     fleet.sink._dialer.drop(fleet.sink._links[P0])
-    source.finish(bytes(made.key), finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
+    source.finish(bytes(made.key), nodes.finished(dict.fromkeys((0, 1), HELD), TOKENS, FIRST))
     fleet.until(lambda: not source.busy)
-    ahead(monkeypatch, 6, *SINK)  # it pings, and hears that nobody knows it
+    nodes.ahead(monkeypatch, 6, *nodes.SINK)  # it pings, and hears that nobody knows it
     fleet.turn()
-    ahead(monkeypatch, 6)
-    assert isinstance(fleet.ended(number), Received)
+    nodes.ahead(monkeypatch, 6)
+    assert isinstance(fleet.ended(number), nodes.Received)
     assert fleet.holds(P0, 1)
     assert (list(source.endpoint.sessions), before.conn == conn) == ([session], False)
     assert not fleet.count(Disconnected)
@@ -338,18 +326,18 @@ def test_a_later_run_of_a_sink_takes_over(fleet: Fleet, monkeypatch: pytest.Monk
     slow.finished = True
     fleet.sinks.remove(later)
     with monkeypatch.context() as patch:
-        ahead(patch, 11, *SINK)  # the earlier one hears of it when it asks after its source
+        nodes.ahead(patch, 11, *nodes.SINK)  # the earlier one hears of it when it asks after its source
         lost = fleet.ended(number)
     assert lost.error.code in (ErrorCode.SUPERSEDED, ErrorCode.PEER_LOST)
     lost = fleet.ended(fleet.ask(P0, source))
     assert lost.error.code == ErrorCode.SUPERSEDED
     fleet.sinks.insert(0, later)
-    assert isinstance(fleet.ended(fleet.ask(P0, source)), Received)
+    assert isinstance(fleet.ended(fleet.ask(P0, source)), nodes.Received)
 
 
 def other_process(stack: contextlib.ExitStack, fleet: Fleet, replica: Replica, endless: bool) -> tuple[Ticket, Any]:
     made = attrs.evolve(ticket(), engine=replica[0], replica=replica[1])
-    return made, begin(stack, prefill, fleet.address(replica), made, endless, replica[0])[0]
+    return made, nodes.begin(stack, prefill, fleet.address(replica), made, endless, replica[0])[0]
 
 
 def test_a_process_that_has_connected_and_hangs_loses_a_fetch_at_its_deadline(
@@ -362,15 +350,15 @@ def test_a_process_that_has_connected_and_hangs_loses_a_fetch_at_its_deadline(
         os.kill(process.pid, signal.SIGSTOP)
         number = fleet.fetch(0, made, CONTENT, TOKENS, dict.fromkeys((0, 1), PAGES[Q0]), seconds=5.0)
         with monkeypatch.context() as patch:
-            ahead(patch, 6, *SINK)
+            nodes.ahead(patch, 6, *nodes.SINK)
             fleet.turn(fleet.sink)
         with monkeypatch.context() as patch:
-            ahead(patch, 60, *SINK)
+            nodes.ahead(patch, 60, *nodes.SINK)
             lost = fleet.ended(number)
         assert (lost.error.code, lost.proven) == (ErrorCode.DEADLINE, False)
         assert fleet.sink.quarantined == {0: 3, 1: 3}
         os.kill(process.pid, signal.SIGKILL)
-        fleet.ends(TransferProven, 1)
+        fleet.ends(nodes.TransferProven, 1)
         assert fleet.sink.quarantined == {}
 
 
@@ -387,19 +375,19 @@ def test_a_process_that_hangs_and_dies_holds_its_own_pages_alone(fleet: Fleet, m
         os.kill(process.pid, signal.SIGSTOP)
         fleet.abort(0, number)
         with monkeypatch.context() as patch:
-            ahead(patch, 40, *SINK)
+            nodes.ahead(patch, 40, *nodes.SINK)
             lost = fleet.ended(number)
         assert not lost.proven
         assert fleet.sink.quarantined == {0: 3, 1: 3}
         for byte, (replica, source) in enumerate(sources.items(), 20):
-            assert isinstance(fleet.ended(fleet.ask(replica, source)), Received)
+            assert isinstance(fleet.ended(fleet.ask(replica, source)), nodes.Received)
             assert fleet.holds(replica, byte)
         assert fleet.sink.quarantined == {0: 3, 1: 3}
         os.kill(process.pid, signal.SIGKILL)
-        fleet.ends(TransferProven, 1)
+        fleet.ends(nodes.TransferProven, 1)
         assert fleet.sink.quarantined == {}
         made, _ = other_process(stack, fleet, Q0, endless=False)
-        assert isinstance(fleet.ended(fleet.ask(Q0, made=made)), Received)
+        assert isinstance(fleet.ended(fleet.ask(Q0, made=made)), nodes.Received)
         assert fleet.holds(Q0, 7)
 
 
@@ -414,4 +402,4 @@ def test_every_process_that_dies_is_seen(fleet: Fleet) -> None:
             process.kill()
             lost = fleet.ended(number)
             assert (lost.error.code, lost.proven) == (ErrorCode.PEER_LOST, True)
-            put(fleet.pool, 0)
+            nodes.put(fleet.pool, 0)

@@ -52,7 +52,6 @@ class Following:
 @contextlib.contextmanager
 def followed(folder: Path) -> Iterator[tuple[Two, Path]]:
     """A sink with a feed."""
-    folder.chmod(0o700)
     theirs = Options(thread=False, feed=folder / "feed-{rank}")
     with two(folder, Options(thread=False), theirs) as both:
         yield both, folder / "feed-0"
@@ -163,7 +162,6 @@ def test_a_path_that_may_not_be_used(tmp_path: Path, kind: str) -> None:
 
 def test_an_engine_that_is_both_has_two(tmp_path: Path) -> None:
     """By one and the same options."""
-    tmp_path.chmod(0o700)
     both, pool = Options(feed=tmp_path / "feed-{role}-{rank}"), Pool.allocate(GEOMETRY, PAGES)
     with (
         contextlib.closing(Source("engine", pool, f"ipc://{tmp_path}/engine-{{rank}}", both)),

@@ -71,7 +71,6 @@ def test_tail_prints_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_top_shows_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ways = [Options(thread=False, feed=tmp_path / name) for name in ("source", "sink")]
-    tmp_path.chmod(0o700)
     with two(tmp_path, *ways) as both:
         serve(both, 3)
         top = Command("top", "--once", tmp_path / "source", f"ipc://{tmp_path}/sink")

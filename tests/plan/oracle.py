@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -234,20 +234,19 @@ def boxes(source: Geometry, sink: Geometry) -> list[Row]:
     return sorted(found)
 
 
-def unscaled(source: Geometry, sink: Geometry, scales: Mapping[str, set[str]]) -> tuple[str, str] | None:
-    """The first group and part that the sink takes without scales that the source has; `scales` by names of a part."""
-
-    def scaled(geometry: Geometry, model: int, part: str, layer: int) -> bool:
-        return any(m == model and x == layer and name in scales.get(part, ()) for m, name, x in group_of(geometry))
-
+def left(source: Geometry, sink: Geometry, optional: Collection[str]) -> tuple[str, str] | None:
+    """The first group and part that the sink takes of a layer of which it leaves another part; no hand-off data."""
+    there, here = group_of(source), group_of(sink)
+    lacking = {
+        (model, layer)
+        for model, name, layer in there.keys() - here.keys()
+        if name not in {*optional, *(sink.without or ())}
+    }
     for group in sink.groups:
-        for part in group.parts:
-            for layer in {
-                layer for rank in sink.ranks for s in rank.owns if s.group == group.id for layer in s.layers.tolist()
-            }:
-                here = group.model, part.name, layer
-                if scaled(source, *here) and not scaled(sink, *here):
-                    return group.name, part.name
+        for part in (part for part in group.parts if part.name not in optional):
+            of_group = {(m, x) for (m, name, x), at in here.items() if (at.id, name) == (group.id, part.name)}
+            if of_group & lacking:
+                return group.name, part.name
     return None
 
 

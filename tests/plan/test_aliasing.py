@@ -1,7 +1,5 @@
 """Items of one transfer share no byte (KVP-GRANT-ALIAS), held to a model that paints every byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attrs

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvproto.catalog.config import Config
-from kvproto.catalog.engines import Setup, pools
+from kvproto.catalog.engines import pools
+from kvproto.catalog.models import Setup
 from kvproto.errors import PlanError
 from kvproto.planning.layout import Parallel
 from kvproto.planning.plan import plan

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from kvproto.catalog.engines import Setup, pools
-from kvproto.catalog.models import describe, draft_of, specs
+from kvproto.catalog.config import draft_of
+from kvproto.catalog.engines import pools
+from kvproto.catalog.models import Setup, describe, specs
 from kvproto.errors import LocalError
 from tests.errors import raises
 

@@ -10,18 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproto.errors import PlanError
-from kvproto.planning.deals import (
-    deal,
-    deal_text,
-    global_rows,
-    local_row,
-    most_before,
-    owned_before,
-    owned_within,
-    owner,
-    same_deal,
-    shared_classes,
-)
+from kvproto.planning import deals
 from kvproto.planning.geometry import Geometry, Group, Part, Rank, decode_geometry, encode_geometry, mla, owns, validate
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
@@ -51,17 +40,17 @@ def groups(draw: Any, ranks: int = 5) -> Group:
 def test_tokens_are_dealt_as_if_one_by_one(group: Group) -> None:
     """KVP-DCP-OWNER, KVP-DCP-LENGTH."""
     validate(Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=()),)))
-    start = deal(group)[1]
+    start = deals.deal(group)[1]
     rows = np.arange(start, start + 60, dtype=np.int64)
-    assert owner(group, rows).tolist() == [oracle.cp_rank_of(group, row) for row in rows.tolist()]
+    assert deals.owner(group, rows).tolist() == [oracle.cp_rank_of(group, row) for row in rows.tolist()]
     for rank in range(group.cp_size):
         held = oracle.held(group, rank, (start + 60) * group.tokens_per_row)
-        assert local_row(group, np.array(held, np.int64)).tolist() == list(range(len(held)))
+        assert deals.local_row(group, np.array(held, np.int64)).tolist() == list(range(len(held)))
         below = [sum(x < row for x in held) for row in range(start + 60)]
-        assert [owned_before(group, rank, row) for row in range(start + 60)] == below
-        assert owned_before(group, rank, np.arange(start + 60)[None]).ravel().tolist() == below
-    assert [most_before(group, row) for row in rows.tolist()] == [
-        max(owned_before(group, rank, row) for rank in range(group.cp_size)) for row in rows.tolist()
+        assert [deals.owned_before(group, rank, row) for row in range(start + 60)] == below
+        assert deals.owned_before(group, rank, np.arange(start + 60)[None]).ravel().tolist() == below
+    assert [deals.most_before(group, row) for row in rows.tolist()] == [
+        max(deals.owned_before(group, rank, row) for rank in range(group.cp_size)) for row in rows.tolist()
     ]
 
 
@@ -72,11 +61,11 @@ def spread(first: np.ndarray[Any, Any], length: np.ndarray[Any, Any]) -> list[in
 @settings(max_examples=100, deadline=None)
 @given(groups(), st.integers(0, 40), st.integers(0, 30))
 def test_intervals_of_rows_are_those_of_the_deal(group: Group, lo: int, count: int) -> None:
-    lo += deal(group)[1]
+    lo += deals.deal(group)[1]
     for rank in range(group.cp_size):
         held = oracle.held(group, rank, (lo + count) * group.tokens_per_row)
-        assert spread(*owned_within(group, rank, lo, lo + count)) == [row for row in held if row >= lo]
-        assert spread(*global_rows(group, rank, min(3, len(held)), len(held))) == held[3:]
+        assert spread(*deals.owned_within(group, rank, lo, lo + count)) == [row for row in held if row >= lo]
+        assert spread(*deals.global_rows(group, rank, min(3, len(held)), len(held))) == held[3:]
 
 
 @settings(max_examples=150, deadline=None)
@@ -84,10 +73,10 @@ def test_intervals_of_rows_are_those_of_the_deal(group: Group, lo: int, count: i
 def test_cp_ranks_that_share_a_row_are_found_without_looking_at_rows(one: Group, other: Group) -> None:
     other = attrs.evolve(other, tokens_per_row=1, interleave=other.interleave // other.tokens_per_row, origin=0)
     one = attrs.evolve(one, tokens_per_row=1, interleave=one.interleave // one.tokens_per_row)
-    period = np.lcm(*(deal(g)[0] * (g.cp_size if g.order is None else g.order.size) for g in (one, other)))
+    period = np.lcm(*(deals.deal(g)[0] * (g.cp_size if g.order is None else g.order.size) for g in (one, other)))
     rows = np.arange(one.origin, one.origin + int(period))
-    both = set(zip(owner(one, rows).tolist(), owner(other, rows).tolist(), strict=True))
-    assert shared_classes(one, other) == tuple(sorted(both))
+    both = set(zip(deals.owner(one, rows).tolist(), deals.owner(other, rows).tolist(), strict=True))
+    assert deals.shared_classes(one, other) == tuple(sorted(both))
 
 
 def table(order: Any, interleave: int, **more: Any) -> Group:
@@ -117,11 +106,11 @@ def test_deals_that_are_none_are_refused_by_both_planners(order: Any, interleave
 
 
 def test_a_table_of_one_run_each_is_the_deal_in_turn() -> None:
-    assert same_deal(table([0, 1, 2], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
-    assert not same_deal(table([0, 2, 1], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
-    assert not same_deal(table([0, 1, 1, 0], 4), table([0, 1], 4))
-    assert deal_text(table([0, 1, 1, 0], 4)) == ", dealt 2 x 4 from 0 in the order 0 1 1 0"
-    assert deal_text(table([*range(40)][::-1], 4)).endswith("25 24 .. (40 runs)")
+    assert deals.same_deal(table([0, 1, 2], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
+    assert not deals.same_deal(table([0, 2, 1], 4), attrs.evolve(MLA, cp_size=3, interleave=4))
+    assert not deals.same_deal(table([0, 1, 1, 0], 4), table([0, 1], 4))
+    assert deals.deal_text(table([0, 1, 1, 0], 4)) == ", dealt 2 x 4 from 0 in the order 0 1 1 0"
+    assert deals.deal_text(table([*range(40)][::-1], 4)).endswith("25 24 .. (40 runs)")
 
 
 def test_a_description_without_a_table_has_the_bytes_that_it_had() -> None:
@@ -143,11 +132,11 @@ def test_the_longest_tables_are_compared_in_a_moment(cp: int) -> None:
             table(dice.permutation(np.arange(4096) % n), r) for n, r in ((cp, run), (min(few, 4096), other_run))
         )
         began = time.process_time()
-        found = shared_classes(one, other)
+        found = deals.shared_classes(one, other)
         assert time.process_time() - began < 10
         assert len(found) <= one.cp_size * other.cp_size
         rows = np.arange(1 << 16)
-        seen = set(zip(owner(one, rows).tolist(), owner(other, rows).tolist(), strict=True))
+        seen = set(zip(deals.owner(one, rows).tolist(), deals.owner(other, rows).tolist(), strict=True))
         assert seen <= set(found)
 
 

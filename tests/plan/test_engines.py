@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvproto.catalog.config import Config
-from kvproto.catalog.engines import ENGINES, Pools, Setup, pools
+from kvproto.catalog.engines import ENGINES, Pools, pools
+from kvproto.catalog.models import Setup
 from kvproto.catalog.tensors import RankMemory, rank_memory
 from kvproto.catalog.vllm import BACKENDS, LAYOUTS
 from kvproto.copying.columns import check_columns

@@ -10,49 +10,35 @@ import numpy as np
 import pytest
 
 from kvproto.errors import PlanError, RemoteError
+from kvproto.planning import geometry as geo
 from kvproto.planning import limits
 from kvproto.planning.compare import first_difference
-from kvproto.planning.geometry import (
-    Geometry,
-    Group,
-    LaneSpan,
-    Rank,
-    decode_geometry,
-    digest,
-    encode_geometry,
-    facts,
-    gqa,
-    handoff,
-    mla,
-    owns,
-    validate,
-)
 from kvproto.planning.layout import Cache, Parallel, lay_out
 from kvproto.planning.plan import plan
 from kvproto.wire.enums import DType, ErrorCode, FactRule, ItemKind
 from kvproto.wire.messages import Fact, Part
 from tests.errors import raises
 
-MLA, GQA = mla(0, "target", 0, 1152, 64), gqa(1, "draft", 1, 8, 256, 64)
+MLA, GQA = geo.mla(0, "target", 0, 1152, 64), geo.gqa(1, "draft", 1, 8, 256, 64)
 
 
 def test_facts_are_in_canonical_order() -> None:
-    assert [(f.name, f.rule) for f in facts({"b": "1", "a": "2"}, {"aa": "3"})] == [
+    assert [(f.name, f.rule) for f in geo.facts({"b": "1", "a": "2"}, {"aa": "3"})] == [
         ("a", FactRule.EQUAL), ("aa", FactRule.WARN), ("b", FactRule.EQUAL),
     ]  # fmt: skip
 
 
 def test_order_of_dictionaries_changes_no_byte() -> None:
     a, b = ({"x": "1", "y": "2"}, {"y": "2", "x": "1"})
-    first, second = (encode_geometry(attrs.evolve(good(), facts=facts(f))) for f in (a, b))
+    first, second = (geo.encode_geometry(attrs.evolve(good(), facts=geo.facts(f))) for f in (a, b))
     assert first == second
-    assert digest(first) == digest(second)
-    assert decode_geometry(memoryview(first)) == attrs.evolve(good(), facts=facts(a))
+    assert geo.digest(first) == geo.digest(second)
+    assert geo.decode_geometry(memoryview(first)) == attrs.evolve(good(), facts=geo.facts(a))
 
 
-def good() -> Geometry:
-    ranks = [Rank(rank=r, owns=(owns(MLA, [0, 1]), owns(GQA, [0], [(4 * r, 4 * r + 4)]))) for r in range(2)]
-    return Geometry(replica=0, facts=(), groups=(MLA, GQA), ranks=tuple(ranks))
+def good() -> geo.Geometry:
+    ranks = [geo.Rank(rank=r, owns=(geo.owns(MLA, [0, 1]), geo.owns(GQA, [0], [(4 * r, 4 * r + 4)]))) for r in range(2)]
+    return geo.Geometry(replica=0, facts=(), groups=(MLA, GQA), ranks=tuple(ranks))
 
 
 def test_where_two_descriptions_first_differ_is_shown() -> None:
@@ -61,20 +47,22 @@ def test_where_two_descriptions_first_differ_is_shown() -> None:
     other, absent, stated = attrs.evolve(one, groups=(MLA,)), "(absent)", "(stated)"
     assert first_difference(one, other) == ("groups[draft]", stated, absent)
     assert first_difference(other, one) == ("groups[draft]", absent, stated)
-    ranks = (attrs.evolve(one.ranks[0], owns=(owns(MLA, [0, 2]), *one.ranks[0].owns[1:])), *one.ranks[1:])
+    ranks = (attrs.evolve(one.ranks[0], owns=(geo.owns(MLA, [0, 2]), *one.ranks[0].owns[1:])), *one.ranks[1:])
     found = first_difference(one, attrs.evolve(one, ranks=ranks))
     assert found == ("ranks[0].owns[0].layers", "[0, 1]", "[0, 2]")
 
 
-def with_group(group: Group, **changes: Any) -> Geometry:
-    return Geometry(replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=(Rank(rank=0, owns=()),))
+def with_group(group: geo.Group, **changes: Any) -> geo.Geometry:
+    return geo.Geometry(
+        replica=0, facts=(), groups=(attrs.evolve(group, **changes),), ranks=(geo.Rank(rank=0, owns=()),)
+    )
 
 
-def sections(*some: tuple[int, int, dict[str, Any] | None]) -> Geometry:
+def sections(*some: tuple[int, int, dict[str, Any] | None]) -> geo.Geometry:
     """A latent of 12 bytes in sections: where each begins, its bytes, and what else it states."""
     parts = [attrs.evolve(MLA.parts[0], at=at, lane_bytes=n, **({"whole": 12} | (more or {}))) for at, n, more in some]
     group = attrs.evolve(MLA, parts=tuple(parts))
-    return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, [0]),)),))
+    return geo.Geometry(replica=0, facts=(), groups=(group,), ranks=(geo.Rank(rank=0, owns=(geo.owns(group, [0]),)),))
 
 
 def two_sections(part: Part) -> tuple[Part, ...]:
@@ -82,44 +70,46 @@ def two_sections(part: Part) -> tuple[Part, ...]:
     return tuple(attrs.evolve(part, at=at, whole=2 * half, lane_bytes=half) for at in (0, half))
 
 
-def with_owns(geometry: Geometry, which: int = 0, **changes: Any) -> Geometry:
+def with_owns(geometry: geo.Geometry, which: int = 0, **changes: Any) -> geo.Geometry:
     first, *rest = geometry.ranks
     shares = [attrs.evolve(s, **changes) if i == which else s for i, s in enumerate(first.owns)]
     return attrs.evolve(geometry, ranks=(attrs.evolve(first, owns=tuple(shares)), *rest))
 
 
-def spans(*bounds: tuple[int, int, int]) -> tuple[LaneSpan, ...]:
-    return tuple(LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in bounds)
+def spans(*bounds: tuple[int, int, int]) -> tuple[geo.LaneSpan, ...]:
+    return tuple(geo.LaneSpan(part=p, lo=lo, hi=hi) for p, lo, hi in bounds)
 
 
 def runs(*ranks: int) -> Any:
     return np.array(ranks, np.uint32)
 
 
-def twins(ranks: tuple[tuple[int, ...], ...]) -> Geometry:
+def twins(ranks: tuple[tuple[int, ...], ...]) -> geo.Geometry:
     """Two groups that hold one model's latent, and which of them each rank owns."""
-    groups = MLA, mla(3, "other", 0, 1152, 16)
-    made = [Rank(rank=r, owns=tuple(owns(groups[g], [0]) for g in own)) for r, own in enumerate(ranks)]
-    return Geometry(replica=0, facts=(), groups=groups, ranks=tuple(made))
+    groups = MLA, geo.mla(3, "other", 0, 1152, 16)
+    made = [geo.Rank(rank=r, owns=tuple(geo.owns(groups[g], [0]) for g in own)) for r, own in enumerate(ranks)]
+    return geo.Geometry(replica=0, facts=(), groups=groups, ranks=tuple(made))
 
 
-def many(layers: Sequence[Sequence[int]], groups: int = 1) -> Geometry:
+def many(layers: Sequence[Sequence[int]], groups: int = 1) -> geo.Geometry:
     """The layers of each rank of the first of so many groups."""
-    latent = [mla(n, f"group {n}", n, 1152, 64) for n in range(groups)]
-    ranks = (Rank(rank=r, owns=(owns(latent[0], some),)) for r, some in enumerate(layers))
-    return Geometry(replica=0, facts=(), groups=tuple(latent), ranks=tuple(ranks))
+    latent = [geo.mla(n, f"group {n}", n, 1152, 64) for n in range(groups)]
+    ranks = (geo.Rank(rank=r, owns=(geo.owns(latent[0], some),)) for r, some in enumerate(layers))
+    return geo.Geometry(replica=0, facts=(), groups=tuple(latent), ranks=tuple(ranks))
 
 
-HANDED = handoff(0, "first token", {"token": (DType.I32, 4), "score": (DType.F32, 4)})
+HANDED = geo.handoff(0, "first token", {"token": (DType.I32, 4), "score": (DType.F32, 4)})
 
 
-def handing(layers: Sequence[int] = (0,), **changes: Any) -> Geometry:
+def handing(layers: Sequence[int] = (0,), **changes: Any) -> geo.Geometry:
     """One rank that owns hand-off data."""
     group = attrs.evolve(HANDED, **changes)
-    return Geometry(replica=0, facts=(), groups=(group,), ranks=(Rank(rank=0, owns=(owns(group, layers),)),))
+    return geo.Geometry(
+        replica=0, facts=(), groups=(group,), ranks=(geo.Rank(rank=0, owns=(geo.owns(group, layers),)),)
+    )
 
 
-BROKEN: dict[str, tuple[str, Callable[[], Geometry], str]] = {
+BROKEN: dict[str, tuple[str, Callable[[], geo.Geometry], str]] = {
     # what is wrong, the clause, a Description, the path
     "groups": ("KVP-RULE-BREAK", lambda: attrs.evolve(good(), groups=good().groups[::-1]), "groups[1].id"),
     "ranks": ("KVP-RULE-BREAK", lambda: attrs.evolve(good(), ranks=good().ranks[::-1]), "ranks[1].rank"),
@@ -162,7 +152,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Geometry], str]] = {
     "a run of another rank": ("KVP-GEO-ORDERED", lambda: with_group(MLA, cp_size=2, order=runs(0, 2)), "groups[0].order"),
     "long order": ("KVP-GEO-DEAL", lambda: with_group(MLA, cp_size=2, interleave=1 << 19, order=runs(0, 1, 0)), "groups[0].order"),
     "too many runs": ("KVP-GEO-SIZE", lambda: attrs.evolve(good(), groups=tuple(
-        attrs.evolve(MLA, id=i, name=f"g{i}", cp_size=2, order=runs(*[0, 1] * 2048)) for i in range(17)), ranks=(Rank(rank=0, owns=()),)), "groups"),
+        attrs.evolve(MLA, id=i, name=f"g{i}", cp_size=2, order=runs(*[0, 1] * 2048)) for i in range(17)), ranks=(geo.Rank(rank=0, owns=()),)), "groups"),
     "hand-off of a draft": ("KVP-HND-SHAPE", lambda: handing(model=1), "groups[0].kind"),
     "hand-off of two rows": ("KVP-HND-SHAPE", lambda: handing(rows=2), "groups[0].kind"),
     "hand-off of two lanes": ("KVP-HND-SHAPE", lambda: handing(parts=(attrs.evolve(HANDED.parts[0], lanes=2),)), "groups[0].kind"),
@@ -171,7 +161,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Geometry], str]] = {
     "two groups, a rank each": ("KVP-GEO-DISJOINT", lambda: twins(((0,), (1,))), "ranks[1].owns[0].layers"),
     "an axis of slots": ("KVP-RULE-BREAK", lambda: with_group(MLA, kind=ItemKind.SLOT, axis="image"), "groups[0].axis"),
     "a part by two names": ("KVP-PART-TWICE", lambda: with_group(MLA, parts=tuple(attrs.evolve(MLA.parts[0], name=n) for n in ("latent", "ckv"))), "groups[0].parts"),
-    "too many bytes": ("KVP-GEO-SIZE", lambda: attrs.evolve(good(), facts=facts({f"fact {n:05}": "v" * 4000 for n in range(270)})), "geometry"),
+    "too many bytes": ("KVP-GEO-SIZE", lambda: attrs.evolve(good(), facts=geo.facts({f"fact {n:05}": "v" * 4000 for n in range(270)})), "geometry"),
     "too many parts": ("KVP-GEO-SIZE", lambda: many([[0]], limits.MAX_PARTS + 1), "groups"),
     "too many ranks": ("KVP-GEO-SIZE", lambda: many([[0]] * (limits.MAX_RANKS + 1)), "ranks"),
     "too many claims": ("KVP-GEO-SIZE", lambda: many([*[range(64)] * (limits.MAX_CLAIMS // 64), [0]]), "ranks"),
@@ -179,16 +169,16 @@ BROKEN: dict[str, tuple[str, Callable[[], Geometry], str]] = {
     "too many layers of two ranks": ("KVP-GEO-SIZE", lambda: many([range(limits.MAX_LAYERS), [limits.MAX_LAYERS]]), "ranks[1].owns[0].layers"),
 }  # fmt: skip
 
-EMPTY: dict[str, tuple[Callable[[], Geometry], str]] = {
+EMPTY: dict[str, tuple[Callable[[], geo.Geometry], str]] = {
     "no layers": (lambda: with_owns(good(), layers=np.array([], np.uint32)), "ranks[0].owns[0].layers"),
     "no span": (lambda: with_owns(good(), lanes=()), "ranks[0].owns[0].lanes"),
     "no parts": (lambda: with_group(MLA, parts=()), "groups[0].parts"),
 }  # fmt: skip
 
 
-def refusals(geometry: Geometry) -> Iterator[RemoteError]:
+def refusals(geometry: geo.Geometry) -> Iterator[RemoteError]:
     """What is said of a Description where it is made, and where it is read."""
-    for check in (lambda: validate(geometry), lambda: decode_geometry(encode_geometry(geometry))):
+    for check in (lambda: geo.validate(geometry), lambda: geo.decode_geometry(geo.encode_geometry(geometry))):
         with pytest.raises(RemoteError) as caught:
             check()
         yield caught.value
@@ -237,9 +227,9 @@ def with_letters(path: str) -> str:
     ],
     ids=["parts", "ranks", "claims", "layers", "deal"],
 )
-def test_as_much_as_may_be(made: Callable[[], Geometry]) -> None:
+def test_as_much_as_may_be(made: Callable[[], geo.Geometry]) -> None:
     """KVP-GEO-SIZE, KVP-GEO-DEAL."""
-    validate(made())
+    geo.validate(made())
 
 
 @pytest.mark.parametrize(
@@ -250,41 +240,44 @@ def test_as_much_as_may_be(made: Callable[[], Geometry]) -> None:
 )
 def test_zero_sizes_are_refused(changes: dict[str, Any], path: str) -> None:
     with raises(RemoteError, code=ErrorCode.OUT_OF_RANGE, path=f"groups[0].{path}"):
-        validate(with_group(MLA, **changes))
+        geo.validate(with_group(MLA, **changes))
 
 
 @pytest.mark.parametrize("deal", [(1, 0), (9, 6), (3, 3)])
 def test_rows_of_three_tokens_may_be_dealt(deal: tuple[int, int]) -> None:
     cp = 1 if deal[0] == 1 else 2
-    validate(with_group(MLA, cp_size=cp, tokens_per_row=3, interleave=deal[0], origin=deal[1]))
+    geo.validate(with_group(MLA, cp_size=cp, tokens_per_row=3, interleave=deal[0], origin=deal[1]))
 
 
 def test_sections_that_tile_a_lane() -> None:
-    validate(sections((0, 4, None), (4, 8, None)))
-    validate(sections((0, 12, None)))
+    geo.validate(sections((0, 4, None), (4, 8, None)))
+    geo.validate(sections((0, 12, None)))
 
 
 def test_a_description_of_more_bytes_than_any_fleet_has() -> None:
     """KVP-GEO-SIZE: refused before it is read."""
     named = BROKEN["too many bytes"][1]()
-    validate(named)
+    geo.validate(named)
     with raises(PlanError, code=ErrorCode.BAD_GEOMETRY, path="geometry", mine=f"at most {limits.MAX_GEOMETRY} bytes"):
-        decode_geometry(encode_geometry(named))
+        geo.decode_geometry(geo.encode_geometry(named))
 
 
 def test_the_largest_fleet_of_the_benchmark_is_within_the_limits() -> None:
     """512 ranks, 80 layers of keys and values."""
-    group = gqa(0, "target", 0, 8, 256, 64)
-    validate(many_of(group, 512))
+    group = geo.gqa(0, "target", 0, 8, 256, 64)
+    geo.validate(many_of(group, 512))
 
 
-def many_of(group: Group, ranks: int) -> Geometry:
-    made = (Rank(rank=r, owns=(owns(group, range(80), [(r * 8 // ranks, r * 8 // ranks + 1)]),)) for r in range(ranks))
-    return Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
+def many_of(group: geo.Group, ranks: int) -> geo.Geometry:
+    made = (
+        geo.Rank(rank=r, owns=(geo.owns(group, range(80), [(r * 8 // ranks, r * 8 // ranks + 1)]),))
+        for r in range(ranks)
+    )
+    return geo.Geometry(replica=0, facts=(), groups=(group,), ranks=tuple(made))
 
 
 def test_hand_off_data_as_it_should_be() -> None:
-    validate(handing())
+    geo.validate(handing())
 
 
 def test_a_geometry_states_every_rank_even_one_that_owns_nothing() -> None:
@@ -313,4 +306,4 @@ def with_encoding(cache: Cache, name: str) -> Cache:
 
 
 def test_a_rank_may_own_nothing() -> None:
-    validate(attrs.evolve(good(), ranks=(*good().ranks, Rank(rank=9, owns=()))))
+    geo.validate(attrs.evolve(good(), ranks=(*good().ranks, geo.Rank(rank=9, owns=()))))

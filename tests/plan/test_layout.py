@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproto.catalog.models import PRESETS, describe, draft_of, specs
+from kvproto.catalog.config import draft_of
+from kvproto.catalog.models import PRESETS, describe, specs
 from kvproto.copying.execute import checksums, execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower

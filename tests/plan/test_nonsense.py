@@ -1,7 +1,5 @@
 """What no engine has, refused by the name of its argument, where the caller says it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

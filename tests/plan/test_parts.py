@@ -10,7 +10,7 @@ import pytest
 from kvproto.errors import PlanError
 from kvproto.planning.geometry import Geometry, mla, owns, validate
 from kvproto.planning.layout import Cache, lay_out
-from kvproto.planning.parts import ALIASES, PARTS, SCALES, SHARE_OF
+from kvproto.planning.parts import ALIASES, OPTIONAL, PARTS, SHARE_OF
 from kvproto.planning.plan import plan
 from kvproto.wire import to_json
 from kvproto.wire.enums import DType, ErrorCode, ItemKind
@@ -34,6 +34,14 @@ BUILT = [
     Cache.page_scales("r", 2, of="latent", page=4),
     Cache.compressed("f", 2, dim=8, tokens_per_row=4, page_rows=2),
     Cache.window("g", 2, kv_heads=2, head_dim=8, ring_rows=4),
+    Cache.ring("s", 2, parts={"window_latent": (DType.BF16, 1, 16)}, ring_rows=4),
+    Cache.ring("t", 2, parts={"compress_state": (DType.F32, 1, 16)}, ring_rows=4),
+    Cache.ring("u", 2, parts={"index_compress_state": (DType.F32, 1, 16)}, ring_rows=4),
+    Cache.ring("v", 2, parts={"pending_index": (DType.BF16, 1, 16)}, ring_rows=4),
+    Cache.ring("w", 1, parts={"pending_position": (DType.I64, 1, 24)}, ring_rows=4),
+    Cache.state("x", 2, parts={"ple_conv": (DType.BF16, 8, 2)}, rows=3),
+    Cache.state("y", 1, parts={"ngram": (DType.I64, 1, 8)}, rows=2),
+    Cache.paged("z", 2, parts={"hidden_rows": (DType.BF16, 1, 16)}, page=4),
     *Cache.mamba1("h", 2, channels=8, state=4, kernel=4),
     *Cache.mamba2("i", 2, heads=4, head_dim=8, groups=1, state=4, kernel=4),
     *Cache.gdn("j", 2, key_heads=2, key_dim=8, value_heads=2, value_dim=8, kernel=4),
@@ -52,10 +60,9 @@ def test_constructors_make_groups_of_the_registry(cache: Cache) -> None:
 
 
 def test_every_constructor_is_among_them() -> None:
-    """But those that take names of parts as they are given: paged and state."""
     source = Path(__file__).read_text()
     makers = {name for name in vars(Cache) if isinstance(vars(Cache)[name], classmethod) and not name.startswith("_")}
-    assert {name for name in makers if f"Cache.{name}(" not in source} <= {"state"}
+    assert {name for name in makers if f"Cache.{name}(" not in source} == set()
 
 
 def test_each_group_of_the_registry_has_a_constructor_that_makes_it() -> None:
@@ -103,35 +110,37 @@ def test_a_share_is_told_from_the_whole(share: str, whole: str) -> None:
     assert refusal(named(whole), named(share)).advice == error.advice
 
 
-@pytest.mark.parametrize(("scales", "of"), SCALES.items())
-def test_values_are_not_taken_without_their_scales(scales: str, of: str) -> None:
-    """KVP-PLAN-SCALES: by the name of the scales or an alias; a sink that takes something else is owed none."""
-    for name in (scales, *(alias for alias, name in ALIASES.items() if name == scales)):
-        error = refusal(named(of, "odd", name), named(of, "odd"))
-        assert (error.code, error.path) == (ErrorCode.PART_MISSING, f"groups[target].parts[{of}]")
-        assert (error.mine, error.yours) == (f"{of} and {scales} of layer 0", f"{of} alone, no {scales}")
-        assert plan(named(of, "odd", name), named("odd")).routes
-        assert plan(named(of, "odd", name), named(of, "odd", name)).routes
+@pytest.mark.parametrize("part", [part for part in PARTS if part not in (*OPTIONAL, "odd")])
+def test_one_part_of_a_layer_is_not_taken_without_another(part: str) -> None:
+    """KVP-PLAN-LEFT: of any name, listed or not; a sink that takes nothing of a layer is owed nothing."""
+    error = refusal(named("odd", part), named("odd"))
+    assert (error.code, error.path) == (ErrorCode.PART_MISSING, "groups[target].parts[odd]")
+    assert (error.mine, error.yours) == (f"{part} beside odd in layer 0", f"odd without {part}")
+    assert f"without=['{part}']" in error.advice
+    meant = attrs.evolve(named("odd"), without=(part,))
+    assert plan(named("odd", part), meant).routes
+    assert plan(named("odd", part), named("odd", part)).routes
 
 
-REGISTERED = load()["part"]
-SCALED = {
-    word: {other for scale, row in REGISTERED.items() if row.get("scales") == name for other in (scale, *row["aliases"])}
-    for name, about in REGISTERED.items()
-    for word in (name, *about["aliases"])
-}  # fmt: skip
-"""Of every name of a part all names of its scales, from the registry."""
+@pytest.mark.parametrize("part", OPTIONAL)
+def test_optional_parts_are_taken_or_left(part: str) -> None:
+    """KVP-PLAN-LEFT, by the name and by its aliases, and neither way round."""
+    for name in (part, *(alias for alias, of in ALIASES.items() if of == part)):
+        assert plan(named("odd", name), named("odd")).routes
+        assert plan(named("odd", name), named(name)).routes
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_scales_that_are_owed_are_found_one_by_one(seed: int) -> None:
-    """KVP-PLAN-SCALES: groups, layers and models apart, under any names, against a search of every layer."""
+def test_what_is_left_is_found_part_by_part(seed: int) -> None:
+    """KVP-PLAN-LEFT: groups, layers and models apart, under any names, against a search of every layer."""
     rng = random.Random(seed)
-    names = rng.sample(["k", "key", "v", "latent", "odd", "k_scale", "k_sf", "v_scale", "ckv_scale", "index_scale"], 6)
+    words = ["k", "key_scale", "v", "latent", "odd", "acme.x", "ssm", "hidden_rows", "image_embeds"]
+    names = rng.sample(words, rng.randint(2, 6))
     held = [(model, name, layer) for model in (0, 1) for name in names for layer in range(3) if rng.random() < 0.8]
-    taken = [at for at in held if rng.random() < rng.choice([0.6, 1.0])]
+    taken = [at for at in held if rng.random() < rng.choice([0.8, 1.0])]
     source, sink = apart(rng, held), apart(rng, taken or held)
-    wanted = oracle.unscaled(source, sink, SCALED)
+    sink = attrs.evolve(sink, without=tuple(rng.sample(names, rng.randint(0, len(names) - 1))) or None)
+    wanted = oracle.left(source, sink, {"hidden_rows", "image_embeds"})
     if wanted is None:
         assert plan(source, sink).routes
         return

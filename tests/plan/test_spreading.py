@@ -101,7 +101,8 @@ def odd_side(rng: random.Random, shapes: list[tuple[int, int, list[int]]], ranks
             if mine:
                 shares[number].append((group, mine, spans, cp_rank))
     made = tuple(Rank(rank=n, owns=tuple(owns(*share) for share in some)) for n, some in shares.items())
-    return Geometry(replica=rng.randint(0, 9), facts=(), groups=tuple(groups), ranks=made)
+    left = None if complete else ("v",)
+    return Geometry(replica=rng.randint(0, 9), facts=(), groups=tuple(groups), ranks=made, without=left)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

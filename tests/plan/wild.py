@@ -3,8 +3,6 @@
 `python -m tests.plan.wild SECONDS` looks at fresh worlds until the time is over.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

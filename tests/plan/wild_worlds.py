@@ -4,8 +4,6 @@ A world is a source and a sink of the same caches. Each side groups the parts, o
 lanes, cuts parts into sections and deals the tokens as it likes, and now and then states something that does not fit.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,8 +15,6 @@ from kvproto.planning.geometry import Geometry, Group
 from kvproto.wire.enums import DType, Feature, ItemKind
 from kvproto.wire.messages import LaneSpan, Owns, Part, Rank
 from tests.plan.worlds import deal
-
-__all__ = ["World", "world"]
 
 
 @attrs.frozen

@@ -48,7 +48,10 @@ def caches(rng: random.Random) -> list[Cache]:
 
 
 def side(rng: random.Random, held: Sequence[Cache], replica: int, complete: bool) -> Geometry:
-    """One side's way of holding the caches: layers, tokens and lanes dealt over ranks, replicated or not."""
+    """One side's way of holding the caches: layers, tokens and lanes dealt over ranks, replicated or not.
+
+    One that is not complete leaves out what it likes, and says so.
+    """
     numbers = sorted(rng.sample(range(12), rng.randint(1, 8)))
     groups: list[Group] = []
     shares: dict[int, list[Owns]] = {n: [] for n in numbers}
@@ -61,7 +64,8 @@ def side(rng: random.Random, held: Sequence[Cache], replica: int, complete: bool
                 if complete or rng.random() < 0.85:
                     shares[rank].append(share)
     ranks = tuple(Rank(rank=n, owns=tuple(owned)) for n, owned in shares.items())
-    return Geometry(replica=replica, facts=(), groups=tuple(groups), ranks=ranks)
+    names = tuple(sorted({name for cache in held for name, _ in cache.parts}))
+    return Geometry(replica=replica, facts=(), groups=tuple(groups), ranks=ranks, without=None if complete else names)
 
 
 def deal(rng: random.Random, things: Sequence[int], hands: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """A case of attention over tokens that ranks deal among them, for the JAX engine: what each rank has, and the result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +46,7 @@ class Case:
     """[spans, n, heads, dim]"""
 
     @classmethod
-    def draw(cls, kind: str, seed: int = 0) -> Case:
+    def draw(cls, kind: str, seed: int = 0) -> "Case":
         draw = np.random.default_rng(seed)
         parts, kv_heads = (("k", "v"), 2) if kind == "gqa" else (("latent",), 1)
         rows = {p: [draw.normal(size=(s.start + s.count, kv_heads, DIM)) for s in SPANS] for p in parts}

@@ -1,7 +1,5 @@
 """JAX engines for tests: runners and pools of all ranks, a model without training, and a loop that generates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

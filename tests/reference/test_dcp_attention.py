@@ -1,7 +1,5 @@
 """Attention over dealt tokens against dense attention in float64, for any group, interleave, origin and batch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Back ends and exchanges by name, where there is no GPU: what is refused, and what falls back and says so."""
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
 from pathlib import Path

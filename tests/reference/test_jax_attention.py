@@ -1,7 +1,5 @@
 """Attention of DCP groups in JAX against float64 attention over all tokens; every row that a rank has not is NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Attention of prefill's CP groups in JAX against float64 attention; rows of others and of padding are NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The JAX engine against the torch engine: tokens, logits, and whose memory the pools are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,35 +29,21 @@ from kvproto_reference.jax_engine.build import jax_hosted, jax_runner
 from kvproto_reference.jax_engine.mesh import host_devices
 from kvproto_reference.jax_engine.programs import quick
 from kvproto_reference.models import Dense, ModelConfig, MoeConfig
-from tests.reference.jax_engines import (
-    ALONE,
-    CONTEXT,
-    DEALT,
-    IDS,
-    PAGE,
-    PAGES,
-    PAIR,
-    PROMPTS,
-    SIZES,
-    drawn,
-    generate,
-    one,
-    stated,
-)
+from tests.reference import jax_engines
 
 host_devices(8)
 
 
 @pytest.mark.parametrize(("target", "draft", "layout"), [
-    ("gqa", "gqa", DEALT), ("gqa", "mla", DEALT), ("mla", "mla", DEALT),
-    ("mla", "gqa", attrs.evolve(DEALT, draft_sharded=True)),
+    ("gqa", "gqa", jax_engines.DEALT), ("gqa", "mla", jax_engines.DEALT), ("mla", "mla", jax_engines.DEALT),
+    ("mla", "gqa", attrs.evolve(jax_engines.DEALT, draft_sharded=True)),
     ("mla", "gqa", Layout(tp=2, cp=3, interleave=2, draft_sharded=True)),
 ])  # fmt: skip
 def test_tokens_are_those_of_the_torch_engine(target: str, draft: str, layout: Layout) -> None:
     folders = checkpoint.CHECKPOINTS / f"target-{target}", checkpoint.CHECKPOINTS / f"draft-{draft}"
-    hosted = jax_hosted(folders, stated(*folders, layout), layout, PAGES)
-    torchs = Undivided(*folders, page_size=PAGE)
-    for request in generate(hosted.target, hosted.draft):
+    hosted = jax_hosted(folders, jax_engines.stated(*folders, layout), layout, jax_engines.PAGES)
+    torchs = Undivided(*folders, page_size=jax_engines.PAGE)
+    for request in jax_engines.generate(hosted.target, hosted.draft):
         expected = torchs.generate(bytes(request.prompt), max_new=24)
         assert request.generated == expected.tokens
         assert request.stats == expected.stats
@@ -70,19 +54,23 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
     """From one rank in torch to four in JAX with DCP, or back."""
     folders = checkpoint.CHECKPOINTS / "target-gqa", checkpoint.CHECKPOINTS / "draft-mla"
     configs = checkpoint.load_config(folders[0]), checkpoint.load_config(folders[1])
-    one, four = stated(*folders, ALONE, 8), stated(*folders, DEALT)
-    solo = torch_hosted(folders, configs, one, ALONE, World(), PAGES, torch.device("cpu"), shareable)
-    dealt = jax_hosted(folders, four, DEALT, PAGES)
+    alone, four = jax_engines.stated(*folders, jax_engines.ALONE, 8), jax_engines.stated(*folders, jax_engines.DEALT)
+    solo = torch_hosted(
+        folders, configs, alone, jax_engines.ALONE, World(), jax_engines.PAGES, torch.device("cpu"), shareable
+    )
+    dealt = jax_hosted(folders, four, jax_engines.DEALT, jax_engines.PAGES)
     near, far = (solo, dealt) if there == "jax" else (dealt, solo)
     request, expected = (
-        TokenSequence(prompt=list(PROMPTS[0]), max_new=24),
-        Undivided(*folders).generate(PROMPTS[0], max_new=24),
+        TokenSequence(prompt=list(jax_engines.PROMPTS[0]), max_new=24),
+        Undivided(*folders).generate(jax_engines.PROMPTS[0], max_new=24),
     )
     landed = TokenSequence(prompt=request.prompt, max_new=24)
     for side, sequence, seed in ((near, request, 1), (far, landed, 5)):
         shards_of = side.target.shard, side.draft.shard
         counts = [shard.pages(len(sequence.prompt) + 24) for shard in shards_of]
-        sequence.target_pages, sequence.draft_pages = (PageAllocator(PAGES, seed).allocate(n) for n in counts)
+        sequence.target_pages, sequence.draft_pages = (
+            PageAllocator(jax_engines.PAGES, seed).allocate(n) for n in counts
+        )
     tables = [{TARGET: each.target_pages, DRAFT: each.draft_pages} for each in (request, landed)]
 
     addresses = {rank: f"ipc://{tmp_path}/{rank}" for rank in near.pools}
@@ -110,9 +98,9 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
 MOE = MoeConfig(layers=(0,), experts=8, top_k=3, ffn=10, shared_ffn=12, scores="sigmoid", groups=4, top_groups=2,
                 group_best=2, normalize=True, scale=1.5, correction=True)  # fmt: skip
 MODELS = {
-    "biases": ModelConfig(kind="gqa", kv_heads=3, head_dim=8, qk_norm=False, qkv_bias=True, tied=False, **SIZES),
+    "biases": ModelConfig(kind="gqa", kv_heads=3, head_dim=8, qk_norm=False, qkv_bias=True, tied=False, **jax_engines.SIZES),
     "experts": ModelConfig(kind="mla", latent=12, rope_dim=4, nope_dim=8, v_dim=6, q_rank=20, rope_pairs=True,
-                           rope_gain=1.1, moe=MOE, **SIZES | {"layers": 1}),
+                           rope_gain=1.1, moe=MOE, **jax_engines.SIZES | {"layers": 1}),
 }  # fmt: skip
 
 
@@ -126,12 +114,12 @@ def test_logits_of_chunks_are_those_of_the_torch_model(
     tmp_path: Path, name: str, layout: Layout, by_token: bool
 ) -> None:
     """The third with shares that differ: 6 heads and widths of 50 over 4 ranks."""
-    model = drawn(MODELS[name], tmp_path)
-    runner, _ = one(tmp_path, layout, page=4, by_token=by_token)
-    expected = model.forward(torch.tensor(IDS), torch.arange(len(IDS)), Dense(model.config))
-    pages = PageAllocator(PAGES, 3).allocate(runner.shard.pages(len(IDS)))
+    model = jax_engines.drawn(MODELS[name], tmp_path)
+    runner, _ = jax_engines.one(tmp_path, layout, page=4, by_token=by_token)
+    expected = model.forward(torch.tensor(jax_engines.IDS), torch.arange(len(jax_engines.IDS)), Dense(model.config))
+    pages = PageAllocator(jax_engines.PAGES, 3).allocate(runner.shard.pages(len(jax_engines.IDS)))
     for start, stop in ((0, 8), (8, 12), (12, 20)):
-        found = runner.run([Chunk(IDS[start:stop], start, pages, every=True)])
+        found = runner.run([Chunk(jax_engines.IDS[start:stop], start, pages, every=True)])
         assert found.best().tolist() == expected[start:stop].argmax(-1).tolist()
         for i in range(start, stop):
             np.testing.assert_allclose(found.row(i - start), expected[i].numpy(), atol=1e-4)
@@ -141,7 +129,7 @@ def test_logits_of_chunks_are_those_of_the_torch_model(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint."""
     made = tmp_path_factory.mktemp("tiny")
-    drawn(ModelConfig(kind="gqa", kv_heads=2, head_dim=8, **SIZES | {"layers": 1}), made)
+    jax_engines.drawn(ModelConfig(kind="gqa", kv_heads=2, head_dim=8, **jax_engines.SIZES | {"layers": 1}), made)
     return made
 
 
@@ -150,26 +138,26 @@ def raw(pool: Pool) -> dict[str, np.ndarray]:
     return {part: pool.array(TARGET, 0, part).view(np.float32) for part in "kv"}
 
 
-@pytest.mark.parametrize("layout", [PAIR, CONTEXT], ids=["decode", "prefill"])
+@pytest.mark.parametrize("layout", [jax_engines.PAIR, jax_engines.CONTEXT], ids=["decode", "prefill"])
 def test_each_rank_stores_its_tokens_and_touches_nothing_else(folder: Path, layout: Layout) -> None:
-    runner, pools = one(folder, layout, page=4)
+    runner, pools = jax_engines.one(folder, layout, page=4)
     for pool in pools:
         for rows in raw(pool).values():
             rows.fill(np.nan)
     pages = [5, 2, 9]
-    runner.run([Chunk(IDS[:8], 0, pages)])
-    assert np.isfinite(runner.run([Chunk(IDS[8:11], 8, pages)]).row(0)).all()
+    runner.run([Chunk(jax_engines.IDS[:8], 0, pages)])
+    assert np.isfinite(runner.run([Chunk(jax_engines.IDS[8:11], 8, pages)]).row(0)).all()
     for rank, pool in enumerate(pools):
         slots = shards(pool.geometry, rank)[TARGET].slots(np.array(pages), np.arange(11))
         for rows in raw(pool).values():
-            written = np.isfinite(rows.reshape(PAGES * 4, -1)).all(1)
+            written = np.isfinite(rows.reshape(jax_engines.PAGES * 4, -1)).all(1)
             assert np.flatnonzero(written).tolist() == sorted(slots[slots >= 0])
 
 
 def test_rows_that_a_transport_writes_between_steps_are_read(folder: Path) -> None:
-    runner, pools = one(folder, PAIR, page=4)
-    pages, step = [3, 1, 4], Chunk(IDS[8:11], 8, [3, 1, 4])
-    runner.run([Chunk(IDS[:8], 0, pages)])
+    runner, pools = jax_engines.one(folder, jax_engines.PAIR, page=4)
+    pages, step = [3, 1, 4], Chunk(jax_engines.IDS[8:11], 8, [3, 1, 4])
+    runner.run([Chunk(jax_engines.IDS[:8], 0, pages)])
     before = runner.run([step]).row(0)
     kept = raw(pools[1])["v"].copy()
     raw(pools[1])["v"][...] = 0
@@ -179,9 +167,11 @@ def test_rows_that_a_transport_writes_between_steps_are_read(folder: Path) -> No
 
 
 def test_layers_are_announced_when_their_rows_are_in_the_pool(folder: Path) -> None:
-    runner, pools = one(folder, PAIR, page=4)
+    runner, pools = jax_engines.one(folder, jax_engines.PAIR, page=4)
     seen: list[tuple[int, bool]] = []
-    runner.run([Chunk(IDS[:8], 0, [7, 8])], lambda layer: seen.append((layer, bool(raw(pools[0])["k"][7].all()))))
+    runner.run(
+        [Chunk(jax_engines.IDS[:8], 0, [7, 8])], lambda layer: seen.append((layer, bool(raw(pools[0])["k"][7].all())))
+    )
     assert seen == [(0, True)]
 
 
@@ -199,13 +189,13 @@ def compilations() -> Iterator[list[float]]:
 
 def test_few_programs_compile(folder: Path) -> None:
     """Three for one token a span and three for up to 8, of up to 4 spans; then one for each doubling of pages."""
-    runner, _ = one(folder, Layout(tp=2), page=4)
+    runner, _ = jax_engines.one(folder, Layout(tp=2), page=4)
     quick()  # which compiles to see what XLA knows
 
     def steps(counts: Sequence[int], starts: Sequence[int]) -> None:
-        tables = PageAllocator(PAGES, 4)
+        tables = PageAllocator(jax_engines.PAGES, 4)
         chunks = [
-            Chunk(IDS[:count], start, tables.allocate(-(-(start + count) // 4)), every=True)
+            Chunk(jax_engines.IDS[:count], start, tables.allocate(-(-(start + count) // 4)), every=True)
             for count, start in zip(counts, starts, strict=True)
         ]
         runner.run(chunks)
@@ -226,39 +216,39 @@ def test_few_programs_compile(folder: Path) -> None:
 
 
 def test_misuse_is_refused(folder: Path, tmp_path: Path) -> None:
-    runner, pools = one(folder, page=4)
+    runner, pools = jax_engines.one(folder, page=4)
     with pytest.raises(EngineError, match="outside a pool of 24 pages"):
-        runner.run([Chunk(IDS[:3], 0, [24])])
+        runner.run([Chunk(jax_engines.IDS[:3], 0, [24])])
     with pytest.raises(EngineError, match="needs 3 pages"):
-        runner.run([Chunk(IDS[:9], 0, [1, 2])])
+        runner.run([Chunk(jax_engines.IDS[:9], 0, [1, 2])])
     with pytest.raises(EngineError, match="a vocabulary of 40, not 1 to 40"):
         runner.run([Chunk([1, 40], 0, [1])])
     with pytest.raises(EngineError, match="all 2 ranks"):
-        jax_runner(folder, pools, TARGET, CONTEXT)
+        jax_runner(folder, pools, TARGET, jax_engines.CONTEXT)
     with pytest.raises(EngineError, match="not 9: ask for all"):
         host_devices(9)
-    drawn(ModelConfig(kind="gqa", kv_heads=4, head_dim=8, **SIZES | {"heads": 8}), tmp_path)
+    jax_engines.drawn(ModelConfig(kind="gqa", kv_heads=4, head_dim=8, **jax_engines.SIZES | {"heads": 8}), tmp_path)
     with pytest.raises(EngineError, match="as many pages and KV heads on every rank"):
-        one(tmp_path, Layout(tp=3))
-    assert runner.run([Chunk(IDS[:3], 0, [23])]).row(0).shape == (40,)
+        jax_engines.one(tmp_path, Layout(tp=3))
+    assert runner.run([Chunk(jax_engines.IDS[:3], 0, [23])]).row(0).shape == (40,)
 
 
 def test_a_pool_that_xla_would_copy_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stated(folder, folder, ALONE, 4)
+    made = jax_engines.stated(folder, folder, jax_engines.ALONE, 4)
     memory = np.from_dlpack(allocate(1 << 16)).view(np.float32)
-    step, shape = PAGES * 4 * 2 * 8, (PAGES, 4, 2, 8)
+    step, shape = jax_engines.PAGES * 4 * 2 * 8, (jax_engines.PAGES, 4, 2, 8)
 
     def pool(shift: int) -> Pool:
         rows = [memory[shift + i * step : shift + (i + 1) * step].reshape(shape) for i in range(4)]
         return Pool(made, {name: {"k": [k], "v": [v]} for name, k, v in ((TARGET, *rows[:2]), (DRAFT, *rows[2:]))})
 
     with pytest.raises(EngineError, match="at a multiple of 64 bytes"):
-        jax_runner(folder, [pool(1)], TARGET, ALONE)
-    runner = jax_runner(folder, [pool(16)], TARGET, ALONE)
-    runner.run([Chunk(IDS[:4], 0, [0])])
+        jax_runner(folder, [pool(1)], TARGET, jax_engines.ALONE)
+    runner = jax_runner(folder, [pool(16)], TARGET, jax_engines.ALONE)
+    runner.run([Chunk(jax_engines.IDS[:4], 0, [0])])
     assert memory[16 : 16 + 4 * 2 * 8].all()
     put = jax.device_put
     copied = lambda x, where: put([view.copy() for view in x] if isinstance(x, list) else x, where)  # noqa: E731
     monkeypatch.setattr(jax, "device_put", copied)
     with pytest.raises(EngineError, match="would read a copy"):
-        runner.run([Chunk(IDS[:4], 0, [0])])
+        runner.run([Chunk(jax_engines.IDS[:4], 0, [0])])

@@ -1,7 +1,5 @@
 """The JAX engine over tiers: what it writes after evictions is what the torch engine writes that never evicts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -19,17 +19,7 @@ from kvproto.transport.inline.transport import DataPiece
 from kvproto.transport.staging.staged import ChunkPiece
 from kvproto.wire import decode, encode
 from kvproto.wire.enums import ErrorCode, Proof, Tier, Transport
-from tests.session.driver import (
-    EpochWorld,
-    Lost,
-    RegisterAsked,
-    UnmapAsked,
-    World,
-    geometry,
-    grants,
-    ticket,
-    without_draft,
-)
+from tests.session import driver
 from tests.session.test_catalogue import Watching
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_intent import SpansWorld
@@ -55,7 +45,7 @@ def steps_of(lines: Sequence[str]) -> Iterator[tuple[list[str], list[str]]]:
 class Replay:
     """One source and one sink whose frames wait until the trace says what becomes of them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: driver.World) -> None:
         self.world, self.source = world, world.sources["s0"]
         self.queues: tuple[list[bytes], list[bytes]] = ([], [])
         self.sent: dict[tuple[int, str, int], bytes] = {}
@@ -130,7 +120,7 @@ class Transfers(Replay):
 
     first = ("refuse",)
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: driver.World) -> None:
         super().__init__(world if world.sinks else world.ready(1))
         self.keys: dict[int, bytes] = {}
         self.numbers: dict[int, SinkTransfer] = {}
@@ -147,7 +137,7 @@ class Transfers(Replay):
         return TransferState(attempt.state)
 
     def ask(self, request: str, _: str) -> None:
-        made = ticket(300.0)
+        made = driver.ticket(300.0)
         self.keys[int(request)] = bytes(made.key)
         self.source.expect(made, CONTENT, self.clocks[TO_SOURCE])
         self.numbers[int(request)] = self.world.transfer("d0", made, CONTENT)
@@ -202,18 +192,18 @@ class Transfers(Replay):
     def outcome(self, request: str) -> str:
         """What the engine of the sink was told last of a request."""
         told = [e for e in self.world.told["d0"] if getattr(e, "transfer", None) == self.numbers[int(request)]]
-        return told[-1].proof.name if isinstance(told[-1], Lost) else type(told[-1]).__name__
+        return told[-1].proof.name if isinstance(told[-1], driver.Lost) else type(told[-1]).__name__
 
 
 class Streams(Transfers):
     """Transfers whose bytes are packed."""
 
     def ask(self, request: str, _: str) -> None:
-        made, staged = ticket(300.0), isinstance(self.world, Staged)
+        made, staged = driver.ticket(300.0), isinstance(self.world, Staged)
         self.keys[int(request)] = bytes(made.key)
         self.source.expect(made, CONTENT, self.clocks[TO_SOURCE])
         unpacker = (lambda begins: Bytes(bytearray(LENGTH), [])) if staged else lambda begins: Whole(bytearray(LENGTH))
-        asked = grants(self.world.pools["d0"], 6)
+        asked = driver.grants(self.world.pools["d0"], 6)
         number = self.sink.transfer(bytes(made.key), CONTENT, asked, self.clocks[TO_SINK], {0: unpacker})
         self.numbers[int(request)] = number
 
@@ -234,7 +224,7 @@ class Intents(Transfers):
         self.said: dict[int, int] = {}
 
     def ask(self, request: str, _: str) -> None:
-        made, pages = ticket(300.0), grants(self.world.pools["d0"], 2 * self.PIECE)
+        made, pages = driver.ticket(300.0), driver.grants(self.world.pools["d0"], 2 * self.PIECE)
         self.keys[int(request)] = bytes(made.key)
         self.source.expect(made, CONTENT, self.clocks[TO_SOURCE])
         bare = {g: attrs.evolve(grant, items=None) for g, grant in pages.items()}
@@ -288,7 +278,7 @@ class Leases(Transfers):
     TICK = 0.1
 
     def __init__(self) -> None:
-        world = PullWorld(geometry(1))
+        world = PullWorld(driver.geometry(1))
         super().__init__(world)
         self.renewals: list[bytes] = []
 
@@ -333,7 +323,7 @@ class Epochs(Transfers):
     """Memory that is registered again and asked back; what the source maps and unmaps takes no time."""
 
     def __init__(self) -> None:
-        super().__init__(EpochWorld(geometry(1)))
+        super().__init__(driver.EpochWorld(driver.geometry(1)))
         self.exposed: dict[str, Exposed] = {}
 
     def states(self, part: int) -> tuple[Any, Any]:
@@ -343,11 +333,13 @@ class Epochs(Transfers):
     def collect(self) -> None:
         super().collect()
         for event in self.world.told["s0"]:
-            if isinstance(event, RegisterAsked):
+            if isinstance(event, driver.RegisterAsked):
                 self.world.accept("s0", event.session)
-            elif isinstance(event, UnmapAsked):
+            elif isinstance(event, driver.UnmapAsked):
                 self.world.unmap("s0", event)
-        self.world.told["s0"] = [e for e in self.world.told["s0"] if not isinstance(e, RegisterAsked | UnmapAsked)]
+        self.world.told["s0"] = [
+            e for e in self.world.told["s0"] if not isinstance(e, driver.RegisterAsked | driver.UnmapAsked)
+        ]
         super().collect()
 
     def register(self, epoch: str) -> None:
@@ -356,7 +348,7 @@ class Epochs(Transfers):
 
     def change(self) -> None:
         """The caches of the sink are others; what is exposed stays, and so do the epochs of before."""
-        self.sink.expose(self.sink.exposed, self.clocks[TO_SINK], without_draft())
+        self.sink.expose(self.sink.exposed, self.clocks[TO_SINK], driver.without_draft())
 
     def unregister(self, epoch: str, at_once: str) -> None:
         self.sink.give_back(self.exposed[epoch], at_once == "1", self.clocks[TO_SINK])
@@ -366,8 +358,8 @@ class Opening(Replay):
     """A session from Hello on; connections are names."""
 
     def __init__(self, define: dict[str, int]) -> None:
-        kind = PullWorld if "PULL" in define else World
-        super().__init__(Staged(sinks=0) if "STAGED" in define else kind(geometry(1)))
+        kind = PullWorld if "PULL" in define else driver.World
+        super().__init__(Staged(sinks=0) if "STAGED" in define else kind(driver.geometry(1)))
         self.weights = "b" if "UNFIT" in define else "a"
 
     def states(self, part: int) -> tuple[Any, Any]:
@@ -381,7 +373,7 @@ class Opening(Replay):
         return 0
 
     def dial(self) -> None:
-        self.world.sink("d0", geometry(1, weights=self.weights))
+        self.world.sink("d0", driver.geometry(1, weights=self.weights))
 
     def drain(self) -> None:
         self.source.drain()
@@ -487,5 +479,5 @@ def replay(trace: dict[str, Any]) -> None:
     elif "STAGED" in define or "INLINE" in define:
         made = Streams(Staged() if "STAGED" in define else Inline())
     else:
-        made = Transfers(World(geometry(1)))
+        made = Transfers(driver.World(driver.geometry(1)))
     made.replay(trace["steps"])

@@ -11,19 +11,8 @@ from kvproto.session import Exposed
 from kvproto.session.limits import MAX_EPOCHS, PATIENCE, RESEND
 from kvproto.session.registering import Holder, Owner
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Proof, Transport
-from kvproto.wire.messages import (
-    Abort,
-    Credit,
-    Error,
-    Offer,
-    Refused,
-    Register,
-    Registered,
-    Transfer,
-    Unregister,
-    Unregistered,
-)
 from tests.pools import allocate, memory
 from tests.session.driver import EpochWorld, UnmapAsked, World, geometry, ticket, without_draft
 from tests.session.test_inline import Inline
@@ -57,7 +46,7 @@ class Epochs(EpochWorld):
             super().unmap(address, event)
 
     def of(self, kind: type) -> list[Any]:
-        return [m for m in self.said if type(m) is kind]
+        return [x for x in self.said if type(x) is kind]
 
     def expose(self) -> Exposed:
         """Another pool, which every source rank has mapped."""
@@ -107,8 +96,8 @@ def test_transfers_under_way_end_in_the_memory_that_they_name() -> None:
         world.sources[address].copying(event)
     world.expose()
     world.ask()
-    assert [m.epoch for m in world.of(Register)] == [1, 1, 2, 2]
-    assert [m.epoch for m in world.of(Transfer)] == [1, 1, 2, 2]
+    assert [x.epoch for x in world.of(m.Register)] == [1, 1, 2, 2]
+    assert [x.epoch for x in world.of(m.Transfer)] == [1, 1, 2, 2]
     for address in world.sources:
         world.serve(address)
     assert len(world.events("d0", "Arrived")) == 2
@@ -126,14 +115,14 @@ def test_an_epoch_is_given_back_once_it_is_unmapped() -> None:
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
     (asked,) = world.events("s0", "UnmapAsked")
-    assert not world.of(Unregistered)
+    assert not world.of(m.Unregistered)
     assert world.sink_.holders(world.first) == ["p rank 0"]
     world.serves()
     assert world.events("s0", "UnmapAsked") == [asked]  # once, however long it takes
     world.unmaps = True
     world.unmap("s0", asked)
     world.run()
-    assert [(m.epoch, m.proof) for m in world.of(Unregistered)] == [(1, Proof.PROVEN)]
+    assert [(x.epoch, x.proof) for x in world.of(m.Unregistered)] == [(1, Proof.PROVEN)]
     assert world.sink_.holders(world.first) == []
     world.serves()
 
@@ -147,7 +136,7 @@ def test_a_transfer_of_an_epoch_that_is_asked_back_is_refused(unmaps: bool) -> N
 
     def twist(to: str, frame: bytes) -> int:
         message = decode(frame)
-        if isinstance(message, Transfer):
+        if isinstance(message, m.Transfer):
             world.keep = world.pass_on
             world.sources["s0"].receive("d0", encode(attrs.evolve(message, epoch=1)), world.now)
             return 0
@@ -166,7 +155,7 @@ def test_what_is_asked_back_at_once_ends() -> None:
     waiting = world.ask(finished=False)
     world.expose()
     world.give_back(world.first, at_once=True)
-    assert [m.at_once for m in world.of(Unregister)] == [True]
+    assert [x.at_once for x in world.of(m.Unregister)] == [True]
     (lost,) = world.events("d0", "Lost")
     assert (lost.transfer, lost.error.code, lost.proof) == (waiting, ErrorCode.POOL_MOVED, Proof.PROVEN)
     assert world.sink_.holders(world.first) == []
@@ -194,7 +183,7 @@ def test_an_epoch_whose_copy_ended_without_proof_is_kept_until_its_writer_is_dea
     world.sink_.abort(number, MOVED, world.now)
     world.sources["s0"].failed(event, MOVED, world.now, Proof.UNPROVABLE)
     world.run()
-    assert [m.proof for m in world.of(Unregistered)] == [Proof.UNPROVABLE]
+    assert [x.proof for x in world.of(m.Unregistered)] == [Proof.UNPROVABLE]
     assert world.sink_.holders(world.first) == ["p rank 0", "transfers that are not over"][:1]
     world.expose()
     world.serves()
@@ -230,9 +219,9 @@ def test_one_register_at_a_time() -> None:
     for each in pools:
         world.sink_.expose(each, world.now)
     world.run()
-    assert [m.epoch for m in world.of(Register)] == [1, pools[0].epoch, pools[2].epoch]
+    assert [x.epoch for x in world.of(m.Register)] == [1, pools[0].epoch, pools[2].epoch]
     world.serves()
-    assert world.of(Transfer)[-1].epoch == pools[2].epoch
+    assert world.of(m.Transfer)[-1].epoch == pools[2].epoch
     for each in (world.first, pools[0]):
         world.give_back(each)
         assert world.sink_.holders(each) == []
@@ -255,7 +244,7 @@ def test_a_register_that_is_asked_back_before_it_is_answered() -> None:
 
 
 def another_register(world: Epochs, **changes: Any) -> Any:
-    return attrs.evolve(world.of(Register)[-1], **{**world.fields(90), **changes})
+    return attrs.evolve(world.of(m.Register)[-1], **{**world.fields(90), **changes})
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -264,8 +253,8 @@ def test_an_epoch_that_does_not_rise(epoch: int) -> None:
     world = Epochs()
     world.expose()
     (refused,) = world.say(another_register(world, epoch=epoch))
-    assert (type(refused), refused.code, refused.path) == (Refused, ErrorCode.OUT_OF_RANGE, "epoch")
-    assert [type(m) for m in world.say(world.of(Register)[-1])] == [Registered]
+    assert (type(refused), refused.code, refused.path) == (m.Refused, ErrorCode.OUT_OF_RANGE, "epoch")
+    assert [type(x) for x in world.say(world.of(m.Register)[-1])] == [m.Registered]
     world.serves()
 
 
@@ -301,10 +290,10 @@ def test_unregister_of_what_is_not_held() -> None:
     """KVP-EPO-UNKNOWN: an epoch that never was, one that is asked back, one that is gone; the same request is answered."""
     world = Epochs(unmaps=False)
     world.expose()
-    (refused,) = world.say(Unregister(**world.fields(91), epoch=77))
-    assert (type(refused), refused.code, refused.path) == (Refused, ErrorCode.OUT_OF_RANGE, "epoch")
+    (refused,) = world.say(m.Unregister(**world.fields(91), epoch=77))
+    assert (type(refused), refused.code, refused.path) == (m.Refused, ErrorCode.OUT_OF_RANGE, "epoch")
     world.give_back(world.first)
-    (unregister,) = world.of(Unregister)
+    (unregister,) = world.of(m.Unregister)
     assert world.say(unregister) == []
     (refused,) = world.say(attrs.evolve(unregister, request=92))
     assert refused.code == ErrorCode.OUT_OF_RANGE
@@ -312,7 +301,7 @@ def test_unregister_of_what_is_not_held() -> None:
     world.unmaps = True
     world.unmap("s0", asked)
     world.run()
-    assert [type(m) for m in world.say(unregister)] == [Unregistered]
+    assert [type(x) for x in world.say(unregister)] == [m.Unregistered]
     (refused,) = world.say(attrs.evolve(unregister, request=93))
     assert refused.code == ErrorCode.OUT_OF_RANGE
     world.serves()
@@ -324,16 +313,16 @@ def test_an_unregister_that_cannot_be_read_is_followed_by_another() -> None:
     world.expose()
     damaged = count()
     world.keep = lambda to, frame: (
-        world.pass_on(to, frame) and (type(decode(frame)) is not Unregister or next(damaged) > 0)
+        world.pass_on(to, frame) and (type(decode(frame)) is not m.Unregister or next(damaged) > 0)
     )
     (source,) = world.sources.values()
     world.give_back(world.first)
-    source.receive("d0", encode(world.of(Unregister)[0])[:-1], world.now)
+    source.receive("d0", encode(world.of(m.Unregister)[0])[:-1], world.now)
     world.run()
     assert world.sink_.holders(world.first) == ["p rank 0"]
     world.pass_time(RESEND)
     assert world.sink_.holders(world.first) == []
-    assert len({m.request for m in world.of(Unregister)}) == 2
+    assert len({x.request for x in world.of(m.Unregister)}) == 2
     assert world.sink_.sessions["s0"].open
 
 
@@ -348,7 +337,7 @@ def test_what_a_peer_refuses_to_give_back_is_held_while_there_is_a_session() -> 
     for _ in range(3):
         world.pass_time(RESEND)
     assert world.sink_.holders(world.first) == ["p rank 0"]
-    assert len(world.of(Unregister)) == 1
+    assert len(world.of(m.Unregister)) == 1
     world.sink_.goodbye("over")
     assert world.sink_.holders(world.first) == []
 
@@ -371,16 +360,16 @@ def test_without_the_feature() -> None:
     world.keep = lambda to, frame: said.append(decode(frame)) or 1  # type: ignore[func-returns-value]
     (session,) = source.sessions
     for message in (
-        Unregister(session=session, request=90, epoch=1),
-        Register(
+        m.Unregister(session=session, request=90, epoch=1),
+        m.Register(
             session=session, request=91, source=bytes(32), sink=bytes(32), epoch=2, access=1, regions=(), columns=(),
             routes=(), plan=bytes(32),
         ),
     ):  # fmt: skip
         source.receive("d0", encode(message), world.now)
     world.run()
-    assert [(type(m), m.code) for m in said] == [
-        (Error, ErrorCode.UNEXPECTED_MESSAGE), (Refused, ErrorCode.UNEXPECTED_MESSAGE)
+    assert [(type(x), x.code) for x in said] == [
+        (m.Error, ErrorCode.UNEXPECTED_MESSAGE), (m.Refused, ErrorCode.UNEXPECTED_MESSAGE)
     ]  # fmt: skip
     assert said[1].path == "epoch"
     assert not world.events("s0", "Refused")  # it goes on
@@ -400,7 +389,7 @@ def test_a_registered_of_another_epoch_ends_the_session_and_one_of_another_reque
 
     def twist(to: str, frame: bytes) -> int:
         message = decode(frame)
-        if isinstance(message, Registered):
+        if isinstance(message, m.Registered):
             world.keep = world.pass_on
             world.sink_.receive("s0", encode(attrs.evolve(message, **change)), world.now)
             return 0
@@ -432,13 +421,13 @@ def test_each_epoch_has_its_own_slots() -> None:
     world = StagedEpochs()
     first = world.sinks["d0"].exposed
     assert first is not None
-    assert [credit.epoch for credit in world.of(Credit)] == [None]
+    assert [credit.epoch for credit in world.of(m.Credit)] == [None]
     before = world.ask()
     world.chunk(0, 0, 7)
     old = world.events("s0", "TransferRequested")[-1]
     world.sinks["d0"].expose(world.another("d0"), world.now)
     world.run()
-    granted = [(credit.epoch, credit.slots.tolist()) for credit in world.of(Credit)]
+    granted = [(credit.epoch, credit.slots.tolist()) for credit in world.of(m.Credit)]
     assert granted == [(None, [*range(SLOTS)]), (2, [*range(SLOTS)])]
     after = world.ask()
     world.stream()
@@ -463,13 +452,13 @@ def test_each_epoch_counts_its_own_data() -> None:
     world = InlineEpochs()
     world.sinks["d0"].expose(world.another("d0"), world.now)
     world.run()
-    credits = [(m.epoch, m.total) for m in _said(world) if isinstance(m, Credit)]
+    credits = [(x.epoch, x.total) for x in _said(world) if isinstance(x, m.Credit)]
     assert [epoch for epoch, _ in credits] == [None, 2]
     assert credits[0][1] == credits[1][1]
 
 
 def _said(world: Any) -> list[Any]:
-    return [m for _, m in world.heard]
+    return [x for _, x in world.heard]
 
 
 @pytest.mark.parametrize("first", ["the answer to Abort", "Unregistered"])
@@ -481,11 +470,11 @@ def test_memory_that_is_unmapped_proves_what_went_into_it(first: str) -> None:
 
     def damaged(to: str, frame: bytes) -> int:
         message = decode(frame)
-        if not isinstance(message, Abort) or world.of(Abort):
+        if not isinstance(message, m.Abort) or world.of(m.Abort):
             return world.pass_on(to, frame)
         world.said.append(message)
-        made = Error(
-            session=message.session, request=message.request, code=ErrorCode.BAD_LENGTH, about=Abort.TYPE,
+        made = m.Error(
+            session=message.session, request=message.request, code=ErrorCode.BAD_LENGTH, about=m.Abort.TYPE,
             path="", mine="", yours="", advice="",
         )  # fmt: skip
         answers.append(encode(made))
@@ -504,7 +493,7 @@ def test_memory_that_is_unmapped_proves_what_went_into_it(first: str) -> None:
         assert not world.events("d0", "Proven")
         world.give_back(world.first, at_once=True)
     world.run()
-    assert [m.proof for m in world.of(Unregistered)] == [Proof.PROVEN]
+    assert [x.proof for x in world.of(m.Unregistered)] == [Proof.PROVEN]
     assert not world.sink_.holders(world.first)
     (lost,) = world.events("d0", "Lost")
     assert lost.proof == Proof.PROVEN or [proven.transfer for proven in world.events("d0", "Proven")] == [number]
@@ -577,14 +566,14 @@ def test_an_offer_from_memory_that_is_being_mapped() -> None:
     (serve,) = world.events("s0", "TransferRequested")
     world.offer("s0", serve)
     World.run(world)  # Register and Offer have come; nothing is mapped yet
-    assert [m.epoch for m in world.of(Offer)] == [2]
+    assert [x.epoch for x in world.of(m.Offer)] == [2]
     assert not world.events("d0", "Offered")
-    assert not world.of(Error)
+    assert not world.of(m.Error)
     world.run()
     assert not world.events("d0", "Offered")
     world.pass_time(world.now + RESEND)
     world.run()
-    assert [m.epoch for m in world.of(Offer)] == [2, 2]
+    assert [x.epoch for x in world.of(m.Offer)] == [2, 2]
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
 

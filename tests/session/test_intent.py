@@ -12,22 +12,8 @@ from kvproto.session.limits import RESEND
 from kvproto.session.records import SinkTransfer
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Feature, Outcome, Proof, RequestState
-from kvproto.wire.messages import (
-    Abort,
-    Accepted,
-    Data,
-    Done,
-    DoneAck,
-    Drained,
-    Error,
-    Failed,
-    Grant,
-    Grants,
-    Progress,
-    Ticket,
-    Transfer,
-)  # fmt: skip
 from tests.session.driver import Hearing, TransferRequested, World, geometry, grants, ticket
 from tests.session.test_inline import Inline, Whole
 from tests.session.test_pull import PullWorld
@@ -52,7 +38,7 @@ class IntentWorld(Hearing):
         return times and times * super().hear(to, frame)
 
     @property
-    def pages(self) -> dict[int, Grants]:
+    def pages(self) -> dict[int, m.Grants]:
         """All that a request needs."""
         return grants(self.pools["d0"], TOKENS)
 
@@ -66,7 +52,7 @@ class IntentWorld(Hearing):
             self.finish(bytes(made.key))
         return number, bytes(made.key)
 
-    def intend(self, made: Ticket) -> SinkTransfer:
+    def intend(self, made: m.Ticket) -> SinkTransfer:
         """A transfer that names no items yet."""
         bare = {g: attrs.evolve(grant, items=None) for g, grant in self.pages.items()}
         number = self.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, self.now)
@@ -82,7 +68,7 @@ class IntentWorld(Hearing):
         self.sinks["d0"].grant(number, self.up_to(tokens), self.now)
         self.run()
 
-    def up_to(self, tokens: int) -> dict[int, Grants]:
+    def up_to(self, tokens: int) -> dict[int, m.Grants]:
         """What is granted for so many tokens."""
         cut = grants(self.pools["d0"], tokens)
         return {g: attrs.evolve(grant, count=cut[g].count, items=cut[g].items) for g, grant in self.pages.items()}
@@ -112,7 +98,7 @@ def useful(world: World) -> list[int | None]:
     return [event.tokens for event in world.events("d0", "Useful")]
 
 
-def items_of(some: Iterable[Grants]) -> list[list[int]]:
+def items_of(some: Iterable[m.Grants]) -> list[list[int]]:
     return [[] if grant.items is None else grant.items.tolist() for grant in some]
 
 
@@ -120,9 +106,9 @@ def test_nothing_is_asked_of_the_sink_before_prefill_is_over() -> None:
     """KVP-INT-ITEMS, KVP-INT-WRITE."""
     world = IntentWorld()
     number, key = world.ask(finished=False)
-    assert (useful(world), world.of(Accepted)[-1].state) == ([], RequestState.RUNNING)
+    assert (useful(world), world.of(m.Accepted)[-1].state) == ([], RequestState.RUNNING)
     world.finish(key)
-    assert (useful(world), [p.state for p in world.of(Progress)]) == ([None], [RequestState.READY])
+    assert (useful(world), [p.state for p in world.of(m.Progress)]) == ([None], [RequestState.READY])
     assert not world.events("s0", "TransferRequested")
     world.grant(number)
     (asked,) = world.events("s0", "TransferRequested")
@@ -137,12 +123,12 @@ def test_done_ends_a_grant_whose_answer_was_lost() -> None:
     """It is not sent again, and the session is not given up for it."""
     world = IntentWorld()
     number, _ = world.ask()
-    world.times[Accepted] = 0
+    world.times[m.Accepted] = 0
     world.grant(number)
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
     world.pass_time(RESEND)
-    assert len(world.of(Grant)) == 1
+    assert len(world.of(m.Grant)) == 1
     world.serves()
 
 
@@ -159,7 +145,7 @@ def test_nothing_is_said_of_what_is_of_use_once_all_is_granted() -> None:
 def test_a_transfer_after_prefill_hears_so_in_accepted() -> None:
     world, made = IntentWorld(), ticket()
     world.sources["s0"].prefill(made, CONTENT, 0.0)
-    world.times[Progress] = 0
+    world.times[m.Progress] = 0
     number = world.intend(made)
     assert useful(world) == [None]
     world.grant(number)
@@ -187,7 +173,7 @@ def test_all_source_ranks_have_to_be_ready() -> None:
 def test_progress_that_is_lost_comes_again() -> None:
     """KVP-INT-AGAIN."""
     world = IntentWorld()
-    world.times[Progress] = 0
+    world.times[m.Progress] = 0
     number, _ = world.ask()
     world.pass_time(10 * RESEND)
     assert not useful(world)
@@ -197,11 +183,11 @@ def test_progress_that_is_lost_comes_again() -> None:
     world.grant(number)
     world.heard.clear()
     world.pass_time(3 * RESEND)
-    assert not world.of(Progress)
+    assert not world.of(m.Progress)
 
 
 @pytest.mark.parametrize("times", [0, 2])
-@pytest.mark.parametrize("kind", [Progress, Grant, Accepted, Done, DoneAck])
+@pytest.mark.parametrize("kind", [m.Progress, m.Grant, m.Accepted, m.Done, m.DoneAck])
 def test_frames_that_are_lost_or_doubled_change_nothing(kind: type, times: int) -> None:
     """KVP-SES-REPLY, KVP-SES-RESEND, KVP-INT-AGAIN."""
     world = IntentWorld()
@@ -224,9 +210,9 @@ def test_items_named_before_their_time_go_when_they_may() -> None:
     world = IntentWorld()
     number, key = world.ask(finished=False)
     world.grant(number)
-    assert not world.of(Grant)
+    assert not world.of(m.Grant)
     world.finish(key)
-    assert len(world.of(Grant)) == 1
+    assert len(world.of(m.Grant)) == 1
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
 
@@ -234,17 +220,17 @@ def test_items_named_before_their_time_go_when_they_may() -> None:
 # what a Grant may be wrong in, and its order of checks
 
 
-def granted(world: IntentWorld, number: int = 1, **changes: Any) -> Grant:
+def granted(world: IntentWorld, number: int = 1, **changes: Any) -> m.Grant:
     """A Grant of the last Transfer, with the changes."""
-    transfer = world.of(Transfer)[-1]
+    transfer = world.of(m.Transfer)[-1]
     fields = {"session": transfer.session, "request": 700 + number, "sequence": transfer.sequence}
     every = tuple(world.pages[g.group] for g in transfer.grants)
-    return Grant(**{**fields, "grants": every, **changes})
+    return m.Grant(**{**fields, "grants": every, **changes})
 
 
 def one(world: IntentWorld, at: int, **changes: Any) -> dict[str, Any]:
     """All grants of the last Transfer, one of them changed."""
-    every = [world.pages[g.group] for g in world.of(Transfer)[-1].grants]
+    every = [world.pages[g.group] for g in world.of(m.Transfer)[-1].grants]
     every[at] = attrs.evolve(every[at], **changes)
     return {"grants": tuple(every)}
 
@@ -278,7 +264,7 @@ def test_a_wrong_grant_has_its_code_and_the_next_transfer_works(wrong: str) -> N
     number, _ = world.ask()
     changes, code, path = WRONG[wrong]
     (failed, *_) = world.say(granted(world, **changes(world)))
-    assert (type(failed), failed.code, failed.path, failed.request) == (Failed, code, path, 701)
+    assert (type(failed), failed.code, failed.path, failed.request) == (m.Failed, code, path, 701)
     assert not [e for e in world.events("s0", "TransferRequested") if world.sources["s0"].active(e)]
     world.sinks["d0"].abort(number, ABORTED, world.now)
     world.run()
@@ -301,7 +287,7 @@ def test_the_order_of_the_checks_of_a_grant() -> None:
         given = {"late": True, "items": (10**6, 10**6), **changes}
         fields = one(world, 1, late=given["late"], items=ids(*given["items"]))
         (failed, *_) = world.say(granted(world, **fields, **{k: v for k, v in given.items() if k == "sequence"}))
-        assert (type(failed), failed.code) == (Failed, code)
+        assert (type(failed), failed.code) == (m.Failed, code)
     world.serves()
 
 
@@ -320,10 +306,10 @@ def test_a_second_grant_with_other_items_is_refused_and_the_first_repeated_is_no
     world = IntentWorld()
     number, _ = world.ask()
     world.grant(number)
-    (first,) = world.of(Grant)
-    assert [type(answer) for answer in world.say(first)] == [Accepted]
+    (first,) = world.of(m.Grant)
+    assert [type(answer) for answer in world.say(first)] == [m.Accepted]
     (failed,) = world.say(attrs.evolve(granted(world, **one(world, 1, items=ids(4, 5))), request=first.request + 1))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.UNEXPECTED_MESSAGE)
+    assert (type(failed), failed.code) == (m.Failed, ErrorCode.UNEXPECTED_MESSAGE)
     assert not [e for e in world.events("s0", "TransferRequested") if world.sources["s0"].active(e)]
     world.serves()
 
@@ -338,7 +324,7 @@ def test_a_grant_after_abort_is_refused() -> None:
     world.sinks["d0"].abort(number, ABORTED, world.now)
     world.run()
     (failed,) = world.say(granted(world))
-    assert (type(failed), failed.code) == (Failed, ErrorCode.ABORTED)
+    assert (type(failed), failed.code) == (m.Failed, ErrorCode.ABORTED)
     assert attempt.state == TransferState.ABORTING
 
 
@@ -349,7 +335,7 @@ def test_a_grant_that_crosses_failed_is_answered_by_the_same_error() -> None:
     error = RemoteError(ErrorCode.INTERNAL, "", "", "")
     world.sources["s0"].refuse(key, error, world.now)
     (failed, *_) = [f for f in world.say(granted(world)) if f.request == 701]
-    assert (type(failed), failed.code) == (Failed, ErrorCode.INTERNAL)
+    assert (type(failed), failed.code) == (m.Failed, ErrorCode.INTERNAL)
     world.run()
     world.serves()
 
@@ -390,7 +376,7 @@ def test_an_abort_at_each_point_is_proven(point: str) -> None:
     POINTS[point](world, number, key)
     world.sinks["d0"].abort(number, ABORTED, world.now)
     world.run()
-    assert bool(world.of(Drained)) == (point != "copying")
+    assert bool(world.of(m.Drained)) == (point != "copying")
     for event in world.events("s0", "TransferRequested"):
         world.sources["s0"].failed(event, ABORTED, world.now)
     world.run()
@@ -429,13 +415,13 @@ def test_done_before_everything_is_granted_is_refused() -> None:
     world = SpansWorld()
     number, _ = world.ask(finished=False)
     world.grant(number, 4)
-    transfer, (session,) = world.of(Transfer)[-1], world.sinks["d0"].sessions.values()
-    done = Done(
+    transfer, (session,) = world.of(m.Transfer)[-1], world.sinks["d0"].sessions.values()
+    done = m.Done(
         session=transfer.session, request=900, sequence=transfer.sequence, writer=0,
         groups=np.array([0, 1, 2], np.uint32), bytes=1, outcome=Outcome.CONTINUE, handoff=(), checksums=(),
     )  # fmt: skip
     answers = world.say(done, to_source=False)
-    assert [type(a) for a in answers] == [Error, Abort]
+    assert [type(a) for a in answers] == [m.Error, m.Abort]
     assert (answers[0].code, answers[0].path) == (ErrorCode.UNEXPECTED_MESSAGE, "sequence")
     assert session.attempts[1].done is None
 
@@ -451,9 +437,9 @@ def test_data_before_everything_is_granted_is_refused() -> None:
     part = {g: attrs.evolve(grant, count=0, items=ids()) for g, grant in pages.items()}
     world.sinks["d0"].grant(number, part, 0.0, {0: lambda begins: Whole(bytearray(25))})
     world.run()
-    assert not world.of(Grant)  # a part is of no use here
-    (transfer,) = world.of(Transfer)
-    data = Data(session=transfer.session, sequence=1, offset=0, data=b"12345678", last=False)
+    assert not world.of(m.Grant)  # a part is of no use here
+    (transfer,) = world.of(m.Transfer)
+    data = m.Data(session=transfer.session, sequence=1, offset=0, data=b"12345678", last=False)
     world.hears("d0", data)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path) == (ErrorCode.UNEXPECTED_MESSAGE, "sequence")
@@ -488,11 +474,11 @@ def test_where_the_sink_pulls_it_needs_no_grant() -> None:
     bare = {g: attrs.evolve(grant, items=None) for g, grant in grants(world.pools["d0"], TOKENS).items()}
     world.sinks["d0"].transfer(bytes(made.key), CONTENT, bare, 0.0)
     world.run()
-    transfer = world.of(Transfer)[-1]
+    transfer = world.of(m.Transfer)[-1]
     fields = {"session": transfer.session, "request": 701, "sequence": transfer.sequence}
-    world.sources["s0"].receive("d0", encode(Grant(**fields, grants=transfer.grants)), 0.0)
+    world.sources["s0"].receive("d0", encode(m.Grant(**fields, grants=transfer.grants)), 0.0)
     answers = [decode(frame) for _, frame in world.sources["s0"].to_send(0.0)]
-    assert [(type(a), a.code) for a in answers] == [(Error, ErrorCode.UNEXPECTED_MESSAGE)]
+    assert [(type(a), a.code) for a in answers] == [(m.Error, ErrorCode.UNEXPECTED_MESSAGE)]
     world.serve()
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
@@ -516,7 +502,7 @@ def test_windows_grow_and_items_are_appended() -> None:
         assert [g.count for g in asked.transfer.grants] == [tokens, tokens, 0]
         assert items_of(asked.transfer.grants) == items_of(world.up_to(tokens).values())
         assert asked.whole == (tokens == TOKENS)
-    said = world.of(Grant)
+    said = world.of(m.Grant)
     assert [[len(items) for items in items_of(grant.grants)] for grant in said] == [
         [1, 1, 0],
         [0, 0, 0],
@@ -533,13 +519,13 @@ def test_one_grant_at_a_time() -> None:
     """KVP-SPN-TURN: what is named meanwhile goes in the next."""
     world = SpansWorld()
     number, key = world.ask(finished=False)
-    world.times[Accepted] = 0
+    world.times[m.Accepted] = 0
     for tokens in (2, 4, 6):
         world.grant(number, tokens)
-    assert [g.grants[0].count for g in world.of(Grant)] == [2]
+    assert [g.grants[0].count for g in world.of(m.Grant)] == [2]
     world.times.clear()
     world.pass_time(RESEND)
-    assert [g.grants[0].count for g in world.of(Grant)] == [2, 2, 6]
+    assert [g.grants[0].count for g in world.of(m.Grant)] == [2, 2, 6]
     assert asking(world, key).whole
 
 
@@ -551,11 +537,11 @@ def test_progress_says_up_to_where_items_are_of_use() -> None:
     for tokens in (2, 2, 4):
         source.progress(asked, tokens, world.now)
         world.run()
-    assert [p.tokens for p in world.of(Progress)] == [2, 4]
+    assert [p.tokens for p in world.of(m.Progress)] == [2, 4]
     world.grant(number, 4)
     world.heard.clear()
     world.pass_time(2 * RESEND)
-    assert not world.of(Progress)
+    assert not world.of(m.Progress)
     world.finish(key)
     assert useful(world) == [2, 4, None]
 
@@ -569,7 +555,7 @@ def test_windows_that_shrink_or_end_too_late_are_refused(first: int, then: dict[
     number, _ = world.ask(finished=False)
     world.grant(number, first)
     (failed,) = world.say(granted(world, **one(world, 0, **then)))
-    assert (type(failed), failed.code, failed.path) == (Failed, ErrorCode.BAD_GRANT, "grants[0]")
+    assert (type(failed), failed.code, failed.path) == (m.Failed, ErrorCode.BAD_GRANT, "grants[0]")
     world.serves()
 
 
@@ -584,7 +570,7 @@ def test_items_are_counted_from_the_grant_before(items: Any, code: ErrorCode) ->
     every = tuple(attrs.evolve(g, items=ids(1) if g.items.size else ids()) for g in granted(world).grants)
     wrong = (attrs.evolve(every[0], items=items), *every[1:])
     (failed,) = world.say(granted(world, grants=wrong))
-    assert (type(failed), failed.code, failed.path) == (Failed, code, "grants[0].items")
+    assert (type(failed), failed.code, failed.path) == (m.Failed, code, "grants[0].items")
     world.serves()
 
 
@@ -593,14 +579,14 @@ def test_a_refused_transfer_does_not_silence_a_done() -> None:
     world = IntentWorld()
     number, _ = world.ask()
     world.grant(number)
-    world.times[Done] = 0
+    world.times[m.Done] = 0
     world.serve()
     (session,) = world.sources["s0"].sessions.values()
     (pending,) = session._pending
-    transfer = world.of(Transfer)[-1]
+    transfer = world.of(m.Transfer)[-1]
     wrong = attrs.evolve(transfer, request=pending, sequence=2, epoch=9)
     (failed,) = world.say(wrong)
-    world.say(DoneAck(session=transfer.session, request=failed.request, sequence=2))
+    world.say(m.DoneAck(session=transfer.session, request=failed.request, sequence=2))
     world.times.clear()
     world.pass_time(RESEND)
     assert len(world.events("d0", "Arrived")) == 1

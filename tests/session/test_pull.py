@@ -11,47 +11,24 @@ from kvproto.errors import RemoteError
 from kvproto.session.limits import RESEND
 from kvproto.session.table import TransferState
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import Access, ErrorCode, Feature, Outcome, Proof, Transport
-from kvproto.wire.messages import (
-    Abort,
-    Begin,
-    Done,
-    Error,
-    Geometry,
-    HandOff,
-    Offer,
-    Pulled,
-    Register,
-    Released,
-    Renew,
-    Renewed,
-)
 from tests.pools import allocate, memory
-from tests.session.driver import (
-    PAGES,
-    Hearing,
-    Offered,
-    RegisterAsked,
-    TransferRequested,
-    World,
-    geometry,
-    grants,
-    ticket,
-)
+from tests.session import driver
 
 CONTENT = b"c" * 32
 LEASE = 10.0
 
 
-class PullWorld(Hearing):
+class PullWorld(driver.Hearing):
     """One in which sinks read; a copy takes no time and moves 1 byte."""
 
     features = (Feature.VERIFY, Feature.PULL)
 
-    def __init__(self, source: Geometry) -> None:
+    def __init__(self, source: m.Geometry) -> None:
         super().__init__(source)
         self.kept: dict[str, Pool] = {
-            f"s{r.rank}": allocate(source, r.rank, {g.id: PAGES for g in source.groups}) for r in source.ranks
+            f"s{r.rank}": allocate(source, r.rank, {g.id: driver.PAGES for g in source.groups}) for r in source.ranks
         }
 
     def accept(self, address: str, session: int) -> None:
@@ -87,8 +64,8 @@ class PullWorld(Hearing):
         for name in self.sinks:
             self.read(name)
 
-    def offer(self, address: str, serve: TransferRequested, lease: float = LEASE, items: Any = None) -> None:
-        made, session = grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
+    def offer(self, address: str, serve: driver.TransferRequested, lease: float = LEASE, items: Any = None) -> None:
+        made, session = driver.grants(self.kept[address], 6), self.sources[address].sessions[serve.session]
         assert session.described is not None
         assert session.peer is not None
         routes = session.described.plan.between(self.sources[address].me.rank, session.peer.rank)
@@ -108,22 +85,22 @@ class PullWorld(Hearing):
 
 
 def ready(source_tp: int = 2, sink_tp: int = 1) -> PullWorld:
-    return PullWorld(geometry(source_tp)).ready(sink_tp)
+    return PullWorld(driver.geometry(source_tp)).ready(sink_tp)
 
 
 def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
     """KVP-ERR-ANSWER: no other Register follows, and a sink that waited for one would wait for ever."""
-    world = PullWorld(geometry(1))
+    world = PullWorld(driver.geometry(1))
 
     def damaged(to: str, frame: bytes) -> int:
         message = decode(frame)
-        if isinstance(message, Register) and message.access == Access.READ:
+        if isinstance(message, m.Register) and message.access == Access.READ:
             world.sinks[to].receive("s0", frame[:-1], world.now)
             return 0
         return world.hear(to, frame)
 
     world.keep = damaged
-    sink = world.join("d0", geometry(1))
+    sink = world.join("d0", driver.geometry(1))
     assert not any(session.open for session in world.sources["s0"].sessions.values())
     assert sink.over
     assert len(world.events("d0", "Disconnected")) == 1
@@ -131,26 +108,26 @@ def test_a_source_whose_register_cannot_be_read_ends_the_session() -> None:
 
 def asked(world: PullWorld, deadline: float = 60.0) -> int:
     """A request that is finished and asked for by every sink rank; the number of the last."""
-    made = ticket(deadline)
+    made = driver.ticket(deadline)
     world.prefill(made, CONTENT)
     numbers = [world.transfer(name, made, CONTENT) for name in world.sinks]
     world.run()
     return numbers[-1]
 
 
-def offered(world: PullWorld, **changes: Any) -> Offered:
+def offered(world: PullWorld, **changes: Any) -> driver.Offered:
     """The offer that the first sink has."""
     asked(world)
     for address in world.sources:
         world.serve(address, **changes)
-    event: Offered = world.events("d0", "Offered")[-1]
+    event: driver.Offered = world.events("d0", "Offered")[-1]
     return event
 
 
 def serves_another(world: PullWorld) -> None:
     before = len(world.events("d0", "Arrived"))
     for name in world.told:
-        world.told[name] = [e for e in world.told[name] if not isinstance(e, Offered | TransferRequested)]
+        world.told[name] = [e for e in world.told[name] if not isinstance(e, driver.Offered | driver.TransferRequested)]
     asked(world)
     for address in world.sources:
         world.serve(address)
@@ -170,7 +147,7 @@ def test_offer_pulled_released(source_tp: int, sink_tp: int) -> None:
         world.read(name)
     assert [len(world.events(d, "Arrived")) for d in world.sinks] == [1] * sink_tp
     assert [len(world.events(s, "Released")) for s in world.sources] == [1] * source_tp
-    assert [len(world.of(m)) for m in (Offer, Pulled, Released, Done)] == [source_tp * sink_tp] * 3 + [0]
+    assert [len(world.of(x)) for x in (m.Offer, m.Pulled, m.Released, m.Done)] == [source_tp * sink_tp] * 3 + [0]
     done = [d for name in world.sinks for e in world.events(name, "Arrived") for d in e.done]
     assert sorted(d.writer for d in done) == sorted(list(range(source_tp)) * sink_tp)
     serves_another(world)
@@ -181,16 +158,16 @@ def test_released_of_one_rank_comes_while_another_is_awaited() -> None:
     asked(world)
     world.serve("s0")
     world.read("d0")
-    assert [len(world.of(m)) for m in (Pulled, Released, Error)] == [1, 1, 0]
+    assert [len(world.of(x)) for x in (m.Pulled, m.Released, m.Error)] == [1, 1, 0]
     world.serve("s1")
-    world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, Offered) or e.offer.writer == 1]
+    world.told["d0"] = [e for e in world.told["d0"] if not isinstance(e, driver.Offered) or e.offer.writer == 1]
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
 
 
 def test_both_sides_register() -> None:
     world = ready(1)
-    sink, source = sorted(world.of(Register), key=lambda m: int(m.access))
+    sink, source = sorted(world.of(m.Register), key=lambda x: int(x.access))
     assert (sink.access, source.access) == (Access.WRITE, Access.READ)
     assert [bytes(h.data) for r in sink.regions for h in r.handles] == [b""]
     assert (sink.source, sink.sink, sink.plan, sink.routes) == (source.source, source.sink, source.plan, source.routes)
@@ -206,7 +183,7 @@ LIES: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
 }
 
 
-def twist(world: World, cls: type, **changes: Any) -> None:
+def twist(world: driver.World, cls: type, **changes: Any) -> None:
     """Change what sources say."""
     for source in world.sources.values():
         original = source.to_send
@@ -224,9 +201,9 @@ def twist(world: World, cls: type, **changes: Any) -> None:
 @pytest.mark.parametrize("lie", LIES)
 def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
     changes, code, path = LIES[lie]
-    world = PullWorld(geometry(1))
-    twist(world, Register, **changes)
-    world.join("d0", geometry(1))
+    world = PullWorld(driver.geometry(1))
+    twist(world, m.Register, **changes)
+    world.join("d0", driver.geometry(1))
     for name, by_us in (("d0", True), ("s0", False)):
         (event,) = world.events(name, "Refused")
         assert (event.error.code, event.error.path, event.by_us) == (code, path, by_us)
@@ -235,9 +212,9 @@ def test_a_source_that_lies_of_its_memory_is_refused(lie: str) -> None:
 
 def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
     """Not with the next frame: none need come."""
-    world = PullWorld(geometry(1))
-    sink = world.sink("d0", geometry(1))
-    World.run(world)
+    world = PullWorld(driver.geometry(1))
+    sink = world.sink("d0", driver.geometry(1))
+    driver.World.run(world)
     (asked,) = world.events("d0", "MemoryAsked")
     assert not sink.ready
     sink.accept_register(asked.session, Transport.SHM, world.now)
@@ -245,8 +222,8 @@ def test_the_sink_is_ready_once_it_has_mapped_what_it_reads() -> None:
 
 
 def test_memory_that_cannot_be_mapped() -> None:
-    world = PullWorld(geometry(1))
-    sink = world.sink("d0", geometry(1))
+    world = PullWorld(driver.geometry(1))
+    sink = world.sink("d0", driver.geometry(1))
     error = RemoteError(ErrorCode.TRANSPORT_FAILED, "regions[0].handles", "", "")
     sink.accept_register = lambda number, _, now: sink.refuse_register(number, error, now)  # type: ignore[method-assign]
     world.run()
@@ -255,28 +232,28 @@ def test_memory_that_cannot_be_mapped() -> None:
 
 
 def test_without_the_feature_the_source_may_not_register_or_offer() -> None:
-    world = World(geometry(1))
-    world.join("d0", geometry(1))
+    world = driver.World(driver.geometry(1))
+    world.join("d0", driver.geometry(1))
     (session,) = world.sources["s0"].sessions.values()
     pool, described = world.pools["d0"], session.described
     session.request(
-        Register, 0.0, source=described.of_source.digest, sink=described.of_sink.digest, epoch=1, access=Access.READ,
+        m.Register, 0.0, source=described.of_source.digest, sink=described.of_sink.digest, epoch=1, access=Access.READ,
         regions=(memory(pool).region,), columns=tuple(pool.layout.columns.values()), plan=described.plan.digest,
         routes=described.refs,
     )  # fmt: skip
     world.run()
     assert world.events("d0", "ProtocolError")[0].error.code == ErrorCode.UNEXPECTED_MESSAGE
-    assert not [e for e in world.told["d0"] if isinstance(e, RegisterAsked)]
+    assert not [e for e in world.told["d0"] if isinstance(e, driver.RegisterAsked)]
 
 
 BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "writer": ({"writer": 1}, ErrorCode.WRONG_PEER),
     "epoch": ({"epoch": 2}, ErrorCode.BAD_GRANT),
-    "handoff": ({"handoff": (HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
-    "begins": ({"begins": (Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
+    "handoff": ({"handoff": (m.HandOff(group=9, data=b"x"),)}, ErrorCode.WRONG_PEER),
+    "begins": ({"begins": (m.Begin(group=0, first=4),)}, ErrorCode.BAD_GRANT),
 }
 BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
-    "beyond the pool": (np.array([0, PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
+    "beyond the pool": (np.array([0, driver.PAGES], np.uint32), ErrorCode.OUT_OF_REGION),
     "too few": (np.array([3], np.uint32), ErrorCode.BAD_GRANT),
     "none": (None, ErrorCode.BAD_GRANT),
 }
@@ -285,17 +262,17 @@ BAD_ITEMS: dict[str, tuple[Any, ErrorCode]] = {
 def nothing_was_read(world: PullWorld, code: ErrorCode) -> None:
     assert not world.events("d0", "Offered")
     assert world.lost() == [(code, Proof.PROVEN)]
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     assert len(world.events("s0", "Released")) == 1
 
 
 @pytest.mark.parametrize("case", [*BAD, "other groups"])
 def test_an_offer_that_lies_is_refused_and_nothing_is_read(case: str) -> None:
     world = ready(1)
-    others = {"grants": tuple(grants(world.kept["s0"], 6)[g] for g in (0, 2))}
+    others = {"grants": tuple(driver.grants(world.kept["s0"], 6)[g] for g in (0, 2))}
     changes, code = BAD.get(case, (others, ErrorCode.BAD_GRANT))
     honest = world.sources["s0"].to_send
-    twist(world, Offer, **changes)
+    twist(world, m.Offer, **changes)
     asked(world)
     world.serve()
     nothing_was_read(world, code)
@@ -317,7 +294,7 @@ def test_done_in_place_of_an_offer_is_refused() -> None:
     world = ready(1)
     asked(world)
     (event,) = world.events("s0", "TransferRequested")
-    done = Done(
+    done = m.Done(
         session=event.session, request=99, sequence=1, writer=0, groups=event.transfer.writers, bytes=1,
         outcome=Outcome.CONTINUE, handoff=(),
     )  # fmt: skip
@@ -331,7 +308,7 @@ def test_released_while_it_is_read_spoils_the_transfer() -> None:
     sink = world.sinks["d0"]
     assert sink.may_read(event.attempt, world.now)
     offer = event.offer
-    notice = Released(session=offer.session, sequence=offer.sequence)
+    notice = m.Released(session=offer.session, sequence=offer.sequence)
     sink.receive("s0", encode(notice), world.now)
     assert not sink.wanted(event.attempt)
     assert not world.events("d0", "Lost")  # its own copy writes on
@@ -345,13 +322,13 @@ def test_the_lease_counts_from_what_it_answers() -> None:
     world = ready(1)
     asked(world)
     world.pass_time(8.0)
-    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Renew)
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), m.Renew)
     world.serve()
     (event,) = world.events("d0", "Offered")
     assert not world.sinks["d0"].may_read(event.attempt, world.now)
     world.keep = world.hear
     world.pass_time(2.0)  # it comes again
-    assert len(world.of(Renew)) == 2
+    assert len(world.of(m.Renew)) == 2
     ((session, *_),) = [world.sinks["d0"].sessions.values()]
     lease = session.attempts[1].lease
     assert lease.end == 8.0 + LEASE * 63 / 64  # from when the Renew was sent first
@@ -362,9 +339,9 @@ def test_renew_in_time_is_answered_by_what_the_ticket_leaves() -> None:
     world = ready(1)
     asked(world, deadline=12)
     world.serve()
-    assert world.of(Offer)[0].lease == 10_000
+    assert world.of(m.Offer)[0].lease == 10_000
     world.pass_time(6.0)
-    (renewed,) = world.of(Renewed)
+    (renewed,) = world.of(m.Renewed)
     assert renewed.lease == 6_000
     world.read("d0")
     assert len(world.events("d0", "Arrived")) == 1
@@ -379,7 +356,7 @@ def test_renew_too_late_is_refused_and_nothing_is_read() -> None:
     world.pass_time(0.0)
     (lost,) = world.events("d0", "Lost")
     assert (lost.error.code, lost.error.path, lost.proof) == (ErrorCode.DEADLINE, "lease", Proof.PROVEN)
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     assert len(world.events("s0", "Released")) == 1
     serves_another(world)
 
@@ -393,7 +370,7 @@ def test_a_copy_that_outlives_its_lease_is_lost() -> None:
     sink.read(event.attempt, 1, world.now + 10.0)
     world.run()
     assert world.lost() == [(ErrorCode.DEADLINE, Proof.PROVEN)]
-    assert not world.of(Pulled)
+    assert not world.of(m.Pulled)
     serves_another(world)
 
 
@@ -408,7 +385,7 @@ def test_abort_waits_for_the_sinks_own_copy(proof: Proof) -> None:
     assert sink.may_read(first.attempt, world.now)
     sink.abort(number, RemoteError(ErrorCode.ABORTED, "", "", ""), world.now)
     world.run()
-    assert [m.session for m in world.of(Abort)] == [second.offer.session]
+    assert [x.session for x in world.of(m.Abort)] == [second.offer.session]
     assert [len(world.events(s, "Released")) for s in world.sources] == [0, 1]
     assert not world.events("d0", "Lost")
     assert not sink.may_read(second.attempt, world.now)
@@ -461,7 +438,7 @@ def test_goodbye_of_a_sink_gives_back_what_it_was_lent() -> None:
 def test_a_silent_sink_keeps_what_it_was_lent_until_the_lease_ends() -> None:
     """KVP-PUL-OFFER."""
     world = ready(1)
-    made = ticket(300.0)
+    made = driver.ticket(300.0)
     source = world.sources["s0"]
     source.prefill(made, CONTENT, 0.0)
     world.fetch("d0", made, CONTENT)
@@ -479,14 +456,14 @@ def test_an_offer_that_comes_again_is_answered_as_before() -> None:
     world = ready(1)
     asked(world)
     world.serve()
-    (offer,) = world.of(Offer)
+    (offer,) = world.of(m.Offer)
     for _ in range(2):
         world.sinks["d0"].receive("s0", encode(offer), world.now)
     world.run()
     assert len(world.events("d0", "Offered")) == 1
     world.read("d0")
     world.hears("d0", offer)
-    assert [m.bytes for m in world.of(Pulled)] == [1, 1]
+    assert [x.bytes for x in world.of(m.Pulled)] == [1, 1]
     assert len(world.events("d0", "Arrived")) == 1
 
 
@@ -513,7 +490,7 @@ def test_an_offer_that_crosses_an_abort_is_not_read() -> None:
     assert not world.events("d0", "Offered")
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     world.pass_time(60.0)
-    assert len(world.of(Offer)) == 1  # it is not sent again
+    assert len(world.of(m.Offer)) == 1  # it is not sent again
     serves_another(world)
 
 
@@ -521,7 +498,7 @@ def test_renew_of_what_was_never_offered() -> None:
     world = ready(1)
     asked(world)
     (number,) = world.sources["s0"].sessions
-    world.sources["s0"].receive("d0", encode(Renew(session=number, request=99, sequence=1, lease=5)), world.now)
+    world.sources["s0"].receive("d0", encode(m.Renew(session=number, request=99, sequence=1, lease=5)), world.now)
     world.run()
     assert world.events("s0", "ProtocolError")[0].error.code == ErrorCode.DEADLINE
     (session,) = world.sources["s0"].sessions.values()

@@ -12,21 +12,8 @@ from kvproto.session import source_endpoint
 from kvproto.session.limits import MAX_ENGINE_SESSIONS, MAX_SESSIONS, MAX_TRANSFERS, PATIENCE, PING_SILENCE, RESEND
 from kvproto.session.table import SessionState
 from kvproto.wire import decode, encode
+from kvproto.wire import messages as m
 from kvproto.wire.enums import ErrorCode, Outcome, Proof, Role
-from kvproto.wire.messages import (
-    Abort,
-    Done,
-    DoneAck,
-    Drained,
-    Error,
-    Goodbye,
-    Hello,
-    Ping,
-    Pong,
-    Refused,
-    Transfer,
-    Welcome,
-)
 from tests.session.driver import geometry, ticket
 from tests.session.test_delivery import CONTENT, Heard
 from tests.steps import least_steps
@@ -49,7 +36,7 @@ class Reconnected(Heard):
             source.receive, source.to_send = receive, to_send  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("lost", [Transfer, Done, DoneAck, Abort, Drained, None])
+@pytest.mark.parametrize("lost", [m.Transfer, m.Done, m.DoneAck, m.Abort, m.Drained, None])
 def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
     """KVP-SES-RESUME, KVP-SES-UNKNOWN: whatever was lost with the old connection, each transfer arrives once."""
     world = Reconnected()
@@ -68,7 +55,7 @@ def test_a_session_goes_on_over_a_new_connection(lost: type | None) -> None:
     assert world.events("d0", "Lost")[0].proof == Proof.PROVEN
     (session,) = world.sources["s0"].sessions.values()
     assert (session.session, session.conn, session.state) == (before, "d0+", SessionState.READY)
-    assert {h.resume for h in world.of(Hello)} == {None, before}
+    assert {h.resume for h in world.of(m.Hello)} == {None, before}
     world.serves()
 
 
@@ -76,12 +63,12 @@ def test_only_the_run_that_opened_a_session_resumes_it() -> None:
     """KVP-SES-RESUME: another rank, engine, run or role gets another session or none; the old one is not touched."""
     world = Heard()
     (number,) = world.sources["s0"].sessions
-    (hello,) = world.of(Hello)
+    (hello,) = world.of(m.Hello)
     other = {"engine": "e"}, {"rank": 1}, {"replica": 3}, {"role": Role.SOURCE}, {"offered": ()}
     for request, change in enumerate(other, 500):
         made = attrs.evolve(hello, **{"needed": (), **change}, request=request, resume=number)
         (answer,) = world.say(made, f"thief{request}")
-        assert isinstance(answer, Refused) or answer.session != number
+        assert isinstance(answer, m.Refused) or answer.session != number
         assert world.sources["s0"].sessions[number].conn == "d0"
     world.serves()
 
@@ -91,8 +78,8 @@ def test_a_source_that_has_forgotten_a_session_ends_it() -> None:
     world = Heard()
     world.sources["s0"].sessions.clear()
     world.pass_time(PING_SILENCE)
-    (_, other) = world.of(Welcome)
-    assert [g.session for g in world.of(Goodbye, "s0")] == [other.session]
+    (_, other) = world.of(m.Welcome)
+    assert [g.session for g in world.of(m.Goodbye, "s0")] == [other.session]
     assert "forgotten" in world.events("d0", "Disconnected")[0].reason
 
 
@@ -102,35 +89,35 @@ def test_a_connection_that_comes_back_is_asked_about_at_once() -> None:
     (sink,) = world.sinks.values()
     sink.returned("s0", world.now)
     world.run()
-    assert (len(world.of(Ping)), len(world.of(Pong))) == (1, 1)
+    assert (len(world.of(m.Ping)), len(world.of(m.Pong))) == (1, 1)
     world.serves()
     world.sources["s0"].sessions.clear()
     for _ in range(2):
         sink.returned("s0", world.now)
     world.run()
-    assert len(world.of(Ping)) == 2
+    assert len(world.of(m.Ping)) == 2
     assert "forgotten" in world.events("d0", "Disconnected")[0].reason
     sink.returned("s0", world.now)
     world.run()
-    assert len(world.of(Ping)) == 2
+    assert len(world.of(m.Ping)) == 2
 
 
 def test_a_frame_of_another_session_changes_nothing() -> None:
     """KVP-SES-OTHER: what is said in a session that is not the sink's ends neither its session nor a transfer."""
     world = Heard()
     world.asked(finished=False)
-    (hello,), (transfer,) = world.of(Hello), world.of(Transfer)
+    (hello,), (transfer,) = world.of(m.Hello), world.of(m.Transfer)
     (other,) = world.say(hello, "d0+")
-    done = Done(
+    done = m.Done(
         session=other.session, request=7, sequence=transfer.sequence, writer=0,
         groups=np.array([0, 1, 2], np.uint32), bytes=0, outcome=Outcome.CONTINUE, handoff=(), checksums=(),
     )  # fmt: skip
-    for message in (Goodbye(session=other.session, reason=""), Ping(session=other.session, request=8), done):
+    for message in (m.Goodbye(session=other.session, reason=""), m.Ping(session=other.session, request=8), done):
         sink = world.sinks["d0"]
         sink.receive("s0", encode(message), world.now)
         ((_, frame),) = sink.to_send(world.now)
         answer = decode(frame)
-        assert (type(answer), answer.code, answer.session) == (Error, ErrorCode.UNKNOWN_SESSION, other.session)
+        assert (type(answer), answer.code, answer.session) == (m.Error, ErrorCode.UNKNOWN_SESSION, other.session)
     world.sources["s0"].finish(bytes(transfer.ticket))
     world.serve()
     assert len(world.events("d0", "Arrived")) == 1
@@ -140,9 +127,9 @@ def test_a_frame_of_another_session_changes_nothing() -> None:
 def test_of_two_sessions_of_one_hello_the_one_that_nobody_has_ends() -> None:
     """KVP-SES-OTHER, KVP-SES-PING: the Hello came again by the connection that the sink has now."""
     world = Reconnected()
-    (hello,) = world.of(Hello)
+    (hello,) = world.of(m.Hello)
     (number,) = world.sources["s0"].sessions
-    assert isinstance(world.say(hello, "d0+")[0], Welcome)
+    assert isinstance(world.say(hello, "d0+")[0], m.Welcome)
     world.broken = 1
     for _ in range(3):
         world.pass_time(PING_SILENCE)
@@ -151,22 +138,22 @@ def test_of_two_sessions_of_one_hello_the_one_that_nobody_has_ends() -> None:
     world.serves()
 
 
-@pytest.mark.parametrize("said", [Ping, Goodbye])
+@pytest.mark.parametrize("said", [m.Ping, m.Goodbye])
 def test_a_sink_whose_welcome_was_lost_waits_for_it(said: type) -> None:
     """KVP-SES-OTHER: Ping and Goodbye of a session that it does not know yet."""
     world = Heard()
-    world.keep = lambda to, frame: world.hear(to, frame) and not (to == "late" and isinstance(decode(frame), Welcome))
+    world.keep = lambda to, frame: world.hear(to, frame) and not (to == "late" and isinstance(decode(frame), m.Welcome))
     world.join("late", geometry(1), engine="late")
-    number = world.of(Welcome, "late")[0].session
+    number = world.of(m.Welcome, "late")[0].session
     world.keep = world.hear
-    if said is Ping:  # the source alone has a clock
+    if said is m.Ping:  # the source alone has a clock
         world.now += PING_SILENCE
         world.sources["s0"].on_time(world.now)
     else:
         world.sources["s0"].sessions[number].goodbye("over")
     world.run()
     assert len(world.of(said, "late")) == 1
-    assert not world.of(Error)
+    assert not world.of(m.Error)
     world.pass_time(RESEND)
     world.serves("late")
 
@@ -177,14 +164,14 @@ def test_a_hello_that_was_late_takes_nothing_back() -> None:
     for broken in (1, 2):
         world.broken = broken
         world.pass_time(PING_SILENCE)
-    first, second = [hello for hello in world.of(Hello) if hello.resume]
+    first, second = [hello for hello in world.of(m.Hello) if hello.resume]
     assert first.request < second.request
     (session,) = world.sources["s0"].sessions.values()
     begun = []
     session.reconnected = lambda: begun.append(1)  # type: ignore[method-assign]
     assert world.say(first, "d0+") == []
     assert (session.conn, session.greeting, begun) == ("d0++", second.request, [])
-    assert isinstance(world.say(second, "d0++")[0], Welcome)
+    assert isinstance(world.say(second, "d0++")[0], m.Welcome)
     assert not begun
     world.serves()
 
@@ -197,17 +184,17 @@ def test_a_drained_source_resumes_what_it_has() -> None:
     world.broken = 1
     world.pass_time(PING_SILENCE)
     assert world.sinks["d0"].ready
-    assert not world.of(Refused)
+    assert not world.of(m.Refused)
 
 
 def test_an_error_about_a_message_of_the_other_direction_ends_nothing() -> None:
     """KVP-ERR-ALONE: both sides count their request ids for themselves."""
     world = Heard()
-    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), Transfer)
+    world.keep = lambda to, frame: world.hear(to, frame) and not isinstance(decode(frame), m.Transfer)
     world.asked()
-    (transfer,) = world.of(Transfer)
-    error = Error(
-        session=transfer.session, request=transfer.request, about=DoneAck.TYPE, code=ErrorCode.BAD_GRANT, path="",
+    (transfer,) = world.of(m.Transfer)
+    error = m.Error(
+        session=transfer.session, request=transfer.request, about=m.DoneAck.TYPE, code=ErrorCode.BAD_GRANT, path="",
         mine="", yours="",
     )  # fmt: skip
     deliver(world, error)
@@ -236,7 +223,7 @@ def test_a_source_that_was_stopped_for_longer_than_anybody_is_patient_gives_the_
         world.run()
     assert world.events("d0", "Lost")[0].proof == Proof.UNPROVABLE
     assert not world.events("d0", "Proven")
-    world.keep = world.hear if not finished else lambda to, f: world.hear(to, f) and not isinstance(decode(f), Abort)
+    world.keep = world.hear if not finished else lambda to, f: world.hear(to, f) and not isinstance(decode(f), m.Abort)
     if finished:
         world.sources["s0"].finish(bytes(made.key))
         world.serve()
@@ -245,7 +232,7 @@ def test_a_source_that_was_stopped_for_longer_than_anybody_is_patient_gives_the_
         world.sinks["d0"].on_time(world.now)
         world.run()
     assert len(world.events("d0", "Proven")) == 1
-    assert bool(world.of(Drained)) != finished
+    assert bool(world.of(m.Drained)) != finished
     assert world.sinks["d0"].next_deadline() is None  # nothing more is asked
 
 
@@ -254,7 +241,7 @@ def test_a_source_that_gave_a_session_up_says_how_its_writes_ended(forgotten: bo
     """KVP-END-AFTER, KVP-SES-UNKNOWN: the sink was busy for longer than the source is patient."""
     world = Heard()
     made = world.asked(finished=forgotten)
-    (transfer,) = world.of(Transfer)
+    (transfer,) = world.of(m.Transfer)
     for event in world.events("s0", "TransferRequested"):
         world.sources["s0"].failed(event, RemoteError(ErrorCode.INTERNAL, "", "", ""), world.now)
     world.keep = lambda to, frame: 0
@@ -263,8 +250,8 @@ def test_a_source_that_gave_a_session_up_says_how_its_writes_ended(forgotten: bo
         world.sources["s0"].on_time(world.now)
         world.run()
     assert bool(world.sources["s0"].sessions) != forgotten
-    (answer,) = world.say(Abort(session=transfer.session, request=70, sequence=1, reason=""))
-    assert (type(answer), answer.proof, answer.request) == (Drained, Proof.PROVEN, 70)
+    (answer,) = world.say(m.Abort(session=transfer.session, request=70, sequence=1, reason=""))
+    assert (type(answer), answer.proof, answer.request) == (m.Drained, Proof.PROVEN, 70)
     (answer,) = world.say(attrs.evolve(transfer, request=71, sequence=2, ticket=ticket().key))
     assert answer.code in (ErrorCode.UNKNOWN_SESSION, ErrorCode.UNEXPECTED_MESSAGE)
     assert made
@@ -319,10 +306,10 @@ def test_late_aborts_by_another_connection_are_answered(forgotten: bool) -> None
 def test_hellos_without_more_cost_nobody_a_session() -> None:
     """KVP-SES-BARE: the oldest that has not described itself makes room, and those that are served stay."""
     world = Heard()
-    (hello,) = world.of(Hello)
+    (hello,) = world.of(m.Hello)
     for n in range(MAX_SESSIONS + 50):
         (answer,) = world.say(attrs.evolve(hello, engine=f"e{n}", request=n + 1), f"c{n}")
-        assert isinstance(answer, Welcome)
+        assert isinstance(answer, m.Welcome)
     assert len(world.sources["s0"].sessions) == MAX_SESSIONS
     world.serves()
     world.join("good", geometry(1), engine="good")
@@ -333,20 +320,20 @@ def test_the_ranks_that_have_not_been_heard_of_for_longest_are_forgotten(monkeyp
     """KVP-SES-SUPERSEDE: what is remembered of runs is bounded; of the latest, an earlier run is still refused."""
     monkeypatch.setattr(source_endpoint, "_MAX_REMEMBERED", 3)
     world = Heard()
-    (hello,), source = world.of(Hello), world.sources["s0"]
+    (hello,), source = world.of(m.Hello), world.sources["s0"]
 
-    def greet(n: int, incarnation: int) -> Welcome | Refused:
+    def greet(n: int, incarnation: int) -> m.Welcome | m.Refused:
         said = attrs.evolve(hello, engine=f"e{n}", request=next(numbers), incarnation=incarnation)
         (answer,) = world.say(said, f"c{n}-{incarnation}")
-        assert isinstance(answer, Welcome | Refused)
+        assert isinstance(answer, m.Welcome | m.Refused)
         return answer
 
     numbers = iter(range(1, 100))
     for n in range(9):
         for incarnation in (2, 3):
-            assert isinstance(greet(n, incarnation), Welcome)
+            assert isinstance(greet(n, incarnation), m.Welcome)
     assert (len(source._incarnations), len(source._superseded)) == (3, 3)
-    assert [isinstance(greet(n, 1), Refused) for n in (8, 0)] == [True, False]
+    assert [isinstance(greet(n, 1), m.Refused) for n in (8, 0)] == [True, False]
     world.serves()
 
 
@@ -355,18 +342,18 @@ def test_one_engine_does_not_take_the_sessions_of_others(monkeypatch: pytest.Mon
     assert MAX_ENGINE_SESSIONS < MAX_SESSIONS
     monkeypatch.setattr(source_endpoint, "MAX_ENGINE_SESSIONS", 3)
     world = Heard()
-    (hello,) = world.of(Hello)
+    (hello,) = world.of(m.Hello)
     for n in range(5):
         (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=n, request=n + 1), f"c{n}")
-        assert isinstance(answer, Welcome)
+        assert isinstance(answer, m.Welcome)
     assert len(world.sources["s0"].sessions) == 4
     for n in range(3):
         world.join(f"crowd{n}", attrs.evolve(geometry(1), replica=n), engine="crowd")
     (answer,) = world.say(attrs.evolve(hello, engine="crowd", replica=9, request=9), "c9")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, m.Refused)
     assert answer.code == ErrorCode.BUSY
     (known,) = world.sinks["crowd0"].sessions.values()
-    (own,) = [h for h in world.of(Hello) if (h.engine, h.replica) == ("crowd", 0)]
+    (own,) = [h for h in world.of(m.Hello) if (h.engine, h.replica) == ("crowd", 0)]
     (answer,) = world.say(attrs.evolve(own, request=10, resume=known.session), "crowd0+")
     assert answer.session == known.session  # it is none more
     world.serves()
@@ -387,11 +374,11 @@ def test_one_sequence_leaves_one_record() -> None:
     """KVP-TRN-STALE, KVP-END-UNSEEN: 500 Transfers and Aborts of one ticket, and 500 Aborts of what never came."""
     world = Heard()
     world.asked(finished=False)
-    (transfer,), ids = world.of(Transfer), iter(range(1000, 9000))
+    (transfer,), ids = world.of(m.Transfer), iter(range(1000, 9000))
     (session,) = world.sources["s0"].sessions.values()
 
     def abort(sequence: int) -> None:
-        (drained,) = world.say(Abort(session=transfer.session, request=next(ids), sequence=sequence, reason=""))
+        (drained,) = world.say(m.Abort(session=transfer.session, request=next(ids), sequence=sequence, reason=""))
         assert drained.proof == Proof.PROVEN
 
     again = attrs.evolve(transfer, sequence=2, ticket=ticket().key)
@@ -408,7 +395,7 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
     """Of four other sinks, 1,024 each."""
     world = Heard()
     world.asked(finished=False)
-    (transfer,), ids, sequences = world.of(Transfer), count(5000), count(2)
+    (transfer,), ids, sequences = world.of(m.Transfer), count(5000), count(2)
     again, source = attrs.evolve(transfer, ticket=ticket().key), world.sources["s0"]
     world.keep = lambda to, frame: 1
 
@@ -416,7 +403,7 @@ def test_a_frame_costs_the_same_beside_4096_held_transfers() -> None:
         sequence = next(sequences)
         for frame in (
             encode(attrs.evolve(again, request=next(ids), sequence=sequence)),
-            encode(Abort(session=transfer.session, request=next(ids), sequence=sequence, reason="")),
+            encode(m.Abort(session=transfer.session, request=next(ids), sequence=sequence, reason="")),
         ):
             source.receive("d0", frame, world.now)
             source.to_send(world.now)

@@ -4,8 +4,6 @@ Pools are SGLang's own or those of `standins`: what is written and read goes by 
 layer and part is numbered by model, layer, token, head and element alone, so a value that lands elsewhere shows.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -24,8 +22,6 @@ from kvproto_sglang.settings import Settings
 from kvproto_sglang.state import State
 from kvproto_sglang.tickets import ticket_of
 from tests.sglang.standins import buffers
-
-__all__ = ["SLOT", "TOKENS", "Model", "Side", "hand_over", "model_of", "server_of"]
 
 TOKENS, SLOT = 150, 3
 """Tokens of the prompt, and where each engine has its state."""

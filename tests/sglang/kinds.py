@@ -3,8 +3,6 @@
 `classes` makes the pools: `Standins`, or SGLang's own classes (tools/engines/sglang_handover.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 
 from tests.sglang import standins
 from tests.sglang.handover import SLOT, TOKENS, Model, Side, model_of
-
-__all__ = ["KINDS", "Kind", "Standins", "side"]
 
 HEADS, DIM, LATENT, ROPE = 2, 16, 512, 64
 BF16, FP8, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

@@ -3,8 +3,6 @@
 They are written and read by the methods that SGLang's own have, so that `tests.sglang.handover` takes either.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -25,7 +25,6 @@ class Pair:
     """A prefill and a decode rank, without threads."""
 
     def __init__(self, folder: Path) -> None:
-        folder.chmod(0o700)
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
         self.source = Source("p", self.pools[0], place, STEPPED)

@@ -1,7 +1,5 @@
 """A slow index in plain lists, which knows pages by their tokens: what `kvproto.tiers.index` is held against."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

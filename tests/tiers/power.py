@@ -1,7 +1,5 @@
 """A disk that loses power: what was synced is there, and of everything else any part, in any order."""
 
-from __future__ import annotations
-
 import os
 import random
 import stat
@@ -10,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Any
-
-__all__ = ["Disk"]
 
 _CALLS = ("open", "write", "pwrite", "mkdir", "replace", "unlink", "fsync")
 _SECTOR = 16

@@ -3,8 +3,6 @@
 python -m tests.tiers.schedules 10000 [STORE ..]     runs so many schedules and prints what they met
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import random

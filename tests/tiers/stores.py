@@ -1,7 +1,5 @@
 """Every back end there is, each for real: S3 is moto's server, in a thread."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,8 +16,6 @@ from kvproto.tiers.object_store import ObjectStore
 from kvproto.tiers.pack_store import PackStore
 from kvproto.tiers.store import Store
 from tests.tiers.schedules import Memory
-
-__all__ = ["BUCKET", "KEYS", "STORES", "opened", "server"]
 
 STORES = ("memory", "files", "packs", "objects", "s3")
 """`objects` are in obstore's own memory."""

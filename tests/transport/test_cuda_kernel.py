@@ -23,19 +23,6 @@ from kvproto.planning.layout import Cache, lay_out
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
 from kvproto.transport.cuda import kernel
-from kvproto.transport.cuda.kernel import (
-    INLINE_BYTES,
-    CopyJob,
-    Prepared,
-    UploadedLaunch,
-    check,
-    inline_launch,
-    launch,
-    parts,
-    sizes,
-    sum_table,
-    table,
-)
 from kvproto.wire.enums import DType, ErrorCode
 from tests.plan.programs import random_pairs
 
@@ -79,17 +66,17 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 def run(
     kernels: Kernels,
-    works: Sequence[CopyJob],
+    works: Sequence[kernel.CopyJob],
     blocks: int,
     long: int = kernel.LONG,
     after: Callable[[int], None] | None = None,
-) -> UploadedLaunch:
+) -> kernel.UploadedLaunch:
     """As the executor does it: an image, the rows expanded, a copy for each width of word; `after` each work."""
-    most, rows = sizes(works)
+    most, rows = kernel.sizes(works)
     memory, expanded = np.full(most + 64, 0xEE, np.uint8), np.full(rows + 64, 0xEE, np.uint8)
     image_at, rows_at = (-(-a.ctypes.data // 16) * 16 for a in (memory, expanded))
     start = image_at - memory.ctypes.data
-    made = launch(works, memory[start : start + most], image_at, rows_at, long, separate=after is not None)
+    made = kernel.launch(works, memory[start : start + most], image_at, rows_at, long, separate=after is not None)
     assert made.size <= most
     assert (memory[start + most :] == 0xEE).all()
     if made.n_maps:
@@ -137,15 +124,17 @@ def test_random_programs(
         wanted = {r: a.copy() for r, a in there.items()}
         part = program if layers is None else program.select(layers=range(*layers))
         execute(part, {r: memoryview(a) for r, a in here.items()}, {r: memoryview(a) for r, a in wanted.items()})
-        made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
-        works.append(CopyJob(Prepared(made, made.ops.ctypes.data), program.maps, layers))
+        made = kernel.table(
+            program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()}
+        )
+        works.append(kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), program.maps, layers))
         checks.append((there, wanted, here, part.bytes))
-    image = np.zeros(INLINE_BYTES, np.uint8)
-    small = inline_launch(works, image, 1000, long) if direct else None
+    image = np.zeros(kernel.INLINE_BYTES, np.uint8)
+    small = kernel.inline_launch(works, image, 1000, long) if direct else None
     if small is not None:
         kernels[small.word].run_few(ctypes.c_void_p(image.ctypes.data), blocks)
-    assert len(parts(works, most)) <= most
-    launched = [small] if small else [run(kernels, part, blocks, long) for part in parts(works, most)]
+    assert len(kernel.parts(works, most)) <= most
+    launched = [small] if small else [run(kernels, part, blocks, long) for part in kernel.parts(works, most)]
     assert sum(each.bytes for each in launched) == sum(n for *_, n in checks)
     for there, wanted, _, _ in checks:
         assert all(np.array_equal(there[r], wanted[r]) for r in there)
@@ -165,9 +154,11 @@ def test_layers_of_one_upload_are_there_one_after_the_other(
     wanted = {r: a.copy() for r, a in there.items()}
     ends = sorted({rng.randrange(1, 7), 7})
     cuts = list(zip([0, *ends], ends, strict=False))
-    made = table(program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()})
-    works = [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps, cut) for cut in cuts]
-    assert sizes(works)[1] == sizes(works[:1])[1], "rows are expanded once"
+    made = kernel.table(
+        program, {r: a.ctypes.data for r, a in here.items()}, {r: a.ctypes.data for r, a in there.items()}
+    )
+    works = [kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), program.maps, cut) for cut in cuts]
+    assert kernel.sizes(works)[1] == kernel.sizes(works[:1])[1], "rows are expanded once"
 
     def after(k: int) -> None:
         part = program.select(layers=range(*cuts[k]))
@@ -187,17 +178,17 @@ def test_checksums_are_those_of_the_host(kernels: Kernels, seed: int, blocks: in
         for sink, length in enumerate(lengths):
             memory = {r: dice.integers(0, 256, n, np.uint8) for r, n in length.items()}
             addresses = {r: a.ctypes.data for r, a in memory.items()}
-            table = sum_table(program, addresses, bool(sink))
-            most, rows = table.sizes(program.maps)
+            summing = kernel.sum_table(program, addresses, bool(sink))
+            most, rows = summing.sizes(program.maps)
             image, expanded = aligned(most), aligned(rows)
             image[:], expanded[:] = 0xEE, 0xEE
             at = image.ctypes.data
-            size = table.write(program.maps, image, at, expanded.ctypes.data)
+            size = summing.write(program.maps, image, at, expanded.ctypes.data)
             assert size <= most
-            kernels[16].run_expand(ctypes.c_void_p(at), table.n_maps, 2)
-            for word, offset, count in table.launches:
+            kernels[16].run_expand(ctypes.c_void_p(at), summing.n_maps, 2)
+            for word, offset, count in summing.launches:
                 kernels[word].run_checksum(ctypes.c_void_p(at + offset), count, blocks)
-            found = table.sums(program.maps, image[size - 8 * len(table.groups) : size])
+            found = summing.sums(program.maps, image[size - 8 * len(summing.groups) : size])
             assert found == checksums(program, {r: memoryview(a) for r, a in memory.items()}, bool(sink))
 
 
@@ -208,7 +199,7 @@ def test_words_are_as_wide_as_the_alignment_allows(kernels: Kernels, shift: int)
     at = -(-room.ctypes.data // 16) * 16 - room.ctypes.data + shift
     made = make(room.ctypes.data + at)
     assert [s.word for s in made.shapes] == [{0: 16, 1: 1, 2: 2, 4: 4, 8: 8, 24: 8}[shift]]
-    run(kernels, [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)], 3)
+    run(kernels, [kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), program.maps)], 3)
     execute(program, {0: memoryview(here)}, {0: memoryview(there)})
     assert np.array_equal(room[at : at + there.size], there)
     assert not room[:at].any()
@@ -220,7 +211,7 @@ def test_an_operation_of_too_many_words_is_cut(kernels: Kernels, monkeypatch: py
     program, here, there, make = plain(rows=90, width=96)
     room = aligned(there.size)
     made = make(room.ctypes.data)
-    launched = run(kernels, [CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)], 3)
+    launched = run(kernels, [kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), program.maps)], 3)
     assert launched.groups[0].classes[0][2] == 6  # 90 rows of 6 words, 16 rows at a time
     execute(program, {0: memoryview(here)}, {0: memoryview(there)})
     assert np.array_equal(room, there)
@@ -234,9 +225,9 @@ def test_rows_beyond_the_pool_are_refused_before_any_launch(column: str, value: 
     program, _, there, make = plain(rows=5, width=96, flat=False)
     made = make(there.ctypes.data)
     bad = attrs.evolve(program.maps[0], **{column: np.full_like(program.maps[0].rows, value)})
-    check([CopyJob(Prepared(made, made.ops.ctypes.data), program.maps)])
+    kernel.check([kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), program.maps)])
     with pytest.raises(LocalError) as caught:
-        check([CopyJob(Prepared(made, made.ops.ctypes.data), [bad])])
+        kernel.check([kernel.CopyJob(kernel.Prepared(made, made.ops.ctypes.data), [bad])])
     assert (caught.value.code, caught.value.path) == (ErrorCode.OUT_OF_REGION, path)
 
 
@@ -266,4 +257,9 @@ def plain(
     program = Pair(plan(*geometries).routes, *sides).lower(*windows)
     here = aligned(sizes_[0])
     here[:] = dice.integers(0, 256, here.size, np.uint8)
-    return program, here, np.zeros(sizes_[1], np.uint8), lambda at: table(program, {0: here.ctypes.data}, {0: at})
+    return (
+        program,
+        here,
+        np.zeros(sizes_[1], np.uint8),
+        lambda at: kernel.table(program, {0: here.ctypes.data}, {0: at}),
+    )

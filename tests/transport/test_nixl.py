@@ -25,22 +25,13 @@ from hypothesis import strategies as st
 
 from kvproto.copying.execute import execute
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import OP, CopyProgram, RankLayout, Runs, Window
+from kvproto.copying.program import OP, CopyProgram, Operations, RankLayout, Runs, Window
 from kvproto.errors import KvprotoError, LocalError, RemoteError
 from kvproto.planning.geometry import Geometry, Rank, mla, owns
 from kvproto.planning.plan import plan
 from kvproto.rank.pool import columns_without_gaps
+from kvproto.transport.nixl import direct
 from kvproto.transport.nixl.agent import Agent, Peer
-from kvproto.transport.nixl.direct import (
-    Costs,
-    DirectWrite,
-    WriteMode,
-    choose,
-    descriptors,
-    probe,
-    require_fast,
-    threshold,
-)
 from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.nixl.transport import NixlTransport
 from kvproto.transport.shm.memory import SharedMemory
@@ -139,7 +130,7 @@ def test_bytes_arrive_direct_and_staged(transport: str, monkeypatch: pytest.Monk
     with Agent() as agent:
         with started(sink, length, 0) as (_, conn, region):
             peer, own = agent.connect(region, "regions[0]"), agent.register(pages)
-            assert DirectWrite(agent, made, {0: own}, {0: peer}).post().wait(LONG)
+            assert direct.DirectWrite(agent, made, {0: own}, {0: peer}).post().wait(LONG)
             conn.send((0, length))
             assert conn.recv() == wanted
         with started(staged_sink, 7) as (_, conn, region):
@@ -494,11 +485,11 @@ def test_a_probe_measures_staging_memory_and_nothing_else() -> None:
     with Agent() as agent, Agent() as other:
         own = agent.register(bytearray(1 << 20))
         slots = agent.connect(other.register(bytearray(3 << 18), 1 << 18).region(0), "regions[0]")
-        assert probe(own, slots, 4 << 20) > 1e5
+        assert direct.probe(own, slots, 4 << 20) > 1e5
         pages = agent.connect(other.register(bytearray(1 << 20)).region(1), "regions[1]")
         with pytest.raises(KvprotoError):
-            probe(own, pages)
-        require_fast(1.0, slots)  # host memory is as fast as it is
+            direct.probe(own, pages)
+        direct.require_fast(1.0, slots)  # host memory is as fast as it is
 
 
 @needs_nixl
@@ -506,9 +497,9 @@ def test_device_memory_that_is_reached_slowly_is_refused() -> None:
     with Agent() as agent, Agent() as other:
         peer = agent.connect(other.register(bytearray(64)).region(0), "regions[0]")
         peer.memory = attrs.evolve(peer.memory, kind=MemoryKind.CUDA)
-        require_fast(9e9, peer)
+        direct.require_fast(9e9, peer)
         with raises(RemoteError, code=ErrorCode.TRANSPORT_FAILED):
-            require_fast(2e9, peer)
+            direct.require_fast(2e9, peer)
 
 
 def test_an_agent_without_nixl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,7 +535,7 @@ def test_descriptors_are_the_program(seed: int) -> None:
             )
             count = 0
             bases = {i: 1000 * i for i in there}, {i: 5000 * i for i in here}
-            for (a, b), runs in descriptors(lowered, *bases).items():
+            for (a, b), runs in direct.descriptors(lowered, *bases).items():
                 for x, y, n in zip(*(r.tolist() for r in runs), strict=True):
                     x, y, count = x - 1000 * a, y - 5000 * b, count + 1
                     here[b][y : y + n] = there[a][x : x + n]
@@ -552,32 +543,32 @@ def test_descriptors_are_the_program(seed: int) -> None:
             assert count == lowered.runs().count
 
 
-H200 = Costs(descriptor=6.5e-6, link=335e9)
+H200 = direct.Costs(descriptor=6.5e-6, link=335e9)
 
 
 def test_the_threshold_is_where_descriptors_keep_the_packed_share() -> None:
-    run = threshold(H200)
+    run = direct.threshold(H200)
     assert run / (run / H200.link + H200.descriptor) == pytest.approx(H200.packed * H200.link)
 
 
 @pytest.mark.parametrize(
     ("runs", "way"),
     [
-        (Runs(1000, 1000 * 1152), WriteMode.PACKED),
-        (Runs(1000, 1000 << 20), WriteMode.PACKED),
-        (Runs(10, 10 * 64 << 20), WriteMode.DIRECT),
-        (Runs(0, 0), WriteMode.PACKED),
+        (Runs(1000, 1000 * 1152), direct.WriteMode.PACKED),
+        (Runs(1000, 1000 << 20), direct.WriteMode.PACKED),
+        (Runs(10, 10 * 64 << 20), direct.WriteMode.DIRECT),
+        (Runs(0, 0), direct.WriteMode.PACKED),
     ],
 )
-def test_the_choice_on_a_pair_of_h200(runs: Runs, way: WriteMode) -> None:
-    assert choose(runs, H200) == way
+def test_the_choice_on_a_pair_of_h200(runs: Runs, way: direct.WriteMode) -> None:
+    assert direct.choose(runs, H200) == way
 
 
 def test_a_slow_link_needs_no_packing() -> None:
-    assert choose(Runs(1000, 1000 * 65536), Costs(descriptor=6.5e-6, link=1e9)) == WriteMode.DIRECT
+    assert direct.choose(Runs(1000, 1000 * 65536), direct.Costs(descriptor=6.5e-6, link=1e9)) == direct.WriteMode.DIRECT
 
 
-NOTHING = CopyProgram((), np.empty(0, OP), (), ())
+NOTHING = CopyProgram((), Operations(np.empty(0, OP)), (), ())
 
 
 @needs_nixl
@@ -600,7 +591,7 @@ def test_pages_behind_slots_need_the_feature_and_the_slots() -> None:
 @needs_nixl
 def test_every_region_of_a_pool_is_registered_and_none_can_be_read() -> None:
     memory = {0: SharedMemory(4096), 3: SharedMemory(64)}
-    with closing(NixlTransport(WriteMode.DIRECT)) as sink, closing(NixlTransport()) as source:
+    with closing(NixlTransport(direct.WriteMode.DIRECT)) as sink, closing(NixlTransport()) as source:
         exposed = sink.expose(memory, 4, NOTHING, NOTHING.runs)
         assert (exposed.regions, exposed.packed) == ((), None)
         regions = [attrs.evolve(m.region, id=id, handles=exposed.handles[id]) for id, m in memory.items()]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvproto.copying.execute import execute
 from kvproto.copying.grants import items_needed
 from kvproto.copying.lowering import lower
-from kvproto.copying.program import EMPTY_MAP, CopyProgram, RankLayout, Window
+from kvproto.copying.program import EMPTY_MAP, CopyProgram, Operations, RankLayout, Window
 from kvproto.errors import KvprotoError
 from kvproto.planning.geometry import Geometry, Rank, gqa, mla, owns
 from kvproto.planning.plan import Plan, plan
@@ -233,17 +233,17 @@ def test_a_pool_without_items_is_one_that_nothing_is_drawn_from() -> None:
     ops = program.ops.copy()
     ops["source_items"] = 0
     ops["source_offset"] = len(memory)
-    empty = CopyProgram((EMPTY_MAP,) * len(program.maps), ops, program.tokens_per_row)
+    empty = CopyProgram((EMPTY_MAP,) * len(program.maps), Operations(ops), program.tokens_per_row)
     assert PackedStream(empty, "source", {0: memoryview(memory)}).length == 0
     with raises(KvprotoError, code=ErrorCode.OUT_OF_REGION):
-        PackedStream(attrs.evolve(program, ops=ops), "source", {0: memoryview(memory)})
+        PackedStream(attrs.evolve(program, operations=Operations(ops)), "source", {0: memoryview(memory)})
 
 
 def test_an_item_beyond_the_pool() -> None:
     program, memory = small()
     far = attrs.evolve(program.maps[0], sink_row=program.maps[0].sink_row + 4)
     with raises(KvprotoError, code=ErrorCode.OUT_OF_REGION):
-        PackedStream(CopyProgram((far,), program.ops, program.tokens_per_row), "sink", {0: memoryview(memory)})
+        PackedStream(CopyProgram((far,), program.operations, program.tokens_per_row), "sink", {0: memoryview(memory)})
 
 
 @settings(max_examples=100, deadline=None)

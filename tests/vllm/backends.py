@@ -1,7 +1,5 @@
 """Caches as vLLM's back ends allocate them and store into them, in any memory: what the connector's statements meet."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -43,7 +43,6 @@ MLA = Backend(order="BNHC", mla=True, axes=3, name="FLASH_ATTN_MLA")
     ids=str,
 )
 def test_pages_meet_by_token_and_head(source: Backend, sink: Backend, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     hand_over(source, sink, f"ipc://{tmp_path}/p")
 
 
@@ -115,7 +114,6 @@ def test_sizes_that_are_not_stated_are_refused_by_name(name: str, kinds: int, sa
 
 
 def test_other_element_types_refuse_each_other(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     with pytest.raises(RemoteError):
         hand_over(NHD, FP8, f"ipc://{tmp_path}/p")
 

@@ -96,7 +96,6 @@ def elements(tensors: list[torch.Tensor], orders: tuple[str, str], tokens: int, 
 
 def hand_over(source: Pool, sink: Pool, tmp_path: Any, tables: tuple[list[int], list[int]]) -> None:
     prompt, ticket, place = Prompt(range(TOKENS)), new_ticket("prefill"), f"ipc://{tmp_path}/p"
-    tmp_path.chmod(0o700)
     with Source("prefill", source, place) as one, Sink("decode", sink, {"prefill": place}) as two:
         request = one.request(ticket, prompt)
         fetch = two.fetch(ticket, prompt, {"kv": tables[1]})

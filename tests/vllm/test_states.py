@@ -104,7 +104,6 @@ class Engine:
 def test_a_state_moves_between_any_two_sizes_and_orders(
     kind: str, ranks: tuple[int, int], rows_first: tuple[bool, bool], tmp_path: Path
 ) -> None:
-    tmp_path.chmod(0o700)
     one, two = (Engine(kind, *each, filled=n == 0) for n, each in enumerate(zip(ranks, rows_first, strict=True)))
     prompt, ticket, slots = Prompt(range(9)), new_ticket("p"), (3, 1)
     place = f"ipc://{tmp_path}/p-{{rank}}"
@@ -151,7 +150,6 @@ def test_the_table_of_a_state_is_its_first_block() -> None:
 
 @pytest.mark.parametrize("cached", [0, 4])
 def test_a_worker_fetches_a_state_though_tokens_are_there(cached: int, tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
     one, two = (Engine("MAMBA2", 1, True, filled) for filled in (True, False))
     tables, place = {name: Table(1, state=True) for name in one.names}, f"ipc://{tmp_path}/p"
     sending = Sending(Source("p", one.pools[0], place, STEPPED), tables)

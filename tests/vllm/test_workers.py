@@ -29,7 +29,6 @@ class Pair:
     """A prefill and a decode worker, without threads."""
 
     def __init__(self, folder: Path, table: Table = _ALL, whole: bool = True) -> None:
-        folder.chmod(0o700)
         place = f"ipc://{folder}/p"
         self.pools = filled(), filled()
         self.sending = Sending(Source("p", self.pools[0], place, STEPPED), {"kv": table})
@@ -243,7 +242,6 @@ def test_only_the_front_door_is_used() -> None:
 
 def test_what_happens_to_peers_is_logged_while_the_engine_does_nothing(tmp_path: Path) -> None:
     """No step of the engine asks for events: the thread that drives the transfers logs them."""
-    tmp_path.chmod(0o700)
     heard: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: heard.put(record.getMessage())  # type: ignore[method-assign]

@@ -1,7 +1,5 @@
 """What a later version may add is there today: ids that may be ignored, longer maps, open enums, other minors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from kvproto.catalog.engines import Pools, Setup, pools
+from kvproto.catalog.engines import Pools, pools
+from kvproto.catalog.models import Setup
 from kvproto.catalog.vllm import BACKENDS
 from kvproto.errors import KvprotoError
 from kvproto.planning.layout import Parallel

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvproto.catalog.config import layer_kinds, number, text
-from kvproto.catalog.engines import Setup, pools
+from kvproto.catalog.engines import pools
+from kvproto.catalog.models import Setup
 from kvproto.planning.layout import Parallel
 from tools.specgen.registry import ROOT
 

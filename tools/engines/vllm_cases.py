@@ -209,9 +209,7 @@ def killed(one: Engine, two: Engine) -> Iterator[str]:
     one.start()
     one.ready()
     asked = time.monotonic()
-    result = two.run(
-        new_name(), prompt, 16, computed
-    )  # its source waits for the prompt of a ticket that it may not know yet
+    result = two.run(new_name(), prompt, 16, computed)  # its source may yet learn of the ticket, so it waits
     if time.monotonic() - asked > _SOURCE_WAIT + _PROMPT_WAIT + _SOON or result[1] != right[0]:
         yield f"a ticket of before it started again: {result[:2]} after {time.monotonic() - asked:.1f} s"
     if over(one, two, prompt)[0] != alone:

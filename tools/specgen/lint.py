@@ -98,7 +98,7 @@ def _parts(facts: Facts) -> None:
     names = [*parts, *(alias for row in parts.values() for alias in row["aliases"])]
     _need(len(set(names)) == len(names), f"part names and aliases repeat: {sorted(names)}")
     for name, row in parts.items():
-        _keys(row, {"lane", "row", "since", "aliases", "doc"}, {"of", "scales"}, f"part {name}")
+        _keys(row, {"lane", "row", "since", "aliases", "doc"}, {"of", "scales", "optional"}, f"part {name}")
         for key in ("of", "scales"):
             _need(row.get(key, "k") in parts and row.get(key) != name, f"part {name}: {key} {row.get(key)}")
     for name, row in facts["group"].items():

@@ -72,7 +72,8 @@ def registry_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "metric_buckets.second", " ".join(map(str, facts["metric_buckets"]["second"]))
     for name, row in facts["part"].items():
         scales = ["; scales", row["scales"]] if "scales" in row else []
-        yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"], *scales])
+        optional = ["; optional"] if row.get("optional") else []
+        yield f"part.{name}", " ".join([f"of {row.get('of', '-')}:", *row["aliases"], *scales, *optional])
 
 
 def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:

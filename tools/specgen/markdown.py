@@ -269,6 +269,7 @@ def parts(facts: Facts) -> str:
     for name, row in facts["part"].items():
         doc = row["doc"] + (f" A share of `{row['of']}`." if "of" in row else "")
         doc += f" `{row['scales']}` means nothing without them." if "scales" in row else ""
+        doc += " Optional." if row.get("optional") else ""
         out.append(f"| `{name}` | {row['lane']} | {row['row']} | {doc} | {', '.join(row['aliases'])} |")
     return "\n".join(out)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tools.specgen.registry import HEAD, Facts, moves, version
 
@@ -59,12 +59,11 @@ def word(enum: type[IntEnum], value: int) -> str:
 
 def enums_module(facts: Facts) -> str:
     """kvproto/wire/enums.py"""
-    out = [f'"""Enums and errors of v1. {HEAD}"""', "", "from enum import IntEnum", ""]
+    pages = "What each value of an enum means is in spec/v1/messages.md, below Enums."
+    out = [f'"""Enums and errors of v1. {HEAD}\n\n{pages}\n"""', "", "from enum import IntEnum", ""]
     for name, enum in facts["enum"].items():
-        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""', ""]
-        for member, value in enum["values"].items():
-            out += [f"    {member} = {value}", f'    """{enum["docs"][member]}"""']
-        out.append("")
+        out += ["", f"class {name}(IntEnum):", f'    """{enum["doc"]}"""']
+        out += [*(f"    {member} = {value}" for member, value in enum["values"].items()), ""]
     out.append(_ERRORS)
     for name, error in facts["error"].items():
         texts = ", ".join(json.dumps(error[key]) for key in ("class", "recovery", "doc"))
@@ -87,23 +86,39 @@ from kvproto.wire.row import row
 UIntArray = npt.NDArray[np.unsignedinteger[Any]]
 _same = cmp_using(eq=np.array_equal)
 """
+_BASES = {
+    "_OfSession": ("", ("session",), "A message of a session."),
+    "_Asked": ("_OfSession", ("session", "request"), "A request of a session, or the reply to one."),
+    "_OfTransfer": ("_OfSession", ("session", "sequence"), "A notice of a transfer."),
+    "_AskedOfTransfer": ("_Asked", ("session", "request", "sequence"), "A request of a transfer, or its reply."),
+}
+"""Bases of messages, which state the fields of many: the base of each, all of its fields, and what it stands for."""
 
 
 def messages_module(facts: Facts) -> str:
     """kvproto/wire/messages.py"""
-    out = [f'"""Messages and structs of v1. {HEAD}"""', _MESSAGES_HEAD]
-    for kind in ("struct", "message"):
-        for name, body in facts[kind].items():
-            out += ["", "@frozen(kw_only=True)", f"class {name}:", f'    """{body["doc"]}"""']
-            if kind == "message":
-                out.append(f"    TYPE: ClassVar[int] = 0x{body['id']:04X}")
-                out.append(f'    DELIVERY: ClassVar[str] = "{body["delivery"]}"')
-            for field in body["field"]:
-                unit = "" if field["unit"] == "none" else f" [{field['unit']}]"
-                out += [_attribute(field, facts), f'    """{field["doc"]}{unit} Since {field["since"]}."""']
-            out.append("")
+    pages = "Their fields are explained in spec/v1/messages.md and messages-extensions.md."
+    out = [f'"""Messages and structs of v1. {HEAD}\n\n{pages}\n"""', _MESSAGES_HEAD]
+    for name, body in facts["struct"].items():
+        out += _class(name, "", body["doc"], [], [_attribute(field, facts) for field in body["field"]])
+    shared = {field["name"]: _attribute(field, facts) for field in facts["message"]["Transfer"]["field"]}
+    for base, (above, names, doc) in _BASES.items():
+        inherited = _BASES[above][1] if above else ()
+        out += _class(base, above, doc, [], [shared[name] for name in names if name not in inherited])
+    for name, body in facts["message"].items():
+        lines = [_attribute(field, facts) for field in body["field"]]
+        known = {base: [shared[field] for field in names] for base, (_, names, _) in _BASES.items()}
+        base = max((b for b in known if lines[: len(known[b])] == known[b]), key=lambda b: len(known[b]), default="")
+        stated = [f"    TYPE: ClassVar[int] = 0x{body['id']:04X}"]
+        out += _class(name, base, body["doc"], stated, lines[len(known.get(base, ())) :])
     union = textwrap.wrap(" | ".join(facts["message"]), 112)
     return "\n".join([*out, "", "Message = (", textwrap.indent("\n".join(union), "    "), ")"]) + "\n"
+
+
+def _class(name: str, base: str, doc: str, stated: Iterable[str], fields: Iterable[str]) -> Iterator[str]:
+    """The lines of a struct, a message, or a base of messages."""
+    yield from ("", "@frozen(kw_only=True)", f"class {name}({base}):" if base else f"class {name}:", f'    """{doc}"""')
+    yield from (*stated, *fields, "")
 
 
 def _attribute(field: Facts, facts: Facts) -> str:
@@ -141,10 +156,13 @@ def parts_module(facts: Facts) -> str:
     out += [f"    {json.dumps(name)}: {json.dumps(row['of'])}," for name, row in parts.items() if "of" in row]
     out += ["}", '"""The whole part, by the registered name of a share of it."""', "", "SCALES = {"]
     out += [f"    {json.dumps(name)}: {json.dumps(row['scales'])}," for name, row in parts.items() if "scales" in row]
-    return (
-        "\n".join([*out, "}", '"""The part that means nothing without its scales, by the name of the scales."""'])
-        + "\n"
-    )
+    optional = [name for name, row in parts.items() if row.get("optional")]
+    out += ["}", '"""The part that means nothing without its scales, by the name of the scales."""', ""]
+    out += [
+        f"OPTIONAL = ({json.dumps(optional)[1:-1]})",
+        '"""Parts that a sink takes or leaves, whatever else it takes of a layer."""',
+    ]
+    return "\n".join(out) + "\n"
 
 
 _TABLES_HEAD = """
@@ -157,7 +175,9 @@ from kvproto.wire.row import Field as Field
 from kvproto.wire.row import rows
 """
 _TABLES_OF_CLASSES = """\
-CLASSES: dict[str, type[Any]] = {name: cls for name, cls in vars(messages).items() if attrs.has(cls)}
+CLASSES: dict[str, type[Any]] = {
+    name: cls for name, cls in vars(messages).items() if attrs.has(cls) and not name.startswith("_")
+}
 FIELDS = {name: rows(cls) for name, cls in CLASSES.items()}
 UNITS = {name: {field.name: field.metadata["unit"] for field in attrs.fields(cls)} for name, cls in CLASSES.items()}
 SECRET = {name: {field.name for field in attrs.fields(cls) if not field.repr} for name, cls in CLASSES.items()}
@@ -173,6 +193,10 @@ def tables_module(facts: Facts) -> str:
     codes = {1 << i: facts["ext"][f"u{8 << i}"] for i in range(4)}
     kinds = {code: (name[0], int(name[1:]) // 8) for name, code in facts["ext"].items()}
     frozen = [name for name, message in facts["message"].items() if message["frozen"]]
+    delivered = {
+        kind: tuple(name for name, message in facts["message"].items() if message["delivery"] == kind)
+        for kind in facts["delivery"]
+    }
     out = [
         f'"""Tables that the codec is made of. {HEAD}"""',
         _TABLES_HEAD,
@@ -196,6 +220,11 @@ def tables_module(facts: Facts) -> str:
         "",
         f"OPEN_ENUMS = {{{_source(open_enums)[1:-1]}}}",
         f"FROZEN = {{{_source(frozen)[1:-1]}}}",
+        "",
+        "DELIVERY = {",
+        *(f"    **dict.fromkeys({_source(names)}, {_source(kind)})," for kind, names in delivered.items()),
+        "}",
+        '"""Message to the class of its delivery."""',
         "",
         _TABLES_OF_CLASSES,
         "Rule = tuple[str, tuple[str | int, ...], str]",
@@ -268,12 +297,33 @@ def metrics_module(facts: Facts) -> str:
     return "\n".join([*out, '"""Upper ends of the buckets of histograms, in seconds."""']) + "\n"
 
 
+_EXPANDED = '''
+State = TypeVar("State", bound=Enum)
+_Moves = tuple[tuple[str, str, str, str], ...]
+"""States before, the message, the state after if it is another one, and the features of which one must be chosen."""
+_Rows = tuple[dict[tuple[State, str], State], dict[tuple[State, str], frozenset[Feature]]]
+
+
+def _rows(states: type[State], moves: _Moves) -> _Rows[State]:
+    """The state after each row (state, message); and the features of rows that sessions without one of them lack."""
+    after_of, features_of = dict[tuple[State, str], State](), dict[tuple[State, str], frozenset[Feature]]()
+    for befores, message, after, features in moves:
+        for before in befores.split():
+            row = states(before), message
+            after_of[row] = states(after or before)
+            if features:
+                features_of[row] = frozenset(Feature[name] for name in features.split())
+    return after_of, features_of
+'''
+
+
 def transitions_module(facts: Facts) -> str:
     """kvproto/session/transitions.py: every row, and the features that it needs."""
     out = [
-        f'"""States and moves of a session and its transfers. {HEAD}"""',
+        f'"""States and moves of a session and its transfers, as spec/v1/session.md states them. {HEAD}"""',
         "",
         "from enum import Enum",
+        "from typing import TypeVar",
         "",
         "from kvproto.wire.enums import Feature",
         "",
@@ -281,21 +331,14 @@ def transitions_module(facts: Facts) -> str:
     for name, machine in facts["machine"].items():
         out += ["", f"class {name.title()}State(Enum):", f'    """{machine["doc"]}"""', ""]
         out += ["    __hash__ = object.__hash__  # rows are looked up by it for every message", ""]
-        for state in machine["state"]:
-            out += [f'    {state["name"].upper()} = "{state["name"]}"', f'    """{state["doc"]}"""']
-        out.append("")
+        out += [*(f'    {state["name"].upper()} = "{state["name"]}"' for state in machine["state"]), ""]
+    out.append(_EXPANDED)
     for name in facts["machine"]:
-        cls = f"{name.title()}State"
-        rows = moves(facts, name)
-        out += ["", f"{name.upper()}: dict[tuple[{cls}, str], {cls}] = {{"]
-        out += [
-            f'    ({cls}.{before.upper()}, "{message}"): {cls}.{after.upper()},' for before, message, after, _ in rows
-        ]
-        out += ["}", "", f"{name.upper()}_FEATURES: dict[tuple[{cls}, str], frozenset[Feature]] = {{"]
-        out += [
-            f'    ({cls}.{before.upper()}, "{message}"): frozenset({{{", ".join(f"Feature.{f}" for f in features)}}}),'
-            for before, message, _, features in rows
-            if features
-        ]
-        out += ["}", '"""Rows that are there only in sessions with one of these features."""']
+        befores: dict[tuple[str, str, str], list[str]] = {}
+        for before, message, after, features in moves(facts, name):
+            key = message, "" if after == before else after, " ".join(features)
+            befores.setdefault(key, []).append(before)
+        out += ["", f"{name.upper()}, {name.upper()}_FEATURES = _rows({name.title()}State, ("]
+        out += [f"    {_source((' '.join(states), *key))}," for key, states in befores.items()]
+        out.append("))")
     return "\n".join(out) + "\n"

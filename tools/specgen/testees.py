@@ -124,17 +124,17 @@ def _c_type(facts: Facts, field: dict[str, Any]) -> str:
 
 
 def _c_parts(facts: Facts) -> str:
-    """Tables in C: limits of plans, and of each name of a part what it is called elsewhere and what it scales."""
+    """Tables in C: limits of plans, and of each name of a part what it is called elsewhere and whether it is optional."""
     limits = [f"{name.upper()} = {row['value']}" for name, row in facts["limit"].items() if row["scope"] == "plan"]
     lines = [
         f"enum {{ {', '.join(limits)} }};",
-        "typedef struct { const char *name, *scales; const char *const *aliases; } Registered;",
+        "typedef struct { const char *name; bool optional; const char *const *aliases; } Registered;",
         "static const Registered PARTS[] = {",
     ]
     for name, row in facts["part"].items():
         aliases = ", ".join([*map(json.dumps, row.get("aliases", ())), "NULL"])
-        scales = json.dumps(row["scales"]) if "scales" in row else "NULL"
-        lines.append(f'    {{"{name}", {scales}, (const char *const[]){{{aliases}}}}},')
+        optional = json.dumps(row.get("optional", False))
+        lines.append(f'    {{"{name}", {optional}, (const char *const[]){{{aliases}}}}},')
     return "\n".join([*lines, "};"]) + "\n"
 
 
@@ -142,11 +142,11 @@ def _rust_parts(facts: Facts) -> str:
     """The same in Rust."""
     limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "plan"}
     lines = [f"pub const {name.upper()}: u64 = {value};" for name, value in limits.items()]
-    lines.append("/// Name, what it scales, what else it is called.")
-    lines.append("pub static REGISTERED: &[(&str, &str, &[&str])] = &[")
+    lines.append("/// Name, whether it is optional, what else it is called.")
+    lines.append("pub static REGISTERED: &[(&str, bool, &[&str])] = &[")
     for name, row in facts["part"].items():
         aliases = ", ".join(map(json.dumps, row.get("aliases", ())))
-        lines.append(f'    ("{name}", "{row.get("scales", "")}", &[{aliases}]),')
+        lines.append(f'    ("{name}", {json.dumps(row.get("optional", False))}, &[{aliases}]),')
     return "".join(f"    {line}\n" for line in [*lines, "];"])
 
 

@@ -149,5 +149,5 @@ PART_NAMES: dict[str, list[str]] = {name: raw["aliases"] for name, raw in _facts
 """Registered names of parts, each with its aliases."""
 
 
-SCALES: dict[str, str] = {name: raw["scales"] for name, raw in _facts["part"].items() if "scales" in raw}
-"""Registered names of scales, each with the part that they scale."""
+OPTIONAL = {name for name, raw in _facts["part"].items() if raw.get("optional")}
+"""Registered names of parts that a sink takes or leaves, whatever else it takes of a layer."""

@@ -85,6 +85,7 @@ static const Field F_Geometry[] = {
     {2, "facts", true, {LIST, 0, 0u, 65536u, &(const Type){STRUCT, L_Fact, 0u, 0u, NULL}}},
     {3, "groups", true, {LIST, 0, 1u, 65536u, &(const Type){STRUCT, L_Group, 0u, 0u, NULL}}},
     {4, "ranks", true, {LIST, 0, 1u, 65536u, &(const Type){STRUCT, L_Rank, 0u, 0u, NULL}}},
+    {5, "without", false, {LIST, 0, 1u, 512u, &(const Type){STR, 0, 0u, 4096u, NULL}}},
 };
 static const Rule R_Geometry[] = {
     {"ascend", {"facts", "name"}, "BAD_GEOMETRY"},
@@ -577,7 +578,7 @@ static const Layout LAYOUTS[] = {
     {"VersionRange", 0, false, F_VersionRange, 3, R_VersionRange, 1},
     {"Limits", 0, false, F_Limits, 2, NULL, 0},
     {"Endpoint", 0, false, F_Endpoint, 2, NULL, 0},
-    {"Geometry", 0, false, F_Geometry, 4, R_Geometry, 3},
+    {"Geometry", 0, false, F_Geometry, 5, R_Geometry, 3},
     {"Fact", 0, false, F_Fact, 3, NULL, 0},
     {"Group", 0, false, F_Group, 14, R_Group, 3},
     {"Part", 0, false, F_Part, 7, NULL, 0},

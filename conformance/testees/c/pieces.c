@@ -270,16 +270,23 @@ static void pair_part(Plan *plan, const Group *group, size_t p) {
         else cut(plan, group, p, layers + i, group->layers - i, NULL);
     }
 }
-static bool has_scales(const Side *side, uint64_t model, const Registered *scales, uint64_t layer) {
-    for (size_t word = 0; word < side->word_count; word++)
-        if (registered(&side->words[word]) == scales && claim_of(side, model, word, layer)->group) return true;
+static bool is_optional(const Node *name) { return registered(name) && registered(name)->optional; }
+static bool may_be_left(const Plan *plan, const Node *name) {
+    if (is_optional(name)) return true;
+    const Node *without = &plan->sink->without;
+    for (size_t i = 0; without->kind && i < without->count; i++)
+        if (!compare(&without->items[i], name)) return true;
     return false;
 }
-static void check_scales(const Plan *plan, const Group *group, const Part *part) {
-    const Registered *name = registered(&part->name);
-    for (int i = 0; name && i < COUNT(PARTS); i++)
-        for (size_t n = 0; PARTS[i].scales && !strcmp(PARTS[i].scales, name->name) && n < group->layers; n++) {
-            uint64_t layer = group->owned[n].layer;
-            if (has_scales(plan->source, group->model, &PARTS[i], layer) && !has_scales(plan->sink, group->model, &PARTS[i], layer)) unlike("PART_MISSING", group, part, NULL);
+static void check_left(const Plan *plan, const Group *group, const Part *part) {
+    if (group->kind == HANDOFF || is_optional(&part->name)) return;
+    for (size_t word = 0; word < plan->source->word_count; word++) {
+        const Node *name = &plan->source->words[word];
+        if (may_be_left(plan, name)) continue;
+        size_t taken = word_of(plan->sink, name);
+        for (size_t n = 0; n < group->layers; n++) {
+            const Group *there = claim_of(plan->source, group->model, word, group->owned[n].layer)->group;
+            if (there && there->kind != HANDOFF && !claim_of(plan->sink, group->model, taken, group->owned[n].layer)->group) unlike("PART_MISSING", group, part, NULL);
         }
+    }
 }

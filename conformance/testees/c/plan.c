@@ -189,12 +189,12 @@ static void sha256(const char *bytes, size_t size, char digest[32]) {
 static uint64_t (*plan_rows(Plan *plan, size_t *count))[ROW] {
     pieces.size = rows.size = 0;
     compare_facts(plan->source, plan->sink);
-    for (int scales = 0; scales < 2; scales++)
+    for (int left = 0; left < 2; left++)
         for (size_t i = 0; i < plan->sink->group_count; i++) {
             const Group *group = &plan->sink->groups[i];
             for (size_t p = 0; p < group->count; p++) {
                 if (group->parts[p].first != p || is_cold(plan, group->model)) continue;
-                if (scales) check_scales(plan, group, &group->parts[p]);
+                if (left) check_left(plan, group, &group->parts[p]);
                 else pair_part(plan, group, p);
             }
         }

@@ -1246,6 +1246,7 @@ mod facts {
             Field { id: 2, name: "facts", required: true, kind: Kind::List(&Kind::Struct(&L_FACT)), range: 0..=65536 },
             Field { id: 3, name: "groups", required: true, kind: Kind::List(&Kind::Struct(&L_GROUP)), range: 1..=65536 },
             Field { id: 4, name: "ranks", required: true, kind: Kind::List(&Kind::Struct(&L_RANK)), range: 1..=65536 },
+            Field { id: 5, name: "without", required: false, kind: Kind::List(&Kind::Text), range: 1..=512 },
         ],
         rules: &[
             Rule { error: "BAD_GEOMETRY", holds: Predicate::Ascend("facts", Some("name")) },

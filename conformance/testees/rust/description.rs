@@ -16,6 +16,8 @@ pub struct Geometry {
     pub facts: Vec<Fact>,
     pub groups: Vec<Group>,
     pub ranks: Vec<Rank>,
+    /// Parts that a sink leaves out on purpose.
+    pub without: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -99,6 +101,11 @@ pub fn numbers(map: &Map, field: &str) -> Vec<u64> {
     map.keys(field, None).into_iter().map(|key| if let Key::Number(number) = key { number } else { 0 }).collect()
 }
 
+fn texts(map: &Map, field: &str) -> Vec<String> {
+    let text = |key| if let Key::Text(text) = key { Some(text.to_string()) } else { None };
+    map.keys(field, None).into_iter().filter_map(text).collect()
+}
+
 fn maps<'a>(map: &Map<'a>, field: &str) -> Vec<Map<'a>> {
     let kind = map.layout.place(field).map(|place| &map.layout.fields[place].kind);
     match (kind, map.value(field)) {
@@ -140,6 +147,7 @@ impl Geometry {
                 .iter()
                 .map(|it| Rank { rank: number(it, "rank"), owns: maps(it, "owns").iter().map(share).collect() })
                 .collect(),
+            without: texts(&map, "without"),
         };
         geometry.sizes()?;
         for (i, group) in geometry.groups.iter().enumerate() {
@@ -345,10 +353,9 @@ pub fn registered(name: &str) -> &str {
     REGISTERED.iter().find(|row| row.2.contains(&name)).map_or(name, |row| row.0)
 }
 
-/// The names in the table of what scales a part.
-pub fn scales_of(name: &str) -> impl Iterator<Item = &'static str> + '_ {
-    let name = registered(name);
-    REGISTERED.iter().filter(move |row| row.1 == name).map(|row| row.0)
+/// Whether a sink takes or leaves a part, whatever else it takes of a layer.
+pub fn is_optional(name: &str) -> bool {
+    REGISTERED.iter().any(|row| row.0 == registered(name) && row.1)
 }
 
 #[rustfmt::skip]
@@ -368,28 +375,38 @@ mod tables {
     pub const MAX_SHARES: u64 = 65536;
     pub const MAX_ITEMS: u64 = 1048576;
     pub const MAX_SPANS: u64 = 131072;
-    /// Name, what it scales, what else it is called.
-    pub static REGISTERED: &[(&str, &str, &[&str])] = &[
-        ("k", "", &["key", "keys", "k_cache", "key_cache", "k_buffer", "self_attn.k"]),
-        ("v", "", &["value", "values", "v_cache", "value_cache", "v_buffer", "self_attn.v"]),
-        ("k_scale", "k", &["key_scale", "k_scales", "k_scale_buffer", "k_sf"]),
-        ("v_scale", "v", &["value_scale", "v_scales", "v_scale_buffer", "v_sf"]),
-        ("cross_k", "", &["encoder_k", "cross_attn.k", "encoder_attn.k"]),
-        ("cross_v", "", &["encoder_v", "cross_attn.v", "encoder_attn.v"]),
-        ("latent", "", &["kv_c", "ckv", "c_kv", "compressed_kv", "kv_c_and_k_pe", "latent_cache", "kv_buffer"]),
-        ("rope", "", &["k_pe", "kpe", "k_rope", "pe_cache"]),
-        ("latent_scale", "latent", &["ckv_scale", "kv_scale_buffer"]),
-        ("index", "", &["index_k", "indexer_k", "k_index", "index_key"]),
-        ("index_scale", "index", &["index_k_scale", "indexer_k_scale", "index_k_sf"]),
-        ("conv", "", &["conv_state", "conv_states", "conv_cache", "short_conv"]),
-        ("q_conv", "", &["conv_state_q", "conv_q"]),
-        ("k_conv", "", &["conv_state_k", "conv_k"]),
-        ("v_conv", "", &["conv_state_v", "conv_v"]),
-        ("ssm", "", &["ssm_state", "ssm_states", "temporal", "temporal_state", "recurrent_state", "linear_state", "kv_state"]),
-        ("embedding", "", &["mm_embedding", "image_embeds", "encoder_output"]),
-        ("token", "", &["first_token", "output_id", "next_token"]),
-        ("logprob", "", &["token_logprob", "first_logprob"]),
-        ("hidden", "", &["hidden_state", "hidden_states", "last_hidden"]),
+    /// Name, whether it is optional, what else it is called.
+    pub static REGISTERED: &[(&str, bool, &[&str])] = &[
+        ("k", false, &["key", "keys", "k_cache", "key_cache", "k_buffer", "self_attn.k"]),
+        ("v", false, &["value", "values", "v_cache", "value_cache", "v_buffer", "self_attn.v"]),
+        ("k_scale", false, &["key_scale", "k_scales", "k_scale_buffer", "k_sf"]),
+        ("v_scale", false, &["value_scale", "v_scales", "v_scale_buffer", "v_sf"]),
+        ("cross_k", false, &["encoder_k", "cross_attn.k", "encoder_attn.k"]),
+        ("cross_v", false, &["encoder_v", "cross_attn.v", "encoder_attn.v"]),
+        ("latent", false, &["kv_c", "ckv", "c_kv", "compressed_kv", "kv_c_and_k_pe", "latent_cache", "kv_buffer"]),
+        ("rope", false, &["k_pe", "kpe", "k_rope", "pe_cache"]),
+        ("latent_scale", false, &["ckv_scale", "kv_scale_buffer"]),
+        ("window_latent", false, &["swa_kv", "swa_latent", "swa_cache", "swa_kv_cache", "window_kv"]),
+        ("window_rope", false, &["swa_rope", "swa_k_pe"]),
+        ("window_latent_scale", false, &["swa_kv_scale", "swa_latent_scale"]),
+        ("compress_state", false, &["kv_score", "kv_score_buffer", "compressor_state", "compress_states"]),
+        ("index_compress_state", false, &["indexer_compress_state", "index_kv_score", "indexer_compressor_state"]),
+        ("index", false, &["index_k", "indexer_k", "k_index", "index_key"]),
+        ("index_scale", false, &["index_k_scale", "indexer_k_scale", "index_k_sf"]),
+        ("pending_index", false, &["index_pending", "index_tail", "qsa_pending", "qsa_key_state", "dsa_tail", "compress_tail_k"]),
+        ("pending_position", false, &["qsa_rope_position", "rope_position"]),
+        ("conv", false, &["conv_state", "conv_states", "conv_cache", "short_conv"]),
+        ("q_conv", false, &["conv_state_q", "conv_q"]),
+        ("k_conv", false, &["conv_state_k", "conv_k"]),
+        ("v_conv", false, &["conv_state_v", "conv_v"]),
+        ("ple_conv", false, &["ple_conv_state", "ple_short_conv"]),
+        ("ssm", false, &["ssm_state", "ssm_states", "temporal", "temporal_state", "recurrent_state", "linear_state", "kv_state"]),
+        ("ngram", false, &["ngram_state", "ngram_context", "ple_ngram", "engram_state"]),
+        ("embedding", true, &["mm_embedding", "image_embeds", "encoder_output"]),
+        ("hidden_rows", true, &["aux_hidden_states", "target_hidden", "target_hidden_states", "pd_hidden"]),
+        ("token", false, &["first_token", "output_id", "next_token"]),
+        ("logprob", false, &["token_logprob", "first_logprob"]),
+        ("hidden", false, &["hidden_state", "hidden_states", "last_hidden"]),
     ];
     // end facts
 }

@@ -98,7 +98,7 @@ pub fn plan(source: &Geometry, sink: &Geometry, features: Features) -> Result<Pl
     }
     for group in asked() {
         for part in &group.parts {
-            if lacks_scales(group, part, &ours, &theirs) {
+            if leaves_some(source, sink, group, part, &ours, &theirs) {
                 return refuse_at("PART_MISSING", &at(group, part, ""));
             }
         }
@@ -125,20 +125,21 @@ fn facts(source: &Geometry, sink: &Geometry) -> Result<()> {
 
 const EQUAL: u64 = 1;
 
-/// Whether the source has scales of a layer of a part that the sink takes without them.
-fn lacks_scales(group: &Group, part: &Part, ours: &Owners, theirs: &Owners) -> bool {
+/// Whether the sink takes this part of a layer and leaves another that the source has.
+fn leaves_some(source: &Geometry, sink: &Geometry, group: &Group, part: &Part, ours: &Owners, theirs: &Owners) -> bool {
     let holders = match ours.get(&(group.model, &part.name[..])) {
-        Some(holders) => holders,
-        None => return false,
+        Some(holders) if group.kind != HANDOFF && !is_optional(&part.name) => holders,
+        _ => return false,
     };
-    let taken = |owners: &Owners, name: &str, layer: &u64| {
-        owners
-            .iter()
-            .any(|(key, it)| key.0 == group.model && registered(key.1) == name && it.layers.contains_key(layer))
-    };
-    let layers = holders.layers.iter().filter(|layer| layer.1 .0 == group.id).map(|layer| layer.0);
-    let mut pairs = layers.flat_map(|layer| scales_of(&part.name).map(move |name| (layer, name)));
-    pairs.any(|(layer, name)| taken(theirs, name, layer) && !taken(ours, name, layer))
+    let in_memory = |id: u64| source.group(id).map_or(false, |it| it.kind != HANDOFF);
+    let layers = || holders.layers.iter().filter(|layer| layer.1 .0 == group.id).map(|layer| layer.0);
+    let needed = |name: &str| !is_optional(name) && !sink.without.iter().any(|it| it == name);
+    theirs.iter().filter(|(key, _)| key.0 == group.model && needed(key.1)).any(|(key, other)| {
+        layers().any(|layer| {
+            let there = other.layers.get(layer).map_or(false, |held| in_memory(held.0));
+            there && !ours.get(key).map_or(false, |it| it.layers.contains_key(layer))
+        })
+    })
 }
 
 fn at(group: &Group, part: &Part, field: &str) -> String {

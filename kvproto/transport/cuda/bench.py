@@ -1,7 +1,5 @@
 """Times transport `cuda` by device events: the copy kernel, pull and push, and the copy engine as a ceiling."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys
@@ -14,11 +12,10 @@ from cuda.core import Device, EventOptions
 
 from kvproto.copying.program import CopyProgram
 from kvproto.transport.bench import BenchJob, BenchPath, Prepare, RunOnce
-from kvproto.transport.cuda.copier import Copier, CopyJob
+from kvproto.transport.cuda.copier import Copier
 from kvproto.transport.cuda.driver import call, current, driver, enable_peer
+from kvproto.transport.cuda.kernel import CopyJob
 from kvproto.transport.cuda.memory import DeviceMemory
-
-__all__ = ["count", "driver_version", "job", "kernel", "names", "pairs"]
 
 _MOST_COPIES = 256
 

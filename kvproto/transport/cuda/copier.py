@@ -24,8 +24,6 @@ from kvproto.transport.cuda.kernel import CopyJob, LaunchGroup, PerProgramCache,
 from kvproto.transport.cuda.stream import PART, ChunkCopies, PartLaunch
 from kvproto.wire.enums import ErrorCode, Proof
 
-__all__ = ["Copier", "CopyJob", "DeviceCopy", "LaunchBuffers", "Prepared", "Series"]
-
 Sums = dict[int, int]
 """Checksums by sink group id."""
 

@@ -4,8 +4,6 @@ A process that shares such memory listens on a socket in a private directory. A 
 random bytes which Register gave it gets the descriptor that goes with them.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import secrets
@@ -15,8 +13,6 @@ import struct
 import tempfile
 import threading
 from functools import cache
-
-__all__ = ["fetch", "offer", "withdraw"]
 
 _PATIENCE = 5.0
 """Seconds that one exchange may take."""

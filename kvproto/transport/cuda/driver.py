@@ -15,17 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from cuda.bindings import driver
+from cuda.bindings import driver as driver
 from cuda.core import Device
 
 from kvproto.errors import DeviceFault, LocalError
 from kvproto.wire.enums import ErrorCode
-
-__all__ = [
-    "Mark", "call", "copy_all", "current", "driver", "enable_peer", "enter", "has_nvlink", "is_done", "is_idle",
-    "ordinal_of", "pointer_attribute", "run", "uuid",
-]  # fmt: skip
-
 
 _R = driver.CUresult
 _FAULTS = """

@@ -5,8 +5,6 @@ maps, classes and runs; a small one fits into the kernel's parameters. Nothing h
 tested on a host with the kernel's own source.
 """
 
-from __future__ import annotations
-
 import struct
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,16 +16,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram, RowMap, Side
 from kvproto.errors import LocalError
-from kvproto.transport.staging.packed import Side
 from kvproto.wire.enums import ErrorCode
-
-__all__ = [
-    "FEW_CLASSES", "FEW_RUNS", "FEW_WORDS", "INLINE_BYTES", "LONG", "SUMMED", "CopyJob", "InlineLaunch", "LaunchGroup",
-    "Long", "PerProgramCache", "Prepared", "Shape", "SumTable", "Table", "UploadedLaunch", "check", "inline_launch",
-    "launch", "parts", "sizes", "sum_table", "table", "write_runs",
-]  # fmt: skip
 
 T = TypeVar("T")
 

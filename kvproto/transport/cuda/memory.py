@@ -32,8 +32,6 @@ from kvproto.transport.process import boot_id, pid_namespace, start_time
 from kvproto.wire.enums import ErrorCode, MemoryKind, Transport
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["DeviceMemory", "MappedDeviceMemory", "allocation_at", "connect", "has_fabric"]
-
 _LEGACY, _VIRTUAL, _FABRIC = 1, 2, 3
 """Kinds of handle: cuIpcGetMemHandle; descriptors of virtual memory; FABRIC handles of it, for other hosts too."""
 _MOST_PIECES = 64

@@ -1,14 +1,10 @@
 """Orders a framework's work and copies by events of the device, so that the host waits for nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvproto.transport.base import Memory
 from kvproto.transport.cuda.copier import Copier, DeviceCopy
 from kvproto.transport.cuda.driver import call, driver
-
-__all__ = ["After", "follow"]
 
 _NONE_NEEDED = -1
 """The stream that a consumer which orders its own work passes to DLPack."""

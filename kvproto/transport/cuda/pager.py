@@ -1,7 +1,5 @@
 """A pager between a GPU's pool and pinned host memory, whose kernel copies while the engine computes."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,13 +10,11 @@ import numpy as np
 from kvproto.copying.program import CopyProgram
 from kvproto.errors import KvprotoError
 from kvproto.transport.base import Memory, Pager, Paging, Regions
-from kvproto.transport.cuda.copier import Copier, CopyJob, Prepared, Series
+from kvproto.transport.cuda.copier import Copier, Series
 from kvproto.transport.cuda.driver import call, current, driver
-from kvproto.transport.cuda.kernel import LONG, PerProgramCache
+from kvproto.transport.cuda.kernel import LONG, CopyJob, PerProgramCache, Prepared
 from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.memory import allocate
-
-__all__ = ["CudaPager"]
 
 _BLOCKS = 8
 """Thread blocks of a launch in each direction: enough to fill the bus, and few of those that compute."""

@@ -1,7 +1,5 @@
 """Entry point of transport `cuda`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -9,8 +7,6 @@ from kvproto.errors import LocalError
 from kvproto.transport.base import Allocation, Memory, Pager, Provider, Regions, Transport
 from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floor, Measured, same_path
 from kvproto.wire.enums import ErrorCode, MemoryKind
-
-__all__ = ["PROVIDER", "long_runs"]
 
 _DLPACK_CUDA = 2
 _SLOW = "less than PCIe 3.0 x16 gives: see `nvidia-smi topo -m`, the slot's width, IOMMU, ACS, who uses the GPU"

@@ -7,8 +7,6 @@ the slot that a chunk lies in. The bytes of a record that is cut are copied piec
 Nothing here touches a device, so all of it is tested on a host with the kernel's own source.
 """
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +15,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvproto.copying.program import CopyProgram, RowMap
+from kvproto.copying.program import CopyProgram, Operations, RowMap, Side
 from kvproto.errors import LocalError
 from kvproto.transport.cuda import kernel
-from kvproto.transport.staging.packed import Order, Side, StreamColumns
+from kvproto.transport.staging.packed import Order, StreamColumns
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["PART", "ChunkCopies", "PartLaunch", "StreamSide", "StreamTable"]
 
 _HEAD = struct.Struct("<IIQQ")
 PART = _HEAD.size + kernel.FEW_CLASSES * kernel.CLASS.itemsize
@@ -86,7 +82,7 @@ class StreamSide:
         for name, value in linear.items():
             ops[f"{self.stream}_{name}"] = value
         sources, sinks = (addresses, {_STREAM: 0}) if side == "source" else ({_STREAM: 0}, addresses)
-        self.table = kernel.table(CopyProgram(program.maps, ops, ()), sources, sinks, free=self.stream)
+        self.table = kernel.table(CopyProgram(program.maps, Operations(ops), ()), sources, sinks, free=self.stream)
         # lists, as a chunk looks up too few for numpy to pay off
         self.width, self.column = columns.width.tolist(), self.table.layers.tolist()
         """The bytes of a record in each column, and the column of each operation of the table."""

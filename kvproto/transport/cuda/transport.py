@@ -1,23 +1,19 @@
 """Transport `cuda`: the copy kernel of one GPU, over memory that GPUs of one host map."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvproto.copying.program import CopyProgram, Runs
 from kvproto.errors import LocalError
 from kvproto.transport import base
-from kvproto.transport.cuda.copier import Copier, CopyJob, DeviceCopy, Prepared
+from kvproto.transport.cuda.copier import Copier, DeviceCopy
 from kvproto.transport.cuda.driver import has_nvlink
-from kvproto.transport.cuda.kernel import LONG, SUMMED, PerProgramCache
+from kvproto.transport.cuda.kernel import LONG, SUMMED, CopyJob, PerProgramCache, Prepared
 from kvproto.transport.cuda.memory import DeviceMemory, MappedDeviceMemory
 from kvproto.transport.cuda.memory import connect as connect_device
 from kvproto.wire.enums import ErrorCode
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
-
-__all__ = ["CudaTransport"]
 
 
 class CudaTransport(base.Transport):

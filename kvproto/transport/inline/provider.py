@@ -1,15 +1,11 @@
 """Entry point of transport `inline`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvproto.transport.base import Memory, Provider, Regions
 from kvproto.transport.bench import Measured
 from kvproto.transport.inline.transport import InlineTransport
 from kvproto.transport.shm.memory import SharedMemory
-
-__all__ = ["PROVIDER"]
 
 
 class _InlineProvider(Provider):

@@ -3,8 +3,6 @@
 It maps nothing and needs no library, so it works between any two hosts, on host memory only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import ClassVar
@@ -20,8 +18,6 @@ from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, Pac
 from kvproto.wire.enums import CreditKind, ErrorCode, Feature, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Data, Handle, Region
-
-__all__ = ["FRAME", "WINDOW", "DataPiece", "InlineLink", "InlineReceiver", "InlineStream", "InlineTransport"]
 
 FRAME = 128 << 10
 """Bytes of one Data."""
@@ -74,7 +70,7 @@ class InlineStream(OutgoingStream):
         self._pieces: list[DataPiece] = []
 
     @property
-    def stream(self) -> InlineStream:
+    def stream(self) -> "InlineStream":
         """Itself."""
         return self
 

@@ -38,8 +38,6 @@ from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
 
-__all__ = ["Agent", "Peer", "Posting", "Registered", "SlotPair", "Transfers", "Write"]
-
 T = TypeVar("T")
 
 _SOON, _LATE = 20e-6, 500e-6

@@ -1,20 +1,15 @@
 """One kind of memory for transport `nixl`: the host's is here, a GPU's in `kvproto.transport.nixl.device`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from kvproto.copying.execute import checksums
-from kvproto.copying.program import CopyProgram
+from kvproto.copying.program import CopyProgram, Side
 from kvproto.transport.base import SUMMED, Memory, Regions
 from kvproto.transport.nixl.handle import ByteRange
 from kvproto.transport.shm.memory import SharedMemory, buffers
-from kvproto.transport.staging.packed import PackedStream, Packer, Side
-
-__all__ = ["HostBackend", "MemoryBackend"]
-
+from kvproto.transport.staging.packed import PackedStream, Packer
 
 _buffers = partial(buffers, wanted="host memory", kinds=(SharedMemory,))
 

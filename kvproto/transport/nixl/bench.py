@@ -3,8 +3,6 @@
 `python -m kvproto.transport.nixl.bench FD MEMORY PLACE` is the peer; it ends when the other end of its socket does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing.connection
 import subprocess
@@ -25,8 +23,6 @@ from kvproto.transport.nixl.direct import DirectWrite
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.transport.staging.staged import StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode
-
-__all__ = ["job"]
 
 _SLOTS = 4
 _PATIENCE = 30.0

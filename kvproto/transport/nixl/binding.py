@@ -1,7 +1,5 @@
 """The calls of NIXL; nothing else imports nixl."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from typing import Any
@@ -12,8 +10,6 @@ import numpy.typing as npt
 from kvproto.errors import LocalError
 from kvproto.transport.nixl.handle import ByteRange, HandleContents
 from kvproto.wire.enums import ErrorCode, MemoryKind
-
-__all__ = ["Descriptors", "Nixl"]
 
 Descriptors = npt.NDArray[np.uint64]
 """Rows (address, bytes, device) [n, 3]."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kvproto.copying.program import CopyProgram
+from kvproto.copying.program import CopyProgram, Side
 from kvproto.errors import LocalError
 from kvproto.transport.base import Memory, Regions
 from kvproto.transport.cuda.copier import Copier, DeviceCopy, LaunchBuffers
@@ -16,10 +16,8 @@ from kvproto.transport.cuda.memory import DeviceMemory
 from kvproto.transport.cuda.stream import StreamSide, StreamTable
 from kvproto.transport.nixl.backend import MemoryBackend
 from kvproto.transport.nixl.handle import ByteRange
-from kvproto.transport.staging.packed import Layer, Packer, Side
+from kvproto.transport.staging.packed import Layer, Packer
 from kvproto.wire.enums import ErrorCode, MemoryKind
-
-__all__ = ["DeviceBackend", "DeviceStream"]
 
 
 class DeviceBackend(MemoryBackend):

@@ -1,7 +1,5 @@
 """Descriptor lists, for programs whose runs are long, and the choice between them and packed streams."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -13,10 +11,6 @@ from kvproto.copying.program import CopyProgram, IntArray, Runs
 from kvproto.errors import LocalError, RemoteError, bad
 from kvproto.transport.nixl.agent import Agent, Peer, Posting, Registered, Write
 from kvproto.wire.enums import ErrorCode, MemoryKind, Proof
-
-__all__ = [
-    "DEVICE_FLOOR", "Costs", "DirectWrite", "WriteMode", "choose", "descriptors", "probe", "require_fast", "threshold",
-]  # fmt: skip
 
 
 def descriptors(

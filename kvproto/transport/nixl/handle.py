@@ -8,8 +8,6 @@ good, and the peer has to make a new one. A peer with a handle may write the mem
 packed mode name staging memory only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from typing import Any
@@ -20,8 +18,6 @@ import numpy as np
 
 from kvproto.errors import LocalError
 from kvproto.wire.enums import ErrorCode, MemoryKind
-
-__all__ = ["ByteRange", "HandleContents"]
 
 _MAGIC = b"KVNX\x01"
 _HEAD = len(_MAGIC) + 32
@@ -44,13 +40,13 @@ class ByteRange:
     """The memory whose staging slot begins with them."""
 
     @classmethod
-    def of(cls, buffer: Any) -> ByteRange:
+    def of(cls, buffer: Any) -> "ByteRange":
         """A contiguous buffer of the host."""
         view = memoryview(buffer).cast("B")
         address = np.ndarray(view.nbytes, np.uint8, view).ctypes.data
         return cls(address, view.nbytes, buffer=view)
 
-    def part(self, offset: int, length: int) -> ByteRange:
+    def part(self, offset: int, length: int) -> "ByteRange":
         """Bytes [offset, offset + length); raises OUT_OF_RANGE beyond."""
         if not 0 <= offset <= offset + length <= self.length:
             raise LocalError(ErrorCode.OUT_OF_RANGE, "", f"{self.length} bytes", f"{offset} to {offset + length}", "")
@@ -85,7 +81,7 @@ class HandleContents:
         return _MAGIC + hashlib.sha256(body).digest() + body
 
     @classmethod
-    def decode(cls, data: bytes) -> HandleContents:
+    def decode(cls, data: bytes) -> "HandleContents":
         """Decode a handle; raises ValueError with the reason."""
         if data[: len(_MAGIC)] != _MAGIC or len(data) > _MOST_METADATA:
             raise ValueError("not a handle of NIXL")

@@ -1,7 +1,5 @@
 """Entry point of transport `nixl`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvproto.transport.base import Memory, Provider, Regions, Transport
@@ -9,9 +7,6 @@ from kvproto.transport.bench import Absent, BenchJob, Constants, CostedWay, Floo
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, WriteMode
 from kvproto.transport.shm.memory import SharedMemory
 from kvproto.wire.enums import MemoryKind
-
-__all__ = ["PROVIDER", "costs_of"]
-
 
 _SLOW = "UCX goes by sockets or through the host: see UCX_TLS, UCX_NET_DEVICES"
 _PACKED = "index_select, one peer copy, index_copy"

@@ -8,8 +8,6 @@ writes to staging memory of the sink before it says Registered, and refuses a sl
 written directly registers some staging memory for that purpose.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,13 +20,11 @@ from kvproto.transport import base
 from kvproto.transport.nixl.agent import Agent, Peer, Registered
 from kvproto.transport.nixl.backend import HostBackend, MemoryBackend
 from kvproto.transport.nixl.direct import DEVICE_FLOOR, Costs, DirectWrite, WriteMode, choose, probe, require_fast
-from kvproto.transport.staging.packed import Packer
+from kvproto.transport.staging.packed import Layer, Packer
 from kvproto.transport.staging.staged import ChunkPiece, StagedLink, StagedReceiver, StagedSender
 from kvproto.wire.enums import ErrorCode, Feature, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
-
-__all__ = ["NixlTransport", "StagedCopy", "StagedRegion"]
 
 _PROBED, _LEAST_PROBED = 16 << 20, 1 << 20
 """Bytes of a write that measures how fast a GPU is reached; latency would dominate shorter ones."""
@@ -178,7 +174,7 @@ class NixlTransport(base.Transport):
         if any(isinstance(m, StagedRegion) for m in move.sinks.values()):
             self.backend.prepare(move.program, "source", _own(move.sources))
 
-    def start(self, moves: Sequence[base.Move]) -> DirectWrite | StagedCopy:
+    def start(self, moves: Sequence[base.Move]) -> "DirectWrite | StagedCopy":
         """Start one move; raises OUT_OF_REGION, TRANSPORT_FAILED."""
         (move,) = moves
         sources = _own(move.sources)
@@ -292,11 +288,11 @@ class StagedCopy(StagedSender):
         super().__init__(link, packer, grows)
         self._happened = happened
         self._pieces: list[ChunkPiece] = []
-        self._coming: deque[tuple[Collection[base.Layer] | None, Sequence[int]]] = deque()
+        self._coming: deque[tuple[Collection[Layer] | None, Sequence[int]]] = deque()
         """Layers, and the device events after which their rows are there."""
 
     @property
-    def stream(self) -> StagedCopy:
+    def stream(self) -> "StagedCopy":
         """Itself."""
         return self
 
@@ -313,7 +309,7 @@ class StagedCopy(StagedSender):
             if not pieces and self.under_way == before:
                 return super().done
 
-    def mark_ready(self, layers: Collection[base.Layer] | None, after: Sequence[int] = ()) -> None:
+    def mark_ready(self, layers: Collection[Layer] | None, after: Sequence[int] = ()) -> None:
         self._coming.append((layers, after))
 
     def take(self) -> list[ChunkPiece]:

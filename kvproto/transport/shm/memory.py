@@ -6,8 +6,6 @@ the file system, so nothing is left behind, however a process ends. No mapping i
 would outlive this process, whose end proves that nothing is written any more.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import mmap
@@ -27,8 +25,6 @@ from kvproto.transport.process import boot_id
 from kvproto.wire.enums import ErrorCode, MemoryKind
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Handle, Region
-
-__all__ = ["SharedMapping", "SharedMemory", "allocatable_bytes", "buffers", "connect", "owner_of", "owning_process"]
 
 _NAME = "kvproto-"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,7 +68,7 @@ def _unmap(address: int, length: int, process: int) -> None:
         _libc.munmap(address, length)
 
 
-_owned: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+_owned: "weakref.WeakSet[SharedMemory]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: _owned.clear())  # a child may have memory of its own at the same addresses
 _CPU = 1, 0
 """DLPack's device."""
@@ -81,7 +77,7 @@ _CPU = 1, 0
 class _Exported:
     """Bytes of a region for DLPack; a tensor made of them keeps the region alive too, so that peers can map it."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: "SharedMemory") -> None:
         self._memory, self._bytes = memory, memoryview(memory.buffer)
         self.__array_interface__ = {
             "version": 3,

@@ -1,7 +1,5 @@
 """Entry point of transport `shm`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,8 +10,6 @@ from kvproto.transport.base import Allocation, Memory, Provider, Regions
 from kvproto.transport.bench import HOST, Absent, BenchJob, BenchPath, CostedWay, Floor, Measured, RunOnce
 from kvproto.transport.shm.memory import SharedMemory, connect, owner_of
 from kvproto.transport.shm.transport import HostPager, ShmTransport
-
-__all__ = ["PROVIDER"]
 
 _DLPACK_CPU = 1
 

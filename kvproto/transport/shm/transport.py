@@ -1,7 +1,5 @@
 """Transport `shm`: numpy strided copies between shared memory of one host; and a pager for pools of the host."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,8 +16,6 @@ from kvproto.transport.shm.memory import SharedMapping, SharedMemory, buffers, c
 from kvproto.wire.enums import Proof
 from kvproto.wire.enums import Transport as TransportCode
 from kvproto.wire.messages import Region
-
-__all__ = ["HostPager", "ShmCopy", "ShmTransport"]
 
 _buffers = partial(buffers, wanted="memory that SHM can share", kinds=(SharedMemory, SharedMapping))
 _PART = 16 << 20

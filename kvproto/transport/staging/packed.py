@@ -15,8 +15,6 @@ A chunk may end anywhere, even within a record. Such a record is unpacked by rea
 and writing it back: nothing else may write those bytes meanwhile, and no byte outside the program is touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
@@ -28,11 +26,6 @@ import numpy.typing as npt
 from kvproto.copying.program import CopyProgram, IntArray, RowMap, Side
 from kvproto.errors import KvprotoError, LocalError, RemoteError, bad
 from kvproto.wire.enums import CreditKind, ErrorCode
-
-__all__ = [
-    "IncomingStream", "Layer", "Order", "OutgoingStream", "PackedLink", "PackedStream", "Packer", "PendingCopy", "Side",
-    "StreamColumns",
-]  # fmt: skip
 
 Layer = tuple[int, int]
 """(model, layer): model 0 is the target, 1 and up are the drafts."""

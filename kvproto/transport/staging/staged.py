@@ -14,8 +14,6 @@ resumed, all slots that are not being emptied are granted again, and the source 
 earlier write to that slot is over.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, ClassVar, Protocol
 
@@ -26,8 +24,6 @@ from kvproto.errors import KvprotoError, RemoteError, bad
 from kvproto.transport.staging.packed import IncomingStream, OutgoingStream, PackedLink, Packer, PendingCopy
 from kvproto.wire.enums import CreditKind, ErrorCode, Proof
 from kvproto.wire.messages import Chunk, Credit
-
-__all__ = ["LEAST_SLOTS", "ChunkPiece", "StagedLink", "StagedReceiver", "StagedSender", "Staging", "Target"]
 
 LEAST_SLOTS = 3
 """One to fill, one under way, and one to empty."""

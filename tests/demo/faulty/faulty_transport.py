@@ -1,7 +1,5 @@
 """Two transports that damage what they copy, as another package would install them: `flips-target`, `flips-draft`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from kvproto.transport.base import Memory, Move, Provider

@@ -1,0 +1,304 @@
+"""Models of 2026 by their config.json: the caches of spec/v1/parts.md, "Caches of 2026", under their names and layer ids."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvproto import DType, Parallel
+from kvproto.catalog.engines import pools
+from kvproto.catalog.models import describe, draft_of
+from kvproto.errors import LocalError, PlanError
+from kvproto.planning.geometry import Geometry, validate
+from kvproto.planning.plan import plan
+from kvproto.wire.enums import ErrorCode, ItemKind
+from tests.errors import raises
+
+V4: dict[str, Any] = {
+    "model_type": "deepseek_v4", "num_hidden_layers": 7, "hidden_size": 4096, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "sliding_window": 128, "index_head_dim": 128,
+    "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0], "num_nextn_predict_layers": 1,
+}  # fmt: skip
+V4_TYPES = {
+    **{name: value for name, value in V4.items() if name != "compress_ratios"},
+    "layer_types": [
+        {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}[ratio]
+        for ratio in V4["compress_ratios"][:7]
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+}
+"""The same as transformers saves it."""
+DSA = {"num_hidden_layers": 10, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+GQA = {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+LOOPED = {**GQA, "n_input_layers": 1, "n_output_layers": 2, "n_recurrent_loops": 3}
+M3 = {**GQA, "sparse_attention_config": {"sparse_attention_freq": [0, 0, 0, 1, 1, 1], "sparse_index_dim": 128}}
+
+Held = dict[tuple[str, int], tuple[str, int, int, list[int]]]
+
+
+def held(made: Geometry, model: int = 0) -> Held:
+    """By part and tokens of a row: kind of items, rows, bytes of a lane, layers."""
+    layers = {share.group: share.layers.tolist() for share in made.ranks[0].owns}
+    return {
+        (part.name, g.tokens_per_row): (ItemKind(g.kind).name, g.rows, part.lane_bytes, layers[g.id])
+        for g in made.groups
+        if g.model == model
+        for part in g.parts
+    }
+
+
+@pytest.mark.parametrize("config", [V4, V4_TYPES], ids=["compress_ratios", "layer_types"])
+def test_deepseek_v4_has_a_window_in_each_layer_and_rows_of_4_and_of_128(config: Mapping[str, Any]) -> None:
+    made = describe(config, page=256)
+    validate(made)
+    found = held(made)
+    found.pop(("compress_state", 1))  # of two groups
+    assert found == {
+        ("window_latent", 1): ("PAGE", 256, 1024, [*range(7)]),
+        ("latent", 4): ("PAGE", 64, 1024, [2, 4, 6]),
+        ("index", 4): ("PAGE", 64, 128, [2, 4, 6]),
+        ("index_scale", 4): ("PAGE", 64, 4, [2, 4, 6]),
+        ("index_compress_state", 1): ("RING", 8, 2048, [2, 4, 6]),
+        ("latent", 128): ("PAGE", 2, 1024, [3, 5]),
+    }
+    states = {g.name: (g.rows, g.parts[0].lane_bytes) for g in made.groups if g.parts[0].name == "compress_state"}
+    assert states == {"target c4 state": (8, 8192), "target c128 state": (128, 4096)}
+    assert {fact.name: fact.value for fact in made.facts} == {"window.target": "128"}
+
+
+@pytest.mark.parametrize("config", [V4, V4_TYPES], ids=["compress_ratios", "layer_types"])
+def test_the_draft_of_deepseek_v4_has_a_window_and_counts_from_0(config: Mapping[str, Any]) -> None:
+    """KVP-GEO-W-LAYERS: layer 7 of the checkpoint is layer 0 of the draft."""
+    draft = draft_of(config)
+    assert draft is not None
+    assert held(describe(config, [draft]), 1) == {("window_latent", 1): ("PAGE", 64, 1024, [0])}
+
+
+def test_pages_shorter_than_a_row_hold_one() -> None:
+    assert held(describe(V4, page=64))["latent", 128] == ("PAGE", 1, 1024, [3, 5])
+
+
+def test_two_engines_of_deepseek_v4_are_planned_and_one_that_lacks_a_latent_is_refused() -> None:
+    """KVP-PLAN-LEFT: K and V of an engine that knows one kind of latent alone."""
+    wide, narrow = describe(V4, (), Parallel(tp=8, pp=2), 256), describe(V4_TYPES, (), Parallel(tp=2), 128)
+    assert len({route.group for route in plan(wide, narrow).routes}) == len(narrow.groups)
+    windows = describe({**V4, "compress_ratios": [0] * 8}, (), Parallel(tp=2))
+    with raises(PlanError, code=ErrorCode.PART_MISSING, path="groups[target window].parts[window_latent]"):
+        plan(wide, windows)
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"compress_ratios": [0, 0, 4]}, "compress_ratios"),
+        ({"compress_ratios": [0, 0, 8, 128, 4, 128, 4, 0]}, "compress_ratios"),
+        ({"compress_ratios": None}, "compress_ratios"),
+        ({"compress_ratios": ["4"] * 8}, "compress_ratios"),
+        ({"kv_source_layer_ids": [2, 5]}, "kv_source_layer_ids"),
+        ({"index_head_dim": None}, "index_head_dim"),
+    ],
+)
+def test_a_model_that_is_not_quite_it_is_refused_by_name(more: Mapping[str, Any], path: str) -> None:
+    with raises(LocalError, path=f"config.{path}"):
+        describe({**V4, **more})
+
+
+def test_scales_of_a_latent_of_deepseek_v4_are_not_guessed() -> None:
+    with raises(LocalError, path="kv_dtype"):
+        describe(V4, kv_dtype="NVFP4")
+    assert held(describe(V4, kv_dtype=DType.F8E4M3))["latent", 4][2] == 512
+
+
+@pytest.mark.parametrize(
+    "config",
+    [V4, M3, LOOPED, {**DSA, "qk_nope_head_dim": 128, "index_topk_freq": 4}],
+    ids=["V4", "M3", "looped", "some layers indexed"],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_how_an_engine_arranges_such_pools_is_not_guessed(engine: str, config: Mapping[str, Any]) -> None:
+    with raises(LocalError, match="state them by kvproto.Cache"):
+        pools(engine, config)
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({}, [*range(10)]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, [0, 1, 2, 6]),
+        ({"index_topk_freq": 4}, [0, 1, 5, 9]),
+        ({"indexer_types": ["full", *["shared"] * 4] * 2}, [0, 5]),
+        ({"index_topk_pattern": "FFSSSFSSSF"}, [0, 1, 5, 9]),
+        ({"cli_factor": 3}, [0, 3, 6, 9]),
+    ],
+    ids=lambda value: next(iter(value), "all") if isinstance(value, dict) else "",
+)
+def test_layers_that_take_what_another_has_chosen_have_no_index_keys(
+    more: Mapping[str, Any], layers: list[int]
+) -> None:
+    """KVP-GEO-W-SHARED: GLM-5.2 and LongCat, whose other layers have a latent alone."""
+    found = held(describe({**DSA, **more}))
+    assert found["index", 1][3] == layers
+    assert found["latent", 1][3] == [*range(10)]
+
+
+@pytest.mark.parametrize("form", ["published", "saved"])
+def test_minimax_m3_has_index_keys_beside_k_and_v(form: str) -> None:
+    types = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 3
+    found = held(describe(M3 if form == "published" else {**GQA, "layer_types": types, "index_head_dim": 128}))
+    assert found["index", 1] == ("PAGE", 64, 256, [3, 4, 5])
+    assert found["k", 1][3] == [*range(6)]
+    assert ("index_scale", 1) not in found
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({}, [*range(12)]),
+        ({"recurrent_kv_cache_mode": "last_loop"}, [0, *range(7, 12)]),
+        ({"n_recurrent_loops": 1}, [*range(6)]),
+    ],
+    ids=["per loop", "last loop", "once"],
+)
+def test_each_pass_of_a_loop_is_a_layer(more: Mapping[str, Any], layers: list[int]) -> None:
+    """KVP-GEO-W-LAYERS: one layer, three that are passed three times, two; a pass that only reads has no cache."""
+    assert held(describe({**LOOPED, **more}))["k", 1][3] == layers
+
+
+def test_attention_and_mlp_of_dory_are_one_layer() -> None:
+    """Its published form lists them apart, and counts both where it counts layers."""
+    dory: dict[str, Any] = {
+        **GQA, "model_type": "dory", "num_hidden_layers": 8, "n_input_layers": 2, "n_output_layers": 2,
+        "n_recurrent_loops": 3, "layer_types": ["full_attention", "mlp"] * 4,
+    }  # fmt: skip
+    assert held(describe(dory))["k", 1][3] == [*range(1 + 2 * 3 + 1)]
+    with raises(LocalError, path="config.layer_types", mine="attention and mlp in turn"):
+        describe({**dory, "layer_types": ["full_attention"] * 4 + ["mlp"] * 4})
+
+
+@pytest.mark.parametrize(("stack", "layers"), [({}, 6 * 2 * 4), ({"num_layers_per_stack": 1}, 6)])
+def test_each_cycle_of_a_hierarchy_is_a_layer(stack: Mapping[str, Any], layers: int) -> None:
+    """KVP-GEO-W-LAYERS: HRM counts its layers itself once it has been saved."""
+    assert len(held(describe({**GQA, "H_cycles": 2, "L_cycles": 3, **stack}))["k", 1][3]) == layers
+
+
+MAMBA = {
+    **GQA, "hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
+    "mamba_d_conv": 4, "layer_types": ["linear_attention", "full_attention"] * 3,
+}  # fmt: skip
+KDA = {
+    **DSA, "index_head_dim": None, "layer_types": ["linear_attention", "full_attention"] * 5, "linear_num_heads": 32,
+    "linear_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+KDA_BOTH = {
+    **KDA,
+    "linear_attn_config": {
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 3, 5, 7, 9],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "conv", "state"),
+    [(MAMBA, 8448, 128 * 64 * 128), (KDA, 12288, 32 * 128 * 128), (KDA_BOTH, 12288, 32 * 128 * 128)],
+)
+def test_linear_attention_is_what_the_other_fields_say(config: Mapping[str, Any], conv: int, state: int) -> None:
+    """Granite 4 and Kimi Linear as transformers saves them: both have a convolution, and neither a square state."""
+    groups = {g.parts[0].name: g for g in describe(config).groups}
+    assert groups["conv"].parts[0].lanes == conv
+    assert groups["ssm"].parts[0].lanes * groups["ssm"].parts[0].lane_bytes == 4 * state
+
+
+def test_sizes_of_single_layers_are_not_guessed() -> None:
+    """Gemma 4 as transformers saves it, whose layers of full attention have other heads."""
+    with raises(LocalError, path="config.per_layer_config"):
+        describe({**GQA, "per_layer_config": {"5": {"head_dim": 512}}})
+
+
+@pytest.mark.parametrize("more", [{"n_recurrent_loops": 1 << 30}, {"H_cycles": 1 << 20, "L_cycles": 1 << 20}])
+def test_loops_without_end_are_refused(more: Mapping[str, Any]) -> None:
+    with raises(LocalError, path=f"config.{next(iter(more))}"):
+        describe({**LOOPED, "n_recurrent_loops": 1, **more})
+
+
+def test_the_layers_of_a_loop_are_between_others() -> None:
+    with raises(LocalError, path="config.n_output_layers"):
+        describe({**LOOPED, "n_output_layers": 5})
+
+
+UNKNOWN = [
+    (GQA, "index_head_dim", 128),
+    (GQA, "swa_num_key_value_heads", 8),
+    (GQA, "ssm_cfg", {"d_state": 16}),
+    (GQA, "engram_cache_size", 3),
+    (GQA, "kv_channels", 128),
+    (GQA, "recurrent_state_size", [64, 64]),
+    (GQA, "attention_types", [[["global", "local"], 12]]),
+    (GQA, "share_cross_kv", True),
+    (DSA, "latent_window", 128),
+    (V4, "compress_overlap", 2),
+    (MAMBA, "lightning_heads", 8),
+]
+
+
+@pytest.mark.parametrize(("config", "field", "value"), UNKNOWN, ids=[field for _, field, _ in UNKNOWN])
+def test_a_field_that_may_be_about_caches_and_is_not_known_is_refused(
+    config: Mapping[str, Any], field: str, value: Any
+) -> None:
+    """A cache that nobody states is not missed: two descriptions that lack it agree."""
+    for new in ({**config, field: value}, {"text_config": {**config, field: value}}):
+        with raises(LocalError, path=f"config.{field}", match="--ignore"):
+            describe(new)
+
+
+@pytest.mark.parametrize("nothing", [None, False, 0, [], {}, 0.5, [0.5, 1.0]], ids=repr)
+def test_nothing_and_fractions_are_no_caches(nothing: Any) -> None:
+    assert describe({**GQA, "engram_cache_size": nothing}) == describe(GQA)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_local_experts": 8, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 1000},
+        {"rms_norm_eps": 1e-6, "rope_theta": 10000, "vocab_size": 32000, "intermediate_size": 11008},
+        {
+            "image_token_index": 4,
+            "vision_config": {"num_heads": 8},
+            "audio_chunk_size": 480,
+            "mtp_layer_types": ["moe"],
+        },
+        {"use_cache": True, "rope_scaling": {"type": "linear"}, "max_window_layers": 28, "sliding_window": None},
+    ],
+)
+def test_fields_of_other_things_are_not_asked_about(more: Mapping[str, Any]) -> None:
+    assert describe({**GQA, **more}) == describe(GQA)
+
+
+@pytest.mark.parametrize(("shown", "heads"), [({"multi_query": True}, 1), ({}, 71), ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 8}, 8)])  # fmt: skip
+def test_falcon_has_one_kv_head_or_as_many_as_it_says(shown: Mapping[str, Any], heads: int) -> None:
+    falcon = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 4544, "num_attention_heads": 71}
+    assert {p.lanes for p in describe({**falcon, "num_kv_heads": 71, **shown}).groups[0].parts} == {heads}
+
+
+def test_a_model_whose_code_has_other_sizes_than_its_fields_is_refused() -> None:
+    """MiMo V2 Flash as transformers saves it: nothing says that its windows have eight heads."""
+    with raises(LocalError, path="config.model_type"):
+        describe({**GQA, "model_type": "mimo_v2_flash", "layer_types": ["full_attention", "sliding_attention"] * 3})
+
+
+def test_a_draft_that_only_reads_the_target_has_no_cache_to_describe() -> None:
+    """The assistant of Gemma 4, all of whose layers share."""
+    with raises(LocalError, path="config.num_kv_shared_layers", match="has none, leave it out"):
+        describe(GQA, [{**GQA, "num_kv_shared_layers": 6}])
+
+
+def test_a_kind_of_layer_that_is_not_known_is_stated_by_hand() -> None:
+    with raises(LocalError, path="config.layer_types", match="kvproto.Cache"):
+        describe({**GQA, "layer_types": ["indexed_attention"] * 6})
+
+
+def test_a_list_of_sparse_layers_is_a_list() -> None:
+    with raises(LocalError, path="config.sparse_attention_config.sparse_attention_freq"):
+        describe({**GQA, "sparse_attention_config": {"sparse_attention_freq": 1}})
