@@ -134,12 +134,13 @@ def test_a_candidate_has_a_reason() -> None:
         stated(load(), "rc99", " ")
 
 
-def test_an_earlier_candidate_is_not_opened_again() -> None:
+@pytest.mark.parametrize(("last", "name"), [("1.0-rc99", "rc1"), ("1.0", "rc99")])
+def test_what_comes_before_the_last_candidate_is_not_opened(last: str, name: str) -> None:
+    """An earlier candidate, and any of a version that is final."""
     facts = load()
-    first = facts["candidate"][0]["version"]
-    facts["candidate"].append({"version": "1.0-rc99", "day": "2026-11-26", "why": "why"})
+    facts["candidate"].append({"version": last, "day": "2026-11-26", "why": "why"})
     with pytest.raises(RegistryError, match="is published, or a later one is open"):
-        stated(facts, first.partition("-")[2], "why")
+        stated(facts, name, "why")
 
 
 def test_a_version_that_has_no_candidate_yet_is_a_draft() -> None:

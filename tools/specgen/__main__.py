@@ -99,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     _print("locked" if args.lock is not None else "differs", differing)
     _print("unheld", unnamed if args.check else [])
     if broken:
-        print('what is frozen needs a new candidate: python -m tools.specgen --open NAME "why"')
+        last = facts["candidate"][-1]["version"]
+        print(f'what is frozen needs a new candidate, or {last} again if it is not tagged yet: --open NAME "why"')
     elif differing and args.check:
         print('a change of what is locked needs a reason: python -m tools.specgen --lock "why"')
     return 1 if args.check and (stale or broken or differing or unnamed) else 0

@@ -21,7 +21,8 @@ def stated(facts: Facts, name: str, why: str) -> None:
     ours = ".".join(map(str, number(facts)))
     version = ours if name == "final" else f"{ours}-{name}"
     rows: list[dict[str, str]] = facts["candidate"]
-    if version in [row["version"] for row in rows[:-1]] or _published(version):
+    held = [row["version"] for row in rows]
+    if version in held[:-1] or (ours in held and version != ours) or _published(version):
         raise RegistryError(f"{version} is published, or a later one is open: it does not change")
     again = rows[-1:] if rows and rows[-1]["version"] == version else []
     why = " ".join(why.split()) or "".join(row["why"] for row in again)
