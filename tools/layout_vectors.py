@@ -20,6 +20,7 @@ from kvproto.cli.main import main as kvproto
 from kvproto.planning.geometry import digest, encode_geometry
 from kvproto.wire import encode_struct, from_json
 from kvproto.wire.messages import Columns, Geometry
+from kvproto_conformance.data import spec
 from tools.files import renew
 from tools.specgen.registry import ROOT, SPEC
 
@@ -133,7 +134,7 @@ def suites() -> dict[Path, str]:
     for engine in ENGINES:
         rows = [case(*row) for row in CASES if row[0] == engine]
         lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
-        head = f'{{"suite": "layouts/{engine}", "version": "1.0-draft", "made": "by tools.layout_vectors", "cases": [\n'
+        head = f'{{"suite": "layouts/{engine}", "version": "{spec()}", "made": "by tools.layout_vectors", "cases": [\n'
         found[SPEC / f"vectors/layouts/{engine}.json"] = f"{head}{lines}\n]}}\n"
     return found
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.specgen import forms, testees, vectors
+from tools.specgen import minors, testees
 from tools.specgen.__main__ import modules
 from tools.specgen.lint import DIGESTED, lint
-from tools.specgen.registry import ROOT, SPEC, Facts
+from tools.specgen.registry import ROOT, SPEC, Facts, as_json
 
-__all__ = ["build", "major", "minor"]
+__all__ = ["build", "ignored", "major", "minor"]
 
 Row = dict[str, Any]
-IGNORED, NEEDED = 0x8002, 0x0010
+NEEDED = 0x0010
+_FIRST = 0x8002
+"""The first id of a field that may be ignored; see lint."""
 _TYPES = ("u64", "str", "bytes", "bool", "array<u32>", "struct:MadeUpStruct", "list<struct:MadeUpStruct>", "list<str>")
 """The ids of fields that may be ignored, in turn."""
 
@@ -37,7 +38,7 @@ def minor(facts: Facts) -> Facts:
     since = f"{made['protocol']['major']}.{made['protocol']['minor']}"
     growing = {name: body for name, body in (made["struct"] | made["message"]).items() if name not in DIGESTED}
     for body, type_ in zip(growing.values(), itertools.cycle(_TYPES), strict=False):
-        body["field"].append(_field(IGNORED, "x_made_up", type_, since))
+        body["field"].append(_field(ignored(body), "x_made_up", type_, since))
     made["struct"] = {"MadeUpStruct": _struct(since), **made["struct"]}
     made["message"]["Accepted"]["field"].insert(-1, _field(NEEDED, "made_up", "u32", since))
     value = max(row["value"] for row in made["feature"].values()) + 1
@@ -55,11 +56,12 @@ def minor(facts: Facts) -> Facts:
         if enum["open"]:
             enum["values"]["MADE_UP"] = max(enum["values"].values()) + 1
             enum["docs"]["MADE_UP"] = "Made up."
+            enum.setdefault("since", {})["MADE_UP"] = since
     session = _field(1, "session", "u64", since) | {"presence": "required"}
     made["message"]["MadeUp"] = {
         "id": max(m["id"] for m in facts["message"].values()) + 0x100, "status": "draft", "feature": ["MADE_UP"],
         "sender": "both", "delivery": "notice", "reply": [], "frozen": False, **doc,
-        "field": [session, _field(3, "why", "str", since), _field(IGNORED, "x_made_up", "u64", since)],
+        "field": [session, _field(3, "why", "str", since), _field(_FIRST, "x_made_up", "u64", since)],
     }  # fmt: skip
     made["machine"]["session"]["move"].append({"from": "ready", "message": "MadeUp", "to": "ready"})
     lint(made)
@@ -69,16 +71,21 @@ def minor(facts: Facts) -> Facts:
 def major(facts: Facts) -> Facts:
     """The next major version: frozen messages gain fields that may be ignored; everything else changes in some way."""
     made: Facts = copy.deepcopy(facts)
-    made["protocol"]["major"] += 1
+    made["protocol"] |= {"major": made["protocol"]["major"] + 1, "minor": 0}
     for message in made["message"].values():
         if message["frozen"]:
-            message["field"].append(_field(IGNORED, "x_made_up", "u64", "2.0"))
+            message["field"].append(_field(ignored(message), "x_made_up", "u64", "2.0"))
         else:
             message["field"].append(_field(NEEDED, "made_up", "u32", "2.0") | {"presence": "required"})
     values = made["enum"]["DType"]["values"]
     made["enum"]["DType"]["values"] = {word: value + 100 for word, value in values.items()}
     lint(made)
     return made
+
+
+def ignored(body: Facts) -> int:
+    """The next id of a field that may be ignored."""
+    return max(_FIRST, *(int(field["id"]) + 1 for field in body["field"]))
 
 
 def _field(number: int, name: str, type_: str, since: str) -> Row:
@@ -102,9 +109,8 @@ def build(facts: Facts, folder: Path) -> None:
     shutil.copytree(
         ROOT / "conformance/testees", folder / "conformance/testees", ignore=shutil.ignore_patterns("__pycache__")
     )
-    codec = vectors.vectors(facts)
-    made = {**modules(facts), **testees.testees(facts), **codec, **forms.forms(facts, codec)}
-    made[SPEC / "registry.json"] = json.dumps(facts)
+    made = {**modules(facts), **testees.testees(facts), **minors.vectors(facts)}
+    made[SPEC / "registry.json"] = as_json(facts)
     for path, text in made.items():
         place = folder / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)

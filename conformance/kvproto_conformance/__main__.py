@@ -54,7 +54,12 @@ def _parser() -> argparse.ArgumentParser:
 
     _testee(_command(sub, "smoke", commands.smoked), "+")
 
-    _testee(_command(sub, "meet", commands.met), "+")
+    one = _command(sub, "meet", commands.met)
+    for role in ("source", "sink"):
+        one.add_argument(
+            f"--live-{role}", metavar="COMMAND", help=f"the adapter of a live {role}: it meets peers of old"
+        )
+    _testee(one, "+")
 
     one = _command(sub, "list", commands.listed)
     commands.options(one)

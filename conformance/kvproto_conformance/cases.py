@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto_conformance.claims import SUITES, Claim, extensions_of
+from kvproto_conformance.claims import SUITES, Claim, extensions_of, extensions_with
 from kvproto_conformance.codec.facts import MESSAGE_TYPES
 from kvproto_conformance.data import VECTORS, sentence
 
-__all__ = ["WRITES", "Ask", "Case", "claimed", "easier", "load"]
+__all__ = ["WRITES", "Ask", "Case", "claimed", "easier", "load", "of_minor"]
 
 Json = dict[str, Any]
 WRITES = frozenset({"encode", "encode_struct"})
@@ -52,10 +52,14 @@ class Case:
     """The message or struct that it is about, if any."""
     needs: frozenset[str] = frozenset()
     """Extensions that a claim needs for this case to apply."""
+    either: frozenset[str] = frozenset()
+    """Extensions of which a claim needs one, as its message or struct belongs to no other profile."""
     role: str = ""
     """Source or sink, if the case is for one role only."""
     beyond: tuple[tuple[str, str], ...] = ()
     """Extensions that its Descriptions need, and where a planner without them refuses (KVP-GEO-UNSUPPORTED)."""
+    minors: range = range(256)
+    """The minor versions whose implementations are asked: from that of what it is about, until it is replaced."""
 
     @property
     def must(self) -> bool:
@@ -79,17 +83,45 @@ def load(folder: Path = VECTORS) -> list[Case]:
                     name = suite if suite in _CLAUSES else file["suite"]
                     clause = _CLAUSES.get(suite, row["clause"])
                     needs = extensions_of(suite, row.get("features", [])) | {*row.get("extensions", ())}
+                    about = _about(row)
+                    either = extensions_with(row.get("message") or row.get("struct") or about)
                     beyond = tuple((each["extension"], each["path"]) for each in row.get("beyond", ()))
-                    found.append(
-                        Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], _about(row), needs, beyond=beyond)
-                    )
+                    minors = range(_minor(row.get("as_of", "1.0")), _minor(row.get("until", "1.256")))
+                    of = Case(f"{name}/{row['id']}", clause, suite, asks, row["note"], about, needs, either)
+                    found.append(attrs.evolve(of, beyond=beyond, minors=minors))
     return sorted(found, key=lambda case: [*SUITES].index(case.suite))
 
 
-def claimed(cases: list[Case], claim: Claim) -> list[Case]:
+def _minor(version: str) -> int:
+    return int(version.partition(".")[2])
+
+
+def of_minor(cases: Iterable[Case], minor: int) -> list[Case]:
+    """The cases for an implementation that was made for a minor version; the frames that it writes say so."""
+    return [
+        attrs.evolve(case, asks=tuple(_written(ask, minor) for ask in case.asks))
+        for case in cases
+        if minor in case.minors
+    ]
+
+
+def _written(ask: Ask, minor: int) -> Ask:
+    """A question, with the minor version in the frame that is to be written; that of a message of major 0 stays."""
+    frame = str(ask.expected.get("frame", ""))
+    if int(frame[8:10] or "0", 16) == 0 or int(frame[10:12], 16) == minor:
+        return ask
+    return attrs.evolve(ask, expected=ask.expected | {"frame": f"{frame[:10]}{minor:02x}{frame[12:]}"})
+
+
+def claimed(cases: Iterable[Case], claim: Claim) -> list[Case]:
     """The cases by which a claim is judged; a reader only reads."""
     roles = {"", "source", "sink"} if claim.role == "both" else {"", claim.role}
-    found = [easier(c, claim.extensions) for c in cases if c.role in roles and claim.asks(c.suite, c.needs, c.about)]
+    cases = of_minor(cases, claim.minor)
+    found = [
+        easier(c, claim.extensions)
+        for c in cases
+        if c.role in roles and claim.asks(c.suite, c.needs, c.either, c.about)
+    ]
     if claim.role != "reader":
         return found
     read = [attrs.evolve(c, asks=tuple(ask for ask in c.asks if ask.question["op"] not in WRITES)) for c in found]

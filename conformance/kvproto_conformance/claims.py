@@ -30,7 +30,8 @@ HIGHEST = {"reader": "L1", "codec": "L1", "router": "L1", "planner": "L2"}
 """The highest level of a role, if that is not L4."""
 PARTIAL = ("reader", "codec")
 """Roles that may be claimed for some messages only."""
-_PROFILES: dict[str, Any] = json.loads(REGISTRY.read_text(encoding="utf-8"))["profile"]
+_FACTS: dict[str, Any] = json.loads(REGISTRY.read_text(encoding="utf-8"))
+_PROFILES: dict[str, Any] = _FACTS["profile"]
 EXTENSIONS = {name: row["doc"] for name, row in _PROFILES.items() if f"--extension {name}" in row["check"]} | {
     "sleep": "Memory that is taken back for a while, of live engines.",
     "large": "Copies of a gigabyte, of live engines that send.",
@@ -83,6 +84,11 @@ def extensions_of(suite: str, features: list[str]) -> frozenset[str]:
     return frozenset(own | {_EXTENSION_OF[name] for name in features if name in _EXTENSION_OF})
 
 
+def extensions_with(name: str) -> frozenset[str]:
+    """The extensions that have a message or struct, if the core does not: a claim of any of them reads it."""
+    return frozenset(_FACTS["profiles"].get(name, ())) & EXTENSIONS.keys()
+
+
 @attrs.frozen
 class Claim:
     """What a testee says about itself."""
@@ -92,14 +98,17 @@ class Claim:
     extensions: frozenset[str] = frozenset()
     messages: frozenset[str] = frozenset()
     """The messages and structs that it reads, unless it reads all."""
+    minor: int = 0
+    """The minor version of the specification that it was made for."""
 
-    def asks(self, suite: str, needs: frozenset[str], about: str) -> bool:
-        """Whether a case counts: by its suite, its extensions, and its message or struct (empty: any)."""
+    def asks(self, suite: str, needs: frozenset[str], either: frozenset[str], about: str) -> bool:
+        """Whether a case counts: by its suite, what it `needs`, one of `either`, and what it is `about`, if any."""
         asked = SUITES[suite]
         return (
             self.role in asked.roles
             and asked.level <= self.level
             and needs <= self.extensions
+            and (not either or bool(either & self.extensions) or about in self.messages)
             and (suite != "codec" or about == STRUCT_OF.get(self.role, about))
             and (suite != "codec" or not self.messages or about in self.messages | {""})
         )

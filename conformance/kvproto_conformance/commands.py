@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvproto_conformance import baseline, engines, html, meeting, report, terminal
-from kvproto_conformance.cases import Case, claimed, load
+from kvproto_conformance.cases import Case, claimed, load, of_minor
 from kvproto_conformance.claims import EXTENSIONS, HIGHEST, LEVELS, PARTIAL, ROLES, SUITES, Claim
-from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
+from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
 from kvproto_conformance.data import CLAUSES, REGISTRY, TEMPLATES, VECTORS, VERSION, sentence
 from kvproto_conformance.explain import explain
 from kvproto_conformance.fresh import fresh
@@ -87,7 +87,11 @@ def ran(args: Namespace) -> int:
         wanting = engines.unplayable(live, _engines(args)) if live else {}
         with terminal.Progress(len(asked)) as progress:
             results = run(
-                [*probes(seed), *_fresh(args, seed, asked, entries), *(case for case in asked if case not in live)],
+                [
+                    *probes(seed),
+                    *_fresh(args, seed, asked, entries, claim.minor),
+                    *(case for case in asked if case not in live),
+                ],
                 testee,
                 progress,
             )
@@ -117,10 +121,11 @@ def _cases(args: Namespace, level: str) -> list[Case]:
     return [*load(args.vectors), *(engines.scenarios() if level in engines.LIVE else ())]
 
 
-def _fresh(args: Namespace, seed: int, asked: list[Case], entries: Sequence[baseline.Known]) -> list[Case]:
+def _fresh(args: Namespace, seed: int, asked: list[Case], entries: Sequence[baseline.Known], minor: int) -> list[Case]:
     """Cases that nobody can have learnt, but of what is known to fail, or of vectors of another version."""
     known = {case.about for case in asked if case.id in {entry.id for entry in entries}}
-    return fresh(seed, [case for case in asked if case.about not in known]) if args.vectors == VECTORS else []
+    able = [case for case in asked if case.about not in known]
+    return of_minor(fresh(seed, able), minor) if args.vectors == VECTORS else []
 
 
 def _engines(args: Namespace) -> dict[str, list[str]]:
@@ -148,7 +153,16 @@ def _claim(args: Namespace, greeting: Greeting) -> Claim:
         raise Wrong(f"extension {unknown[0]}: there are {', '.join(EXTENSIONS)}")
     if level > HIGHEST.get(role, "L4"):
         raise Wrong(f"a {role} has no level above {HIGHEST[role]}")
-    return Claim(role, level, frozenset(extensions), frozenset(greeting.messages if role in PARTIAL else ()))
+    messages = frozenset(greeting.messages if role in PARTIAL else ())
+    return Claim(role, level, frozenset(extensions), messages, _minor(greeting.spec))
+
+
+def _minor(stated: str) -> int:
+    """The minor version that a testee was made for, if the suite has it."""
+    known = [f"{MAJOR}.{minor}" for minor in range(MINOR + 1)]
+    if stated not in known:
+        raise Wrong(f"spec, in the testee's hello, is one of {', '.join(known)}, not {stated}")
+    return known.index(stated)
 
 
 def _chosen(cases: list[Case], args: Namespace) -> list[Case]:
@@ -231,21 +245,29 @@ def smoked(args: Namespace) -> int:
 
 
 def met(args: Namespace) -> int:
-    """`meet`: does it interoperate with the frozen versions: vectors, bytes both ways, negotiation."""
-    if not meeting.kept():
-        print("no version is frozen yet: there is nothing to meet")
+    """`meet`: does it interoperate with what is kept: vectors, bytes both ways, negotiation, sessions."""
+    versions = meeting.kept()
     today, failed = meeting.Version(json.loads(REGISTRY.read_text(encoding="utf-8"))), 0
     with Testee(args.testee, args.patience) as testee:
         greeting = greeted(testee, 0)
         claim = _claim(Namespace(role="", level="", extension=()), greeting)
-        for kept in meeting.kept():
+        for kept in versions:
+            counts = kept.name in meeting.last(versions)
+            print(f"{kept.name}{'' if counts else ', which a later candidate has replaced'}:")
             with Testee(kept.command, args.patience) as old:
                 greet(old, VERSION, 0)
                 for what, wrong, asked in meeting.all_of(kept, old, testee, claim, today):
-                    print(f"{kept.name}: {what}: {asked - len(wrong):,} of {asked:,}")
+                    print(f"  {what}: {asked - len(wrong):,} of {asked:,}")
                     for each in wrong[:_SHOWN]:
                         print(f"    {each}")
-                    failed += len(wrong)
+                    failed += len(wrong) if counts else 0
+            for role, command in _engines(args).items():
+                good, said = kept.live(role, meeting.SESSIONS[role], command)
+                *lines, summary = said.splitlines()
+                print(f"  a peer of old meets the {role}: {summary}")
+                for line in [] if good else [line for line in lines if not line.startswith("pass")]:
+                    print(f"    {line}")
+                failed += not good and counts
     return Verdict.NONCONFORMANT if failed else Verdict.CONFORMANT
 
 
@@ -267,7 +289,7 @@ def listed(args: Namespace) -> int:
 def _facts(case: Case) -> Json:
     return {
         "id": case.id, "level": SUITES[case.suite].level, "suite": case.suite, "clause": case.clause,
-        "must": case.must, "extensions": sorted(case.needs),
+        "must": case.must, "extensions": sorted(case.needs), "either": sorted(case.either),
         "beyond": [name for name, _ in case.beyond], "about": case.about, "note": case.note,
     }  # fmt: skip
 

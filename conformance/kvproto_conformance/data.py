@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence"]
+__all__ = ["CLAUSES", "KEPT", "REGISTRY", "TEMPLATES", "VECTORS", "VERSION", "digest", "sentence", "spec"]
 
 VERSION = version("kvproto")
 """The suite's version, which is that of the distribution."""
@@ -24,7 +25,8 @@ def _found(path: str, name: str) -> Path:
 
 
 VECTORS = _found("spec/v1/vectors", "vectors")
-REGISTRY = _found("spec/v1/registry.json", "registry.json")
+REGISTRY = Path(os.environ.get("KVPROTO_REGISTRY") or _found("spec/v1/registry.json", "registry.json"))
+"""The registry that the suite speaks: with the environment's KVPROTO_REGISTRY, that of a version that is kept."""
 CLAUSES = _found("spec/v1/clauses.json", "clauses.json")
 KEPT = _found("conformance/versions", "kept")
 TEMPLATES = _found("conformance/testees", "testees")
@@ -39,6 +41,11 @@ def _clauses() -> dict[str, dict[str, str]]:
 def sentence(clause: str) -> dict[str, str]:
     """The `text`, `page` and `keyword` of a clause of the specification; the text of an unknown clause is empty."""
     return _clauses().get(clause, {"text": "", "page": "", "keyword": "MUST"})
+
+
+def spec() -> str:
+    """The version of the specification, such as 1.0-rc1."""
+    return str(json.loads(REGISTRY.read_text(encoding="utf-8"))["version"])
 
 
 def digest(folder: Path = VECTORS) -> str:

@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import json
 import lzma
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvproto_conformance.cases import WRITES, Case, claimed, load
+from kvproto_conformance.cases import WRITES, Case, claimed, load, of_minor
 from kvproto_conformance.claims import Claim
 from kvproto_conformance.codec import Refusal
-from kvproto_conformance.data import KEPT
+from kvproto_conformance.data import KEPT, REGISTRY, VECTORS
 from kvproto_conformance.negotiation import negotiated
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Broken, Testee
 
-__all__ = ["Kept", "Sample", "Version", "all_of", "heard", "kept", "meet", "negotiate", "samples"]
+__all__ = ["Kept", "Sample", "Version", "all_of", "heard", "kept", "last", "meet", "negotiate", "samples"]
 
 Json = dict[str, Any]
+
+
+SESSIONS = {
+    "source": ("LIVE-101", "LIVE-102", "LIVE-103", "LIVE-105", "LIVE-111", "LIVE-121"),
+    "sink": ("LIVE-301", "LIVE-302", "LIVE-303", "LIVE-305", "LIVE-311", "LIVE-318"),
+}
+"""By the role of a live engine, scenarios of what is stable, which a peer of any version plays."""
 
 
 @attrs.frozen
@@ -58,7 +66,7 @@ class Version:
 
 @attrs.frozen
 class Kept:
-    """A frozen version: `conformance/versions/NAME`."""
+    """A candidate that is kept: `conformance/versions/NAME`."""
 
     folder: Path
 
@@ -68,9 +76,26 @@ class Kept:
         return self.folder.name
 
     @property
+    def speaking(self) -> list[str]:
+        """How a command of the suite begins that is to speak this version: with its tables in place of today's."""
+        return ["env", f"KVPROTO_REGISTRY={self.folder / 'registry.json'}", sys.executable, "-m"]
+
+    @property
     def command(self) -> list[str]:
-        """The command of its testee, which needs only the files beside it."""
-        return [sys.executable, "-E", "-s", str(self.folder / "testee.py")]
+        """The command of its testee."""
+        return [*self.speaking, "kvproto_conformance.older"]
+
+    def live(self, role: str, ids: Collection[str], adapter: Sequence[str]) -> tuple[bool, str]:
+        """Play scenarios with a live engine as a peer of this version: whether none failed, and what was printed.
+
+        What the engine does not have is neither.
+        """
+        chosen = [word for id_ in ids for word in ("--id", id_)]
+        command = [*self.speaking, "kvproto_conformance.live", "--role", role, *chosen, "--", *adapter]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = done.stdout + done.stderr
+        statuses = {line.partition(" ")[0] for line in said.splitlines()}
+        return "pass" in statuses and not statuses & {"fail", "error", "suite-error"}, said
 
     @property
     def version(self) -> Version:
@@ -89,8 +114,14 @@ class Kept:
 
 
 def kept() -> list[Kept]:
-    """All frozen versions, the oldest first."""
-    return [Kept(path.parent) for path in sorted(KEPT.glob("*/registry.json"))]
+    """All candidates that are kept, the oldest first."""
+    order = [row["version"] for row in json.loads(REGISTRY.read_text(encoding="utf-8"))["candidate"]]
+    return [Kept(KEPT / name) for name in order if (KEPT / name).is_dir()]
+
+
+def last(versions: Sequence[Kept]) -> set[str]:
+    """Of each minor version the last candidate: the others were replaced, and nobody has to keep what they said."""
+    return set({kept.name.partition("-")[0]: kept.name for kept in versions}.values())
 
 
 @attrs.frozen
@@ -217,17 +248,23 @@ def negotiate(testee: Testee, mine: Json, theirs: Json) -> Iterator[Wrong | None
 
 
 def all_of(
-    kept: Kept, old: Testee, testee: Testee, claim: Claim, today: Version
+    kept: Kept, old: Testee, testee: Testee, claim: Claim, today: Version, vectors: Path = VECTORS
 ) -> Iterator[tuple[str, list[Wrong], int]]:
-    """What a claim has in common with a frozen version: the subject, what went wrong, how many questions."""
-    cases = claimed(kept.cases(), claim)
+    """What a claim has in common with a candidate: the subject, what went wrong, how many questions.
+
+    `today` is the version of the claim's suite, and `vectors` are its vectors.
+    """
+    now = load(vectors)
+    replaced = {case.id: case.minors for case in now}
+    held = [attrs.evolve(case, minors=replaced.get(case.id, case.minors)) for case in kept.cases()]
+    cases = claimed(held, claim)
     results = run(cases, testee)
     yield "its vectors hold", [wrong for result in results for wrong in result.wrong], len(results)
     mine = {case.about for case in cases if case.suite == "codec"}
     said = [sample for sample in samples(kept.cases()) if sample.name in mine]
     ways = [("it writes, the testee reads", said, old, testee, (kept.version, today))]
     if any(ask.question["op"] in WRITES for case in cases for ask in case.asks):
-        ours = [sample for sample in samples(load()) if sample.name in mine]
+        ours = [sample for sample in samples(of_minor(now, claim.minor)) if sample.name in mine]
         ways.append(("the testee writes, it reads", ours, testee, old, (today, kept.version)))
     for what, some, writer, reader, versions in ways:
         found = list(meet(some, writer, reader, versions))

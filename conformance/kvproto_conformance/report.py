@@ -14,14 +14,14 @@ from xml.etree import ElementTree as xml
 import attrs
 
 from kvproto_conformance.claims import Claim
-from kvproto_conformance.data import digest, sentence
+from kvproto_conformance.codec.facts import MAJOR, MINOR
+from kvproto_conformance.data import digest, sentence, spec
 from kvproto_conformance.run import PROTOCOL, Greeting, Result, Status, Verdict
 
 __all__ = ["BadReport", "Run", "badge", "headline", "junit", "read", "summary"]
 
 Json = dict[str, Any]
 SCHEMA = 1
-SPEC = "1.0-draft"
 COLOURS = {"conformant": "brightgreen", "incomplete": "yellow", "nonconformant": "red", "invalid-run": "lightgrey"}
 GOOD = (Status.PASS, Status.NONSTRICT, Status.DECLINED)
 _FORM = Path(__file__).with_name("report.schema.json")
@@ -63,7 +63,7 @@ class Run:
         counted = [result for result in self.results if result.case.suite != PROTOCOL]
         return {
             "schema": SCHEMA,
-            "spec": SPEC,
+            "spec": _spec(self.claim.minor),
             "suite": self.suite,
             "vectors": digest(self.vectors) if self.vectors else digest(),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -90,6 +90,11 @@ class Run:
             "complaints": list(self.complaints),
             "results": [_row(result) for result in self.results],
         }
+
+
+def _spec(minor: int) -> str:
+    """The version of a claim: the suite's, or an earlier minor version."""
+    return spec() if minor == MINOR else f"{MAJOR}.{minor}"
 
 
 def _row(result: Result) -> Json:
@@ -145,7 +150,7 @@ def _lacking(value: Any, schema: Json, path: str) -> Iterator[str]:
 
 
 def headline(report: Json) -> str:
-    """`kvproto 1.0-draft · reader · L1 · 2,348/2,348`."""
+    """`kvproto 1.0-rc1 · reader · L1 · 2,180/2,180`."""
     claim = report["claim"]
     words = [f"kvproto {report['spec']}", claim["role"], claim["level"], *claim["extensions"]]
     some = [f"of {', '.join(claim['messages'])}"] if claim["messages"] else []

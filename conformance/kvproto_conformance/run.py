@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from kvproto_conformance.cases import Ask, Case
+from kvproto_conformance.codec.facts import MAJOR
 from kvproto_conformance.testee import Broken, Testee
 
 __all__ = [
@@ -110,6 +111,8 @@ class Greeting:
     level: str = ""
     extensions: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
+    spec: str = f"{MAJOR}.0"
+    """The version of the specification that it was made for."""
 
 
 def greet(testee: Testee, suite: str, seed: int) -> Greeting:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvproto_conformance.data import spec
+
 __all__ = ["MADE", "text"]
 
 MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
@@ -16,7 +18,7 @@ MADE = Path(__file__).resolve().parents[2] / "spec/v1/vectors"
 def text(suite: str, rows: Iterable[dict[str, Any]], **named: dict[str, Any]) -> str:
     """The text of a file of vectors: tables of what cases name, then the cases, each entry on its own line."""
     tables = "".join(f', "{name}": {{\n{_lines(map(_entry, table.items()))}\n}}' for name, table in named.items())
-    return f'{{"suite": "{suite}", "version": "1.0-draft"{tables}, "cases": [\n{_lines(map(_json, rows))}\n]}}\n'
+    return f'{{"suite": "{suite}", "version": "{spec()}"{tables}, "cases": [\n{_lines(map(_json, rows))}\n]}}\n'
 
 
 def _lines(lines: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from kvproto.session.negotiation import Terms, negotiate
 from kvproto.session.tickets import check_held
 from kvproto.transport.inline.transport import InlineReceiver
 from kvproto.transport.staging.packed import PackedStream
-from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, to_json
+from kvproto.wire import Decoder, decode, decode_struct, encode, encode_struct, from_json, messages, tables, to_json
 from kvproto.wire.enums import Feature
 from kvproto.wire.messages import Columns, Geometry, Grants, Group, Rank, VersionRange
 
@@ -272,9 +272,10 @@ OPS = {
     "inline": inline, "decode_stream": streamed,
 }  # fmt: skip
 
-EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline"]
-HELLO = {"driver": 1, "name": "kvproto", "version": version("kvproto"), "language": "python",
-         "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
+EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline",
+              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
+HELLO = {"driver": 1, "spec": f"{tables.MAJOR}.{tables.MINOR}", "name": "kvproto", "version": version("kvproto"),
+         "language": "python", "role": "both", "level": "L2", "extensions": EXTENSIONS}  # fmt: skip
 
 
 def answer(question: Json) -> Json:

@@ -8,7 +8,7 @@ from typing import Any
 from kvproto_conformance import dcp, inline, late, lowering, negotiation, planner
 from kvproto_conformance.checking import check
 from kvproto_conformance.codec import Refusal, read_frame, read_stream, read_struct, write_frame, write_struct
-from kvproto_conformance.codec.facts import MESSAGES, STRUCTS
+from kvproto_conformance.codec.facts import MAJOR, MESSAGES, MINOR, STRUCTS
 
 Json = dict[str, Any]
 
@@ -32,7 +32,7 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "decode": lambda q: decode(bytes.fromhex(q["frame"])),
     "decode_struct": lambda q: {"fields": read_struct(q["struct"], bytes.fromhex(q["bytes"]))},
     "decode_stream": lambda q: {"frames": [decode(frame) for frame in read_stream(map(bytes.fromhex, q["chunks"]))]},
-    "encode": lambda q: {"frame": write_frame(q["message"], q["fields"]).hex()},
+    "encode": lambda q: {"frame": write_frame(q["message"], q["fields"], MINOR).hex()},
     "encode_struct": lambda q: {"bytes": write_struct(q["struct"], q["fields"]).hex()},
     "negotiate": lambda q: negotiation.negotiated(q["sink"], q["source"]),
     "plan": planned,
@@ -43,9 +43,11 @@ OPS: dict[str, Callable[[Json], Json]] = {
     "late": lambda q: late.served(q["group"], q["cp_rank"], q["grant"], [int(token) for token in q["since"]]),
     **dict.fromkeys(("owner", "length", "pages", "slots", "merge"), dcp.answer),
 }
-EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline"]
+EXTENSIONS = ["json", "streams", "deals", "sections", "spread", "cold", "merge", "verify", "staged", "inline",
+              "epochs", "intent", "pull", "catalogue", "storage"]  # fmt: skip
 HELLO = {
     "driver": 1,
+    "spec": f"{MAJOR}.{MINOR}",
     "name": "second opinion",
     "language": "python",
     "role": "both",

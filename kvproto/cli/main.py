@@ -51,9 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvproto", description="Tools for the contract by which LLM engines hand over KV caches."
     )
-    parser.add_argument(
-        "--version", action="version", version=f"kvproto {__version__}, spec {tables.MAJOR}.{tables.MINOR}"
-    )
+    parser.add_argument("--version", action="version", version=f"kvproto {__version__}, spec {tables.SPEC}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("decode", help="print one frame, field by field; secrets are left out")
     show.add_argument("frame", help="a file, - for standard input, or hex digits")

@@ -374,7 +374,7 @@ def _check_routes(message: m.Register | m.Registered, described: Described) -> N
     """Raise ROUTE_MISMATCH for the first route that differs, or that one side lacks."""
     names = {group.id: group.name for group in described.sink.groups}
     for number, (ours, theirs) in enumerate(zip_longest(described.refs, message.routes)):
-        if ours != theirs:
+        if ours is None or theirs is None or (ours.group, ours.digest) != (theirs.group, theirs.digest):
             mine, yours = (
                 f"group {ref.group} ({names.get(ref.group, 'unknown')}), digest {bytes(ref.digest).hex()}"
                 if ref is not None

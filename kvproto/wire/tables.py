@@ -8,6 +8,7 @@ from kvproto.wire import messages
 from kvproto.wire.row import Field as Field
 from kvproto.wire.row import rows
 
+SPEC = "1.0-rc1"
 MAGIC = b"KVPW"
 MAJOR = 1
 MINOR = 0

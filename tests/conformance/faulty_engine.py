@@ -49,6 +49,12 @@ from kvproto_conformance.live import Result, list_scenarios, run
 Ask = dict[str, Any]
 
 
+def another_minor(adapter: Any) -> None:
+    """Frames of a minor version that is not the session's."""
+    plain = core.encode
+    core.encode = lambda message, **more: plain(message, **more | {"minor": 7})  # type: ignore[attr-defined]
+
+
 def says(cls: type[Any], **changes: Any) -> Callable[[Any], None]:
     """Change what is sent: of messages of a class the fields that are named, by a value or a function of the message."""
 
@@ -324,6 +330,7 @@ FAULTS: dict[str, Fault] = {
     "another plan in Registered": ("source", says(m.Registered, plan=NOTHING), "LIVE-101", "Registered with other"),
     "a reply under another id": ("source", says(m.Pong, request=lambda p: p.request + 7), "LIVE-116", "engine: Pong"),
     "another session id": ("source", says(m.Description, session=5), "LIVE-101", "engine: Description of session"),
+    "a minor of its own": ("source", another_minor, "LIVE-101", "engine: Description of minor 7"),
     "a feature that was not offered": ("source", says(m.Welcome, features=(Feature.PULL,)), "LIVE-143", "no grease"),
     "Accepted READY of nothing": ("source", says(m.Accepted, state=3), "LIVE-112", "pending"),
     "PROVEN of what goes on": (

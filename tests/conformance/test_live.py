@@ -75,7 +75,7 @@ def test_a_world_that_an_engine_has_not_is_unsupported() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "page off by one", "begun before the last writer", "a pool is free when it has moved",
+        "page off by one", "a minor of its own", "begun before the last writer", "a pool is free when it has moved",
         "the pages of one rank for those of all",
         pytest.param("slots are written that nobody granted", marks=NIXL),
     ],

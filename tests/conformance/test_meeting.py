@@ -2,7 +2,6 @@
 
 import json
 import lzma
-import os
 import shutil
 import subprocess
 import sys
@@ -16,14 +15,15 @@ import pytest
 
 from kvproto_conformance import meeting
 from kvproto_conformance.__main__ import main
-from kvproto_conformance.cases import load
-from kvproto_conformance.data import VECTORS
+from kvproto_conformance.cases import load, of_minor
+from kvproto_conformance.claims import Claim
+from kvproto_conformance.data import KEPT, VECTORS, spec
 from kvproto_conformance.live import Result, list_scenarios
 from kvproto_conformance.live import run as run_live
 from kvproto_conformance.meeting import Sample, Version, heard, meet, negotiate
 from kvproto_conformance.run import Wrong, run
 from kvproto_conformance.testee import Testee
-from tools import freeze, made_up
+from tools import made_up
 from tools.specgen.registry import ROOT
 from tools.specgen.registry import load as registry
 
@@ -95,7 +95,9 @@ def later(request: pytest.FixtureRequest, versions: Callable[[str], Built]) -> I
 
 def sentences(vectors: Path = VECTORS) -> list[Sample]:
     """What the vectors have written: one sample for each set of fields, and those with a made-up value."""
-    return list({(sample.name, shape(sample.fields)): sample for sample in meeting.samples(load(vectors))}.values())
+    cases = load(vectors)
+    said = meeting.samples(of_minor(cases, max(case.minors.start for case in cases)))
+    return list({(sample.name, shape(sample.fields)): sample for sample in said}.values())
 
 
 def shape(value: Any) -> Any:
@@ -128,7 +130,7 @@ def test_a_later_version_reads_what_today_writes(today: Testee, later: Later) ->
 
 @pytest.mark.parametrize("later", LATER[:-1], indirect=True, ids="-".join, scope="module")
 def test_a_later_version_reads_all_that_it_writes(later: Later) -> None:
-    cases = [case for case in load(later.vectors) if case.suite == "codec"]
+    cases = of_minor((case for case in load(later.vectors) if case.suite == "codec"), 1)
     assert [result.wrong[0] for result in run(cases, later.testee) if result.wrong] == []
 
 
@@ -183,10 +185,29 @@ def test_a_later_engine_serves_one_of_today(role: str, ids: list[str], versions:
     chosen = [scenario for scenario in list_scenarios(role) if scenario.id in ids]
     results = list(run_live(engine, chosen))
     assert [(result.id, result.status, result.text) for result in results] == [(id_, "pass", "") for id_ in ids]
-    assert any("cd8002" in frame for result in results for frame in sent(result))
+    added = f"cd{made_up.ignored(registry()['struct']['Geometry']):04x}"
+    assert any(added in frame for result in results for frame in sent(result))
+
+
+@pytest.mark.parametrize("engine", ["today", "minor"])
+@pytest.mark.parametrize(("role", "ids"), [("source", ["LIVE-104", "LIVE-105"]), ("sink", ["LIVE-304", "LIVE-305"])])
+def test_a_later_peer_meets_an_engine(role: str, ids: list[str], engine: str, versions: Callable[[str], Built]) -> None:
+    """KVP-NEG-CHOOSE: a session of 1.0 with today's engine, and of the later minor with one that speaks it too."""
+    folder = versions("minor")[1]
+    engines = {
+        "today": [sys.executable, str(TESTEES / f"live_{role}.py")],
+        "minor": ["env", f"PYTHONPATH={folder}", sys.executable, LATER_ENGINE, role],
+    }
+    speaking = ["env", f"KVPROTO_REGISTRY={folder / 'spec/v1/registry.json'}", sys.executable, LATER_PEER]
+    chosen = [word for id_ in ids for word in ("--id", id_)]
+    command = [*speaking, "--role", role, *chosen, "--", *engines[engine]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ids)} of {len(ids)}" in done.stdout
 
 
 LATER_ENGINE = str(Path(__file__).with_name("later_engine.py"))
+LATER_PEER = str(Path(__file__).with_name("later_peer.py"))
 
 
 def sent(result: Result) -> list[str]:
@@ -200,49 +221,80 @@ def sent(result: Result) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Today's version, frozen, with a few of its vectors."""
-    folder = tmp_path_factory.mktemp("versions") / "frozen"
-    freeze.freeze(folder)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> meeting.Kept:
+    """The last candidate, with a few of its vectors."""
+    folder = tmp_path_factory.mktemp("versions") / meeting.kept()[-1].name
+    shutil.copytree(KEPT / folder.name, folder)
     packed = folder / "vectors.json.xz"
     files = json.loads(lzma.decompress(packed.read_bytes()))
     assert len(files) > 50
     few = {name: file for name, file in files.items() if "Done" in name or name.startswith("negotiation")}
     packed.write_bytes(lzma.compress(json.dumps(few).encode(), preset=0))
-    return folder
+    return meeting.Kept(folder)
 
 
-def test_a_frozen_version_needs_nothing_of_today(frozen: Path) -> None:
-    asked = [{"op": "hello"}, {"op": "decode", "frame": "4b56"}, {"op": "stop"}]
-    lines = "".join(json.dumps({"seq": i} | ask) + "\n" for i, ask in enumerate(asked))
-    bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    program = [sys.executable, "-E", "-s", "-c", ALONE, str(frozen)]
-    said = subprocess.run(program, input=lines, env=bare, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(said.stdout.splitlines()[-1]) == {"seq": 1, "error": "TRUNCATED", "path": "@length"}
+def test_every_candidate_is_kept() -> None:
+    names = [row["version"] for row in TODAY.facts["candidate"]]
+    assert [version.name for version in meeting.kept()] == names
+    assert names[-1] == spec()
 
 
-ALONE = """
-import runpy, sys
-class Nothing:
-    def find_spec(self, name, path, target=None):
-        if name.startswith("kvproto"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Nothing())
-sys.path.insert(0, sys.argv[1])
-runpy.run_path(sys.argv[1] + "/testee.py", run_name="__main__")
-"""
+def test_of_each_minor_version_the_last_candidate_counts() -> None:
+    names = ["1.0-rc1", "1.0-rc2", "1.0", "1.1-rc1"]
+    assert meeting.last([meeting.Kept(Path(name)) for name in names]) == {"1.0", "1.1-rc1"}
 
 
-def test_today_meets_a_frozen_version(
-    frozen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_today_meets_what_is_kept(
+    kept: meeting.Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "KEPT", frozen.parent)
-    assert main(["meet", "--patience", "20", "--", *PRODUCT]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[:2] for line in lines] == [
-        ["frozen", "its vectors hold"],
-        ["frozen", "it writes, the testee reads"],
-        ["frozen", "the testee writes, it reads"],
-        ["frozen", "they negotiate alike"],
+    monkeypatch.setattr(meeting, "KEPT", kept.folder.parent)
+    monkeypatch.setattr(meeting, "SESSIONS", {"source": ["LIVE-101"], "sink": ["LIVE-301"]})
+    live = {role: f"{sys.executable} {TESTEES / f'live_{role}.py'}" for role in ("source", "sink")}
+    given = [word for role, command in live.items() for word in (f"--live-{role}", command)]
+    assert main(["meet", "--patience", "20", *given, "--", *PRODUCT]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == f"{kept.name}:"
+    assert [line.strip().split(": ")[0] for line in lines] == [
+        "its vectors hold",
+        "it writes, the testee reads",
+        "the testee writes, it reads",
+        "they negotiate alike",
+        "a peer of old meets the source",
+        "a peer of old meets the sink",
     ]
-    assert all(right == asked for right, asked in (line.rpartition(": ")[2].split(" of ") for line in lines))
+    counts = [line.rpartition(": ")[2].partition(" scenarios")[0].split(" of ") for line in lines]
+    assert all(right == asked for right, asked in counts)
+
+
+@pytest.mark.parametrize("later", LATER[:-1], indirect=True, ids="-".join, scope="module")
+def test_a_later_version_meets_what_is_kept(kept: meeting.Kept, later: Later) -> None:
+    """What it still has to say to an engine of the candidate, and its answers to the candidate's vectors."""
+    claim = Claim("codec", "L1", minor=1)
+    with started(kept.command) as old:
+        met = list(meeting.all_of(kept, old, later.testee, claim, later.version, later.vectors))
+    assert [what for what, _, asked in met if asked] == [
+        "its vectors hold", "it writes, the testee reads", "the testee writes, it reads",
+    ]  # fmt: skip
+    assert [str(wrong) for _, some, _ in met for wrong in some] == []
+
+
+@pytest.mark.parametrize(("role", "id"), [("source", "LIVE-104"), ("sink", "LIVE-304")])
+def test_a_later_engine_serves_a_peer_that_is_kept(
+    role: str, id: str, kept: meeting.Kept, versions: Callable[[str], Built]
+) -> None:
+    engine = ["env", f"PYTHONPATH={versions('minor')[1]}", sys.executable, LATER_ENGINE, role]
+    good, said = kept.live(role, [id], engine)
+    assert good, said
+
+
+def test_an_engine_that_lost_a_field_is_found_by_a_peer_that_is_kept(kept: meeting.Kept, tmp_path: Path) -> None:
+    """The peer speaks by the tables that are kept, whatever today's say."""
+    facts = json.loads((kept.folder / "registry.json").read_text())
+    facts["message"]["Accepted"]["field"].append(
+        {"id": 60, "name": "lost", "type": "u8", "unit": "none", "presence": "required", "since": "1.0", "doc": "Lost."}
+    )
+    (tmp_path / "registry.json").write_text(json.dumps(facts))
+    engine = [sys.executable, str(TESTEES / "live_source.py")]
+    good, said = meeting.Kept(tmp_path).live("source", ["LIVE-101"], engine)
+    assert not good
+    assert "a frame that a strict reader refuses: MISSING_FIELD at lost" in said

@@ -17,6 +17,7 @@ from kvproto_conformance.__main__ import main
 from kvproto_conformance.cases import load
 from kvproto_conformance.checking import beyond
 from kvproto_conformance.codec import Refusal, read_frame
+from kvproto_conformance.data import spec
 from kvproto_conformance.testee import Testee as Driver
 from tests.conformance import test_planner
 from tests.plan.test_spreading import odd_world
@@ -53,6 +54,11 @@ def rust(folder: Path, source: Path = TESTEES / "rust/codec.rs", *flags: str) ->
     return [str(program)]
 
 
+MESSAGES = "catalogue", "epochs", "inline", "intent", "pull", "staged", "storage"
+"""Extensions that have messages or structs of their own: these testees read all."""
+PLANS = "cold", "deals", "json", "sections", "spread", "streams", "verify"
+
+
 @pytest.fixture(scope="module", params=["c", "javascript", "rust"])
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp(request.param)
@@ -63,21 +69,24 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_they_are_conformant(command: list[str], capsys: Said) -> None:
     assert main(["run", *command]) == 0
-    assert "conformant: kvproto 1.0-draft · codec · L1 · json · streams" in capsys.readouterr().out
+    assert (
+        f"conformant: kvproto {spec()} · codec · L1 · {' · '.join(sorted([*MESSAGES, 'json', 'streams']))}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "claim"),
     [
         ("plan", "planner · L2 · cold · deals · json · sections · spread"),
-        ("lower", "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"),
+        ("lower", f"both · L2 · {' · '.join(sorted([*MESSAGES, *PLANS]))}"),
     ],
 )
 def test_what_c_plans_and_lowers_is_conformant(name: str, claim: str, tmp_path: Path, capsys: Said) -> None:
     """lower.c has plan.c in it, so the sanitizers see both."""
     flags = [*STRICT, *(SANITIZED if name == "lower" else ()), "-O0"]
     assert main(["run", *compiled(flags, tmp_path, name)]) == 0
-    assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
+    assert f"conformant: kvproto {spec()} · {claim}" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +100,8 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_what_rust_plans_and_lowers_is_conformant(planner: list[str], capsys: Said) -> None:
     assert main(["run", *planner]) == 0
-    claim = "both · L2 · cold · deals · inline · json · sections · spread · staged · streams · verify"
-    assert f"conformant: kvproto 1.0-draft · {claim}" in capsys.readouterr().out
+    claim = f"both · L2 · {' · '.join(sorted([*MESSAGES, *PLANS]))}"
+    assert f"conformant: kvproto {spec()} · {claim}" in capsys.readouterr().out
 
 
 def test_rust_plans_as_kvproto_does(planner: list[str]) -> None:
@@ -118,7 +127,7 @@ def same_in_worlds(testee: Driver, seed: int) -> None:
 
 def test_a_planner_of_the_core_is_conformant(capsys: Said) -> None:
     assert main(["run", *CORE]) == 0
-    assert "conformant: kvproto 1.0-draft · planner · L2 · " in capsys.readouterr().out
+    assert f"conformant: kvproto {spec()} · planner · L2 · " in capsys.readouterr().out
 
 
 def test_a_planner_of_the_core_plans_as_kvproto_does_or_declines() -> None:
@@ -244,7 +253,7 @@ def test_a_live_engine_is_asked_by_the_same_command(tmp_path: Path, capsys: Said
     report = tmp_path / "report.json"
     live = ["--live-source", f"{sys.executable} {TESTEES / 'live_source.py'}", "--report", str(report)]
     assert main([*asked, *live, *testee]) == 3
-    assert "incomplete: kvproto 1.0-draft · source · L3 · 1/1" in capsys.readouterr().out
+    assert f"incomplete: kvproto {spec()} · source · L3 · 1/1" in capsys.readouterr().out
     (row,) = [row for row in json.loads(report.read_text())["results"] if row["suite"] == "session"]
     assert (row["id"], row["status"]) == ("LIVE-101", "pass")
     capsys.readouterr()

@@ -1,22 +1,37 @@
-"""`python -m tools.specgen`: write what follows from the registry; `--check` compares, `--lock WHY` renews the locks."""
+"""`python -m tools.specgen`: write what follows from the registry.
+
+`--check` compares, `--lock WHY` renews the locks, and `--open NAME WHY` freezes what is stable as a candidate. A candidate
+that no tag has published may be opened again: `--open NAME` takes its snapshot anew.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tools.files import renew
-from tools.specgen import clauses, drawings, forms, lock, markdown, named, promela, python, shown, testees, vectors
+from tools.specgen import (
+    candidates,
+    clauses,
+    drawings,
+    lock,
+    markdown,
+    minors,
+    named,
+    promela,
+    python,
+    testees,
+)
 from tools.specgen.lint import RegistryError, lint
-from tools.specgen.registry import ROOT, SPEC, Facts, load
+from tools.specgen.registry import ROOT, SPEC, Facts, as_json, load
+from tools.specgen.stamp import stamped
 
 __all__ = ["main", "modules", "outputs"]
 
 
 _SHOWN = 40
-"""Differences from the locks that are printed."""
+"""Lines of one kind that are printed."""
 
 
 def modules(facts: Facts) -> dict[Path, str]:
@@ -38,44 +53,69 @@ def outputs() -> dict[Path, str]:
     """Every generated file and its text."""
     facts = load()
     lint(facts)
-    codec = vectors.vectors(facts)
-    return {
+    made = {
         **modules(facts),
         SPEC / "lifecycle/moves.pml": promela.moves_model(facts),
-        SPEC / "registry.json": json.dumps(facts, indent=1) + "\n",
+        SPEC / "registry.json": as_json(facts),
         SPEC / "clauses.json": clauses.as_json(facts),
         **markdown.pages(facts),
         **drawings.drawings(facts),
-        **codec,
-        **forms.forms(facts, codec),
+        **minors.vectors(facts),
         **testees.testees(facts),
     }
+    return made | stamped(facts, made)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write all outputs; or, by options, compare them and the locks, or renew the locks."""
+    """Write all outputs; or, by options, compare them and the locks, renew the locks, or open a candidate."""
     parser = argparse.ArgumentParser(prog="python -m tools.specgen", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 naming what differs, locks too")
     parser.add_argument("--lock", metavar="WHY", help="renew the locks; WHY goes into the changelog")
+    parser.add_argument(
+        "--open", metavar="NAME", help="freeze what is stable as a candidate, such as rc2; then a WHY follows"
+    )
+    parser.add_argument(
+        "why", metavar="WHY", nargs="?", default="", help="why; one that is opened again keeps its reason"
+    )
     args = parser.parse_args(argv)
-    facts = load()
     try:
+        if args.open:
+            candidates.stated(load(), args.open, args.why)
+        facts = load()
         stale = renew(outputs(), args.check)
+        from tools.specgen import frozen, shown  # they import the suite, which reads what has just been written
+
         clauses.check(facts)
+        if args.open:
+            lock.opened(facts, facts["candidate"][-1]["why"])
+            print(f"kept: {frozen.keep(facts).relative_to(ROOT)}")
+        broken = frozen.broken(facts)
+        if broken and args.lock is not None:
+            raise RegistryError(_FROZEN.format("\n".join(broken[:_SHOWN])))
         unnamed = [*named.unnamed(facts), *(shown.unshown(facts) if args.check else ())]
         differing = lock.renew(facts, args.lock) if args.lock is not None else lock.differences(facts)
     except RegistryError as error:
         print(f"error: {error}")
         return 1
-    for line in differing[:_SHOWN]:
-        print(f"{'locked' if args.lock is not None else 'differs'}: {line}")
-    if len(differing) > _SHOWN:
-        print(f"... and {len(differing) - _SHOWN} more")
-    for line in unnamed if args.check else ():
-        print(f"unheld: {line}")
-    if differing and args.check:
+    _print("frozen", broken)
+    _print("locked" if args.lock is not None else "differs", differing)
+    _print("unheld", unnamed if args.check else [])
+    if broken:
+        last = facts["candidate"][-1]["version"]
+        print(f'what is frozen needs a new candidate, or {last} again if it is not tagged yet: --open NAME "why"')
+    elif differing and args.check:
         print('a change of what is locked needs a reason: python -m tools.specgen --lock "why"')
-    return 1 if args.check and (stale or differing or unnamed) else 0
+    return 1 if args.check and (stale or broken or differing or unnamed) else 0
+
+
+_FROZEN = "what is frozen does not change until the next candidate (--open):\n{}"
+
+
+def _print(what: str, lines: list[str]) -> None:
+    for line in lines[:_SHOWN]:
+        print(f"{what}: {line}")
+    if len(lines) > _SHOWN:
+        print(f"... and {len(lines) - _SHOWN} more")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from tools.specgen.edges import edges, many_values
-from tools.specgen.registry import SPEC, Facts
-from tools.specgen.vectors import uint
+from tools.specgen.registry import SPEC, Facts, version
+from tools.specgen.vectors import turned, uint
 
 __all__ = ["forms"]
 
@@ -70,8 +69,7 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
     for text in codec.values():
         file = json.loads(text)
         rows[file["suite"]] = {row["id"]: row for row in file["cases"]}
-    turns = {kind: cycle(wrong) for kind, wrong in _WRONG.items()}
-    cases = [case for name in rows for case in _of(facts, name, rows[name], turns)]
+    cases = [case for name in rows for case in _of(facts, name, rows[name])]
     cases.append(_too_large(facts, rows))
     files = {
         "json": cases,
@@ -79,15 +77,15 @@ def forms(facts: Facts, codec: Mapping[Path, str]) -> dict[Path, str]:
         "codec/enums": list(_enums(facts, rows)),
         "codec/edges": edges(facts),
     }
-    return {SPEC / f"vectors/{name}.json": _text(name, file_cases) for name, file_cases in files.items()}
+    return {SPEC / f"vectors/{name}.json": _text(facts, name, file_cases) for name, file_cases in files.items()}
 
 
-def _text(suite: str, cases: Iterable[Case]) -> str:
+def _text(facts: Facts, suite: str, cases: Iterable[Case]) -> str:
     lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
-    return f'{{"suite": "{Path(suite).name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
+    return f'{{"suite": "{Path(suite).name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n{lines}\n]}}\n'
 
 
-def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[Any]]) -> Iterator[Case]:
+def _of(facts: Facts, name: str, rows: dict[str, Case]) -> Iterator[Case]:
     """Cases of one message or struct."""
     least, full = rows["least"]["fields"], rows["full"]["fields"]
     kind = "message" if name in facts["message"] else "struct"
@@ -143,7 +141,7 @@ def _of(facts: Facts, name: str, rows: dict[str, Case], turns: dict[str, cycle[A
                     error=error,
                     path=path,
                 )
-        for form, clause, value, error, where, note in _wrong(facts, field, full.get(at), turns, name in _EVERY):
+        for form, clause, value, error, where, note in _wrong(facts, name, field, full.get(at)):
             yield case(f"{at}-{form}", clause, {**least, at: value}, note, error=error, path=at + where)
 
 
@@ -162,13 +160,13 @@ def _too_large(facts: Facts, rows: dict[str, dict[str, Case]]) -> Case:
     }
 
 
-def _wrong(
-    facts: Facts, field: Case, good: Any, turns: dict[str, cycle[Any]], every: bool
-) -> Iterator[tuple[Any, ...]]:
+def _wrong(facts: Facts, owner: str, field: Case, good: Any) -> Iterator[tuple[Any, ...]]:
     """Wrong values of a field: name, clause, value, error, path below the field, and what they guard against."""
     kind, _, inner = field["type"].partition("<" if "<" in field["type"] else ":")
     kind = "uint" if kind in _BITS else "list" if kind == "array" else kind
-    for form, value, clause, note in _WRONG[kind] if every else [next(turns[kind]) for _ in range(_EACH)]:
+    wrong, turn = _WRONG[kind], turned(owner, field)
+    some = wrong if owner in _EVERY else [wrong[(turn + i) % len(wrong)] for i in range(_EACH)]
+    for form, value, clause, note in some:
         error = {_RANGE: "OUT_OF_RANGE", _ENUM: "UNKNOWN_ENUM_VALUE"}.get(clause, "BAD_TYPE")
         yield form, clause, value, error, "", note
     if kind == "uint":

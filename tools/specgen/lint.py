@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tools.specgen.registry import Facts, moves
+from tools.specgen.registry import CORE, Facts, moves, number
 
 __all__ = ["DIGESTED", "RegistryError", "lint"]
 
@@ -41,12 +41,14 @@ def lint(facts: Facts) -> None:
         _need(error["code"] >> 8 == _BLOCKS.get(error["class"]), f"error {name} is not in the block of its class")
         _need(error["recovery"] in _RECOVERY, f"error {name}: recovery")
     for name, limit in facts["limit"].items():
-        _keys(limit, {"value", "unit", "scope", "doc"}, set(), f"limit {name}")
+        _keys(limit, {"value", "unit", "scope", "doc"}, {"profile"}, f"limit {name}")
+        _need(limit.get("profile", CORE) in facts["profile"], f"limit {name}: profile")
         _need(limit["value"] > 0 and limit["unit"] in _UNITS, f"limit {name}")
         _need(limit["scope"] in ("body", "session", "plan", "net"), f"limit {name}: scope")
     for name, fact in facts["fact"].items():
         _keys(fact, {"rule", "since", "doc"}, set(), f"fact {name}")
         _need(fact["rule"] in facts["enum"]["FactRule"]["values"], f"fact {name}: rule")
+    _versions(facts)
     _profiles(facts)
     _parts(facts)
     _metrics(facts)
@@ -58,6 +60,25 @@ def lint(facts: Facts) -> None:
     _bodies(facts)
     _frozen(facts)
     _machines(facts)
+
+
+def _versions(facts: Facts) -> None:
+    """Nothing is newer than the protocol, and candidates come one after the other."""
+    for table in ("message", "struct", "error", "feature", "fact", "part", "metric"):
+        for name, row in facts[table].items():
+            for each in (row, *row.get("field", ())):
+                at = f"{name}.{each['name']}" if each is not row else name
+                _need(
+                    _version(each.get("since", "0")) <= number(facts),
+                    f"{at}: since a later version than the protocol's",
+                )
+    said = [row["version"] for row in facts["candidate"]]
+    _need(len(set(said)) == len(said), "candidates repeat")
+    for row in facts["candidate"]:
+        _keys(row, {"version", "day", "why"}, set(), "candidate")
+        _need(
+            _version(row["version"].partition("-")[0]) <= number(facts), f"candidate {row['version']}: a later version"
+        )
 
 
 def _profiles(facts: Facts) -> None:
@@ -113,6 +134,9 @@ def _enums(facts: Facts) -> None:
         _need(0 not in values, f"enum {name}: 0 is not a value")
         _need(len(set(values)) == len(values) and max(values) < _NEVER_VALUE, f"enum {name}: values")
         _need(enum["docs"].keys() == enum["values"].keys(), f"enum {name}: docs")
+        since = enum.get("since", {})
+        late = [word for word, each in since.items() if _version(each) > number(facts)]
+        _need(since.keys() <= enum["values"].keys() and not late, f"enum {name}: since of {late or list(since)}")
         _need(isinstance(enum["open"], bool) and bool(enum["doc"]), f"enum {name}: a fact is missing")
 
 
@@ -145,11 +169,11 @@ def _messages(facts: Facts) -> None:
             ("request" in names) == (m["delivery"] != "notice") or name == "Error",
             f"{name}: a request id for all but notices",
         )
-        for number, (field, type_) in _HEAD.items():
+        for id_, (field, type_) in _HEAD.items():
             for f in m["field"]:
                 _need(
-                    f["name"] != field or (f["id"], f["type"]) == (number, type_),
-                    f"{name}.{field} is field {number}, {type_}",
+                    f["name"] != field or (f["id"], f["type"]) == (id_, type_),
+                    f"{name}.{field} is field {id_}, {type_}",
                 )
         _need(m["frozen"] == (m["id"] <= 5), f"{name}: frozen are ids 1 to 5")
         _need(
@@ -166,6 +190,7 @@ def _bodies(facts: Facts) -> None:
     _need(not structs.keys() & messages.keys(), "a struct has the name of a message")
     for name, body in (structs | messages).items():
         _need({"since", "doc", "field"} <= body.keys(), f"{name}: a fact is missing")
+        _need(body.get("profile", CORE) in facts["profile"], f"{name}: profile {body.get('profile')}")
         _ascend([f["id"] for f in body["field"]], f"{name}: field ids")
         _need(len({f["name"] for f in body["field"]}) == len(body["field"]), f"{name}: field names repeat")
         required = sum(f["presence"] == "required" for f in body["field"])

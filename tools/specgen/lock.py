@@ -12,12 +12,11 @@ from pathlib import Path
 
 from tools.specgen.clauses import clauses
 from tools.specgen.lint import RegistryError
-from tools.specgen.registry import ROOT, SPEC, Facts, moves
+from tools.specgen.registry import ROOT, SPEC, Facts, moves, version
 
-__all__ = ["differences", "renew"]
+__all__ = ["CHANGELOG", "differences", "opened", "registry_rows", "renew"]
 
 CHANGELOG = ROOT / "CHANGELOG.md"
-_SECTION = "### Spec 1.0-draft"
 _FACTS = ("id", "type", "unit", "presence", "since", "min", "max", "length", "secret")
 
 
@@ -26,7 +25,7 @@ def _clauses(facts: Facts) -> Iterator[tuple[str, str]]:
         yield clause.id, f"{clause.role} {clause.keyword} {clause.error or '-'} {clause.page} {clause.digest}"
 
 
-def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
+def registry_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Every fact that is on the wire or decides what is refused, as text."""
     for table in ("protocol", "field_ids", "ext"):
         for name, value in facts[table].items():
@@ -62,6 +61,8 @@ def _registry(facts: Facts) -> Iterator[tuple[str, str]]:
     for name in facts["machine"]:
         for before, message, after, features in moves(facts, name):
             yield f"machine.{name}.{before}, {message}", f"{after} {' or '.join(features) or '-'}"
+    for name, row in facts["profile"].items():
+        yield f"profile.{name}", f"{row['kind']} {row.get('status', '-')}; needs {' '.join(row['needs']) or '-'}"
     for name, row in facts["fact"].items():
         yield f"fact.{name}", row["rule"]
     for name, row in facts["metric"].items():
@@ -85,7 +86,7 @@ def _vectors(facts: Facts) -> Iterator[tuple[str, str]]:
             yield f"{suite['suite']}/{case['id']}", hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_LOCKS = {"clauses": _clauses, "registry": _registry, "vectors": _vectors}
+_LOCKS = {"clauses": _clauses, "registry": registry_rows, "vectors": _vectors}
 
 
 def _path(name: str) -> Path:
@@ -133,10 +134,7 @@ def renew(facts: Facts, why: str) -> list[str]:
     settled = [line for line in differences(facts) if "the changelog does not" not in line]
     if not settled:
         return []
-    text = CHANGELOG.read_text()
-    if _SECTION not in text:
-        raise RegistryError(f"CHANGELOG.md has no section {_SECTION!r}")
-    CHANGELOG.write_text(text.replace(f"{_SECTION}\n\n", f"{_SECTION}\n\n* {why}\n", 1))
+    _log(facts, why)
     for name, rows in _LOCKS.items():
         _, held = _held(name)
         now = dict(rows(facts))
@@ -144,3 +142,25 @@ def renew(facts: Facts, why: str) -> list[str]:
             body = "".join(f"{key} | {value}\n" for key, value in now.items())
             _path(name).write_text(f"# {why}\n{body}")
     return settled
+
+
+def opened(facts: Facts, why: str) -> None:
+    """Write to the changelog, and into all locks, that a candidate was opened."""
+    head = f"{version(facts)} is opened: "
+    lines = CHANGELOG.read_text().splitlines(keepends=True)
+    CHANGELOG.write_text("".join(line for line in lines if not line.startswith(f"* {head}")))
+    _log(facts, why := head + why)
+    for name, rows in _LOCKS.items():
+        body = "".join(f"{key} | {value}\n" for key, value in _unique(name, rows(facts)))
+        _path(name).write_text(f"# {why}\n{body}")
+
+
+def _log(facts: Facts, why: str) -> None:
+    """Write a line to the section of today's version, which is begun if there is none."""
+    text, section = CHANGELOG.read_text(), f"### Spec {version(facts)}\n\n"
+    before, first, after = text.partition("### Spec ")
+    if not first:
+        raise RegistryError("CHANGELOG.md has no section '### Spec'")
+    if section not in text:
+        text = f"{before}{section}\n{first}{after}"
+    CHANGELOG.write_text(text.replace(section, f"{section}* {why}\n", 1))

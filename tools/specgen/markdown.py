@@ -11,7 +11,7 @@ from tools.specgen.clauses import binds, clauses
 from tools.specgen.drawings import about
 from tools.specgen.lint import RegistryError
 from tools.specgen.named import REASONS, exemptions
-from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves
+from tools.specgen.registry import HEAD, ROOT, SPEC, Facts, moves, version
 
 __all__ = ["pages", "renewed"]
 
@@ -366,9 +366,21 @@ def decisions(_facts: Facts) -> str:
     return "\n".join(out).rstrip()
 
 
+def stated(facts: Facts) -> str:
+    """The specification's version."""
+    return f"Version {version(facts)}."
+
+
+def candidates(facts: Facts) -> str:
+    """Every candidate and why it was opened."""
+    out = ["| candidate | day | why |", "|---|---|---|"]
+    return "\n".join([*out, *(f"| {row['version']} | {row['day']} | {row['why']} |" for row in facts["candidate"])])
+
+
 PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
-    "../README.md": {"profiles": profiles},
+    "../README.md": {"version": stated, "profiles": profiles},
     "../rationale/choices.md": {"decisions": decisions},
+    "../versions.md": {"candidates": candidates},
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},

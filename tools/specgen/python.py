@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from tools.specgen.registry import HEAD, Facts, moves
+from tools.specgen.registry import HEAD, Facts, moves, version
 
 __all__ = [
     "enums_module",
@@ -200,6 +200,7 @@ def tables_module(facts: Facts) -> str:
     out = [
         f'"""Tables that the codec is made of. {HEAD}"""',
         _TABLES_HEAD,
+        f'SPEC = "{version(facts)}"',
         f"MAGIC = {_source(protocol['magic'].encode())}",
         f"MAJOR = {protocol['major']}",
         f"MINOR = {protocol['minor']}",

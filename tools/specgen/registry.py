@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HEAD", "REGISTRY", "ROOT", "SPEC", "Facts", "load", "moves"]
+__all__ = [
+    "CORE",
+    "HEAD",
+    "REGISTRY",
+    "ROOT",
+    "SPEC",
+    "Facts",
+    "as_json",
+    "load",
+    "moves",
+    "number",
+    "profiles",
+    "version",
+]
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +55,54 @@ def load() -> Facts:
         "doc": "Optional behaviour, offered in Hello and chosen in Welcome.",
         "values": {name: row["value"] for name, row in features.items()},
         "docs": {name: row["doc"] for name, row in features.items()},
+        "since": {name: row["since"] for name, row in features.items()},
     }
     return facts
+
+
+def number(facts: Facts) -> tuple[int, int]:
+    """The major and minor version."""
+    return facts["protocol"]["major"], facts["protocol"]["minor"]
+
+
+def version(facts: Facts) -> str:
+    """The specification's version: that of its last candidate, or a draft of a minor version that has none yet."""
+    ours = ".".join(map(str, number(facts)))
+    last: str = facts["candidate"][-1]["version"] if facts["candidate"] else ""
+    return last if last.partition("-")[0] == ours else f"{ours}-draft"
+
+
+def as_json(facts: Facts) -> str:
+    """The text of `registry.json`: the registry and the specification's version."""
+    return json.dumps({"version": version(facts), **facts, "profiles": profiles(facts)}, indent=1) + "\n"
+
+
+CORE = "codec"
+"""The profile that everybody has."""
+
+
+def profiles(facts: Facts) -> dict[str, list[str]]:
+    """By message, struct and enum, the profiles that have it: those of its features, or of the messages that contain it."""
+    of = {feature: name for name, row in facts["profile"].items() for feature in row.get("features", ())}
+    bodies: Facts = facts["struct"] | facts["message"]
+    found: dict[str, set[str]] = {name: set() for name in (*bodies, *facts["enum"])}
+    inside = {
+        name: re.findall(r"(?:struct|enum):(\w+)", " ".join(f["type"] for f in b["field"]))
+        for name, b in bodies.items()
+    }
+    contained = {name for names in inside.values() for name in names}
+
+    def mark(name: str, profile: str) -> None:
+        if name in found and profile not in found[name]:
+            found[name].add(profile)
+            for other in inside.get(name, ()):
+                mark(other, profile)
+
+    for name, body in bodies.items():
+        if "id" in body or name not in contained:
+            for profile in {of[feature] for feature in body.get("feature", ())} or {body.get("profile", CORE)}:
+                mark(name, profile)
+    return {name: [CORE] if CORE in names else sorted(names) for name, names in found.items()}
 
 
 def moves(facts: Facts, name: str) -> list[tuple[str, str, str, tuple[str, ...]]]:

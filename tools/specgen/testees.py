@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools.specgen.registry import ROOT, Facts
+from tools.specgen.registry import ROOT, Facts, number
 
 __all__ = ["testees"]
 
@@ -72,7 +72,8 @@ def _c(facts: Facts) -> str:
     """Tables in C: limits, enums, and of each message and struct its fields and rules."""
     limits = {name: row["value"] for name, row in facts["limit"].items() if row["scope"] == "body"}
     enums, layouts = _enums(facts), facts["struct"] | facts["message"]
-    lines = [f"enum {{ MAJOR = {facts['protocol']['major']}, MINOR = {facts['protocol']['minor']} }};"]
+    major, minor = number(facts)
+    lines = [f'#define SPEC "{major}.{minor}"', f"enum {{ MAJOR = {major}, MINOR = {minor} }};"]
     lines += ["enum { " + ", ".join(f"{name.upper()} = {value}" for name, value in limits.items()) + " };"]
     lines += [
         f"enum {{ {', '.join(f'E_{name}' for name in enums)} }};",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 import attrs
 
-from tools.specgen.registry import SPEC, Facts
+from tools.specgen.registry import SPEC, Facts, version
 
-__all__ = ["Body", "Case", "Node", "binary", "ext", "numbers", "raw", "text", "uint", "vectors"]
+__all__ = ["Body", "Case", "Node", "binary", "ext", "numbers", "raw", "text", "turned", "uint", "vectors"]
 
 _BITS = {"u8": 8, "u16": 16, "u32": 32, "u64": 64}
 _UNKNOWN, _GREASE, _OPEN = 0x3FFF, 0x801B, 0xF0F0
@@ -40,12 +41,15 @@ def vectors(facts: Facts) -> dict[Path, str]:
     for name in (*facts["message"], *_BARE):
         cases = list(Body(facts, name, judged).cases())
         lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
-        head = (
-            f'{{"suite": "{name}", "version": "1.0-draft", "made": "by tools.specgen from the registry", "cases": [\n'
-        )
+        head = f'{{"suite": "{name}", "version": "{version(facts)}", "made": "by tools.specgen from the registry", "cases": [\n'
         number = f"{facts['message'][name]['id']:04x}" if name in facts["message"] else "struct"
         files[SPEC / f"vectors/codec/{number}-{name}.json"] = f"{head}{lines}\n]}}\n"
     return files
+
+
+def turned(owner: str, field: Facts) -> int:
+    """A number of a field, by which it takes some of many cases: its own, so that no other field changes which."""
+    return zlib.crc32(f"{owner}.{field['name']}".encode())
 
 
 def uint(value: int) -> bytes:
@@ -154,7 +158,6 @@ class Body:
         self.facts, self.name, self.judged = facts, name, judged
         self.bare = name not in facts["message"]
         self.body = self._body(name)
-        self.turn = self.body.get("id", 0)
         self.least = self._struct(name, full=False)
         self.full = self._struct(name, full=True)
 
@@ -295,8 +298,7 @@ class Body:
         if self.bare:
             return body.hex()
         major = (0 if self.body["frozen"] else self.facts["protocol"]["major"]) if major is None else major
-        minor = self.facts["protocol"]["minor"] if major else 0
-        return (b"KVPW" + struct.pack("<BBHHHI", major, minor, self.body["id"], 0, 0, len(body)) + body).hex()
+        return (b"KVPW" + struct.pack("<BBHHHI", major, 0, self.body["id"], 0, 0, len(body)) + body).hex()
 
     def good(self, id_: str, clause: str, value: _Value, note: str) -> Case:
         kind = "struct" if self.bare else "message"
@@ -381,10 +383,10 @@ class Body:
 
     def _field(self, owner: str, f: Facts, at: tuple[int, ...], path: str) -> Iterator[Case]:
         if f["name"] in self._absent(owner, full=True):
-            whole, turn = self.full, self.turn
+            whole = self.full
             self.full = self._with(owner, f, at, path)
             yield from self._stated(owner, f, at, path)
-            self.full, self.turn = whole, turn
+            self.full = whole
             return
         yield from self._stated(owner, f, at, path)
 
@@ -418,10 +420,8 @@ class Body:
                 "a default nobody stated",
             )
         kind = self._kind(f["type"])
-        rows = _WRONG[kind]
-        for what, bytes_, note in (rows[self.turn % len(rows)], rows[(self.turn + 1) % len(rows)])[
-            : 2 if at[0] > 4 else 1
-        ]:
+        rows, turn = _WRONG[kind], turned(owner, f)
+        for what, bytes_, note in (rows[turn % len(rows)], rows[(turn + 1) % len(rows)])[: 2 if at[0] > 4 else 1]:
             yield self.bad(
                 f"{id_}-{what}",
                 "KVP-BODY-TYPE" if what not in ("signed", "timestamp") else "KVP-BODY-ARRAY-KIND",
@@ -430,7 +430,6 @@ class Body:
                 path,
                 note,
             )
-        self.turn += 1
         yield from getattr(self, f"_of_{kind}")(owner, f, at, path, id_)
 
     @staticmethod
@@ -465,7 +464,7 @@ class Body:
             )
         if not self._ruled(owner, f["name"]):
             edges = [e for e in (0x7F, 0x80, 0xFF, 0x100, 0xFFFF, 0x10000, 0xFFFFFFFF, 0x100000000) if low < e < high]
-            head = self.turn % 3 if at[0] > 4 or self.bare else 99  # sessions and ids are the same everywhere
+            head = turned(owner, f) % 3 if at[0] > 4 or self.bare else 99  # sessions and ids are the same everywhere
             inner = {f"{e:x}": e for e in edges[head::3]}
             for what, value in ({"low": low, "high": high} | inner).items():
                 good = _Value(_replaced(node, at, uint(value)), _json_replaced(self.full.json, path, str(value)))

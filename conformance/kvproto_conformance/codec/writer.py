@@ -178,14 +178,17 @@ def _whole(layout: Layout, values: dict[str, Any]) -> bytes:
     return made
 
 
-def write_frame(message: str, fields: dict[str, Any]) -> bytes:
-    """Return the canonical frame of a message from its fields in JSON form, or raise Refusal."""
+def write_frame(message: str, fields: dict[str, Any], minor: int = 0) -> bytes:
+    """Return the canonical frame of a message from its fields in JSON form, or raise Refusal.
+
+    `minor` is that of the session; every implementation of a major version speaks its minor version 0.
+    """
     layout = find(MESSAGES, message)
     values = _take_map(layout, fields, "")
     if _count(layout, values) > LIMITS["max_values"]:
         raise Refusal("TOO_LARGE", "")
     body = _whole(layout, values)
-    minor = 0 if layout.major == facts.FROZEN_MAJOR else facts.MINOR
+    minor = 0 if layout.major == facts.FROZEN_MAJOR else minor
     return struct.pack("<4sBBHHHI", facts.MAGIC, layout.major, minor, layout.number, 0, 0, len(body)) + body
 
 

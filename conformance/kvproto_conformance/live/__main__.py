@@ -14,13 +14,14 @@ def main() -> int:
     parser.add_argument("--role", choices=("source", "sink"), default="source")
     parser.add_argument("--level", choices=("L3", "L4"), default="L4")
     parser.add_argument("--only", default="", help="ids or titles with this text")
+    parser.add_argument("--id", action="append", help="only this one; may be given again")
     parser.add_argument("--world", action="append", help="only those of this world; may be given again")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("adapter", nargs="+")
     asked = parser.parse_args()
     chosen = [
         s for s in list_scenarios(asked.role, asked.level)
-        if asked.only in s.id + s.title and (not asked.world or s.world in asked.world)
+        if asked.only in s.id + s.title and s.id in (asked.id or [s.id]) and s.world in (asked.world or [s.world])
     ] * asked.repeat  # fmt: skip
     titles = {s.id: s.title for s in chosen}
     passed = checks = 0

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvproto_conformance.claims import extensions_with
 from kvproto_conformance.codec import write_frame
 from kvproto_conformance.codec.facts import LIMITS, MESSAGES
 from kvproto_conformance.live.lax import lax_frame
@@ -64,7 +65,7 @@ class Peer:
         """Send a message; `session` is filled in if the message has that field and it is not given."""
         if self.session and "session" in MESSAGES[name].names:
             fields.setdefault("session", self.session)
-        raw = write_frame(name, {k: v for k, v in fields.items() if v is not None})
+        raw = write_frame(name, {k: v for k, v in fields.items() if v is not None}, self.watch.minor)
         if self.greases:
             raw = greased(raw)
         frame = self.last[name] = self.watch.see(raw, SUITE)
@@ -89,6 +90,20 @@ class Peer:
                 fields[key] = self.session if key == "session" else self.next_id()
         self.misbehave(name, lax_frame(name, fields))
         return str(fields.get("request", ""))
+
+    def misplaced(self, name: str, *by: str, clause: str, **fields: Any) -> Frame | None:
+        """The refusal, `by` one of these messages, of a message that is not due.
+
+        None if nothing answers a message of an extension: a reader without it does not know the type
+        (KVP-VER-EXTENSION), nor whether it is a request's.
+        """
+        id = self.misstate(name, **fields)
+        if not extensions_with(name):
+            return self.expect(*by, where=lambda f: f.get("request", id) == id, seconds=6.0, clause=clause)
+        self.ask("Ping", "Pong", clause="KVP-ERR-ALONE")
+        answers = [frame for frame in self.heard if frame.name in by and frame.fields.get("request", id) == id]
+        self.heard = [frame for frame in self.heard if frame not in answers[:1]]
+        return answers[0] if answers else None
 
     def hear(self, seconds: float) -> Frame | None:
         """The next frame, after answering Pings and requests that were answered before."""

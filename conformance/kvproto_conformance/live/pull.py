@@ -72,7 +72,7 @@ class PullSource(Source):
         """Hear Registered of a Register."""
         id = asked.fields["request"]
         found = self.expect("Registered", where=lambda f: f["request"] == id, again=asked, clause="KVP-REG-MAP")
-        if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
+        if world.known(found.fields["routes"]) != self.routes() or found.fields["plan"] != self.planned["plan"]:
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
         return found
 
@@ -179,7 +179,7 @@ class PullSink(Sink):
             ("routes", self.routes(), "KVP-REG-ROUTES"), ("plan", self.planned["plan"], "KVP-REG-ROUTES"),
             ("access", "READ", "KVP-REG-ACCESS"),
         ):  # fmt: skip
-            if fields[name] != wanted:
+            if world.known(fields[name]) != wanted:
                 raise Missed(f"Register with {name} {fields[name]}, not {wanted}", clause)
         regions: Regions = {}
         for region in fields["regions"]:

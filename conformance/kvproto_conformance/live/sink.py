@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvproto_conformance.codec import read_struct
-from kvproto_conformance.codec.facts import ENUMS
+from kvproto_conformance.codec.facts import ENUMS, MAJOR, MINOR
 from kvproto_conformance.live import moving, world
 from kvproto_conformance.live.memory import Shared, boot_id
 from kvproto_conformance.live.peer import Missed, Peer
@@ -80,7 +80,7 @@ class Sink(Peer):
     def hello(self) -> Json:
         """The fields of a good Hello."""
         return {
-            "request": self.next_id(), "versions": [{"major": "1", "min_minor": "0", "max_minor": "0"}],
+            "request": self.next_id(), "versions": [{"major": str(MAJOR), "min_minor": "0", "max_minor": str(MINOR)}],
             "engine": self.name, "incarnation": str(self.incarnation), "rank": str(self.rank), "replica": "0",
             "role": "SINK", "offered": self.offered, "needed": self.needed,
             "limits": {"max_body": str(1 << 24), "max_transfers": "64"},
@@ -161,7 +161,7 @@ class Sink(Peer):
     def register(self, **changes: Any) -> Frame:
         """Register to Registered; raises Missed if the engine's routes, plan or transport differ from the suite's."""
         found = self.ask("Register", "Registered", clause="KVP-REG-MAP", **(self.registration() | changes))
-        if found.fields["routes"] != self.routes() or found.fields["plan"] != self.planned["plan"]:
+        if world.known(found.fields["routes"]) != self.routes() or found.fields["plan"] != self.planned["plan"]:
             raise Missed("Registered with other routes or another plan digest", "KVP-REG-CHECK")
         if (found.fields["epoch"], found.fields["transport"]) != (str(self.epoch), self.transport):
             raise Missed(f"Registered names {found.fields['transport']} and epoch {found.fields['epoch']}")

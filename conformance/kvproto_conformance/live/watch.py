@@ -11,7 +11,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvproto_conformance.codec import Refusal, read_frame
-from kvproto_conformance.codec.facts import MESSAGES
+from kvproto_conformance.codec.facts import FROZEN_MAJOR, MESSAGES
 from kvproto_conformance.data import REGISTRY
 
 __all__ = ["ENGINE", "SUITE", "Blamed", "Frame", "Watch"]
@@ -71,6 +71,8 @@ class Watch:
     def restart(self) -> None:
         """Watch for another session; the log goes on."""
         self.session: str | None = None
+        self.minor = 0
+        """The minor version of the session."""
         self.most = 0
         """The longest body that the suite accepts, in bytes; 0 until it has stated that."""
         self.features: set[str] = set()
@@ -118,8 +120,11 @@ class Watch:
         if frame.sender == ENGINE and 0 < self.most < len(frame.raw) - 16:
             text = f"{frame.name} with a body of {len(frame.raw) - 16} bytes, where {self.most} are taken"
             raise Blamed(frame.sender, text, "KVP-FRAME-W-LENGTH")
-        if frame.raw[5] != 0 or frame.raw[8:12] != bytes(4):
-            raise Blamed(frame.sender, f"{frame.name} with another minor, or flags that are not 0", "KVP-FRAME-W-ZERO")
+        minor = 0 if MESSAGES[frame.name].major == FROZEN_MAJOR else self.minor
+        if frame.raw[5] != minor:
+            raise Blamed(frame.sender, f"{frame.name} of minor {frame.raw[5]}, not {minor}", "KVP-FRAME-W-MAJOR")
+        if frame.raw[8:12] != bytes(4):
+            raise Blamed(frame.sender, f"{frame.name} with flags that are not 0", "KVP-FRAME-W-ZERO")
 
     def _check_sender(self, frame: Frame) -> None:
         role = _MESSAGES[frame.name]["sender"]
@@ -130,6 +135,7 @@ class Watch:
         if frame.name == "Welcome":
             if self.session is None:
                 self.session, self.features = stated, {str(f) for f in frame.fields["features"]}
+                self.minor = int(frame.fields["version"]["minor"])
         elif "session" in MESSAGES[frame.name].names and MESSAGES[frame.name].names["session"].required:
             if stated != self.session:
                 raise Blamed(frame.sender, f"{frame.name} of session {stated}, not {self.session}", "KVP-SES-ID")

@@ -15,7 +15,18 @@ from kvproto_conformance.codec import write_struct
 from kvproto_conformance.dcp import Deal
 from kvproto_conformance.sections import whole
 
-__all__ = ["content", "dealt", "digest_as_stated", "digest_of", "has_memory", "items_of", "lay_out", "mirror", "window"]
+__all__ = [
+    "content",
+    "dealt",
+    "digest_as_stated",
+    "digest_of",
+    "has_memory",
+    "items_of",
+    "known",
+    "lay_out",
+    "mirror",
+    "window",
+]
 
 Json = dict[str, Any]
 GAP = 64
@@ -134,6 +145,13 @@ def content(tokens: list[int], axes: Mapping[str, int]) -> str:
     if axes:
         stated["axes"] = [{"name": name, "length": str(axes[name])} for name in sorted(axes, key=str.encode)]
     return hashlib.sha256(write_struct("Content", stated)).hexdigest()
+
+
+def known(value: Any) -> Any:
+    """The same without fields that may be ignored, of which each side may send its own."""
+    if isinstance(value, list):
+        return [known(each) for each in value]
+    return {k: known(v) for k, v in value.items() if not k.startswith("x_")} if isinstance(value, dict) else value
 
 
 def digest_as_stated(geometry: str) -> str:

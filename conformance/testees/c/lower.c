@@ -6,7 +6,7 @@
  * sink.c includes this file and adds what a live engine does. In order: one side of a rank pair, rows, moves, windows that begin late, inline, the testee. */
 #ifndef CLAIM
 #define CLAIM "\"name\": \"lower.c\", \"version\": \"1\", \"language\": \"c\", \"role\": \"both\", \"level\": \"L2\", " \
-    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\"]"
+    "\"extensions\": [\"json\", \"streams\", \"deals\", \"sections\", \"spread\", \"cold\", \"verify\", \"staged\", \"inline\", \"epochs\", \"intent\", \"pull\", \"catalogue\", \"storage\"]"
 #endif
 #include "plan.c"
 

@@ -531,7 +531,7 @@ function writeFrame(layout, fields) {
 // ---- the testee ----
 
 const HELLO = {
-  driver: 1, name: "codec.mjs", version: "1", language: "javascript", role: "codec", level: "L1", extensions: ["json", "streams"],
+  driver: 1, spec: `${MAJOR}.${MINOR}`, name: "codec.mjs", version: "1", language: "javascript", role: "codec", level: "L1", extensions: ["json", "streams", "epochs", "intent", "inline", "staged", "pull", "catalogue", "storage"],
 };
 const bytes = (digits) => Buffer.from(digits, "hex");
 const OPS = {

@@ -1082,7 +1082,7 @@ pub fn answer(question: &Json) -> Option<String> {
         layouts.iter().find(|layout| layout.name == name).copied()
     };
     Some(match text("op")? {
-        "hello" => HELLO.to_string(),
+        "hello" => hello(HELLO),
         "decode" => told(read_frame(&from_hex(text("frame")?)?)),
         "encode" => {
             let layout = named(MESSAGES, "message")?;
@@ -1121,8 +1121,13 @@ pub fn answer(question: &Json) -> Option<String> {
 
 const HELLO: &str = concat!(
     r#""driver": 1, "name": "codec.rs", "version": "1", "language": "rust", "#,
-    r#""role": "codec", "level": "L1", "extensions": ["json", "streams"]"#,
+    r#""role": "codec", "level": "L1", "extensions": ["json", "streams", "epochs", "intent", "inline", "staged", "pull", "catalogue", "storage"]"#,
 );
+
+/// The answer to hello of a testee with this codec: the version that it was made for, and what it claims.
+pub fn hello(claim: &str) -> String {
+    format!("\"spec\": \"{MAJOR}.{MINOR}\", {claim}")
+}
 
 pub fn told(frame: Result<(&'static Layout, Record)>) -> String {
     result(frame, |(layout, record), out| {

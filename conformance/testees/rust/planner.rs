@@ -26,7 +26,7 @@ use plan::{digest, plan, Features, Plan};
 
 const HELLO: &str = concat!(
     r#""driver": 1, "name": "planner.rs", "version": "1", "language": "rust", "role": "both", "level": "L2", "#,
-    r#""extensions": ["cold", "deals", "inline", "json", "sections", "spread", "staged", "streams", "verify"]"#,
+    r#""extensions": ["catalogue", "cold", "deals", "epochs", "inline", "intent", "json", "pull", "sections", "spread", "staged", "storage", "streams", "verify"]"#,
 );
 
 fn main() -> std::io::Result<()> {
@@ -36,7 +36,7 @@ fn main() -> std::io::Result<()> {
 /// The entries of an answer; nothing where the question is not one that is known.
 fn answer(question: &Json) -> Option<String> {
     Some(match question.get("op")?.text()? {
-        "hello" => HELLO.to_string(),
+        "hello" => codec::hello(HELLO),
         "plan" => planned(question)?,
         "owner" => dealt(
             question,
