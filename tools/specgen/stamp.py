@@ -17,6 +17,8 @@ _PAGES = [ROOT / page for page in ("README.md", "conformance/README.md", "docs/i
 
 def stamped(facts: Facts, made: Container[Path]) -> dict[Path, str]:
     """Vectors that scripts and hands have made, and pages that show a verdict, with today's version."""
-    files = {path: _VECTORS for path in sorted((SPEC / "vectors").rglob("*.json")) if path not in made}
-    files |= dict.fromkeys(_PAGES, _TEXT)
-    return {path: form.sub(version(facts), path.read_text()) for path, form in files.items()}
+    now = version(facts)
+    vectors = [path for path in sorted((SPEC / "vectors").rglob("*.json")) if path not in made]
+    return {path: _VECTORS.sub(now, path.read_text(), count=1) for path in vectors} | {
+        path: _TEXT.sub(now, path.read_text()) for path in _PAGES
+    }
