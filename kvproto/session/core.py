@@ -267,7 +267,7 @@ class Session:
             self._close()
 
     def lose(self, reason: str) -> None:
-        """Give up the session; this proves nothing about the peer (KVP-SES-DEAD)."""
+        """Give up the session; this proves nothing about the peer (KVP-END-REUSE)."""
         if self.open:
             self._close()
             self.tell(Disconnected(self.name, reason))

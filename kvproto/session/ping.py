@@ -1,6 +1,6 @@
 """Ping and Pong: a side that has received nothing for a while sends Ping, and an open session always answers.
 
-Silence proves nothing (KVP-SES-DEAD). A peer that has not answered within a second `ping_silence` is suspect: nothing
+Silence proves nothing (KVP-END-REUSE). A peer that has not answered within a second `ping_silence` is suspect: nothing
 new is sent to it, and nothing is released. A Ping that is not answered for `patience` ends the session, like any
 request that is given up, and frees no page.
 """

@@ -10,7 +10,7 @@ from kvproto.wire.enums import DType
 
 
 def test_the_window_of_a_hand_off_grant_is_zero() -> None:
-    """KVP-HND-W-WINDOW: it needs no items either, and the engine names no pages for it."""
+    """KVP-HND-WINDOW: it needs no items either, and the engine names no pages for it."""
     groups = mla(0, "target", 0, 8, 4), handoff(1, "first token", {"token": (DType.I32, 4)})
     geometry = Geometry(
         replica=0, facts=(), groups=groups, ranks=(Rank(rank=0, owns=tuple(owns(g, [0]) for g in groups)),)

@@ -338,7 +338,7 @@ def test_an_abort_ends_the_resends_of_its_transfer() -> None:
 
 
 def test_silence_is_asked_about_and_proves_nothing() -> None:
-    """KVP-SES-PING, KVP-SES-PONG, KVP-SES-DEAD, KVP-SES-LOST."""
+    """KVP-SES-PING, KVP-SES-PONG, KVP-SES-LOST."""
     world = Heard()
     for endpoint in (world.sinks["d0"], world.sources["s0"]):
         assert endpoint.next_deadline() == PING_SILENCE

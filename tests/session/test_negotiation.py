@@ -28,7 +28,7 @@ def terms(row: dict[str, Any]) -> Terms:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
 def test_vectors(case: dict[str, Any]) -> None:
-    """KVP-NEG-VERSION, KVP-NEG-FEATURE, KVP-NEG-CHOOSE, KVP-NEG-IGNORE, KVP-GREASE-TAKE."""
+    """KVP-NEG-VERSION, KVP-NEG-FEATURE, KVP-NEG-CHOOSE, KVP-NEG-IGNORE."""
     sink, source = terms(case["sink"]), terms(case["source"])
     if "error" in case:
         with pytest.raises(RemoteError) as caught:

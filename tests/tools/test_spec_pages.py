@@ -175,3 +175,19 @@ def test_colours_of_a_page_reach_only_its_drawings() -> None:
     assert rules
     for rule in rules:
         assert all(one.startswith("figure.drawing ") for one in rule[: rule.index("{")].split(", "))
+
+
+def test_the_core_is_small() -> None:
+    """At most 130 KB to read, 160 clauses of a source and 115 of a sink."""
+    first = (SPEC / "../README.md").read_text()
+    listed = first.partition("The core, in this order")[2].partition("If you need it")[0]
+    pages = re.findall(r"\]\(v1/([\w-]+\.md)\)", listed)
+    assert len(pages) == 12
+    assert len(first) + sum(len((SPEC / page).read_text()) for page in pages) <= 130_000
+    facts = load()
+    core = [clause for clause in clauses.clauses(facts).values() if facts["profile"][clause.profile]["kind"] == "core"]
+    assert {clause.page for clause in core} <= {*pages, "parts.md", "dcp.md"}
+    source, sink = (sum(clauses.binds(clause, side) for clause in core) for side in ("source", "sink"))
+    assert source <= 160
+    assert sink <= 115
+    assert f"The smallest source keeps {source} clauses and the smallest sink {sink}," in first

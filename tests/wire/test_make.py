@@ -218,9 +218,7 @@ def test_every_clause_of_bytes_has_a_vector() -> None:
     assert cited <= clauses.clauses(load()).keys()
 
 
-UNSHOWN = {
-    "KVP-BODY-IGNORE-LOST",  # of what a program does with a message that it has read
-}
+UNSHOWN = {}
 
 
 def test_every_clause_is_named_or_exempt() -> None:

@@ -77,7 +77,9 @@ _EITHER = {"pull", "epochs"}
 
 
 def binds(clause: Clause, side: str) -> bool:
-    """Whether a clause binds a side, "source" or "sink"."""
+    """Whether a side, "source" or "sink", has a clause to keep; what it MAY do is none."""
+    if clause.keyword == "MAY":
+        return False
     either = clause.role in ("owner", "holder") and clause.profile in _EITHER
     return either or side in _BINDS.get(clause.role, {"source", "sink"})
 

@@ -208,41 +208,63 @@ def index(facts: Facts) -> str:
 
 def profiles(facts: Facts) -> str:
     """What an implementation may be, and what each extension adds."""
-    known, kinds = (
-        list(clauses(facts).values()),
-        {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"},
-    )
     out = []
-    for kind, title in kinds.items():
-        out += [
-            f"**{title}**",
-            "",
-            "| profile | what it is | needs | feature | status | clauses: source, sink | check |",
-        ]
-        out.append("|---|---|---|---|---|---|---|")
-        for name, row in facts["profile"].items():
-            if row["kind"] == kind:
-                own = [c for c in known if c.profile == name]
-                counts = ", ".join(str(sum(binds(c, side) for c in own)) for side in ("source", "sink"))
-                features = row.get("features", ())
-                status = (
-                    row.get("status")
-                    or ", ".join(sorted({facts["feature"][f]["status"] for f in features}))
-                    or "stable"
-                )
-                needs = ", ".join(facts["profile"][n]["title"].lower() for n in row["needs"])
-                check = f"`{row['check']}`" if row["check"].startswith("--") else row["check"]
-                cells = (f"[{row['title']}](v1/clauses.md#{_anchor(row['title'])})", row["doc"], needs)
-                out.append(f"| {' | '.join((*cells, ', '.join(features), status, counts, check))} |")
-        out.append("")
-        if kind == "core":
-            core = [c for c in known if facts["profile"][c.profile]["kind"] == kind]
-            source, sink = (sum(binds(c, side) for c in core) for side in ("source", "sink"))
-            out += [
-                f"A source of the core has {source} clauses to keep, and a sink {sink}, of {len(known)} in all.",
-                "",
-            ]
+    for kind, title in {"core": "Core", "extension": "Extensions", "beside": "Beside the protocol"}.items():
+        rows = {name: row for name, row in facts["profile"].items() if row["kind"] == kind}
+        heads = ["profile", "what it is", "needs", "feature", "status", "clauses", "check"]
+        if not any("features" in row for row in rows.values()):
+            heads.remove("feature")
+        out += [f"**{title}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        out += [_profile(name, row, facts, "feature" in heads) for name, row in rows.items()]
+        out += ["", *(_smallest(facts) if kind == "core" else ())]
     return "\n".join(out).rstrip()
+
+
+def _profile(name: str, row: Facts, facts: Facts, with_feature: bool) -> str:
+    own = [clause for clause in clauses(facts).values() if clause.profile == name]
+    source, sink = (sum(binds(clause, side) for clause in own) for side in ("source", "sink"))
+    kept = sum(clause.keyword != "MAY" for clause in own)
+    counts = str(kept) if source == sink or "engine" not in _needed(name, facts) else f"source {source}, sink {sink}"
+    statuses = {feature: facts["feature"][feature]["status"] for feature in row.get("features", ())}
+    status = row.get("status", "stable")
+    if statuses:
+        one = len(set(statuses.values())) == 1
+        status = statuses[row["features"][0]] if one else ", ".join(f"{f} {s}" for f, s in statuses.items())
+    needs = ", ".join(facts["profile"][other]["title"].lower() for other in row["needs"])
+    check = f"`{row['check']}`" if row["check"].startswith("--") else row["check"]
+    feature = [", ".join(statuses)] if with_feature else []
+    link = f"[{row['title']}](v1/clauses.md#{_anchor(row['title'])})"
+    return f"| {' | '.join((link, row['doc'], needs, *feature, status, counts, check))} |"
+
+
+def _needed(name: str, facts: Facts) -> set[str]:
+    """A profile and all that it needs."""
+    return {name}.union(*(_needed(other, facts) for other in facts["profile"][name]["needs"]))
+
+
+def _smallest(facts: Facts) -> list[str]:
+    """What the smallest engines have to keep, on one host and between two, and how they are checked."""
+    known = clauses(facts).values()
+    core = {name for name, row in facts["profile"].items() if row["kind"] == "core"}
+    apart = core | _needed("inline", facts) | _needed("curve", facts)
+    here, there = (
+        {side: sum(binds(clause, side) for clause in known if clause.profile in which) for side in ("source", "sink")}
+        for which in (core, apart)
+    )
+    names = [name for name, message in facts["message"].items() if "feature" not in message]
+    return [
+        f"The smallest source keeps {here['source']} clauses and the smallest sink {here['sink']}, of {len(known)} in all; both have"
+        f" {len(names)} messages: {', '.join(names)}.",
+        f"Between two hosts, without memory that both map, *{facts['profile']['inline']['title']}* and"
+        f" *{facts['profile']['curve']['title']}* come with it: {there['source']} and {there['sink']} clauses, all of them stable.",
+        "",
+        "```",
+        "kvproto-conformance run --role source --level L4 --live-source ./my-adapter -- ./my-testee",
+        "kvproto-conformance run --role sink --level L4 --live-sink ./my-adapter -- ./my-testee",
+        "kvproto-conformance run --role sink --level L4 --extension inline --extension curve --live-sink ./my-adapter -- ./my-testee",
+        "```",
+        "",
+    ]
 
 
 def _anchor(title: str) -> str:
@@ -384,15 +406,14 @@ PAGES: dict[str, dict[str, Callable[[Facts], str]]] = {
     "clauses.md": {"clauses": index, "exemptions": exempt},
     "example-register.md": {"dump": dump},
     "messages.md": {"messages": messages},
-    "messages-extensions.md": {"extension-messages": extension_messages},
+    "messages-extensions.md": {"features": features, "extension-messages": extension_messages},
     "errors.md": {"errors": errors},
     "framing.md": {"limits": limits, "predicates": predicates},
-    "negotiation.md": {"features": features},
     "model.md": {"facts": fact_names},
     "planning.md": {"plan-limits": plan_limits},
     "metrics.md": {"metrics": metrics},
     "parts.md": {"parts": parts, "groups": part_groups},
-    "zeromq.md": {"net-limits": net_limits},
+    "keys.md": {"net-limits": net_limits},
     "session.md": {"machines": machines, "delivery": delivery, "session-limits": session_limits},
 }
 

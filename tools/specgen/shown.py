@@ -25,7 +25,7 @@ REASONS = {
 }
 _BY_WRITING = ("KVP-FRAME-W-MAJOR", "KVP-FRAME-W-ZERO", "KVP-BODY-W-FORM")
 """Clauses of a writer that hold whenever its bytes are exactly those of the vector."""
-_BY_READING = ("KVP-JSON-W-KEYS", "KVP-JSON-W-INT", "KVP-JSON-W-BYTES", "KVP-JSON-W-ENUM", "KVP-BODY-IGNORE-LOST")
+_BY_READING = ("KVP-JSON-W-KEYS", "KVP-JSON-W-INT", "KVP-JSON-W-BYTES", "KVP-JSON-W-ENUM")
 """Clauses of the JSON form that hold whenever the fields are exactly those of the vector."""
 
 

@@ -185,8 +185,6 @@ class Source(Peer):
         bare = "INTENT" in self.watch.features and not any(grant["items"] for grant in windows)
         for grant in windows:
             group, first, count = groups[grant["group"]], int(grant["first"]), int(grant["count"])
-            if (first, count) != (0, 0) and not world.has_memory(group):
-                raise Missed("a hand-off grant with a window", "KVP-HND-W-WINDOW")
             need = world.items_of(group, first, count) if world.has_memory(group) else 0
             if not bare and group["cp_size"] == "1" and len(grant["items"]) != need:
                 raise Missed(f"{len(grant['items'])} items of {group['name']}, not {need}", "KVP-GRANT-COUNT")

@@ -171,7 +171,7 @@ def _pings(run: DecodeRun) -> None:
     run.hand_over([source])
 
 
-@scenario("LIVE-323", "grease in every message of the source", "KVP-GREASE-TAKE", "KVP-BODY-IGNORE", role="sink",
+@scenario("LIVE-323", "grease in every message of the source", "KVP-BODY-IGNORE", role="sink",
           guards="What a later version adds ends an engine of today.")  # fmt: skip
 def _grease(run: DecodeRun) -> None:
     (source,) = run.source(offered=["VERIFY"])

@@ -25,7 +25,7 @@ def _feature(run: PrefillRun) -> None:
     run.refused(sink, id.fields["request"], "Refused", "FEATURE_MISSING", "needed", "KVP-NEG-FEATURE")
 
 
-@scenario("LIVE-143", "grease in Hello and in every message after it", "KVP-GREASE-TAKE", "KVP-NEG-IGNORE",
+@scenario("LIVE-143", "grease in Hello and in every message after it", "KVP-NEG-IGNORE",
           "KVP-BODY-IGNORE", guards="What a later version adds ends an engine of today.")  # fmt: skip
 def _grease(run: PrefillRun) -> None:
     sink = run.sink(offered=["VERIFY"])
