@@ -182,10 +182,10 @@ class Copy:
 @pytest.fixture
 def repository(tmp_path: Path) -> Copy:
     ignored = shutil.ignore_patterns("__pycache__", "target")
-    for name in ("spec", "tools", "kvproto", "conformance", "tests"):
+    for name in ("spec", "docs", "tools", "kvproto", "conformance", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("CHANGELOG.md", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
     return Copy(tmp_path)
 
 
