@@ -139,6 +139,4 @@ class Owner:
 
 def refused(path: str, mine: str, yours: str) -> LocalError:
     """An error of what this back end does not state."""
-    return LocalError(
-        ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/sglang-reference.md lists what this back end states"
-    )
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/sglang-reference.md: what is stated")

@@ -216,6 +216,4 @@ def _packed(layers: Layers, strides: bool) -> Stated:
 
 def refused(path: str, mine: str, yours: str) -> LocalError:
     """An error of what this connector cannot state."""
-    return LocalError(
-        ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm-reference.md lists what this connector states"
-    )
+    return LocalError(ErrorCode.BAD_COLUMNS, path, mine, yours, "docs/vllm-reference.md: what is stated")

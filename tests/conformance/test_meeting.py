@@ -22,7 +22,7 @@ from kvproto_conformance.live import Result, list_scenarios
 from kvproto_conformance.live import run as run_live
 from kvproto_conformance.meeting import Sample, Version, heard, meet, negotiate
 from kvproto_conformance.run import Wrong, run
-from kvproto_conformance.testee import Testee
+from kvproto_conformance.testee import Testee as Driver
 from tools import made_up
 from tools.specgen.registry import ROOT
 from tools.specgen.registry import load as registry
@@ -34,8 +34,8 @@ PRODUCT = [sys.executable, str(TESTEES / "python_kvproto.py")]
 TODAY = Version(registry())
 
 
-def started(command: list[str]) -> Testee:
-    testee = Testee(command, patience=20)
+def started(command: list[str]) -> Driver:
+    testee = Driver(command, patience=20)
     assert isinstance(testee.greet({"op": "hello", "driver": 1}), dict)
     return testee
 
@@ -70,7 +70,7 @@ class Later:
 
     version: Version
     vectors: Path
-    testee: Testee
+    testee: Driver
 
 
 @pytest.fixture(scope="module", params=LATER, ids="-".join)
@@ -117,14 +117,14 @@ def wrong(met: Iterable[Wrong | None]) -> list[str]:
 
 
 @IN_PYTHON
-def test_today_reads_what_a_later_version_writes(today: Testee, later: Later) -> None:
+def test_today_reads_what_a_later_version_writes(today: Driver, later: Later) -> None:
     """KVP-VER-SINCE: additions are skipped, kept or never said; of a later major what is frozen is read."""
     met = list(meet(sentences(later.vectors), later.testee, today, (later.version, TODAY)))
     assert len(met) > 120
     assert wrong(met) == []
 
 
-def test_a_later_version_reads_what_today_writes(today: Testee, later: Later) -> None:
+def test_a_later_version_reads_what_today_writes(today: Driver, later: Later) -> None:
     assert wrong(meet(TODAYS, today, later.testee, (TODAY, later.version))) == []
 
 
@@ -135,7 +135,7 @@ def test_a_later_version_reads_all_that_it_writes(later: Later) -> None:
 
 
 @IN_PYTHON
-def test_today_and_later_negotiate(today: Testee, later: Later) -> None:
+def test_today_and_later_negotiate(today: Driver, later: Later) -> None:
     """KVP-NEG-VERSION, KVP-NEG-IGNORE: the lower minor and no feature that one does not know, or no common version."""
     terms = later.version.terms
     both = {**terms, "versions": [*terms["versions"], *TODAY.terms["versions"]]}
@@ -170,7 +170,7 @@ def test_what_an_older_reader_makes_of_an_addition(
     assert heard(Sample("", "message", name, fields), next_minor, TODAY) == expected
 
 
-def test_an_addition_that_is_not_skipped_is_found(today: Testee) -> None:
+def test_an_addition_that_is_not_skipped_is_found(today: Driver) -> None:
     """Were an older reader to keep what it should skip, the meeting would say so."""
     ping = Sample("ping", "message", "Ping", {"session": "1", "request": "2"})
     closed = Version(json.loads(json.dumps(TODAY.facts)))
