@@ -41,7 +41,7 @@ def started(command: list[str]) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def today() -> Iterator[Testee]:
+def today() -> Iterator[Driver]:
     with started(PRODUCT) as testee:
         yield testee
 
