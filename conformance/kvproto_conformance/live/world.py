@@ -25,6 +25,7 @@ __all__ = [
     "known",
     "lay_out",
     "mirror",
+    "other_rows",
     "window",
 ]
 
@@ -45,7 +46,7 @@ def mirror(geometry: Json, ranks: int = 1, replica: int = 0) -> Json:
         if "live_rows" in group:
             group["rows"] = group["live_rows"]
         elif not any("encoding" in part for part in group["parts"]):
-            group["rows"] = str(_other_rows(group))
+            group["rows"] = str(other_rows(group))
         groups.append(group)
         layers = {
             int(x) for r in geometry["ranks"] for s in r["owns"] if s["group"] == theirs["id"] for x in s["layers"]
@@ -76,7 +77,8 @@ def dealt(geometry: Json, ranks: int, interleave: int, origin: int) -> Json:
     return made | {"ranks": stated}
 
 
-def _other_rows(group: Json) -> int:
+def other_rows(group: Json) -> int:
+    """Rows of an item of the suite, where the engine's has those of `group`: another number, if there may be one."""
     rows = int(group["rows"])
     if group["kind"] == "RING":
         return rows + MORE_RING

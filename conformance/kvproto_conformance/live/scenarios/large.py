@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvproto_conformance.live import world
 from kvproto_conformance.live.memory import Bytes, holds
 from kvproto_conformance.live.peer import Missed
 from kvproto_conformance.live.prefill import PrefillRun
@@ -24,8 +25,8 @@ _ATTEMPTS = 5
 
 
 def _ready(run: PrefillRun, *offered: str) -> Sink:
-    rows = next(int(group["rows"]) for group in run.live.geometry["groups"] if group["kind"] == "PAGE")
-    sink = run.ready(items=-(-2 * _TOKENS // rows), offered=offered)
+    pages = [group for group in run.live.geometry["groups"] if group["kind"] == "PAGE"]
+    sink = run.ready(items=max(-(-_TOKENS // world.other_rows(group)) for group in pages), offered=offered)
     run.chosen(sink)
     return sink
 
