@@ -230,7 +230,7 @@ for _id, _world in (("LIVE-874", "gqa"), ("LIVE-875", "mla"), ("LIVE-876", "hybr
           guards=_PARSER, level="L4")  # fmt: skip
 def _silent(run: DecodeRun) -> None:
     source = run.one()
-    for name in ("Accepted", "Pong", "Data", "Credit", "Drained", "Error"):
+    for name in ("Accepted", "Pong", "Welcome", "Goodbye", "Drained", "Error"):
         source.misbehave(f"{name} of junk", raw_frame(name, b"\x81\x01\xc0"))
     source.ask("Ping", "Pong")
     said = [frame.name for frame in source.heard if frame.name != "Credit"]
