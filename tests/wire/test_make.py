@@ -189,6 +189,8 @@ def test_lock_is_renewed_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path
 CLAUSES = {
     "two key words": ("MUST ignore the minor", "MUST ignore the minor, and MAY log it"),
     "no key word": ("MUST ignore the minor", "ignores the minor"),
+    "where in place of if": ("MUST ignore the minor", "MUST ignore the minor where VERIFY is chosen"),
+    "not understood alone": ("MUST ignore the minor", "MUST ignore the minor as the table above says"),
     "no role": ("A reader MUST ignore the minor", "One MUST ignore the minor"),
     "two errors": ("MUST ignore the minor", "MUST refuse the minor with `BAD_MAGIC` or `BAD_TYPE`"),
     "id twice": ("`KVP-FRAME-MINOR`", "`KVP-FRAME-MAGIC`"),

@@ -21,6 +21,10 @@ _ROLE = re.compile(
     r"\b(?:An?|The) (?:[a-z]+ )*?(writer|reader|source|sink|side|owner|holder|maker|implementation|testee)\b"
 )
 _NAME = re.compile(r"`([A-Z][A-Z_]+)`")
+_UNQUOTABLE = re.compile(
+    r"\bwhere\b.*\bchosen\b|\b(clauses?|sentences?|table|rule) (above|below)\b|\bwhere (the field|stdin)\b"
+)
+"""What a clause does not say: a condition that begins with where, and what can be found on its page alone."""
 
 _TABLE = re.compile(r"^(\|.* refused by \|.*)\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 
@@ -53,6 +57,7 @@ def clauses(facts: Facts) -> dict[str, Clause]:
             errors = {n for n in _NAME.findall(text) if n in facts["error"]}
             at = f"{path.name}: {id_}"
             _need(id_ not in by_id, f"{at}: the id comes twice")
+            _need(not _UNQUOTABLE.search(text), f"{at}: not understood alone, or where in place of if")
             _need(len(keywords) == 1, f"{at}: one key word, not {keywords}")
             _need(role is not None, f"{at}: no role")
             _need(len(errors) <= 1, f"{at}: one error, not {sorted(errors)}")
