@@ -355,8 +355,8 @@ class SinkTransfers(Extension):
 
     def accepted(self, message: m.Accepted, now: float) -> None:
         """Handle Accepted."""
-        self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
+        self._session.answered(message.request, m.Transfer, m.Grant)
         if attempt is not None:
             self.mark_accepted(attempt)
 
