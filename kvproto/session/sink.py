@@ -45,7 +45,7 @@ class SinkSession(Session):
         replica: tuple[str, int] | None = None,
         rank: int | None = None,
     ) -> None:
-        """`proving` are the transports with which the writer's death is proof; `replica` and `rank` are who must answer."""
+        """`proving`: transports with which the writer's death is proof; `replica` and `rank` are who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
         """The addresses of the ranks of the source's replica, by rank."""

@@ -53,6 +53,19 @@ def _second_drained(run: DecodeRun) -> None:
     run.hand_over([source])
 
 
+@scenario("LIVE-905", "Done crosses an Abort, and Drained proves nothing", "KVP-SES-ANSWERED", role="sink",
+          guards=_KEPT, level="L4", maps=True)  # fmt: skip
+def _done_crosses(run: DecodeRun) -> None:
+    source, prompt, asked = begun(run)
+    source.move(asked, prompt.seed)
+    abort = _aborted(run, source, prompt)
+    source.acknowledged(source.done(asked, run.handed(source, prompt), prompt.seed))
+    source.reply(abort, "Drained", proof="UNPROVABLE")
+    run.lost(prompt, "ABORTED", free=False)
+    _is_free(run, source, prompt, "KVP-SES-ANSWERED")
+    run.hand_over([source])
+
+
 @scenario("LIVE-889", "Drained of another sequence under the id of an Abort", "KVP-SES-STATE", role="sink",
           guards=_PAGES, level="L4", maps=True)  # fmt: skip
 def _drained_of_another(run: DecodeRun) -> None:
