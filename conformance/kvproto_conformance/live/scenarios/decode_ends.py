@@ -126,6 +126,9 @@ def _unknown(run: DecodeRun) -> None:
         run.deliver(source, asked, prompt)
         run.arrived(prompt)
         return
+    found = run.state(prompt, 1.0)
+    if not run.check("the session is over", found["state"] == "lost", str(found), "KVP-SES-REVOKED"):
+        return
     source.over()
     if hello is not None:
         source.heard.append(source.watch.see(hello.raw, ENGINE))
