@@ -314,6 +314,6 @@ def _registered(change: Json) -> Any:
     return script
 
 
-for _id, _change in (("LIVE-903", {"epoch": "7"}), ("LIVE-904", {"transport": "NIXL"})):
-    scenario(_id, f"a Registered with another {next(iter(_change))}", "KVP-REG-CHECK", role="sink", guards=_ANOTHER,
-             level="L4")(_registered(_change))  # fmt: skip
+for _id, _field, _value in (("LIVE-903", "epoch", "7"), ("LIVE-904", "transport", "NIXL")):
+    scenario(_id, f"a Registered with another {_field}", "KVP-REG-CHECK", role="sink", guards=_ANOTHER,
+             level="L4")(_registered({_field: _value}))  # fmt: skip
