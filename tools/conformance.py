@@ -21,7 +21,7 @@ from typing import Any
 
 from kvproto_conformance import html, report
 from kvproto_conformance.__main__ import main as conformance
-from kvproto_conformance.claims import SUITES
+from kvproto_conformance.claims import EXTENSIONS, SUITES
 from tools.specgen.registry import ROOT
 
 TESTEES = ROOT / "conformance/testees"
@@ -124,7 +124,11 @@ def frameworks() -> int:
     for name, adapter in FRAMEWORKS.items():
         for role in ("source", "sink") if importlib.util.find_spec(name) else ():
             print(f"\n{name}, {role}", flush=True)
-            asked = ["--role", role, "--level", "L3", *(word for world in WORLDS for word in ("--world", world))]
+            worlds, extensions = (
+                [word for name in names for word in (option, name)]
+                for option, names in (("--world", WORLDS), ("--extension", EXTENSIONS))
+            )
+            asked = ["--role", role, "--level", "L3", *worlds, *extensions]
             command = [sys.executable, "-m", "kvproto_conformance.live", *asked, "--", sys.executable, str(adapter)]
             ran = subprocess.run(command, check=False)
             worst = max(worst, ran.returncode)

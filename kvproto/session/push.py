@@ -100,6 +100,8 @@ class DoneHandler(Extension):
             attempt.done = message
             self._session.move(attempt, "Done")
             self._session.move(attempt, "DoneAck")
+        elif attempt is not None and attempt.state == TransferState.ABORTING:
+            attempt.proof = Proof.PROVEN
         self._session.reply(m.DoneAck, message)
 
     handlers: Handlers = ((m.Done, _done),)

@@ -123,7 +123,7 @@ class Owner(Extension):
             _check_routes(message, owned.described)
             if message.epoch != owned.number:
                 mine, yours = str(owned.number), str(message.epoch)
-                raise RemoteError(ErrorCode.FIELD_CONFLICT, "epoch", mine, yours, "answer the epoch of the Register")
+                raise RemoteError(ErrorCode.OUT_OF_RANGE, "epoch", mine, yours, "answer the epoch of the Register")
             if owned.take is not None:
                 owned.delivery = owned.take(owned, message)
         except RemoteError as error:

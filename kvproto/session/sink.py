@@ -43,8 +43,9 @@ class SinkSession(Session):
         offered: tuple[Feature, ...],
         proving: Collection[int],
         replica: tuple[str, int] | None = None,
+        rank: int | None = None,
     ) -> None:
-        """`proving` are the transports with which the writer's death is proof; `replica` is who must answer."""
+        """`proving`: transports with which the writer's death is proof; `replica` and `rank` are who must answer."""
         super().__init__(host, conn)
         self.endpoints: dict[int, str] = {}
         """The addresses of the ranks of the source's replica, by rank."""
@@ -55,7 +56,7 @@ class SinkSession(Session):
         """Why the source no longer allows this session, if so."""
         self.forgotten = False
         """Whether the source goes on, in the same run, but has forgotten this session, as this side was long silent."""
-        self._replica = replica
+        self._replica, self._rank = replica, rank
         self._terms, self._proving = Terms(offered), proving
         self._hello = 0
 
@@ -135,7 +136,7 @@ class SinkSession(Session):
         self.session = message.session
         try:
             check_welcome(self._terms, message)
-            self._check_replica(message)
+            self._check_place(message)
             self._check_run(message)
         except RemoteError as error:
             self.give_up(error)
@@ -167,12 +168,15 @@ class SinkSession(Session):
         else:
             super().refused(message, now)
 
-    def _check_replica(self, message: m.Welcome) -> None:
-        """Raise WRONG_PEER if another engine or replica than the expected one listens at the address."""
+    def _check_place(self, message: m.Welcome) -> None:
+        """Raise WRONG_PEER if another engine, replica or rank than the expected one listens at the address."""
         if self._replica is not None and self._replica != (message.engine, message.replica):
             mine, yours = "{} replica {}".format(*self._replica), f"{message.engine} replica {message.replica}"
             advice = f"another engine listens at {self.conn}: correct the address"
             raise RemoteError(ErrorCode.WRONG_PEER, "engine", mine, yours, advice)
+        if self._rank not in (None, message.rank):
+            mine, yours, advice = f"rank {self._rank} at {self.conn}", f"rank {message.rank}", "correct `endpoints`"
+            raise RemoteError(ErrorCode.WRONG_PEER, "rank", mine, yours, advice)
 
     def _check_run(self, message: m.Welcome) -> None:
         """Raise SUPERSEDED if a later run of this rank has answered before (KVP-SES-OLDER)."""

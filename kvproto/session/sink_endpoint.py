@@ -147,9 +147,9 @@ class SinkEndpoint(Endpoint):
             expected = f"{engine}{f' replica {replica}' * bool(replica)} at {self._seed}"
         self._greet(self._seed, now, expected)
 
-    def _greet(self, address: str, now: float, expected: str = "") -> None:
+    def _greet(self, address: str, now: float, expected: str = "", rank: int | None = None) -> None:
         if address not in self.sessions:
-            session = SinkSession(self, address, self._features, self._proving, self._replica)
+            session = SinkSession(self, address, self._features, self._proving, self._replica, rank)
             self.sessions[address], session.expected = session, expected
             session.hello(now)
 
@@ -577,7 +577,7 @@ class SinkEndpoint(Endpoint):
                 self.refused = RemoteError(ErrorCode.COVERAGE, "endpoints", f"rank {other}", yours, advice)
             elif other not in self._ranks and session.endpoints[other] != session.conn:
                 address = session.endpoints[other]
-                self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}")
+                self._greet(address, now, f"{attrs.evolve(session.peer, rank=other)} at {address}", other)
 
     def _progress(self, transfer: SinkTransfer, now: float) -> None:
         """Report offers of a transfer, fail it if it cannot succeed any more, and report its end."""

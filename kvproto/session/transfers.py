@@ -355,8 +355,8 @@ class SinkTransfers(Extension):
 
     def accepted(self, message: m.Accepted, now: float) -> None:
         """Handle Accepted."""
-        self._session.answered(message.request, m.Transfer, m.Grant)
         attempt = self.find(message)
+        self._session.answered(message.request, m.Transfer, m.Grant)
         if attempt is not None:
             self.mark_accepted(attempt)
 
@@ -396,7 +396,8 @@ class SinkTransfers(Extension):
             self._ended(attempt, message.proof)
 
     def _ended(self, attempt: SinkAttempt, proof: Proof) -> None:
-        attempt.proof = proof
+        if attempt.proof != Proof.PROVEN:  # as a Done that crossed the Abort is proof too
+            attempt.proof = proof
         self._session.move(attempt, "Drained")
 
     handlers = ((m.Accepted, accepted), (m.Failed, _failed), (m.Drained, _drained))

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import pytest
 import zmq
 
 from kvproto_conformance.__main__ import main
+from kvproto_conformance.claims import EXTENSIONS
+from kvproto_conformance.live import __main__ as alone
 from kvproto_conformance.live import list_scenarios, run, scenario
 from kvproto_conformance.live.engine import Engine, EngineFault
 from kvproto_conformance.live.memory import BadHandle
 from kvproto_conformance.live.nixl import Staging, read_handle, write_handle
 from kvproto_conformance.live.prefill import PrefillRun
-from kvproto_conformance.live.scenario import SCENARIOS
+from kvproto_conformance.live.running import Result
+from kvproto_conformance.live.scenario import SCENARIOS, Scenario
 from kvproto_conformance.live.wire import Dealer
 from tests.conformance.faulty_engine import FAULTS, found
 
@@ -48,6 +52,30 @@ def test_the_reference_passes(role: str, numbers: str) -> None:
     assert [(r.id, r.status, r.text) for r in results] == [(id, "pass", "") for id in ids]
     least = 3 if numbers.startswith("12") else 6  # of what is staged only the staging is checked
     assert all(len(result.checks) >= least for result in results)
+
+
+@pytest.mark.parametrize("role", ["source", "sink"])
+def test_extensions_are_asked_of_those_who_name_them(
+    role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine of the core looks whole; a scenario that is named by its id runs whatever it needs."""
+    played: list[set[str]] = []
+
+    def play(command: list[str], chosen: list[Scenario]) -> Iterator[Result]:
+        played.append({each.id for each in chosen})
+        return (Result(each.id, "pass", (), "", "", 0.0) for each in chosen)
+
+    monkeypatch.setattr(alone, "run", play)
+    every = {each.id: {*map(str.lower, each.extensions)} for each in list_scenarios(role)}
+    assert set().union(*every.values()) <= EXTENSIONS.keys()
+    some = next(id for id, needed in every.items() if needed)
+    for named in ([], ["verify"], ["staged"], [*EXTENSIONS]):
+        words = [word for name in named for word in ("--extension", name)]
+        assert alone.main(["--role", role, *words, "--", "adapter"]) == 0
+        assert played.pop() == {id for id, needed in every.items() if needed <= {*named}}
+        assert ("not run: " in capsys.readouterr().out) == (named != [*EXTENSIONS])
+    assert alone.main(["--role", role, "--id", some, "--", "adapter"]) == 0
+    assert played == [{some}]
 
 
 @pytest.mark.parametrize(("role", "id"), [("source", "LIVE-103"), ("sink", "LIVE-303")])

@@ -21,7 +21,7 @@ static void act(Session *session, const Layout *layout, const Node *map) {
             if (about_request || (name && (!strcmp(name, "NOT_ALLOWED") || !strcmp(name, "UNKNOWN_SESSION") || !strcmp(name, "SUPERSEDED")))) {
                 if (about_request) session->source->failed = name ? name : "INTERNAL";
                 end_session(session, name && strcmp(name, "UNKNOWN_SESSION") ? name : "PEER_LOST", about_request);
-            }
+            } else if (request.kind) answered_by_error(session, request.number, name ? name : "INTERNAL");
             break;
         }
         default:

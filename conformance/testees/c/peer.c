@@ -18,7 +18,7 @@ struct Session { /* with one rank of the peer */
     void *socket;
     int state;
     bool verify, known; /* known: the source's rank has said who it is */
-    uint64_t rank, id, version, sequence, next_request, max_body, total, counted; /* rank: the peer's; version: of the peer's Description; total, counted: bytes of Data */
+    uint64_t rank, id, version, sequence, next_request, max_body, max_transfers, total, counted; /* rank: the peer's; version: of the peer's Description; total, counted: bytes of Data */
     Request *requests;
     Block *memory; /* of the Description and the plan */
     Side *side;

@@ -22,6 +22,7 @@ static void became_ready(Source *source);
 static void grant_credit(Session *session);
 static bool hear_transfer(Session *session, const Layout *layout, const Node *map);
 static void refused_transfer(Session *session, int layout, const Node *map);
+static void answered_by_error(Session *session, uint64_t request, const char *name);
 
 /* ---- a session's life ---- */
 
@@ -115,6 +116,7 @@ static void welcome(Session *session, const Node *map) {
     known->incarnation = run;
     session->rank = rank;
     session->max_body = number(L_Limits, limits, "max_body");
+    session->max_transfers = number(L_Limits, limits, "max_transfers");
     for (size_t i = 0; i < session->source->endpoint_count; i++) free(session->source->endpoints[i].address);
     session->source->endpoints = realloc(session->source->endpoints, endpoints.count * sizeof(Endpoint));
     if (!session->source->endpoints) abort();
@@ -234,6 +236,7 @@ static void registered_by(Session *session, const Node *map) {
     free(stated.text);
     free(own.text);
     if (!same_routes) deny("ROUTE_MISMATCH", "routes", "those of both Descriptions", "others");
+    if (number(L_Registered, map, "epoch") != 1) deny("OUT_OF_RANGE", "epoch", "1", "another");
     const char *transport = name_of(&ENUMS[E_Transport], number(L_Registered, map, "transport"));
     if (!transport || strcmp(transport, pool.shared ? "SHM" : "INLINE")) deny("NO_TRANSPORT", "transport", pool.shared ? "SHM" : "INLINE", "another");
     session->state = READY;

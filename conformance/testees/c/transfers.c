@@ -103,6 +103,16 @@ static void lower_attempt(Attempt *attempt, const char *grants) { /* what of the
     for (size_t i = 0; i < attempt->moves; i++) attempt->length += attempt->move[i][LENGTH];
     keep(&attempt->memory);
 }
+static bool has_room(const Session *session) { /* whether the next sequence is within max_transfers of the low-water mark (KVP-TRN-SEQUENCE) */
+    uint64_t low = session->sequence;
+    for (const Fetch *fetch = fetches; fetch; fetch = fetch->next)
+        for (size_t i = 0; i < fetch->attempt_count; i++) {
+            const Attempt *each = &fetch->attempts[i];
+            bool under_way = each->session == session && (each->state == ASKED || each->state == ACCEPTED || each->state == ABORTING);
+            if (under_way && each->sequence <= low) low = each->sequence - 1;
+        }
+    return session->sequence - low < session->max_transfers;
+}
 static void start(Fetch *fetch) { /* once all routed ranks are ready and state one Description */
     Session *some = fetch->source->sessions;
     while (some && some->state < DESCRIBED) some = some->next;
@@ -111,7 +121,7 @@ static void start(Fetch *fetch) { /* once all routed ranks are ready and state o
     for (size_t i = 0; i < some->boxes; i++) {
         if (some->box[i][1] != 0 || (count && ranks[count - 1] == some->box[i][0])) continue;
         Session *session = session_of(fetch->source, some->box[i][0]);
-        if (count == 64 || !session || session->state != READY || memcmp(session->digest, some->digest, 32)) return;
+        if (count == 64 || !session || session->state != READY || memcmp(session->digest, some->digest, 32) || !has_room(session)) return;
         if (now() > session->heard + 2 * SILENCE) return; /* KVP-SES-SUSPECT */
         ranks[count++] = some->box[i][0];
     }
@@ -161,6 +171,7 @@ static void grant_credit(Session *session) {
     free(json.text);
 }
 static void acknowledge(Session *session, uint64_t request, uint64_t sequence) {
+    if (session->state == CLOSED) return; /* proof is heard, and not answered (KVP-SES-OTHER) */
     Text json = {0};
     form(&json, "{\"session\": \"%llu\", \"request\": \"%llu\", \"sequence\": \"%llu\"}", (unsigned long long)session->id, (unsigned long long)request, (unsigned long long)sequence);
     notice(session, L_DoneAck, json.text);
@@ -241,6 +252,15 @@ static void failed(Session *session, Fetch *fetch, Attempt *attempt, const Node 
         give_up(fetch, name ? name : "INTERNAL", "a source rank has failed"); /* KVP-ERR-UNKNOWN */
     }
 }
+static void answered_by_error(Session *session, uint64_t request, const char *name) { /* no other answer will come (KVP-END-FAILED) */
+    for (Request *each = session->requests; each; each = each->next) {
+        if (each->id != request || each->kind != L_Transfer) continue;
+        Fetch *fetch = NULL;
+        Attempt *attempt = attempt_of(session, each->sequence, &fetch);
+        if (attempt) give_up(fetch, code_named(name), "its Transfer was refused");
+        return;
+    }
+}
 static void unpack(Attempt *attempt, const char *bytes, uint64_t size) { /* the next of the stream */
     uint64_t begin = 0;
     for (size_t i = 0; i < attempt->moves && size; i++) {
@@ -294,7 +314,9 @@ static bool hear_transfer(Session *session, const Layout *layout, const Node *ma
         answered(session, &request, L_Transfer);
         failed(session, fetch, attempt, map);
     } else if (kind == L_Drained) {
-        if (answered(session, &request, L_Abort) && attempt->state == ABORTING) attempt->state = number(L_Drained, map, "proof") == 1 ? PROVEN : UNPROVABLE;
+        bool due = answered(session, &request, L_Abort), proven = number(L_Drained, map, "proof") == 1;
+        if (attempt->state == ABORTING && due) attempt->state = proven ? PROVEN : UNPROVABLE;
+        if (attempt->state == UNPROVABLE && proven) attempt->state = PROVEN; /* it counts whenever it arrives (KVP-SES-ANSWERED) */
     } else take_data(session, attempt, map);
     return true;
 }

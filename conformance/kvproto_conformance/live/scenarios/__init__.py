@@ -5,6 +5,7 @@ from kvproto_conformance.live.scenarios import (  # noqa: F401 - in the order in
     crowds,
     decode_checks,
     decode_days,
+    decode_ends,
     decode_extensions,
     decode_hostile,
     decode_sessions,

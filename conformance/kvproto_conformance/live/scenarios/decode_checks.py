@@ -14,8 +14,7 @@ from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.lax import lax_frame, raw_frame
 from kvproto_conformance.live.scenario import scenario
-from kvproto_conformance.live.scenarios.decode_days import leave
-from kvproto_conformance.live.scenarios.decode_hostile import begun, not_offered
+from kvproto_conformance.live.scenarios.decode_hostile import begun, leave, not_offered
 from kvproto_conformance.live.source import Source
 from kvproto_conformance.live.wire import free_address
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvproto_conformance.live import world
 from kvproto_conformance.live.decode import DecodeRun
 from kvproto_conformance.live.scenario import Prompt, scenario
-from kvproto_conformance.live.scenarios.decode_hostile import begun
+from kvproto_conformance.live.scenarios.decode_hostile import begun, leave
 from kvproto_conformance.live.source import Asked, Source
 
 Json = dict[str, Any]
@@ -35,19 +35,6 @@ def _items(asked: Asked) -> set[tuple[str, str]]:
 
 def _opening(source: Source) -> tuple[Callable[[], Any], ...]:
     return source.welcome, source.describe, source.registered
-
-
-def leave(run: DecodeRun, source: Source) -> None:
-    """Say Goodbye amid a request, and wait until the engine has heard it."""
-    prompt = run.prompt()
-    run.fetch(source, prompt)
-    run.asked(source, prompt)
-    source.goodbye()
-    run.lost(prompt, "PEER_LOST", free=False)
-    for frame in source.silence(0.1):
-        if frame.name == "Abort":  # KVP-END-LATE
-            source.reply(frame, "Drained", proof="PROVEN")
-    source.over()
 
 
 @scenario("LIVE-331", "a session id of 64 bits, request ids above 2^63 and 2^32, a version of 70,000", "KVP-SES-ID",
