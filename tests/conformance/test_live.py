@@ -41,7 +41,7 @@ def adapter(name: str) -> list[str]:
     ("role", "numbers"),
     [
         ("source", "101 1021 1031 104 1063 111 150 1612 520"),
-        ("sink", "1101 1131 1173 1415 1422 1621 301 319 803"),
+        ("sink", "1101 1131 1173 1415 1422 1621 301 319 803 890 902 903 905"),
         pytest.param("source", "1202 1204 1211", marks=NIXL),
         pytest.param("sink", "1252 1254 1261", marks=NIXL),
     ],
