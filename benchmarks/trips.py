@@ -81,6 +81,10 @@ def pair_of(stack: ExitStack, geometry: Geometry, pages: int, **options: Any) ->
     return Pair(stack, pools, Options(thread=False, **options))
 
 
+STEPS = 20
+"""Of a sink that has heard of Done; more, and what came was another message, after which the source has a turn again."""
+
+
 def came(side: Source | Sink) -> None:
     """Wait until a side has something to do."""
     if not readable([side], PATIENCE):
@@ -114,9 +118,10 @@ def traced(pair: Pair, prompt: Prompt, pages: dict[str, list[int]]) -> dict[str,
         request.finish(pages)
     came(sink)
     with part("sink's turn: Done in, Arrived out"):
-        while not fetch.done:
-            sink.step()
-    pair.until(lambda: request.done)
+        for _ in range(STEPS):
+            if not fetch.done:
+                sink.step()
+    pair.until(lambda: fetch.done and request.done)
     return parts
 
 
