@@ -119,8 +119,9 @@ def traced(pair: Pair, prompt: Prompt, pages: dict[str, list[int]]) -> dict[str,
     came(sink)
     with part("sink's turn: Done in, Arrived out"):
         for _ in range(STEPS):
-            if not fetch.done:
-                sink.step()
+            if fetch.done:
+                break
+            sink.step()
     pair.until(lambda: fetch.done and request.done)
     return parts
 
