@@ -97,7 +97,10 @@ def _rank(run: Run, options: Any, rank: int, size: int, meeting: Path, bells: tu
         if size == 1:
             return run(options, World())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        except RuntimeError as error:  # another has ended meanwhile, and says why
+            raise EngineError(f"rank {rank} did not meet the others: {str(error).partition(chr(10))[0]}") from error
         try:
             return run(options, World(rank, size, dist.group.WORLD, bells))
         finally:
