@@ -131,7 +131,7 @@ def _cli() -> str:
 
 
 def _api() -> str:
-    """What an engine uses, in the order in which it meets it; errors come last."""
+    """Names that an engine uses, in the order in which it meets them; errors come last."""
     errors = {name for name in kvproto.__all__ if name.endswith("Error")}
     others = [name for name in kvproto.__all__ if name not in _FIRST and name not in errors and name[0] != "_"]
     rows = [

@@ -40,7 +40,7 @@ def check(side: Json) -> None:
 
 
 def beyond(*sides: Json) -> Json:
-    """What a row of vectors states of Descriptions that not every planner reads (KVP-GEO-UNSUPPORTED).
+    """Parts of a row of vectors that not every planner reads (KVP-GEO-UNSUPPORTED).
 
     For each extension that they need: where a planner without it refuses them.
     """

@@ -150,7 +150,7 @@ def matrix_text(reports: list[Json]) -> str:
 
 
 def _cell_counts(good: int, number: int) -> str:
-    """How many cases there are, if all passed; otherwise also how many did."""
+    """Number of cases if all passed; otherwise the number that passed too."""
     return f"{number:,}" if good == number > 0 else f"{good:,}/{number:,}" if number else ""
 
 

@@ -77,7 +77,7 @@ class Kept:
 
     @property
     def speaking(self) -> list[str]:
-        """How a command of the suite begins that is to speak this version: with its tables in place of today's."""
+        """Beginning of a command of the suite that is to speak this version: with its tables in place of today's."""
         return ["env", f"KVPROTO_REGISTRY={self.folder / 'registry.json'}", sys.executable, "-m"]
 
     @property
@@ -250,7 +250,7 @@ def negotiate(testee: Testee, mine: Json, theirs: Json) -> Iterator[Wrong | None
 def all_of(
     kept: Kept, old: Testee, testee: Testee, claim: Claim, today: Version, vectors: Path = VECTORS
 ) -> Iterator[tuple[str, list[Wrong], int]]:
-    """What a claim has in common with a candidate: the subject, what went wrong, how many questions.
+    """Comparison of a claim with a candidate: the subject, the failures, the number of questions.
 
     `today` is the version of the claim's suite, and `vectors` are its vectors.
     """

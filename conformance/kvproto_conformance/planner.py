@@ -200,7 +200,7 @@ def _families(
 
 @dataclasses.dataclass
 class _Spent:
-    """What counts for KVP-PLAN-RUNS and KVP-PLAN-SIZE so far."""
+    """Counts of KVP-PLAN-RUNS and KVP-PLAN-SIZE so far."""
 
     met: set[tuple[str, str]]
     """Pairs of groups whose runs are counted."""
@@ -220,7 +220,7 @@ def _meet(src: Json, dst: Json, part: str, at: str, spent: _Spent) -> None:
 
 
 def _size(have: list[Owner], want: list[Owner], part: Json, at: str) -> int:
-    """How many pieces the intervals of both sides come to, in one layer."""
+    """Number of pieces of the intervals of both sides in one layer."""
     src, dst = have[0][1], want[0][1]
     theirs = next(p for p in src["parts"] if p["name"] == part["name"])
     sizes = sorted((lane(theirs), lane(part)))

@@ -1,4 +1,4 @@
-"""What releases of vLLM differ in for a connector; docs/vllm-reference.md has the table.
+"""Differences between releases of vLLM for a connector; docs/vllm-reference.md has the table.
 
 Release 0.26 asks a connector for `get_finished` and the blocks of failed loads, where later ones ask for
 `get_transfer_results`. It has no cache manager for a connector to ask for block tables, and gives one tensor of all

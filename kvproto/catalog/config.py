@@ -71,6 +71,12 @@ _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """Tokens of a compressed row, by the kind of layer of DeepSeek V4, unless `compress_rates` has others."""
 
 
+def check_layers(count: int) -> None:
+    """Raise LocalError(OUT_OF_RANGE) for more layers than any model has, before they are listed."""
+    if count > MOST_LAYERS:
+        raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
+
+
 def layer_kinds(config: Config, count: int) -> list[str]:
     """The kind of each layer: attention, window, chunked, mamba, linear, kda, lightning, conv, none, or two with a "+".
 
@@ -78,8 +84,7 @@ def layer_kinds(config: Config, count: int) -> list[str]:
     pass (KVP-GEO-W-LAYERS). Raises LocalError(OUT_OF_RANGE) for a config that does not say the kind of each of the
     `count` layers.
     """
-    if count > MOST_LAYERS:
-        raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
+    check_layers(count)
     if unread := [name for name in UNREAD if config.get(name)]:
         raise bad(f"config.{unread[0]}", *_BY_HAND)
     if config.get("model_type") in CODED:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from kvproto.catalog import vllm
-from kvproto.catalog.config import MOST_LAYERS, Config, compress_ratios, index_layers, layer_kinds, number, text
+from kvproto.catalog.config import Config, check_layers, compress_ratios, index_layers, layer_kinds, number, text
 from kvproto.catalog.models import (
     Arranged,
     KvDtype,
@@ -108,8 +108,7 @@ def pools(
 def _check_known(config: Config) -> None:
     """Raise LocalError for a model of whose pools no table says how an engine arranges them."""
     count = number(config, "num_hidden_layers")
-    if count > MOST_LAYERS:
-        raise bad("config.num_hidden_layers", f"at most {MOST_LAYERS}", count)
+    check_layers(count)
     if config.get("use_cla"):
         raise bad("config.use_cla", "false: whether an engine stores layers that share is not known", "true")
     for field, is_there in (

@@ -143,7 +143,7 @@ _COLUMNS = ("<i8", "<i8", "<u8", "<u8", "<i8", "<i8", "<i8", "<i8", "<i8")
 
 
 class _Meeting(NamedTuple):
-    """Which cp ranks of two groups share rows."""
+    """Cp ranks of two groups that share rows."""
 
     numbers: tuple[Counter[int], Counter[int]]
     """For each cp rank of the source the number of those of the sink, and the other way round."""

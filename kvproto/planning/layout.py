@@ -266,7 +266,7 @@ def _check_apart(specs: Sequence[Cache]) -> None:
 
 
 def _apart(group: Group, part: str) -> str:
-    """What to do about a part that two caches of one layer have."""
+    """Advice about a part that two caches of one layer have."""
     if not KINDS[group.kind].has_memory:
         return "give the parts of hand-off data names that differ"
     other = f"the window's is {_WINDOWS[part]!r} and the whole context's {part!r}" if part in _WINDOWS else "see"

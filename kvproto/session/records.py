@@ -161,7 +161,7 @@ class SinkAttempt(Attempt):
     """The source's Done, or an equivalent one for an offer that was read."""
     error: KvprotoError | None = None
     proof: Proof | None = None
-    """What Drained, or a Done that crossed the Abort, says about writes."""
+    """Proof about writes by Drained, or by a Done that crossed the Abort."""
     lease: Lease | None = None
     late: Mapping[int, tuple[int, int]] = {}
     """The windows that may begin later, as first token and end, by group id."""

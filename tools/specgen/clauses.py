@@ -24,7 +24,7 @@ _NAME = re.compile(r"`([A-Z][A-Z_]+)`")
 _UNQUOTABLE = re.compile(
     r"\bwhere\b.*\bchosen\b|\b(clauses?|sentences?|table|rule) (above|below)\b|\bwhere (the field|stdin)\b"
 )
-"""What a clause does not say: a condition that begins with where, and what can be found on its page alone."""
+"""Words that no clause has: a condition that begins with where, and a reference that is lost where it is quoted."""
 
 _TABLE = re.compile(r"^(\|.* refused by \|.*)\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE)
 

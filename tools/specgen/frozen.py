@@ -1,4 +1,4 @@
-"""What is frozen: all that is stable in the last candidate, as `conformance/versions` keeps it.
+"""Frozen facts: all that is stable in the last candidate, as `conformance/versions` keeps it.
 
 A fact, clause or vector that is frozen neither changes nor goes until the next candidate is opened. What is new beside it
 must be what conventions.md lets a minor version add. What belongs to draft extensions alone is free.
@@ -96,7 +96,7 @@ def now(facts: Facts) -> Snapshot:
 
 
 def kept(folder: Path) -> Snapshot:
-    """What a candidate said, from its folder."""
+    """A candidate's registry, clauses and vectors, from its folder."""
     held = json.loads(lzma.decompress((folder / _VECTORS).read_bytes()))
     with tempfile.TemporaryDirectory(prefix="kvproto-kept-") as place:
         for name, file in held.items():
@@ -123,7 +123,7 @@ def keep(facts: Facts) -> Path:
 
 
 def broken(facts: Facts) -> list[str]:
-    """What differs from the last candidate although it is frozen, and what may not be added; one line each."""
+    """Differences from the last candidate in frozen facts, and additions that may not be made; one line each."""
     if not facts["candidate"]:
         return []
     name = facts["candidate"][-1]["version"]
@@ -133,7 +133,7 @@ def broken(facts: Facts) -> list[str]:
 
 
 def compared(before: Snapshot, today: Snapshot) -> list[str]:
-    """What today's version may not have changed, removed or added; one line each."""
+    """Changes, removals and additions that today's version may not have; one line each."""
     held, rows = before.rows(), today.rows()
     lines = []
     for key, (text, stable) in held.items():

@@ -243,7 +243,7 @@ def _needed(name: str, facts: Facts) -> set[str]:
 
 
 def _smallest(facts: Facts) -> list[str]:
-    """What the smallest engines have to keep, on one host and between two, and how they are checked."""
+    """Clauses, messages and commands of the smallest engines, on one host and between two."""
     known = clauses(facts).values()
     core = {name for name, row in facts["profile"].items() if row["kind"] == "core"}
     apart = core | _needed("inline", facts) | _needed("curve", facts)

@@ -1,4 +1,4 @@
-"""What ends a session, a transfer or a process for a sink, what is proof, and what only looks like it."""
+"""Ends of a session, a transfer or a process as a sink sees them: proof, and lookalikes of proof."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def _another_rank(run: DecodeRun) -> None:
 
 def _registered(change: Json) -> Any:
     def script(run: DecodeRun) -> None:
-        """What waits for the session is lost."""
+        """Everything that waits for the session is lost."""
         (source,), prompt = run.source(), run.prompt()
         run.connect(source)
         run.fetch(source, prompt)

@@ -1,4 +1,4 @@
-"""What a source has to remember, and may not let out: incarnations, tickets, sequences, session ids, keys, ends."""
+"""Secrets and memory of a source: incarnations, tickets, sequences, session ids, keys, ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source must tell apart: sessions, ranks, replicas and runs of one sink, and the tickets that each has used."""
+"""Distinctions that a source must make: sessions, ranks, replicas and runs of one sink, and tickets used by each."""
 
 from __future__ import annotations
 
