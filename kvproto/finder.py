@@ -179,8 +179,8 @@ class WatchNode:
         self._flush()
         return events
 
-    def filenos(self) -> Collection[int]:
-        """Descriptors that are readable when a turn has something to do."""
+    def filenos(self) -> Mapping[int, object]:
+        """Descriptors that are readable when a turn has something to do, as `rank.driver.Node` says."""
         return self._dialer.filenos()
 
     def timeout(self) -> float | None:

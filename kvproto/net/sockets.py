@@ -9,7 +9,7 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -201,7 +201,7 @@ class Dialer:
         self._eventful: dict[_Line, None] = {}
         """Lines whose events were not read to the end."""
         self._opened: list[Socket] = []
-        self._fds: tuple[int, ...] | None = ()
+        self._fds: dict[int, object] | None = {}
         self._turns = 0
         self.names = HostNames()
         self._end = weakref.finalize(self, _close, self._context, self._opened)
@@ -219,13 +219,13 @@ class Dialer:
             del self._eventful[line]
         return False
 
-    def filenos(self) -> tuple[int, ...]:
+    def filenos(self) -> Mapping[int, object]:
         """Descriptors that are readable when `receive` should be called; edge-triggered, as ZeroMQ's are.
 
         The same object while nothing has changed.
         """
         if self._fds is None:
-            self._fds = tuple(self._by_fd)
+            self._fds = dict[int, object](self._by_fd)
         return self._fds
 
     def receive(self, ready: Collection[int] | None = None) -> Iterator[tuple[tuple[Any, ...], bytes]]:

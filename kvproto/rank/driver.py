@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -35,8 +35,11 @@ class Node(Protocol):
         `ready` holds the descriptors of `filenos` that were readable; None if that is not known.
         """
 
-    def filenos(self) -> Collection[int]:
-        """Descriptors that are readable when there is something to do."""
+    def filenos(self) -> Mapping[int, object]:
+        """Descriptors that are readable when there is something to do; the same object if nothing has changed.
+
+        Each comes with what it belongs to: a number that was closed and is in use again belongs to something else.
+        """
 
     def timeout(self) -> float | None:
         """Seconds until a turn is due even if no descriptor is readable; None if no timer is set."""
@@ -62,9 +65,9 @@ class Driver:
         self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], object]]] = deque()
         """Work, and what to call with the exception that it raises."""
         self._later: deque[Callable[[], object]] = deque()
-        self._epoll, self._watched = select.epoll(), set[int]()
-        self._filenos: Collection[int] = ()
-        """The list that the node returned last; the same object means that nothing has changed."""
+        self._epoll, self._watched = select.epoll(), dict[int, object]()
+        self._filenos: Mapping[int, object] = {}
+        """What the node returned last."""
         self._ready: list[int] | None = None
         """Descriptors that were readable at the last poll, until a turn has seen them; None if there was no poll."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -242,7 +245,7 @@ class Driver:
             filenos = self._node.filenos()
             if filenos is not self._filenos:
                 self._filenos = filenos
-                self._watch(set(filenos))
+                self._watch(dict(filenos))
             wait = self._node.timeout()
             self._due = None if wait is None else time.monotonic() + wait if wait else 0.0
             return wait
@@ -266,13 +269,12 @@ class Driver:
                 _log.exception("a call of %s has failed", self._name)
             failed(error)
 
-    def _watch(self, watched: set[int]) -> None:
-        if watched == self._watched:
-            return
-        for fd in self._watched - watched:
+    def _watch(self, watched: dict[int, object]) -> None:
+        before, now = self._watched.items(), watched.items()
+        for fd, _ in before - now:
             with contextlib.suppress(OSError):  # already closed, which has removed it
                 self._epoll.unregister(fd)
-        for fd in watched - self._watched:
+        for fd, _ in now - before:
             self._epoll.register(fd, select.EPOLLIN)
         self._watched = watched
 

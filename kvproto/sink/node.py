@@ -5,7 +5,7 @@ timers that are due. So it costs the same whether ten sources are connected or a
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -108,13 +108,9 @@ class SinkNode:
         self._writers: dict[tuple[SourceLink, SinkSession], _Writer] = {}
         self._watched: dict[int, _Writer] = {}
         """Writers by the descriptor of their watch."""
-        self._ended: list[Watch] = []
-        """Watches to close at the end of a turn: a new one in the same turn must not reuse their descriptors, which
-        the driver would not notice.
-        """
         self._dying: list[_Writer] = []
         """Writers that have ended, with frames that are still to be received."""
-        self._filenos: tuple[Collection[int], tuple[int, ...]] = (), ()
+        self._filenos: tuple[object, Mapping[int, object]] = None, {}
         self._bells: dict[int, Transport] = {}
         """Transports by the descriptors on which they announce the end of copies."""
         """The dialer's descriptors, and all descriptors that include them."""
@@ -291,8 +287,6 @@ class SinkNode:
         if self._leaving and self._recheck:
             self._return_pools()
         self._recheck = False
-        while self._ended:
-            self._ended.pop().close()
         events, self._events = self._events, []
         return events
 
@@ -335,8 +329,8 @@ class SinkNode:
             writer = self._watched.get(fd)
             if writer is not None and writer.watch is not None and writer.watch.ended:
                 del self._watched[fd]
-                self._filenos = (), ()
-                self._ended.append(writer.watch)
+                self._filenos = None, {}
+                writer.watch.close()
                 writer.watch = None
                 self._dying.append(writer)
 
@@ -353,7 +347,7 @@ class SinkNode:
                 self._dying.append(writer)
             else:
                 self._watched[fd] = writer
-                self._filenos = (), ()
+                self._filenos = None, {}
 
     def _turn_of(self, link: SourceLink, now: float) -> None:
         """Give a link its turn, and note what it has become."""
@@ -385,12 +379,13 @@ class SinkNode:
                 transport.unreachable()
             self._retire(link.replica, "its copies do not arrive: the memory is exposed again")
 
-    def filenos(self) -> Collection[int]:
-        """Descriptors that are readable when a turn has something to do; the same object if nothing has changed."""
+    def filenos(self) -> Mapping[int, object]:
+        """Descriptors that are readable when a turn has something to do, as `rank.driver.Node` says."""
         dialed = self._dialer.filenos()
-        if self._filenos[0] is not dialed or not dialed:
+        if self._filenos[0] is not dialed:
             self._bells = bells(self.transports)
-            self._filenos = dialed, (*dialed, self._context.background.fileno(), *self._bells, *self._watched)
+            fixed = dict.fromkeys((self._context.background.fileno(), *self._bells), self)
+            self._filenos = dialed, {**dialed, **fixed, **self._watched}
         return self._filenos[1]
 
     def timeout(self) -> float | None:
@@ -441,8 +436,8 @@ class SinkNode:
             watch = self._writers.pop(key).watch
             if watch is not None and (fd := watch.fileno()) is not None:
                 del self._watched[fd]
-                self._filenos = (), ()
-                self._ended.append(watch)
+                self._filenos = None, {}
+                watch.close()
 
     def close(self, reason: str) -> None:
         """Say Goodbye to all sources, then release everything."""

@@ -77,7 +77,7 @@ class SourceNode:
         """Requests that end as soon as no copy reads their items."""
         self._leaving: list[LentSourcePool] = []
         """Pools that were taken back, until nothing reads them any more."""
-        self._filenos: list[int] | None = None
+        self._filenos: dict[int, object] | None = None
         self._bells: dict[int, Transport] = {}
         """Transports by the descriptors on which they announce the end of copies."""
         self.epoch = 1
@@ -267,11 +267,12 @@ class SourceNode:
         events, self._events = self._events, []
         return events
 
-    def filenos(self) -> list[int]:
-        """Descriptors that are readable when a turn has something to do; the same list until they change."""
+    def filenos(self) -> Mapping[int, object]:
+        """Descriptors that are readable when a turn has something to do, as `rank.driver.Node` says."""
         if self._filenos is None:
             self._bells = bells(self.transports)
-            self._filenos = [*self._listener.filenos(), self._background.fileno(), *self._bells]
+            fds = (*self._listener.filenos(), self._background.fileno(), *self._bells)
+            self._filenos = dict.fromkeys(fds, self)
         return self._filenos
 
     def timeout(self) -> float | None:

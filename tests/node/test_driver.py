@@ -4,7 +4,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -43,8 +43,8 @@ class Bell:
         events, self.events = self.events, []
         return events
 
-    def filenos(self) -> Collection[int]:
-        return [self.fd]
+    def filenos(self) -> Mapping[int, object]:
+        return {self.fd: self.rung}
 
     def timeout(self) -> float | None:
         return self.planned
@@ -92,6 +92,24 @@ def test_a_descriptor_wakes_the_thread(driven: Callable[..., Driven]) -> None:
     made = driven()
     os.eventfd_write(made.node.fd, 1)
     assert made.node.rung.wait(SOON)
+
+
+def test_a_number_that_is_in_use_again_belongs_to_another(driven: Callable[..., Driven]) -> None:
+    """What was closed and opened again between two turns wakes the thread too."""
+    made = driven()
+    os.eventfd_write(made.node.fd, 1)
+    assert made.node.rung.wait(SOON)
+
+    def open_again() -> None:
+        other = os.eventfd(0, os.EFD_NONBLOCK)
+        os.dup2(other, made.node.fd)
+        os.close(other)
+        os.eventfd_write(made.node.fd, 1)
+        made.node.rung = rung
+
+    rung = threading.Event()
+    made.driver.post(open_again)
+    assert rung.wait(SOON)
 
 
 def test_a_timer_that_work_has_set_wakes_a_thread_that_sleeps_longer(driven: Callable[..., Driven]) -> None:

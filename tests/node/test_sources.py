@@ -283,7 +283,9 @@ def test_an_earlier_run_of_a_source_never_returns(fleet: Fleet) -> None:
     earlier, former = fleet.source(P0, 1), fleet.address(P0)
     pool, elsewhere = allocate(geometry(1), 0, ITEMS), fleet.address(Q0)
     nodes.put(pool, 2)
-    later = nodes.DrivenSource(party_of("p", pool), pool, Listener(elsewhere), {0: elsewhere})
+    party = party_of("p", pool)
+    party = attrs.evolve(party, incarnation=party.incarnation + (1 << 20))  # a millisecond later than it is
+    later = nodes.DrivenSource(party, pool, Listener(elsewhere), {0: elsewhere})
     fleet.sources.append(later)
     for address, source, byte in ((former, earlier, 1), (elsewhere, later, 2)):
         fleet.sink.connect(P0, address)
