@@ -140,7 +140,7 @@ class EngineRank:
     @property
     def geometry(self) -> Geometry:
         """The Geometry, which states the shares of all ranks of this engine's replica."""
-        return self.pool.geometry
+        return self.pool.layout.geometry
 
     def events(self) -> list[Event]:
         """The events since the last call, in order; at most the latest 4,096 are kept, with the handles that they name.

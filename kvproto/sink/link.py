@@ -123,7 +123,8 @@ class SourceLink:
         if fetch.seconds is not None and fetch.deadline is None:
             fetch.deadline = self._context.timers.at(time.monotonic() + fetch.seconds, partial(_check_accepted, fetch))
         self._request()
-        self.needs_turn()
+        if fetch.transfer is None:  # otherwise its Transfer waits to be sent, which asks for a turn
+            self.needs_turn()
 
     def grant(self, fetch: Fetch, grants: Mapping[int, Grants], whole: bool) -> None:
         """Name items of a fetch: `grants` is everything granted so far, and `whole` if that is all it asks for."""
@@ -393,7 +394,7 @@ class SourceLink:
         """Queue a transfer whose bytes are all here for its checksums."""
         fetch: Fetch = transfer.fetch
         assert fetch.registered is not None
-        self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds), self.endpoint.features())
+        self._context.verification.add(Arrival(self, fetch, fetch.registered, done, seconds))
 
     def verified(self, arrival: Arrival) -> None:
         """End a fetch whose checksums are all computed."""

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Collection
 from itertools import islice
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from kvproto.events import Arrived, Lost
 from kvproto.rank.checksums import BEGUN, SUM_TIME, PageSumming, Sums
 from kvproto.sink.fetch import Fetch
 from kvproto.sink.registered_pool import RegisteredPool, begins_stated
-from kvproto.wire.enums import Feature, Outcome
+from kvproto.wire.enums import Outcome
 from kvproto.wire.messages import Done
 
 
@@ -63,7 +62,7 @@ class Arrival:
 
     def outcome(self) -> Arrived | Lost:
         """End the fetch: with Arrived, or with the error of the first checksum that differs."""
-        names = {group.id: group.name for group in self.fetch.pool.geometry.groups}
+        names = {group.id: group.name for group in self.fetch.pool.layout.geometry.groups}
         handoff: dict[str, dict[str, bytes]] = {}
         checksums: dict[tuple[int, str], int] = {}
         since: dict[str, int] = {}
@@ -92,10 +91,10 @@ class Verification:
         self.waiting: deque[Arrival] = deque()
         """Arrivals whose checksums are still due."""
 
-    def add(self, arrival: Arrival, features: Collection[int]) -> None:
-        """Add an arrival; its checksums are due if the features include VERIFY."""
+    def add(self, arrival: Arrival) -> None:
+        """Add an arrival; its checksums are due if every source rank has stated its own."""
         try:
-            if Feature.VERIFY in features:
+            if all(done.checksums is not None for done in arrival.done):
                 arrival.sums = [arrival.registered.sums(done, arrival.fetch.grants) for done in arrival.done]
         except KvprotoError as error:
             arrival.error = error.kept()
