@@ -91,12 +91,12 @@ def _stretches(ops: npt.NDArray[np.void]) -> list[tuple[npt.NDArray[np.void], di
 _MOST_SPANS, _MOST_BYTES = 128, 1 << 20
 """Bounds of a small program. Copying that many bytes takes 100 us, during which no other thread has the GIL."""
 _BLOCK = 1 << 17
-"""Bytes that a checksum reads at once: with their floats they fit into a cache."""
-_EXACT = 256
-"""Products of two bytes whose sum a 32-bit float always holds."""
-_GEMM = 1 << 15
-"""Bytes of one matrix product: BLAS would divide a larger one among threads, which costs more than it saves."""
-_NARROW = 32
+"""Bytes that a checksum reads at once."""
+_EXACT = 1 << 13
+"""Products of a byte and 32 bits whose sum a 64-bit float always holds."""
+_FLOATS = 1 << 16
+"""Floats of one product: they fit into a cache, and BLAS divides only larger ones among threads."""
+_NARROW = 8
 """Bytes of a row from which products of floats are the faster ones."""
 _KEPT_LOCK = 1 << 15
 """Bytes up to which a checksum does not release the GIL: it takes so long to get it back beside a busy thread."""
@@ -152,22 +152,27 @@ def _sum_words(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Byte
 
 
 def _sum_floats(los: tuple[int, ...], factors: npt.NDArray[np.uint64], data: Bytes) -> int:
-    """As `_sum_words`, three times as fast: products of bytes with the bytes of weights, which 32-bit floats hold.
+    """As `_sum_words`, but twice as fast: products of bytes with the halves of weights, which 64-bit floats hold.
 
-    256 products of two bytes add up to less than 2^24, so no sum is rounded, whatever the order of its additions.
+    8,192 products of a byte and 32 bits add up to less than 2^53, so no sum is rounded, whatever the order of its
+    additions.
     """
-    width, total = data.shape[2], np.zeros(8, np.uint64)
-    if data.size > np.size(getattr(_scratch, "floats", ())):
-        _scratch.floats = np.empty(data.size, np.float32)
-    floats: npt.NDArray[np.float32] = _scratch.floats[: data.size].reshape(-1, width)
-    floats[:] = data.reshape(-1, width)
-    planes, sums = _weight_bytes(los[0], width), np.empty((len(floats), 8), np.float32)
-    step = _GEMM // min(width, _EXACT)
+    width, total = data.shape[2], np.zeros(2, np.uint64)
+    rows = data.reshape(-1, width)
+    halves, sums = _weight_halves(los[0], width), np.empty((2, len(rows)))
+    scratch: npt.NDArray[np.float64] | None = getattr(_scratch, "floats", None)
+    if scratch is None:
+        scratch = _scratch.floats = np.empty(_FLOATS)
+    step = _FLOATS // min(width, _EXACT)
     for at in range(0, width, _EXACT):
-        for row in range(0, len(floats), step):
-            np.matmul(floats[row : row + step, at : at + _EXACT], planes[at : at + _EXACT], out=sums[row : row + step])
-        total += factors.reshape(-1) @ sums.astype(np.uint64)
-    return sum(value << 8 * i for i, value in enumerate(total.tolist()))
+        for row in range(0, len(rows), step):
+            part = rows[row : row + step, at : at + _EXACT]
+            floats = scratch[: part.size].reshape(part.shape)
+            floats[:] = part
+            for half, of_rows in zip(halves, sums, strict=True):
+                np.dot(floats, half[at : at + _EXACT], out=of_rows[row : row + step])
+        total += sums.astype(np.uint64) @ factors.reshape(-1)
+    return sum(value << 32 * i for i, value in enumerate(total.tolist()))
 
 
 def _slices(program: CopyProgram, regions: Regions, spans: list[tuple[int, int, int]]) -> Iterator[_Summed]:
@@ -249,9 +254,10 @@ def _weights_from(lo: int, width: int) -> npt.NDArray[np.uint64]:
 
 
 @lru_cache(maxsize=16)
-def _weight_bytes(lo: int, width: int) -> npt.NDArray[np.float32]:
-    """The bytes [width, 8] of the lane weights, the lowest first."""
-    return _weights_from(lo, width).astype("<u8").view(np.uint8).reshape(width, 8).astype(np.float32)
+def _weight_halves(lo: int, width: int) -> npt.NDArray[np.float64]:
+    """The halves [2, width] of the lane weights, the lower first."""
+    weights = _weights_from(lo, width)
+    return np.stack([weights & _HALF, weights >> np.uint64(32)]).astype(np.float64)
 
 
 def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -266,7 +272,7 @@ def _mix(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return z
 
 
-_STEP, _LAST, _ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(31), np.uint64(1)
+_STEP, _LAST, _ONE, _HALF = map(np.uint64, (0x9E3779B97F4A7C15, 31, 1, 0xFFFFFFFF))
 _ROUNDS = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 _FIELDS = list(OP.names or ())
 _LANES = slice(_FIELDS.index("lanes"), _FIELDS.index("lane_bytes") + 1)

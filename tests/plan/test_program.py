@@ -488,7 +488,7 @@ def test_checksum_of_a_model_with_a_great_number() -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 3], ids=["contiguous", "padded rows"])
-@pytest.mark.parametrize("width", [1, 32, 256, 257, 1000])
+@pytest.mark.parametrize("width", [1, 8, 32, 257, 8192, 8193, 40_000])
 def test_checksum_of_more_bytes_than_are_summed_at_once(width: int, gap: int) -> None:
     rows = 70_000 // width + 1
     group = mla(0, "pages", 0, width, rows)
