@@ -296,6 +296,16 @@ def test_prompt_too_long_for_the_pools_leaves_the_others_alone(tmp_path: Path) -
     assert short["same_tokens"]
 
 
+@pytest.mark.parametrize("more", [(), ("--intent",), ("--spans",), ("--decode-tp", "2")], ids=str)
+def test_many_requests_and_few_pages(more: tuple[str, ...], tmp_path: Path) -> None:
+    """Pages that the last running request frees are given to the next at once: none waits for its deadline."""
+    path = bad_prompts(tmp_path, "\n\n".join(f"{n} times Alice was beginning" for n in range(20)))
+    result = demo("--prompt-file", path, "--pages", "4", "--json", "--max-new", "8", "--prefill-tp", "1", *more)
+    told = report(result)
+    assert told["identical"], result.said
+    assert [request["lost"] for request in told["requests"]] == 20 * [[]]
+
+
 def test_more_ranks_than_heads() -> None:
     result = demo("--prefill-tp", "5", "--decode-tp", "1")
     assert result.status == 1

@@ -162,12 +162,17 @@ class DecodeProcess(EngineProcess):
 
     def advance(self) -> None:
         """Fetch the requests there are pages for, and decode one step of all that have arrived."""
+        self._use_pages()
+        if self._decode():
+            self._use_pages()  # what is over has freed some, and no word tells of it
+        if self._tired:
+            self.on_sleep(0, {})
+
+    def _use_pages(self) -> None:
+        """Fetch and claim as far as there are free pages."""
         if not self._tired and self._slept is None:
             self._fetch()
         self._claim()
-        self._decode()
-        if self._tired:
-            self.on_sleep(0, {})
 
     def on_hello(self, rank: int, word: dict[str, Any]) -> None:
         """The router greets: say when this engine is ready, and keep it informed from now on."""
@@ -360,11 +365,11 @@ class DecodeProcess(EngineProcess):
         for fetch in job.fetches.values():
             del self._ids[fetch]
 
-    def _decode(self) -> None:
-        """Compute one speculative step of all running requests together."""
+    def _decode(self) -> bool:
+        """Compute one speculative step of all running requests together; returns whether one of them is over."""
         running = list(self._running.values())
         if not running:
-            return
+            return False
         for job, tokens in zip(running, self._decoder.step([job.sequence for job in running]), strict=True):
             if tokens:
                 self.tell("tokens", id=job.id, tokens=tokens)
@@ -383,6 +388,7 @@ class DecodeProcess(EngineProcess):
                     proposed=stats.proposed,
                     available=(self.kept or self._prefixes).available,
                 )
+        return len(self._running) < len(running)
 
 
 def _run(options: EngineOptions, world: World) -> int:
