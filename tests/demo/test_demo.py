@@ -256,6 +256,13 @@ def test_flipped_target_changes_tokens_without_verify(prompts: Path, dtype: str)
     assert not told["verdicts"]["tokens"]
 
 
+def test_tokens_that_16_bits_have_rounded_are_no_fault() -> None:
+    result = demo("--dtype", "bfloat16", "--json")
+    told = report(result)
+    assert (result.status, told["identical"]) == (0, True), result.said
+    assert not all(request["same_tokens"] for request in told["requests"])
+
+
 @pytest.mark.usefixtures("faulty")
 def test_flipped_draft_changes_acceptance_but_no_token_without_verify(prompts: Path) -> None:
     status, told = flipped("draft", prompts, "--no-verify")

@@ -1,6 +1,7 @@
 """The main job with Hugging Face checkpoints: any family as target, any with the same tokens as draft."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvproto_reference.data import load_text
 from kvproto_reference.demo.__main__ import main
 from kvproto_reference.demo.options import parse as parse_engine
 from kvproto_reference.demo.options import shared_tokenizer
+from kvproto_reference.demo.report import TIED
 from kvproto_reference.engine.description import DRAFT, TARGET, Layout, geometry, hand_over
 from kvproto_reference.engine.undivided import Undivided
 from kvproto_reference.errors import EngineError
@@ -105,9 +107,17 @@ def test_how_far_tokens_are_from_the_most_likely(folders: dict[str, Path]) -> No
     engine = Undivided(folders["llama"], chunk=5)
     prompt = engine.tokenizer.encode(TEXT)
     found = engine.generate(prompt, max_new=12).tokens
-    assert engine.lag(prompt, found) < 1e-4
-    assert engine.lag(prompt, [*found[:-1], (found[-1] + 1) % 100]) > 0.1
-    assert engine.lag(prompt, [(found[0] + 1) % 100, *found[1:]]) > 0.1
+    assert engine.lag(prompt, found) == 0
+    assert engine.lag(prompt, [*found[:-1], (found[-1] + 1) % 100]) == math.inf
+
+
+def test_tokens_that_rounding_chose_are_told_from_wrong_ones(folders: dict[str, Path]) -> None:
+    engine = Undivided(folders["llama"], chunk=5, dtype="bfloat16")
+    prompt = engine.tokenizer.encode(TEXT)
+    found = engine.generate(prompt, max_new=12).tokens
+    assert engine.lag(prompt, found) <= TIED
+    assert engine.lag(prompt, [*found[:-1], (found[-1] + 1) % 100]) > TIED
+    assert engine.lag(prompt, [(found[0] + 1) % 100, *found[1:]]) > TIED
 
 
 def test_generation_ends_with_any_of_the_ending_tokens(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from ..engine.sequence import SpeculationStats
 from ..tokenizer import Tokenizer
 from .router import Request, Router
 
+TIED = 6.0
+"""Errors of rounding by which two logits may differ and still count as tied: each of four has its own error."""
 NEAR = 0.1
-"""Logits this close, in standard deviations, count as tied where arithmetic rounds to 16 bits."""
+"""Acceptances this close, as a share, are the same where arithmetic rounds to 16 bits: a proposal may be tied, too."""
 
 
 @attrs.frozen
@@ -26,12 +28,12 @@ class Compared:
     rounded: bool = False
     """Whether both compute in 16 bits, so that logits depend on what else is in the batch."""
     lag: float | None = None
-    """`Undivided.lag` of the request, in standard deviations; measured if rounded, greedy tokens differ."""
+    """`Undivided.lag` of the request's tokens; measured if rounded, greedy tokens differ."""
 
     @property
     def agrees(self) -> bool:
         """Whether all tokens are equal or, where arithmetic rounds, sampled or tied with one engine's best."""
-        return self.same_tokens or (self.rounded and self.request.error is None and (self.lag or 0.0) <= NEAR)
+        return self.same_tokens or (self.rounded and self.request.error is None and (self.lag or 0.0) <= TIED)
 
     @property
     def same_tokens(self) -> bool:
@@ -43,7 +45,7 @@ class Compared:
         """Whether steps, proposals and acceptances are equal or, with equal tokens where arithmetic rounds, close."""
         stats = self.request.stats or {}
         mine = [stats.get(k) for k in ("steps", "decoded", "proposed", "accepted")]
-        if self.rounded:  # a proposal may be tied, too
+        if self.rounded:
             return not self.same_tokens or abs(_length(stats) - self.stats.mean_acceptance) <= NEAR * _length(stats)
         return mine == [self.stats.steps, self.stats.tokens, self.stats.proposed, self.stats.accepted]
 
@@ -195,9 +197,7 @@ def _routes(router: Router) -> Table:
 def _requests(router: Router, compared: list[Compared]) -> Table:
     caption = "wait: Transfer to last Done, prefill included; accept: tokens per target step, PD and one engine"
     if any(c.rounded for c in compared):
-        caption += (
-            f"; tied: each token is within {NEAR} standard deviations of one engine's best logit, which 16 bits round"
-        )
+        caption += f"; tied: each token is within {TIED:g} errors of rounding of the best logit"
     table = Table(title="requests", title_justify="left", caption=caption)
     table.add_column("prompt", no_wrap=True)
     for name in ("tokens", "out", "wait\nms", "copy\nms", "accept\nPD", "accept\none", "same\ntokens"):

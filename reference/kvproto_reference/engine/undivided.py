@@ -1,6 +1,7 @@
 """Prefill and decode in one process at TP 1: what a prefill/decode pair is compared with."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -16,7 +17,7 @@ from .build import torch_runner
 from .description import Layout, cache
 from .prefill import Prefiller
 from .runner import Chunk, Runner
-from .sampling import SamplingParams
+from .sampling import SamplingParams, Scores
 from .sequence import SpeculationStats, TokenSequence, rows_needed
 from .speculative import SpeculativeDecoder
 
@@ -70,6 +71,10 @@ class Undivided:
         self._target_pages = PageAllocator(pages, seed)
         self._draft_pages = PageAllocator(pages, seed + 1)
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
+        self._exact: Undivided | None = None
+        """The target in 32 bits, where this engine rounds."""
+        if self.rounds:
+            self._exact = Undivided(target_dir, page_size=page_size, pages=pages, chunk=chunk, device=device)
 
     def generate(
         self, prompt: bytes | Sequence[int], sampling: SamplingParams | None = None, max_new: int = 64
@@ -105,19 +110,26 @@ class Undivided:
         return self._target.shard.pages(rows_needed(prompt, max_new))
 
     def lag(self, prompt: Sequence[int], found: Sequence[int]) -> float:
-        """The largest distance of the tokens that continue a prompt from the most likely ones at their places.
+        """The largest distance of the tokens that continue a prompt from the most likely ones in 32 bits.
 
-        It is in standard deviations of the logits there, given the tokens before; 0 if all are the most likely.
+        Each is in units of the error that rounding makes there, the root of the mean square over all logits, given the
+        tokens before; 0 if all are the most likely, infinite for others where nothing rounds.
         """
-        ids, worst = [*prompt, *found], 0.0
+        worst, exact = 0.0, self._exact or self
+        for token, scores, right in zip(found, self.scores(prompt, found), exact.scores(prompt, found), strict=True):
+            behind, error = float(right.max() - right[token]), float(np.std(scores - right))
+            worst = max(worst, behind / error if error else behind and math.inf)
+        return worst
+
+    def scores(self, prompt: Sequence[int], found: Sequence[int]) -> Iterator[Scores]:
+        """The logits [vocab] from which each token of a prompt's continuation was to be chosen."""
+        ids = [*prompt, *found]
         pages = self._target_pages.allocate(self._target.shard.pages(len(ids)))
         try:
             for start in range(0, len(ids) - 1, self._chunk):
                 stop = min(start + self._chunk, len(ids) - 1)
                 logits = self._target.run([Chunk(ids[start:stop], start, pages, every=True)])
                 for place in range(max(start, len(prompt) - 1), stop):
-                    scores = logits.row(place - start)
-                    worst = max(worst, float((scores.max() - scores[ids[place + 1]]) / np.std(scores)))
+                    yield logits.row(place - start)
         finally:
             self._target_pages.free(pages)
-        return worst
