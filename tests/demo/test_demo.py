@@ -141,6 +141,47 @@ def test_all_is_right(args: str, prompts: Path) -> None:
     right(*args.split(), "--prompt-file", prompts)
 
 
+@pytest.mark.parametrize(
+    "args", ["--speculate 0", "--draft none --decode-tp 2", "--speculate 0 --decode-framework jax"]
+)
+def test_no_draft(args: str, prompts: Path) -> None:
+    told = right(*args.split(), "--prompt-file", prompts, "--max-new", "8")
+    assert told["plan"]["groups"] == ["target", "first token"]
+    assert {request["acceptance"] for request in told["requests"]} == {1.0}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_draft_that_prefill_lacks(framework: str, prompts: Path) -> None:
+    """KVP-PLAN-COLD: with zero rows fewer proposals are accepted, as by one engine that begins so; tokens stay equal."""
+    told = {
+        how: right("--cold-draft", how, "--prompt-file", prompts, "--max-new", "24", "--decode-framework", framework)
+        for how in ("compute", "zero")
+    }
+    assert all({m["group"] for m in each["matrix"]} == {"target"} for each in told.values())
+    computed, cold = (sum(r["acceptance"] for r in told[how]["requests"]) for how in ("compute", "zero"))
+    assert computed > cold
+
+
+def test_one_rank_sends_what_several_have(prompts: Path) -> None:
+    """KVP-PLAN-SPREAD."""
+    told = right("--spread", "one", "--prompt-file", prompts, "--max-new", "8")
+    assert {m["source"] for m in told["matrix"] if m["group"] == "target"} == {0}
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--speculate -1", "--speculate must be 0, for no draft, or more, not -1"),
+        ("--speculate 0 --cold-draft", "--cold-draft and --tiers are with a draft"),
+        ("--draft none --tiers", "--cold-draft and --tiers are with a draft"),
+        ("--draft none --draft-sharded", "--draft-tp and --draft-sharded are of a draft"),
+    ],
+)
+def test_options_of_a_draft_that_there_is_not(args: str, says: str) -> None:
+    result = demo(*args.split())
+    assert (result.status, says in result.said) == (1, True), result.said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 @pytest.mark.parametrize("measured", [False, True])
 def test_over_nixl(prompts: Path, tmp_path: Path, measured: bool) -> None:

@@ -27,7 +27,7 @@ CONTEXT = Layout(cp=2, interleave=3)
 
 def stated(target: Path, draft: Path, layout: Layout, page: int = PAGE) -> Geometry:
     configs = checkpoint.load_config(target), checkpoint.load_config(draft)
-    return geometry(target, draft, configs, "bytes", layout, page)
+    return geometry((target, draft), configs, "bytes", layout, page)
 
 
 def one(
@@ -46,9 +46,8 @@ def generate(target: Runner, draft: Runner, max_new: int = 24, k: int = 4) -> li
     requests = [TokenSequence(prompt=list(prompt), max_new=max_new) for prompt in PROMPTS]
     prefiller, decoder = Prefiller(target, draft, 128), SpeculativeDecoder(target, draft, k)
     for request in requests:
-        count = target.shard.pages(len(request.prompt) + max_new)
-        request.target_pages = pages[0].allocate(count)
-        request.draft_pages = pages[1].allocate(draft.shard.pages(len(request.prompt) + max_new))
+        need = [model.shard.pages(len(request.prompt) + max_new) for model in (target, draft)]
+        request.tables = [free.allocate(n) for free, n in zip(pages, need, strict=True)]
         prefiller.add(request)
     while prefiller.busy:
         prefiller.step()

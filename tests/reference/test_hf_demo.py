@@ -79,7 +79,7 @@ def test_two_prefill_ranks_to_one_decode_rank(folders: dict[str, Path], target: 
 def test_cache_in_bfloat16_is_stated_and_handed_over(folders: dict[str, Path], name: str) -> None:
     folder, draft = folders[name], folders["qwen3"]
     configs = checkpoint.load_config(folder, "bfloat16"), checkpoint.load_config(draft, "bfloat16")
-    stated = geometry(folder, draft, configs, "tokens", Layout(), 8)
+    stated = geometry((folder, draft), configs, "tokens", Layout(), 8)
     assert {part.dtype for group in stated.groups[:2] for part in group.parts} == {DType.BF16}
     caches = [KVPool.allocate(config, 6, 8, memory=shareable) for config in configs]
     pool = hand_over(stated, dict(zip((TARGET, DRAFT), caches, strict=True)), 0)

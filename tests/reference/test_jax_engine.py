@@ -66,12 +66,9 @@ def test_frameworks_hand_over_to_each_other(tmp_path: Path, there: str) -> None:
     )
     landed = TokenSequence(prompt=request.prompt, max_new=24)
     for side, sequence, seed in ((near, request, 1), (far, landed, 5)):
-        shards_of = side.target.shard, side.draft.shard
-        counts = [shard.pages(len(sequence.prompt) + 24) for shard in shards_of]
-        sequence.target_pages, sequence.draft_pages = (
-            PageAllocator(jax_engines.PAGES, seed).allocate(n) for n in counts
-        )
-    tables = [{TARGET: each.target_pages, DRAFT: each.draft_pages} for each in (request, landed)]
+        counts = [shard.pages(len(sequence.prompt) + 24) for shard in side.shards]
+        sequence.tables = [PageAllocator(jax_engines.PAGES, seed).allocate(n) for n in counts]
+    tables = [dict(zip((TARGET, DRAFT), each.tables, strict=True)) for each in (request, landed)]
 
     addresses = {rank: f"ipc://{tmp_path}/{rank}" for rank in near.pools}
     prompt, ticket = Prompt(request.prompt), new_ticket("prefill")

@@ -56,8 +56,7 @@ def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int 
         prompt=list(PROMPT),
         max_new=max_new,
         sampling=sampling,
-        target_pages=pages.allocate(8),
-        draft_pages=pages.allocate(8),
+        tables=[pages.allocate(8), pages.allocate(8)],
     )
     prefiller = Prefiller(target.runner, draft.runner, 16)
     prefiller.add(sequence)
@@ -69,7 +68,7 @@ def started(target: Alone, draft: Alone, sampling: SamplingParams, max_new: int 
 def test_rows_are_final_when_their_layer_is_told(folders: dict[str, Path]) -> None:
     models = alone(folders["target-mla"]), alone(folders["draft-gqa"])
     pages = [5, 1, 3, 0, 7]
-    request = TokenSequence(prompt=list(PROMPT), max_new=1, target_pages=pages, draft_pages=pages)
+    request = TokenSequence(prompt=list(PROMPT), max_new=1, tables=[pages, pages])
     told = []
 
     def rows(model: int, stop: int, layer: int) -> list[torch.Tensor]:
@@ -100,7 +99,7 @@ def test_valid_rows_after_every_step(folders: dict[str, Path], draft_name: str, 
         if sequence.generated[-1] == EOS:
             break
         ids = (sequence.prompt + sequence.generated)[: sequence.valid]
-        for one, pages in ((target, sequence.target_pages), (draft, sequence.draft_pages)):
+        for one, pages in zip((target, draft), sequence.tables, strict=True):
             fresh = Alone.of(one.model, 16, 8)
             fresh.prefill(ids, pages, 64)
             for layer, part in fresh.pool.tensors:

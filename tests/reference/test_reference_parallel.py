@@ -63,8 +63,9 @@ def generate(target: TorchRunner, draft: TorchRunner) -> list[list[int]]:
     prefiller, decoder = Prefiller(target, draft, 10), SpeculativeDecoder(target, draft)
     for request in requests:
         need = len(request.prompt) + 11
-        request.target_pages = pages[0].allocate(target.shard.pages(need))
-        request.draft_pages = pages[1].allocate(draft.shard.pages(need))
+        request.tables = [
+            free.allocate(model.shard.pages(need)) for free, model in zip(pages, (target, draft), strict=True)
+        ]
         prefiller.add(request)
     while prefiller.busy:
         prefiller.step()

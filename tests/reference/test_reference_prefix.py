@@ -43,10 +43,10 @@ def test_no_page_is_lost_or_given_twice(deal: Any, steps: list[tuple[int, int, b
         if cached is not None:
             assert cached % cache.unit == 0
             assert cached <= len(prompt)
-            assert [len(sequence.target_pages), len(sequence.draft_pages)] == list(need)
+            assert [*map(len, sequence.tables)] == list(need)
             for model in (0, 1):  # what it holds already was written by the same tokens
                 for i, page in enumerate(
-                    sequence.pages(model)[: cached // cache.unit * (need[model] and cache._each[model])]
+                    sequence.tables[model][: cached // cache.unit * (need[model] and cache._each[model])]
                 ):
                     assert written[model, page] == (i, tuple(prompt[: (i // cache._each[model] + 1) * cache.unit]))
             running.append((sequence, cached))
@@ -56,12 +56,12 @@ def test_no_page_is_lost_or_given_twice(deal: Any, steps: list[tuple[int, int, b
                 finish(one)
                 for model in (0, 1):
                     tokens = one.prompt + one.generated
-                    for i, page in enumerate(one.pages(model)):
+                    for i, page in enumerate(one.tables[model]):
                         if i >= had // cache.unit * cache._each[model]:
                             written[model, page] = i, tuple(tokens[: (i // cache._each[model] + 1) * cache.unit])
             cache.free(one, one.valid if not lost else 0)
-        held = [{p for s, _ in running for p in s.pages(model)} for model in (0, 1)]
-        fresh = [[p for s, had in running for p in s.pages(m)[had // cache.unit * cache._each[m] :]] for m in (0, 1)]
+        held = [{p for s, _ in running for p in s.tables[model]} for model in (0, 1)]
+        fresh = [[p for s, had in running for p in s.tables[m][had // cache.unit * cache._each[m] :]] for m in (0, 1)]
         assert all(len(set(some)) == len(some) for some in fresh)
         assert cache.available == [pages[m]._pages - len(held[m]) for m in (0, 1)]
     for one, _ in running:

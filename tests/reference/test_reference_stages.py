@@ -69,7 +69,7 @@ def found(target: Path, draft: Path, layout: Layout, world: World, device: str =
     """What one rank finds, with the target and with the draft."""
     configs = checkpoint.load_config(target), checkpoint.load_config(draft)
     layout.check(configs)
-    stated = geometry(target, draft, configs, "bytes", layout, PAGE)
+    stated = geometry((target, draft), configs, "bytes", layout, PAGE)
     made = torch_hosted((target, draft), configs, stated, layout, world, 9, torch.device(device), spoilt)
     return [scores(made.target), scores(made.draft)]
 
@@ -160,7 +160,7 @@ def test_options_that_cannot_be_are_one_sentence(args: str, says: str, tmp_path:
 def test_the_description_says_where_layers_draft_and_first_token_are(models: Folders) -> None:
     folders = models["tied"], models["draft"]
     configs = checkpoint.load_config(folders[0]), checkpoint.load_config(folders[1])
-    stated = geometry(*folders, configs, "bytes", Layout(tp=2, pp=2, virtual=2, draft_tp=1), PAGE)
+    stated = geometry(folders, configs, "bytes", Layout(tp=2, pp=2, virtual=2, draft_tp=1), PAGE)
     names = {group.id: group.name for group in stated.groups}
     first, second = {"target": [0, 2]}, {"target": [1, 3], "first token": [0]}
     assert [{names[share.group]: share.layers.tolist() for share in rank.owns} for rank in stated.ranks] == [

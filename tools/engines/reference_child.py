@@ -137,7 +137,7 @@ class _Served:
     def add(self, name: str, tokens: list[int], most: int, params: Any) -> None:
         sequence = TokenSequence(prompt=tokens, max_new=most, eos=frozenset())
         pages = self.runner.shard.pages(rows_needed(len(tokens), most))
-        sequence.target_pages = self.pages.allocate(pages)
+        sequence.tables = [self.pages.allocate(pages)]
         job = self.jobs[name] = _Job(name, sequence)
         if not params:
             self.prefiller.add(sequence)
@@ -148,7 +148,7 @@ class _Served:
             job.request = self.source.request(ticket, Prompt(tokens))
             self.prefiller.add(sequence)
         else:
-            tables = {TARGET: sequence.target_pages}
+            tables = {TARGET: sequence.tables[0]}
             job.fetch = self.sink.fetch(ticket, Prompt(tokens), tables, tokens=len(tokens) - 1)
 
     def abort(self, name: str) -> None:
@@ -169,7 +169,7 @@ class _Served:
         for sequence in self.prefiller.step():
             job = next(job for job in self.jobs.values() if job.sequence is sequence)
             if job.request is not None:
-                job.request.finish({TARGET: sequence.target_pages[: self.runner.shard.pages(len(sequence.prompt))]})
+                job.request.finish({TARGET: sequence.tables[0][: self.runner.shard.pages(len(sequence.prompt))]})
         running = [job for job in self.jobs.values() if job.sequence.generated]
         self.decoder.step([job.sequence for job in running])
         for job in running:
@@ -177,7 +177,7 @@ class _Served:
                 self.over(job, "length")
         for job in [job for job in self.held if job.request is not None and job.request.done]:
             self.held.remove(job)
-            self.pages.free(job.sequence.target_pages)
+            self.pages.free(job.sequence.tables[0])
 
     def arrived(self, job: _Job) -> None:
         """All but the last token is there, or will not be."""
@@ -197,8 +197,8 @@ class _Served:
         job.fetch, job.cached = None, len(sequence.prompt) - 1
         if job.name.startswith("corrupt"):
             part = self.pool.group(TARGET).parts[0].name
-            self.pool.array(TARGET, 0, part)[sequence.target_pages[0], 0, 0, 3] ^= 0x40
-        logits = self.runner.run([Chunk(sequence.prompt[-1:], job.cached, sequence.target_pages)])
+            self.pool.array(TARGET, 0, part)[sequence.tables[0][0], 0, 0, 3] ^= 0x40
+        logits = self.runner.run([Chunk(sequence.prompt[-1:], job.cached, sequence.tables[0])])
         sequence.append([int(logits.best()[0])])
 
     def over(self, job: _Job, reason: str) -> None:
@@ -208,7 +208,7 @@ class _Served:
             self.held.append(job)
             params = {"do_remote_prefill": True, "ticket": write_ticket(job.request.ticket)}
         else:
-            self.pages.free(job.sequence.target_pages)
+            self.pages.free(job.sequence.tables[0])
         self.pipe.send(("done", job.name, job.sequence.generated, reason, params, job.cached, bool(job.cached), None))
 
 

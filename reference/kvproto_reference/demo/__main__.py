@@ -29,7 +29,7 @@ from . import tiers
 from .arguments import DemoOptions, check, parse
 from .clock import Clock
 from .engines import Engines
-from .options import checkpoint_folder, numbers, shared_tokenizer
+from .options import checkpoint_folder, draft_folder, numbers, shared_tokenizer
 from .page import picture, show_page
 from .prompts import Prompt, default_chats, default_prompts, read_prompts
 from .report import Compared, Notes, as_json, show, verdict
@@ -100,8 +100,10 @@ def _prompts(options: DemoOptions, tokenizer: Tokenizer) -> list[Prompt]:
     return default_chats(tokenizer, template) if template else default_prompts(options.page_size, tokenizer)
 
 
-def _checkpoints(options: DemoOptions) -> tuple[Path, Path]:
-    return checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft)
+def _checkpoints(options: DemoOptions) -> tuple[Path, ...]:
+    """Those of the target, and of the draft if there is one."""
+    draft = draft_folder(options.draft, options.speculate)
+    return (checkpoint_folder("target", options.target), *([] if draft is None else [draft]))
 
 
 @contextlib.contextmanager
@@ -127,6 +129,7 @@ def _compare(router: Router, options: DemoOptions) -> list[Compared]:
         dtype=options.dtype,
         device=device_of(gpus[0] if gpus else None),
         back_end=options.back_end,
+        cold=options.cold_draft == "zero",
     )
     asked = [(r.prompt.tokens, SamplingParams(temperature=r.prompt.temperature, seed=r.prompt.seed)) for r in served]
     results = dict(zip(served, engine.generate_all(asked, options.max_new), strict=True))

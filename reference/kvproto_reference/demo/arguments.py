@@ -8,14 +8,17 @@ import attrs
 from .. import smollm2
 from ..errors import EngineError
 from .options import (
+    COLD,
     DEAL,
     FRAMEWORKS,
     POOLS,
+    SPECULATE,
     TRANSPORT_HELP,
     add_back_end,
     add_captured,
     add_dcp,
     add_models,
+    add_spread,
     add_stages,
 )
 from .trouble import KINDS
@@ -69,6 +72,8 @@ class DemoOptions:
     decode_page_size: int | None = None
     chunk: int = 64
     speculate: int = 4
+    spread: str = "even"
+    cold_draft: str | None = None
     part: int | None = None
     costs: Path | None = None
     pages: int = 160
@@ -80,6 +85,11 @@ class DemoOptions:
     overview: bool = False
     tiers: bool = False
     picture: Path | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether decode has a draft."""
+        return self.draft != "none" and self.speculate > 0
 
     def page_size_of(self, role: str) -> int:
         """Tokens of a page of the prefill or of the decode engine."""
@@ -134,7 +144,10 @@ def parse(argv: list[str] | None) -> DemoOptions:
     for role in ("prefill", "decode"):
         add(f"--{role}-page-size", type=int, metavar="N", help=f"tokens per page of {role}, if different")
     add("--chunk", type=int, default=64, help="prompt tokens per prefill step (default 64)")
-    add("--speculate", type=int, default=4, help="tokens that the draft proposes per step (default 4)")
+    add("--speculate", type=int, default=4, help=SPECULATE)
+    add_spread(parser)
+    add("--cold-draft", choices=COLD, nargs="?", const=COLD[0],
+        help="prefill has no draft: decode's begins with zero rows, or computes them (default compute)")  # fmt: skip
     add("--pages", type=int, default=160, help="pages in each pool (default 160)")
     add("--part", type=int, help="least bytes that prefill sends at a time while it computes (default 16 MiB)")
     add("--costs", type=Path, metavar="FILE", help="results of `kvproto probe`, which say what runs are long")
@@ -178,6 +191,9 @@ def check(options: DemoOptions) -> None:
     refused: tuple[tuple[object, str], ...] = (
         (any(size is not None and size < 1 for size in sizes.values()),
          ", ".join(f"--{name.replace('_', '-')}" for name in SIZES) + " must be at least 1"),
+        (options.speculate < 0, f"--speculate must be 0, for no draft, or more, not {options.speculate}"),
+        (not options.drafts and (options.cold_draft or options.tiers),
+         "--cold-draft and --tiers are with a draft: leave them out, or give one by --draft and --speculate"),
         (options.trouble and options.attach,
          "--kill, --drain, --sleep and --pause are for engines that the demo starts: leave --attach out"),
         (options.real and options.attach is not None,
@@ -196,6 +212,6 @@ def check(options: DemoOptions) -> None:
 
 
 SIZES = (
-    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk", "speculate"
+    "max_new", "page_size", "prefill_page_size", "decode_page_size", "prefill_dp", "decode_dp", "chunk"
 )  # fmt: skip
 """Options that count something, and must be at least 1."""

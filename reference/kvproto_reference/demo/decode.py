@@ -26,6 +26,7 @@ from ..engine.description import FIRST, bytes_a_token, caches
 from ..engine.launch import launch
 from ..engine.lockstep import Said
 from ..engine.prefix import PrefixCache
+from ..engine.runner import Chunk
 from ..engine.sampling import SamplingParams
 from ..engine.sequence import TokenSequence, rows_needed
 from ..engine.speculative import SpeculativeDecoder
@@ -80,10 +81,12 @@ class DecodeProcess(EngineProcess):
         }
         self._lines = Lines(self.sinks, options.seeds)
         self._decoder = SpeculativeDecoder(self.target, self.draft, options.speculate)
-        self._prefixes = PrefixCache(list(self.pages.values()), (self.target.shard, self.draft.shard))
+        self._prefixes = PrefixCache(list(self.pages.values()), self.shards)
         self._answering: dict[int, set[int]] = {}
         """Prefill replicas that answer, by rank."""
         self._plan: dict[str, Any] = {}
+        self._cold = False
+        """Whether prefill lacks the draft, so that nothing of its cache comes."""
         self._asked = False
         self._warned: dict[int, str] = {}
         """The last sentence on stderr about each rank's sources."""
@@ -109,7 +112,7 @@ class DecodeProcess(EngineProcess):
         """Words for what happened to a source or to a fetch."""
         match event:
             case Connected():
-                self._plan = self._shown(event.plan)
+                self._plan, self._cold = self._shown(event.plan), bool(event.plan.cold)
                 return [{"op": "peer", "event": "connected", "peer": event.peer.rpartition(" rank ")[0]}]
             case Suspected() | Recovered():
                 return [{"op": "peer", "event": type(event).__name__.lower(), "peer": event.peer}]
@@ -283,7 +286,7 @@ class DecodeProcess(EngineProcess):
     def _take(self, job: Job, later: bool) -> int | None:
         """Give a request its pages; returns how many tokens of its prompt they hold, None while too few are free."""
         if self.kept is None:
-            return self._prefixes.allocate(job.sequence, (0, 0) if later else self.need(job.rows))
+            return self._prefixes.allocate(job.sequence, self.need(0 if later else job.rows))
         if (taken := self.kept.allocate(job.id, job.rows)) is None:
             return None
         cached, job.found = taken
@@ -302,7 +305,7 @@ class DecodeProcess(EngineProcess):
     def _claim(self) -> None:
         """Claim the pages that are of use, as far as there are free ones."""
         waiting = [job.claim for job in self._fetching.values() if job.claim is not None]
-        running = [sum(len(s.pages(model)) for s in self._running) for model in (0, 1)]
+        running = [sum(len(s.tables[model]) for s in self._running) for model in range(len(self.shards))]
         for job in self._fetching.values():
             claim = job.claim
             if claim is None or (tokens := claim.wanted(self.ranks)) <= claim.tokens:
@@ -342,10 +345,22 @@ class DecodeProcess(EngineProcess):
             return
         self._forget(job)
         first = next(w["first"] for w in words if w["first"] is not None)
+        if self._cold:
+            self._begin_draft(job)
         job.sequence.append([first])
         fields = [{k: w[k] for k in ("seconds", "bytes", "checksums")} for w in words]
         self.tell("arrived", id=job.id, ranks=fields, tokens=[first], cached=job.cached, found=job.found)
         self._running[job.sequence] = job
+
+    def _begin_draft(self, job: Job) -> None:
+        """Give the draft rows of a prompt of which prefill had none: zeros, or what it computes from the tokens."""
+        assert self.draft is not None
+        table, prompt, step = job.sequence.tables[1], job.sequence.prompt, self.options.chunk
+        if self.options.cold_draft == "zero":
+            self.draft.clear(table[self.draft.shard.pages(job.cached) :])
+            return
+        for at in range(job.cached, len(prompt), step):
+            self.draft.run([Chunk(prompt[at : at + step], at, table)])
 
     def on_pages_free(self, rank: int, word: dict[str, Any]) -> None:
         """Nothing can write a lost request's pages on one rank any more."""

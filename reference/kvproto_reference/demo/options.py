@@ -10,6 +10,7 @@ import attrs
 
 from kvproto import Options, Seed, read_sources
 from kvproto.calibration import Probe, load
+from kvproto.options import Spread
 
 from ..attention.exchange import OVER_ANY
 from ..attention.flashinfer_kernel import KERNELS
@@ -29,6 +30,9 @@ FRAMEWORKS = ("torch", "jax")
 TRANSPORT_HELP = "how the bytes move: shm, inline, cuda, nixl, or any other installed transport (default shm)"
 
 
+COLD = ("compute", "zero")
+"""What a draft may begin with that prefill lacks."""
+SPECULATE = "tokens that the draft proposes per step; 0: no draft (default 4)"
 DEAL = "which rank stores each run: cyclic, zigzag, or R,R,... until the pattern repeats (default cyclic)"
 """The help text of every option that takes a deal."""
 
@@ -48,7 +52,7 @@ class EngineOptions:
     address: str
     """Address of the prefill engine, from which `rank_address` derives those of its ranks."""
     target: Path
-    draft: Path
+    draft: Path | None
     dtype: str
     layout: Layout
     replica: int
@@ -71,6 +75,10 @@ class EngineOptions:
     """GPUs of the ranks, in turn; empty: the host."""
     pull: bool = False
     """Whether decode reads the pages, instead of prefill writing them."""
+    spread: Spread = "even"
+    """Which ranks of prefill send what several have, as `kvproto.Options` says."""
+    cold_draft: str | None = None
+    """What decode begins a draft with whose cache prefill lacks: a name of COLD; None: it refuses such a prefill."""
     host_pages: int = 0
     """Pages that stay on the host after their requests; 0: none, and no storage."""
     storage: str | None = None
@@ -111,9 +119,14 @@ class EngineOptions:
         return POOLS[self.pools]
 
     @property
-    def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """Configs of the target and the draft."""
-        return load_config(self.target, self.dtype), load_config(self.draft, self.dtype)
+    def folders(self) -> tuple[Path, ...]:
+        """Checkpoints of the target, and of the draft if there is one."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Their configs."""
+        return tuple(load_config(folder, self.dtype) for folder in self.folders)
 
     def kvproto(self) -> Options:
         """kvproto's options for the Source or Sink of a rank."""
@@ -122,6 +135,8 @@ class EngineOptions:
             measured=self.costs.measured if self.costs else (),
             verify=self.verify,
             pull=self.pull,
+            spread=self.spread,
+            cold_draft=self.cold_draft is not None,
             insecure=self.insecure,
             keys=self.keys,
             feed=self.folder / f"feed-{self.name}-{self.replica}-{{rank}}" if self.feed else None,
@@ -131,11 +146,11 @@ class EngineOptions:
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer; raises EngineError if the draft has another vocabulary."""
-        return shared_tokenizer(self.target, self.draft)
+        return shared_tokenizer(*self.folders)
 
 
 _COUNTS = (
-    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "speculate", "sources",
+    "tp", "pp", "virtual", "draft_tp", "cp", "dcp", "interleave", "pages", "page_size", "chunk", "sources",
 )  # fmt: skip
 """Options that are at least 1."""
 
@@ -145,6 +160,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
     args = _parser(role).parse_args(argv)
     if args.part is not None and args.part < 1:
         raise EngineError(f"--part must be at least 1, not {args.part}")
+    if args.speculate < 0:
+        raise EngineError(f"--speculate must be 0, for no draft, or more, not {args.speculate}")
     if not 0 <= args.drain_for < float("inf"):
         raise EngineError(f"--drain-for must be seconds, 0 or more, not {args.drain_for}")
     for name in _COUNTS:
@@ -164,7 +181,7 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         page_size=args.page_size,
         address=_address(args),
         target=checkpoint_folder("target", args.target),
-        draft=checkpoint_folder("draft", args.draft),
+        draft=draft_folder(args.draft, args.speculate),
         dtype=args.dtype,
         chunk=args.chunk,
         speculate=args.speculate,
@@ -172,6 +189,8 @@ def parse(role: str, argv: list[str] | None) -> EngineOptions:
         devices=devices,
         part=args.part,
         pull=args.pull,
+        spread=args.spread,
+        cold_draft=args.cold_draft,
         pools=args.pools,
         framework=args.framework,
         back_end=args.back_end,
@@ -225,7 +244,8 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--storage", metavar="PLACE", help=stores)
     part = "send computed rows early, once there are this many bytes (default 16 MiB)"
     add("--part", type=int, help=part)
-    add("--speculate", type=int, default=4, help="tokens that the draft proposes per step (default 4)")
+    add("--speculate", type=int, default=4, help=SPECULATE)
+    add_spread(parser)
     add("--no-verify", action="store_true", help="do not offer feature VERIFY")
     add("--transport", default="shm", metavar="NAME", help=TRANSPORT_HELP)
     gpus = "GPUs of the ranks (default 0 with --transport cuda, otherwise the host)"
@@ -234,6 +254,8 @@ def _parser(role: str) -> argparse.ArgumentParser:
     add("--framework", choices=FRAMEWORKS, default="torch", help="framework that computes (default torch)")
     add_back_end(parser)
     add("--pull", action="store_true", help="offer feature PULL: if both engines do, decode reads what prefill offers")
+    cold = "let the draft begin with zero rows, or compute them, where prefill lacks it; prefill has to allow it too"
+    add("--cold-draft", choices=COLD, nargs="?", const=COLD[0], help=cold)
     drain = "seconds after SIGTERM in which requests under way may finish; 0: end at once (default 30)"
     add("--drain-for", type=float, default=30.0, metavar="SECONDS", help=drain)
     add("--feed", action="store_true", help="open feeds for `kvproto top DIR/feed-*` and `kvproto tail`")
@@ -315,6 +337,8 @@ def _check(role: str, args: argparse.Namespace) -> None:
         (jax and flashinfer, "--back-end is torch's: --framework jax has attention of its own"),
         (jax and (args.pp > 1 or args.virtual > 1 or args.draft_tp),
          "--pp, --virtual and --draft-tp are torch's: --framework jax has no stages, and the draft on all ranks"),
+        ((args.draft == "none" or not args.speculate) and (args.draft_tp or vars(args).get("draft_sharded")),
+         "--draft-tp and --draft-sharded are of a draft: leave them out, or give one by --draft and --speculate"),
         (args.virtual > 1 and args.pp == 1, "--virtual is chunks of each pipeline stage: it needs --pp above 1"),
         (jax and "jax" in missing, "--framework jax needs JAX: pip install jax"),
         (args.devices and args.transport in ("shm", "inline"),
@@ -382,7 +406,8 @@ def add_dcp(parser: argparse.ArgumentParser) -> None:
 def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose target and draft; the demo has the same as its engines."""
     for role, alias, default in (("target", "--model", "mla"), ("draft", "--draft-model", "gqa")):
-        text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's (default {default})"
+        none = ", or none" if role == "draft" else ""
+        text = f"mla, gqa, or a checkpoint folder, kvproto's or Hugging Face's{none} (default {default})"
         parser.add_argument(f"--{role}", alias, dest=role, metavar="DIR", default=default, help=text)
     parser.add_argument(
         "--dtype",
@@ -392,11 +417,23 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def shared_tokenizer(target: Path, draft: Path) -> Tokenizer:
-    """The target's tokenizer; raises EngineError where the draft has another vocabulary, naming both."""
+def add_spread(parser: argparse.ArgumentParser) -> None:
+    """Add `--spread`; the demo has the same as its engines."""
+    text = "which prefill ranks send what several have: even, few or one, the same in both engines (default even)"
+    parser.add_argument("--spread", choices=("even", "few", "one"), default="even", help=text)
+
+
+def shared_tokenizer(target: Path, *drafts: Path) -> Tokenizer:
+    """The target's tokenizer; raises EngineError where a draft has another vocabulary, naming both."""
     tokenizer = load_tokenizer(target)
-    check_agreement(tokenizer, load_tokenizer(draft))
+    for draft in drafts:
+        check_agreement(tokenizer, load_tokenizer(draft))
     return tokenizer
+
+
+def draft_folder(name: str, speculate: int) -> Path | None:
+    """The folder of a draft; None for "none", and where nothing is to be proposed."""
+    return checkpoint_folder("draft", name) if name != "none" and speculate else None
 
 
 def checkpoint_folder(role: str, name: str) -> Path:

@@ -14,7 +14,7 @@ from ..checkpoint import load_config
 from ..errors import EngineError
 from ..tokenizer import Tokenizer
 from .arguments import DemoOptions
-from .options import checkpoint_folder
+from .options import checkpoint_folder, draft_folder
 from .report import WORDS, Compared, matrix
 from .router import Request, Router
 
@@ -32,14 +32,13 @@ def show_page(
 
     A picture leaves all times out, since they hold for one machine on one day.
     """
-    folders = (checkpoint_folder("target", options.target), checkpoint_folder("draft", options.draft))
-    target, draft = (load_config(folder, options.dtype) for folder in folders)
-    name = smollm2.NAME if options.real else folders[0].name
+    folder, beside = checkpoint_folder("target", options.target), draft_folder(options.draft, options.speculate)
+    target = load_config(folder, options.dtype)
+    name = smollm2.NAME if options.real else folder.name
+    draft = "no draft" if beside is None else f"draft of {load_config(beside, options.dtype).layers} layers"
     if console.record:
         console.export_text()  # a recording begins here
-    console.print(
-        f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; draft of {draft.layers} layers\n"
-    )
+    console.print(f"\n[bold]{escape(name)}[/bold], {target.layers} layers, {target.dtype}; {draft}\n")
     console.print(_engines(options, router, compared))
     console.print(_answers(compared, tokenizer))
     for line in _proof(compared, verdicts, options.verify):

@@ -132,7 +132,7 @@ class PrefillProcess(EngineProcess):
             self.tell("prefilled", id=job.id, found=job.found)
 
     def _take_pages(self, job: Job) -> int | None:
-        """Give a prompt pages in both pools; returns how many of its tokens they hold, None while too few are free."""
+        """Give a prompt pages in each pool; returns how many of its tokens they hold, None while too few are free."""
         sequence = job.sequence
         if self.kept is not None:
             if (taken := self.kept.allocate(job.id, len(sequence.prompt))) is None:
@@ -142,9 +142,7 @@ class PrefillProcess(EngineProcess):
         need = self.need(len(sequence.prompt))
         if any(pages.available < n for pages, n in zip(self.pages.values(), need, strict=True)):
             return None
-        sequence.target_pages, sequence.draft_pages = (
-            pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)
-        )
+        sequence.tables = [pages.allocate(n) for pages, n in zip(self.pages.values(), need, strict=True)]
         return 0
 
     def _on_layer(self, sequence: TokenSequence, model: int, stop: int, layer: int) -> None:
@@ -197,7 +195,7 @@ class PrefillProcess(EngineProcess):
 
     @property
     def _available(self) -> list[int]:
-        """Free pages of the target's and of the draft's pool."""
+        """Free pages of each model's pool."""
         return self.kept.available if self.kept is not None else [pages.available for pages in self.pages.values()]
 
 

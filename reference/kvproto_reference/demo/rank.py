@@ -42,12 +42,23 @@ class EngineProcess:
         self.eos = tokenizer.eos
         self.device = device_of(options.device(world.rank) if options.framework == "torch" else None)
         """The device on which torch leaves work pending: the host for JAX, whose steps are over when they return."""
-        folders = options.target, options.draft
-        self.geometry = geometry(*folders, configs, tokenizer.identity, layout, options.page_size, options.replica)
+        folders = options.folders
+        self.geometry = geometry(
+            folders,
+            configs,
+            tokenizer.identity,
+            layout,
+            options.page_size,
+            options.replica,
+            options.cold_draft is not None,
+        )
         hosted = self._host(options, world)
         self.pools: Mapping[int, Pool] = hosted.pools
         self.target, self.draft, self._elsewhere = hosted.target, hosted.draft, hosted.elsewhere
-        self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate((TARGET, DRAFT))}
+        self.shards = hosted.shards
+        """Which tokens of a sequence each model's pool stores."""
+        names = (TARGET, DRAFT)[: len(folders)]
+        self.pages = {name: PageAllocator(options.pages, options.seed + i) for i, name in enumerate(names)}
         self.status: int | None = None
         """The exit status, as soon as the engine is to end."""
         self.said: Said = []
@@ -62,9 +73,10 @@ class EngineProcess:
         self.kept: KeptPages | None = None
         """Finds pages that were computed before, with --host-pages."""
         if options.host_pages:
-            names = names_of(folders, configs)
-            shards, pool = (self.target.shard, self.draft.shard), self.pools[world.rank]
-            self.kept = KeptPages(world.rank, pool, names, shards, world, options.host_pages, options.storage)
+            computed_by, pool = names_of(folders, configs), self.pools[world.rank]
+            self.kept = KeptPages(
+                world.rank, pool, computed_by, self.shards, world, options.host_pages, options.storage
+            )
             self._elsewhere = None  # the pool stays where it is
         self._lockstep = Lockstep(world)
         self._control: Control | None = None
@@ -75,10 +87,10 @@ class EngineProcess:
         if options.framework == "jax":
             from ..jax_engine.build import jax_hosted  # imports JAX, which torch engines do without
 
-            folders, gpus = (options.target, options.draft), options.devices[: self.ranks]
-            return jax_hosted(folders, self.geometry, options.layout, options.pages, gpus)
+            gpus = options.devices[: self.ranks]
+            return jax_hosted(options.folders, self.geometry, options.layout, options.pages, gpus)
         return torch_hosted(
-            (options.target, options.draft),
+            options.folders,
             options.configs,
             self.geometry,
             options.layout,
@@ -261,9 +273,9 @@ class EngineProcess:
         """A rank has copied and stored the pages that finished requests left."""
         self.tell("settled", rank=rank, left=word["left"], pages=word["pages"])
 
-    def need(self, tokens: int) -> tuple[int, int]:
-        """Pages that `tokens` tokens take on every rank, in the target's and in the draft's pool."""
-        return self.target.shard.pages(tokens), self.draft.shard.pages(tokens)
+    def need(self, tokens: int) -> tuple[int, ...]:
+        """Pages that `tokens` tokens take on every rank, in each model's pool."""
+        return tuple(shard.pages(tokens) for shard in self.shards)
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError for a request that the pools can never hold."""
@@ -278,7 +290,6 @@ class EngineProcess:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    @staticmethod
-    def tables(sequence: TokenSequence) -> dict[str, list[int]]:
+    def tables(self, sequence: TokenSequence) -> dict[str, list[int]]:
         """A sequence's page tables by group name."""
-        return {TARGET: sequence.target_pages, DRAFT: sequence.draft_pages}
+        return dict(zip(self.pages, sequence.tables, strict=True))

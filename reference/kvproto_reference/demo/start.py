@@ -25,7 +25,7 @@ def start(
 
     `outside` takes what has to outlive them, and `more` holds further arguments by role. Raises EngineError.
     """
-    shared = ["--dir", str(folder), "--target", options.target, "--draft", options.draft, "--dtype", options.dtype,
+    shared = ["--dir", str(folder), "--target", options.target, "--dtype", options.dtype, "--spread", options.spread,
               "--pages", str(options.pages), "--transport", options.transport,
               "--back-end", options.back_end]  # fmt: skip
     shared += [] if options.verify else ["--no-verify"]
@@ -39,7 +39,9 @@ def start(
     here += ["--tp", str(options.prefill_tp), "--cp", str(options.prefill_cp)]
     here += ["--interleave", str(options.prefill_interleave), "--deal", options.prefill_deal]
     here += ["--framework", options.prefill_framework]
-    there += ["--speculate", str(options.speculate)]
+    here += ["--draft", options.draft if options.drafts and not options.cold_draft else "none"]
+    there += ["--draft", options.draft, "--speculate", str(options.speculate)]
+    shared += ["--cold-draft", options.cold_draft] if options.cold_draft else []
     there += ["--intent"] * options.intent + ["--spans"] * options.spans
     there += ["--framework", options.decode_framework]
     there += ["--tp", str(options.decode_tp), "--dcp", str(options.dcp), "--interleave", str(options.interleave)]

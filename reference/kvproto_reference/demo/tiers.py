@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def order() -> Iterator[int]:
 
 
 def play(
-    folders: tuple[Path, Path],
+    folders: Sequence[Path],
     page_size: int,
     max_new: int,
     chunk: int,
@@ -113,7 +113,7 @@ def verdict(turns: list[Turn]) -> dict[str, bool]:
 
 
 def run(
-    folders: tuple[Path, Path],
+    folders: Sequence[Path],
     page_size: int,
     max_new: int,
     chunk: int,

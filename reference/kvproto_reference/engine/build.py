@@ -1,6 +1,6 @@
 """Puts models, pools and attention together: what one process of an engine hosts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -32,14 +32,19 @@ class Hosted:
     pools: Mapping[int, Pool]
     """The pools that kvproto serves, by rank."""
     target: Runner
-    draft: Runner
+    draft: Runner | None
     elsewhere: Callable[[], Mapping[int, Pool]] | None = None
     """Moves the pools to other memory, without their contents; None if the engine cannot."""
 
+    @property
+    def shards(self) -> list[Shard]:
+        """Which tokens of a sequence each model's pool stores: the target's, and the draft's if there is one."""
+        return [runner.shard for runner in (self.target, self.draft) if runner is not None]
+
 
 def torch_hosted(
-    folders: tuple[Path, Path],
-    configs: tuple[ModelConfig, ModelConfig],
+    folders: Sequence[Path],
+    configs: Sequence[ModelConfig],
     geometry: Geometry,
     layout: Layout,
     world: World,
@@ -56,7 +61,7 @@ def torch_hosted(
     among = world.among([ranks[first : first + layout.dcp] for first in ranks[:: layout.dcp]])
     caches: dict[str, KVPool] = {}
     runners: list[Runner] = []
-    for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT), folders, configs, strict=True)):
+    for model, (name, folder, config) in enumerate(zip((TARGET, DRAFT)[: len(folders)], folders, configs, strict=True)):
         place = place_of(layout, model, config, world)
         if name not in mine:
             whole = next(Shard(group, 0) for group in geometry.groups if group.name == name)
@@ -76,7 +81,12 @@ def torch_hosted(
         return {world.rank: hand_over(geometry, caches, world.rank)}
 
     pools = {world.rank: hand_over(geometry, caches, world.rank)}
-    return Hosted(pools=pools, target=runners[0], draft=runners[1], elsewhere=None if captured else elsewhere)
+    return Hosted(
+        pools=pools,
+        target=runners[0],
+        draft=runners[1] if runners[1:] else None,
+        elsewhere=None if captured else elsewhere,
+    )
 
 
 def place_of(layout: Layout, model: int, config: ModelConfig, world: World) -> TensorParallel:

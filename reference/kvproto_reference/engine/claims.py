@@ -22,8 +22,8 @@ class Claim:
     """What one request holds and needs."""
 
     sequence: TokenSequence
-    whole: tuple[int, int]
-    """Pages of the target's and of the draft's pool that it needs in the end."""
+    whole: tuple[int, ...]
+    """Pages of each model's pool that it needs in the end."""
     useful: dict[int, int] = attrs.Factory(dict)
     """By rank: the token up to which its sources can use pages."""
     tokens: int = 0
@@ -34,15 +34,15 @@ class Claim:
         return min(self.useful.values()) if len(self.useful) == ranks else 0
 
     @property
-    def held(self) -> tuple[int, int]:
-        """Pages that it has of both pools."""
-        return len(self.sequence.target_pages), len(self.sequence.draft_pages)
+    def held(self) -> tuple[int, ...]:
+        """Pages that it has of each pool."""
+        return tuple(map(len, self.sequence.tables))
 
 
 def claimed(
     claim: Claim, need: Sequence[int], waiting: Iterable[Claim], running: Sequence[int], pages: PrefixCache
 ) -> bool:
-    """Give a request `need` pages of both pools in all, unless there are too few or a request would wait for ever.
+    """Give a request `need` pages of each pool in all, unless there are too few or a request would wait for ever.
 
     `waiting` are all claims in the order in which they began, and `running` the pages of requests that finish by
     themselves. Returns whether the request has the pages.

@@ -80,8 +80,8 @@ class Layout:
             return [(self.pp - 1, range(layers))]
         return [(i % self.pp, range(lo, hi)) for i, (lo, hi) in enumerate(self.parallel.bounds(layers))]
 
-    def check(self, configs: tuple[ModelConfig, ModelConfig]) -> None:
-        """Raise EngineError if the heads or layers of the target or the draft cannot be divided over the ranks."""
+    def check(self, configs: Sequence[ModelConfig]) -> None:
+        """Raise EngineError if the heads or layers of the target or of a draft cannot be divided over the ranks."""
         chunks, layers = self.pp * self.virtual, configs[0].layers
         for wrong, says in (
             (
@@ -114,29 +114,35 @@ class Layout:
 
 
 def geometry(
-    target: Path,
-    draft: Path,
-    configs: tuple[ModelConfig, ModelConfig],
+    folders: Sequence[Path],
+    configs: Sequence[ModelConfig],
     tokenizer: str,
     layout: Layout,
     page_size: int,
     replica: int = 0,
+    cold: bool = False,
 ) -> Geometry:
-    """What the ranks of one replica own: the caches of two models, and on ranks of the last stage the first token.
+    """What the ranks of one replica own: the models' caches, and on ranks of the last stage the first token.
 
-    `tokenizer` is the tokenizer's identity. Raises EngineError if there are too many ranks for a model's heads.
+    `tokenizer` is the tokenizer's identity. With `cold`, another engine need not know the draft. Raises EngineError if
+    there are too many ranks for a model's heads.
     """
-    facts = {"weights.target": fingerprint(target), "weights.draft": fingerprint(draft), "tokenizer": tokenizer}
+    names = (TARGET, DRAFT)[: len(folders)]
+    facts = {f"weights.{name}": fingerprint(folder) for name, folder in zip(names, folders, strict=True)}
+    facts["tokenizer"], warn = tokenizer, dict[str, str]()
+    if cold and DRAFT in names:
+        warn = {f"weights.{DRAFT}": facts.pop(f"weights.{DRAFT}")}
     return lay_out(
         [*caches(configs, layout, page_size), Cache.handoff(FIRST, {"token": (DType.U32, 4)})],
         layout.parallel,
         replica,
         facts,
+        warn=warn,
     )
 
 
-def caches(configs: tuple[ModelConfig, ModelConfig], layout: Layout, page_size: int) -> list[Cache]:
-    """The caches of the target and the draft."""
+def caches(configs: Sequence[ModelConfig], layout: Layout, page_size: int) -> list[Cache]:
+    """The cache of each model: of the target, and of the draft if there is one."""
     return [cache(model, config, layout, page_size) for model, config in enumerate(configs)]
 
 

@@ -37,9 +37,9 @@ _PAUSE = 0.002
 
 
 def names_of(folders: Sequence[Path], configs: Sequence[ModelConfig]) -> dict[str, str]:
-    """What the pages of target and draft were computed by (KVP-TIER-NAMESPACE)."""
+    """What the pages of each model, target and draft, were computed by (KVP-TIER-NAMESPACE)."""
     names = {}
-    for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=True):
+    for name, each, config in zip((TARGET, DRAFT), folders, configs, strict=False):
         names[f"weights.{name}"] = checkpoint.fingerprint(each)
         names[f"rope.{name}"] = repr((config.rope_theta, config.rope_rates, config.rope_gain, config.rope_pairs))
         names[f"dtype.{name}"] = config.dtype
@@ -94,7 +94,7 @@ class KeptPages:
 
     @property
     def available(self) -> list[int]:
-        """Pages of the target's and of the draft's pool that no request holds."""
+        """Pages of each model's pool that no request holds."""
         slots = self.tiers.device.slots
         return [(slots.free + slots.idle) * each for each in self._each]
 
@@ -158,9 +158,7 @@ class KeptPages:
         pages = int(self._least(np.array([lease.pages], np.int32))[0])
         del self._coming[id]
         self._held[one.sequence] = _Held(lease, one.count)
-        one.sequence.target_pages, one.sequence.draft_pages = (
-            [slot * each + i for slot in lease.slots for i in range(each)] for each in self._each
-        )
+        one.sequence.tables = [[slot * each + i for slot in lease.slots for i in range(each)] for each in self._each]
         device = min(lease.found["device"], pages)
         storage = min(one.taken, pages - device)
         where = {"device": device, "host": pages - device - storage, "storage": storage}

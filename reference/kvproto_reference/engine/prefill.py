@@ -60,7 +60,7 @@ class Prefiller:
         for model, runner in enumerate((self.target, self.draft)):
             if runner is not None:
                 found = runner.run(
-                    [Chunk(s.prompt[lo:hi], lo, s.pages(model)) for s, lo, hi in some],
+                    [Chunk(s.prompt[lo:hi], lo, s.tables[model]) for s, lo, hi in some],
                     partial(self._tell, [(s, hi) for s, _, hi in some], model),
                 )
                 logits = logits or found

@@ -23,8 +23,8 @@ Key = tuple[object, tuple[int, ...]]
 @attrs.define(eq=False)
 class _Unit:
     before: _Unit | None
-    pages: tuple[list[int], list[int]]
-    """Pages of the target's and of the draft's pool."""
+    pages: tuple[list[int], ...]
+    """Pages of each model's pool."""
     users: int = 0
     """Sequences that read it, and units that follow it."""
 
@@ -33,7 +33,7 @@ class PrefixCache:
     """Gives sequences their pages, some of them with rows already, and keeps what they leave while there is room."""
 
     def __init__(self, pages: Sequence[PageAllocator], shards: Sequence[Shard]) -> None:
-        """Both are of the target and of the draft. If pages do not hold whole runs of a deal, no prefix is kept."""
+        """Both are of each model: target and draft. If pages do not hold whole runs of a deal, no prefix is kept."""
         self._pages = pages
         self.unit, self._each = tokens_a_unit(shards)
         """Tokens of a unit, 0 if nothing is kept; and its pages in each pool."""
@@ -42,7 +42,7 @@ class PrefixCache:
         self._held: dict[TokenSequence, list[_Unit]] = {}
 
     def allocate(self, sequence: TokenSequence, need: Sequence[int]) -> int | None:
-        """Give a sequence `need` pages of both pools, or all that are kept of its prompt's beginning if these are more.
+        """Give a sequence `need` pages of each pool, or all that are kept of its prompt's beginning if these are more.
 
         Returns how many tokens of its prompt they hold already; None, taking nothing, while too few pages are free.
         """
@@ -54,18 +54,17 @@ class PrefixCache:
             for unit in found:
                 unit.users -= 1
             return None
-        tables = [[page for unit in found for page in unit.pages[model]] for model in (0, 1)]
-        made = [held + pages.allocate(n) for held, pages, n in zip(tables, self._pages, fresh, strict=True)]
-        sequence.target_pages, sequence.draft_pages = made
+        tables = [[page for unit in found for page in unit.pages[model]] for model in range(len(self._pages))]
+        sequence.tables = [held + pages.allocate(n) for held, pages, n in zip(tables, self._pages, fresh, strict=True)]
         self._held[sequence] = found
         return len(found) * self.unit
 
     def extend(self, sequence: TokenSequence, fresh: Sequence[int]) -> bool:
-        """Give a sequence `fresh` additional pages of both pools; False, giving none, while too few are free."""
+        """Give a sequence `fresh` additional pages of each pool; False, giving none, while too few are free."""
         if not self._free_some(fresh):
             return False
-        for model, (pages, n) in enumerate(zip(self._pages, fresh, strict=True)):
-            sequence.pages(model).extend(pages.allocate(n))
+        for table, pages, n in zip(sequence.tables, self._pages, fresh, strict=True):
+            table.extend(pages.allocate(n))
         return True
 
     def _free_some(self, need: Sequence[int]) -> bool:
@@ -80,7 +79,7 @@ class PrefixCache:
         held, tokens = self._held.pop(sequence), (sequence.prompt + sequence.generated)[:valid]
         before: _Unit | None = None
         for i in range(max(len(tokens) // self.unit if self.unit else 0, len(held))):
-            pages = tuple(sequence.pages(m)[i * each : (i + 1) * each] for m, each in enumerate(self._each))
+            pages = tuple(sequence.tables[m][i * each : (i + 1) * each] for m, each in enumerate(self._each))
             if i < len(held):
                 held[i].users -= 1
                 before = held[i]
@@ -90,11 +89,11 @@ class PrefixCache:
                 self._free_pages(pages)
                 before = self._units[key]
                 continue
-            before = self._units[key] = _Unit(before, (pages[0], pages[1]))
+            before = self._units[key] = _Unit(before, pages)
             if before.before is not None:
                 before.before.users += 1
         kept = max(len(tokens) // self.unit if self.unit else 0, len(held))
-        self._free_pages([sequence.pages(m)[kept * each :] for m, each in enumerate(self._each)])
+        self._free_pages([sequence.tables[m][kept * each :] for m, each in enumerate(self._each)])
 
     def clear(self) -> None:
         """Forget all rows that no sequence uses."""

@@ -66,6 +66,10 @@ class Runner(Protocol):
         """Run one step, whose rows are written to the slots of the page tables."""
         ...
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Set all rows of these pages to zero."""
+        ...
+
 
 class TorchLogits(Logits):
     """Logits in a tensor [n, vocab]."""
@@ -93,7 +97,11 @@ class TorchModel(Runner):
             raise EngineError(f"the pool has pages of {pool.page_size} rows, not {shard.group.rows}")
         if pool.config != model.config:
             raise EngineError("the pool was made for another model config")
-        self.model, self._shard = model, shard
+        self.model, self.pool, self._shard = model, pool, shard
+
+    def clear(self, pages: Sequence[int]) -> None:
+        for tensor in self.pool.tensors.values():
+            tensor[list(pages)] = 0
 
     @property
     def shard(self) -> Shard:
@@ -134,6 +142,9 @@ class Elsewhere(Runner):
     def run(self, chunks: Sequence[Chunk], computed: Computed | None = None) -> TorchLogits:
         count = sum(len(chunk.tokens) if chunk.every else 1 for chunk in chunks)
         return TorchLogits(self.stages.everywhere(torch.empty(count, self.vocab, device=self.device)))
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Nothing to do: the rows are on other ranks."""
 
 
 def assemble(

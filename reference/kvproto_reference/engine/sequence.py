@@ -24,9 +24,9 @@ class SpeculationStats:
 
 @attrs.define(kw_only=True, eq=False)
 class TokenSequence:
-    """A prompt, what was generated for it, and its page tables in the target's and the draft's pool.
+    """A prompt, what was generated for it, and its page tables in the pools of target and draft.
 
-    Both caches hold the rows of positions [0, valid); the newest token has no row yet. Raises EngineError for an empty
+    All caches hold the rows of positions [0, valid); the newest token has no row yet. Raises EngineError for an empty
     prompt.
     """
 
@@ -35,8 +35,8 @@ class TokenSequence:
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     eos: frozenset[int] = BYTES.eos
     """Tokens that end it."""
-    target_pages: list[int] = attrs.field(factory=list)
-    draft_pages: list[int] = attrs.field(factory=list)
+    tables: list[list[int]] = attrs.field(factory=list)
+    """The page table in the pool of each model: of the target, then of the draft, if there is one."""
     generated: list[int] = attrs.field(factory=list)
     stats: SpeculationStats = attrs.field(factory=SpeculationStats)
 
@@ -46,10 +46,6 @@ class TokenSequence:
         if self.max_new < 1:
             raise EngineError(f"max_new must be at least 1 token, not {self.max_new}")
 
-    def pages(self, model: int) -> list[int]:
-        """The page table in the pool of model 0, the target, or 1, the draft."""
-        return (self.target_pages, self.draft_pages)[model]
-
     @property
     def length(self) -> int:
         """Tokens so far, prompt and generated."""
@@ -57,7 +53,7 @@ class TokenSequence:
 
     @property
     def valid(self) -> int:
-        """Rows valid in both caches between decode steps."""
+        """Rows valid in all caches between decode steps."""
         return self.length - 1
 
     @property

@@ -40,7 +40,7 @@ class SpeculativeDecoder:
 
     def __init__(self, target: Runner, draft: Runner | None = None, k: int = 4) -> None:
         if draft is not None and k < 1:
-            raise EngineError(f"a draft must propose at least 1 token, not {k}")
+            raise EngineError(f"a draft must propose at least 1 token, not {k}: leave it out")
         if draft is not None and draft.vocab != target.vocab:
             sizes = [f"the {n} a vocabulary of {r.vocab}" for n, r in (("draft", draft), ("target", target))]
             raise EngineError(f"{' and '.join(sizes)}: they must be equal")
@@ -54,7 +54,7 @@ class SpeculativeDecoder:
         some = self._propose([s for s in sequences if not s.finished])
         if some:
             logits = self.target.run(
-                [Chunk([p.sequence.newest, *p.tokens], p.start, p.sequence.target_pages, every=True) for p in some]
+                [Chunk([p.sequence.newest, *p.tokens], p.start, p.sequence.tables[0], every=True) for p in some]
             )
             best, at, behind = logits.best(), 0, []
             for p in some:
@@ -66,7 +66,7 @@ class SpeculativeDecoder:
                 at += len(own)
                 gained[p.sequence] = self._take(p, accepted, extra)
                 if p.tokens and accepted == len(p.tokens) and extra is not None:
-                    behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.draft_pages))
+                    behind.append(Chunk(p.tokens[-1:], p.start + accepted, p.sequence.tables[1]))
             if self.draft is not None and behind:  # it has not run its last proposals, whose rows are needed now
                 self.draft.run(behind)
         return [gained.get(sequence, []) for sequence in sequences]
@@ -86,9 +86,7 @@ class SpeculativeDecoder:
         made = [_Proposal(s, s.valid, min(most, s.remaining - 1)) for s in sequences]
         running = made if self.draft is not None else []  # all, as the row of the newest token is due in both caches
         while running and self.draft is not None:
-            logits = self.draft.run(
-                [Chunk([p.newest], p.start + len(p.tokens), p.sequence.draft_pages) for p in running]
-            )
+            logits = self.draft.run([Chunk([p.newest], p.start + len(p.tokens), p.sequence.tables[1]) for p in running])
             best = logits.best()
             for i, p in enumerate(running):
                 if not p.open:

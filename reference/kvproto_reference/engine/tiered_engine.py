@@ -48,7 +48,7 @@ class Answer:
 class Host(Protocol):
     """Puts models and pools together: `jax_hosted`, or what stands for `torch_hosted` here."""
 
-    def __call__(self, folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int, /) -> Hosted:
+    def __call__(self, folders: tuple[Path, ...], geometry: Geometry, layout: Layout, pages: int, /) -> Hosted:
         """All ranks of an engine, in this process."""
         ...
 
@@ -80,10 +80,9 @@ class TieredEngine:
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
         check_agreement(self.tokenizer, checkpoint.load_tokenizer(draft_dir))
         configs = checkpoint.load_config(target_dir), checkpoint.load_config(draft_dir)
-        said = geometry(target_dir, draft_dir, configs, self.tokenizer.identity, layout, page_size)
+        said = geometry(folders, configs, self.tokenizer.identity, layout, page_size)
         made = (hosted or _torch)(folders, said, layout, pages)
-        self._shards = made.target.shard, made.draft.shard
-        self._unit, self._each = tokens_a_unit(self._shards)
+        self._unit, self._each = tokens_a_unit(made.shards)
         if not self._unit:
             raise EngineError("a page has to hold whole runs of the deal: choose another interleave")
         names = names_of(folders, configs)
@@ -117,9 +116,9 @@ class TieredEngine:
                 tiers.step()
             pages = min(lease.pages for lease in leases)
             sequence = TokenSequence(prompt=[*prompt], max_new=max_new, eos=self.tokenizer.eos)
-            sequence.target_pages, sequence.draft_pages = (
+            sequence.tables = [
                 [slot * each + i for slot in leases[0].slots for i in range(each)] for each in self._each
-            )
+            ]
             self._prefiller.add(sequence, pages * unit)
             while self._prefiller.busy:
                 self._prefiller.step()
@@ -172,6 +171,6 @@ class TieredEngine:
             tiers.close()
 
 
-def _torch(folders: tuple[Path, Path], said: Geometry, layout: Layout, pages: int, /) -> Hosted:
-    configs = checkpoint.load_config(folders[0]), checkpoint.load_config(folders[1])
+def _torch(folders: tuple[Path, ...], said: Geometry, layout: Layout, pages: int, /) -> Hosted:
+    configs = tuple(checkpoint.load_config(folder) for folder in folders)
     return torch_hosted(folders, configs, said, layout, World(), pages, torch.device("cpu"), shareable)

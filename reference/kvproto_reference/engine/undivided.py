@@ -52,7 +52,10 @@ class Undivided:
         dtype: str = "float32",
         device: torch.device | str = "cpu",
         back_end: str = "torch",
+        cold: bool = False,
     ) -> None:
+        """With `cold`, the draft begins without rows of the prompt: they are zero."""
+        self._cold = cold
         self._chunk = chunk
         self.tokenizer = checkpoint.load_tokenizer(target_dir)
         if draft_dir is not None:
@@ -68,8 +71,8 @@ class Undivided:
         """Whether the last bits of logits depend on what else was in a step."""
         self._target = runner(0, target_dir)
         self._draft = runner(1, draft_dir) if draft_dir is not None else None
-        self._target_pages = PageAllocator(pages, seed)
-        self._draft_pages = PageAllocator(pages, seed + 1)
+        models = 1 if self._draft is None else 2
+        self._pages = [PageAllocator(pages, seed + model) for model in range(models)]
         self._decoder = SpeculativeDecoder(self._target, self._draft, k)
         self._exact: Undivided | None = None
         """The target in 32 bits, where this engine rounds."""
@@ -87,13 +90,13 @@ class Undivided:
         """Continue many prompts as one batch, by at most `max_new` tokens each."""
         eos = self.tokenizer.eos
         some = [TokenSequence(prompt=list(ids), max_new=max_new, sampling=s, eos=eos) for ids, s in prompts]
-        prefiller = Prefiller(self._target, self._draft, self._chunk)
+        prefiller = Prefiller(self._target, None if self._cold else self._draft, self._chunk)
         try:
             for sequence in some:
                 count = self.pages_of(len(sequence.prompt), max_new)
-                sequence.target_pages = self._target_pages.allocate(count)
-                if self._draft is not None:
-                    sequence.draft_pages = self._draft_pages.allocate(count)
+                sequence.tables = [pages.allocate(count) for pages in self._pages]
+                if self._cold and self._draft is not None:
+                    self._draft.clear(sequence.tables[1])
                 prefiller.add(sequence)
             while prefiller.busy:
                 prefiller.step()
@@ -101,8 +104,8 @@ class Undivided:
                 self._decoder.step(some)
         finally:
             for sequence in some:
-                self._target_pages.free(sequence.target_pages)
-                self._draft_pages.free(sequence.draft_pages)
+                for pages, table in zip(self._pages, sequence.tables, strict=False):  # without, if there were too few
+                    pages.free(table)
         return [Result(tokens=s.generated, stats=s.stats, tokenizer=self.tokenizer) for s in some]
 
     def pages_of(self, prompt: int, max_new: int) -> int:
@@ -124,7 +127,7 @@ class Undivided:
     def scores(self, prompt: Sequence[int], found: Sequence[int]) -> Iterator[Scores]:
         """The logits [vocab] from which each token of a prompt's continuation was to be chosen."""
         ids = [*prompt, *found]
-        pages = self._target_pages.allocate(self._target.shard.pages(len(ids)))
+        pages = self._pages[0].allocate(self._target.shard.pages(len(ids)))
         try:
             for start in range(0, len(ids) - 1, self._chunk):
                 stop = min(start + self._chunk, len(ids) - 1)
@@ -132,4 +135,4 @@ class Undivided:
                 for place in range(max(start, len(prompt) - 1), stop):
                     yield logits.row(place - start)
         finally:
-            self._target_pages.free(pages)
+            self._pages[0].free(pages)

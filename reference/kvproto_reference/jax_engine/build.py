@@ -28,7 +28,7 @@ __all__ = ["jax_hosted", "jax_runner"]
 
 
 def jax_hosted(
-    folders: tuple[Path, Path], geometry: Geometry, layout: Layout, pages: int, gpus: Sequence[int] = ()
+    folders: Sequence[Path], geometry: Geometry, layout: Layout, pages: int, gpus: Sequence[int] = ()
 ) -> Hosted:
     """All ranks of an engine in JAX, one on each of `gpus` (CUDA ordinals), or without any on devices made of the CPU.
 
@@ -36,10 +36,8 @@ def jax_hosted(
     """
     devices: Sequence[int | None] = gpus or [None] * layout.ranks
     pools = [Pool.allocate(geometry, pages, rank=rank, device=devices[rank]) for rank in range(layout.ranks)]
-    target, draft = (
-        jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=True)
-    )
-    return Hosted(pools=dict(enumerate(pools)), target=target, draft=draft)
+    runners = [jax_runner(folder, pools, name, layout) for folder, name in zip(folders, (TARGET, DRAFT), strict=False)]
+    return Hosted(pools=dict(enumerate(pools)), target=runners[0], draft=runners[1] if runners[1:] else None)
 
 
 def jax_runner(folder: Path, pools: Sequence[Pool], group: str, layout: Layout, by_token: bool = False) -> JaxRunner:

@@ -75,6 +75,14 @@ class RankPools:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Set all rows of these pages to zero."""
+        for parts in self._views:
+            for view in (view for views in parts.values() for view in views):
+                view[list(pages)] = 0
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+
     def _alias(self, views: Sequence[Tensor]) -> jax.Array:
         if self._gpus:
             made = [_exported(view) for view in views]

@@ -85,6 +85,9 @@ class JaxRunner(Runner):
                 computed(layer)
         return JaxLogits(*self._programs.head(self._top, x, step.wanted), step.count)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        self._pools.clear(pages)
+
     def _step(self, chunks: Sequence[Chunk]) -> _Step:
         """Assemble a step; spans, tokens and pages are padded to powers of two, so that few programs are compiled.
 
